@@ -1,0 +1,79 @@
+"""Every error that Whimbrel raises on purpose.
+
+WhimbrelError
+├── ConfigError(ValueError)          a setting, flag or argument that cannot be used
+│   └── MissingExtraError(ImportError)   an optional package that the request needs
+├── DataError(ValueError)            a source, shard or manifest that is not what it claims
+├── CheckpointError(RuntimeError)    a checkpoint or model directory that is damaged, foreign or incomplete
+├── ParallelError(RuntimeError)      ranks that disagree
+├── PrecisionError(ValueError)       a precision recipe that this model or machine cannot run
+├── OptimizerError(ValueError)       an optimizer setting or gradient that cannot be used
+├── RequestError(ValueError)         a generation or server request that cannot be served
+├── TrainingError(RuntimeError)      a run that cannot go on (a loss that is not finite)
+└── WriteError(OSError)              a file that could not be written (full disk, no permission); nothing was left behind
+
+A message is one line: what was given, what is allowed, what to do. The command line prints it and exits with 2.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "MissingExtraError",
+    "OptimizerError",
+    "ParallelError",
+    "PrecisionError",
+    "RequestError",
+    "TrainingError",
+    "WhimbrelError",
+    "WriteError",
+]
+
+
+class WhimbrelError(Exception):
+    """Root of the tree: catch this to catch all of them."""
+
+
+class ConfigError(WhimbrelError, ValueError):
+    """A setting, flag or argument that cannot be used."""
+
+
+class MissingExtraError(ConfigError, ImportError):
+    """An optional package that the request needs is not installed."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs the package '{package}': pip install 'whimbrel[{extra}]'")
+
+
+class DataError(WhimbrelError, ValueError):
+    """A source, shard or manifest that is not what it claims to be."""
+
+
+class CheckpointError(WhimbrelError, RuntimeError):
+    """A checkpoint or model directory that is damaged, foreign or incomplete."""
+
+
+class ParallelError(WhimbrelError, RuntimeError):
+    """Ranks that disagree."""
+
+
+class PrecisionError(WhimbrelError, ValueError):
+    """A precision recipe that this model or machine cannot run."""
+
+
+class OptimizerError(WhimbrelError, ValueError):
+    """An optimizer setting or gradient that cannot be used."""
+
+
+class RequestError(WhimbrelError, ValueError):
+    """A generation or server request that cannot be served."""
+
+
+class TrainingError(WhimbrelError, RuntimeError):
+    """A run that cannot go on."""
+
+
+class WriteError(WhimbrelError, OSError):
+    """A file that could not be written; nothing half-written was left behind."""

@@ -1,0 +1,95 @@
+"""Files and folders that are whole or absent, never half-written."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from whimbrel.base.errors import WriteError
+
+__all__ = ["PARTIAL", "atomic_directory", "atomic_file", "remove_stale", "sha256_file"]
+
+PARTIAL = ".partial-"
+"""What the temporary name of an unfinished file or folder starts with."""
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open a temporary neighbour of `path` for writing; it takes the name `path` only once it is whole and on disk."""
+    target = Path(path)
+    temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{target.name}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _fsync_directory(target.parent)
+    except OSError as error:
+        raise _write_error(target, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield an empty temporary folder; when the block ends it is fsynced and takes the name `path`, replacing nothing."""
+    target = Path(path)
+    temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{target.name}")
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise WriteError(f"{target} exists and is not empty: name another directory or remove it first")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        _fsync_tree(temporary)
+        os.replace(temporary, target)
+        _fsync_directory(target.parent)
+    except OSError as error:
+        raise _write_error(target, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_stale(folder: str | os.PathLike[str]) -> list[Path]:
+    """Delete what an interrupted write left in `folder`; say what was deleted."""
+    stale = sorted(Path(folder).glob(f"{PARTIAL}*"))
+    for path in stale:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return stale
+
+
+def sha256_file(path: str | os.PathLike[str]) -> str:
+    """Hex digest of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync_tree(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        else:
+            _fsync_directory(path)
+    _fsync_directory(folder)
+
+
+def _fsync_directory(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_error(target: Path, error: OSError) -> WriteError:
+    if isinstance(error, WriteError):
+        return error
+    return WriteError(f"cannot write {target}: {error.strerror or error}; nothing was left behind")

@@ -1,0 +1,148 @@
+"""Plain tables (what TOML gives) to dataclasses and back, strictly.
+
+Supported field types: bool, int, float, str, Path, Literal, tuple[X, ...], unions of those with None, and nested dataclasses.
+An int is taken for a float; nothing else is converted.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import math
+import textwrap
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+
+from whimbrel.base.errors import ConfigError
+
+__all__ = ["build", "check_known", "field_docs", "nearest", "to_table"]
+
+T = TypeVar("T")
+Table = Mapping[str, Any]
+
+
+def build(cls: type[T], table: Table, where: str = "") -> T:
+    """Make a `cls` from `table`; `where` is the dotted name of the table, for messages."""
+    fields = {field.name: field for field in dataclasses.fields(cast(Any, cls)) if field.init}
+    check_known(where, table, fields)
+    hints = typing.get_type_hints(cls)
+    values = {name: _convert(hints[name], value, _join(where, name)) for name, value in table.items()}
+    missing = [_join(where, f.name) for f in fields.values() if f.name not in values and _is_required(f)]
+    if missing:
+        raise ConfigError(f"missing setting {', '.join(missing)}: add it to the file or pass --{missing[0]}=VALUE")
+    return cls(**values)
+
+
+def to_table(value: object) -> dict[str, Any]:
+    """The inverse of `build`: nested dataclasses become nested dicts; settings that are None are left out."""
+    table: dict[str, Any] = {}
+    for field in dataclasses.fields(cast(Any, value)):
+        item = getattr(value, field.name)
+        if item is None:
+            continue
+        if dataclasses.is_dataclass(item):
+            item = to_table(item)
+        elif isinstance(item, Path):
+            item = str(item)
+        elif isinstance(item, tuple):
+            item = list(item)
+        table[field.name] = item
+    return table
+
+
+def check_known(section: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse keys the schema does not have, naming the nearest one it does."""
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"unknown setting '{_join(section, name)}'{nearest(name, known)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A half-sentence for an error message: the nearest known name, or all of them when none is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f": did you mean '{close[0]}'?" if close else f": known are {', '.join(names)}"
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass, inherited fields included."""
+    docs: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(owner):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        body = cast(ast.ClassDef, tree).body
+        for field, text in zip(body, body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_text(text):
+                docs[field.target.id] = inspect.cleandoc(cast(Any, text).value.value).replace("\n", " ")
+    return docs
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _convert_union(arguments, value, where)
+    if origin is Literal:
+        if value in arguments and type(value) in {type(a) for a in arguments}:
+            return value
+        close = nearest(value, [str(a) for a in arguments]) if isinstance(value, str) else ""
+        raise ConfigError(f"{where} = {value!r} is not one of {', '.join(map(str, arguments))}{close if '?' in close else ''}")
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise _wrong(where, value, "a list")
+        items = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(items) != len(value):
+            raise _wrong(where, value, f"a list of {len(items)} values")
+        return tuple(_convert(item, v, f"{where}[{i}]") for i, (item, v) in enumerate(zip(items, value, strict=True)))
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise _wrong(where, value, "a table")
+        return build(cast(Any, kind), value, where)
+    return _convert_plain(kind, value, where)
+
+
+def _convert_plain(kind: Any, value: Any, where: str) -> Any:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+        raise _wrong(where, value, names.get(kind, str(kind)))
+    if kind is float and not math.isfinite(value):
+        raise _wrong(where, value, "a finite number")
+    return value
+
+
+def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in arguments:
+        return None
+    kinds = [kind for kind in arguments if kind is not type(None)]
+    errors = []
+    for kind in kinds:
+        try:
+            return _convert(kind, value, where)
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[-1]
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _wrong(where: str, value: Any, wanted: str) -> ConfigError:
+    return ConfigError(f"{where} = {value!r} must be {wanted}")
+
+
+def _join(section: str, name: str) -> str:
+    return f"{section}.{name}" if section else name
