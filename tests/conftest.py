@@ -1,0 +1,71 @@
+"""What every test may ask for. Nothing here reaches the network, and nothing needs more than the repository."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+# Set before any test imports a library that reads them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, with the reason."""
+    reasons = {}
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            reasons["gpu"] = "needs a CUDA device"
+    if importlib.util.find_spec("ray") is None:
+        reasons["ray"] = "needs the package 'ray': pip install 'whimbrel[ray]'"
+    for item in items:
+        for marker, reason in reasons.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The root of the repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    """Small files that are committed with the tests."""
+    return ROOT / "tests" / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Larger real data beside the repository, or where WHIMBREL_SHARED_DATA says; a clone has none and skips."""
+    given = os.environ.get("WHIMBREL_SHARED_DATA")
+    folder = Path(given) if given else ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        if given:
+            pytest.fail(f"WHIMBREL_SHARED_DATA={given} is not a folder")
+        pytest.skip("no shared data: set WHIMBREL_SHARED_DATA to its folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shakespeare() -> str:
+    """The text of the bundled corpus."""
+    with gzip.open(ROOT / "corpora" / "tinyshakespeare.txt.gz", "rt", encoding="utf-8", newline="") as file:
+        return file.read()
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
