@@ -1,0 +1,197 @@
+"""`whimbrel doctor`: what this machine has, what will work on it, and what to install for the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+__all__ = ["doctor"]
+
+TORCH_FLOOR, TORCH_CEILING = (2, 11), (2, 14)
+EXTRAS = {  # the extras of pyproject.toml that a user may want: the package each brings and what it is for
+    "hf": ("transformers", "open saved models in transformers"),
+    "hub": ("datasets", "prepare FineWeb and other hub datasets by name"),
+    "plot": ("matplotlib", "draw loss curves"),
+    "ray": ("ray", "prepare data on a cluster"),
+}
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One place where tensors can live."""
+
+    name: str
+    kind: str
+    memory_gib: float | None = None
+    capability: str | None = None
+    bf16: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ability:
+    """Something Whimbrel can do, whether it will work here, and what to do if not."""
+
+    what: str
+    works: bool
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything the doctor found."""
+
+    machine: dict[str, str]
+    versions: dict[str, str | None]
+    devices: tuple[Device, ...]
+    abilities: tuple[Ability, ...]
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Say what this machine has, what will work, and what to install for the rest."""
+    report = examine()
+    if as_json:
+        print(json.dumps(asdict(report), indent=2))
+        return
+    console = Console()
+    if console.is_terminal:
+        _print_table(console, report)
+    else:
+        for _, what, value in _rows(report):
+            print(f"{what}: {value}")
+
+
+def examine() -> Report:
+    """Look at the machine. A broken torch is a finding, not a crash: this is the command people run then."""
+    fault = _torch_fault()
+    devices = tuple(_devices()) if fault is None else ()
+    packages = ("whimbrel", "torch", "triton", *(package for package, _ in EXTRAS.values()))
+    return Report(
+        machine=_machine(),
+        versions={package: _version(package) for package in packages},
+        devices=devices,
+        abilities=tuple(_abilities(fault, devices)),
+    )
+
+
+def _machine() -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": str(cores),
+        "memory": f"{memory:.1f} GiB",
+        "free disk here": f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB",
+        "C++ compiler": _compiler() or "none",
+    }
+
+
+def _compiler() -> str | None:
+    """The C++ compiler that torch.compile would find: CXX, or a usual name."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_fault() -> str | None:
+    """Why torch cannot be used, or None."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library that the build needs is absent
+        return str(error).splitlines()[0]
+    given = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if not TORCH_FLOOR <= given < TORCH_CEILING:
+        allowed = ">={}.{},<{}.{}".format(*TORCH_FLOOR, *TORCH_CEILING)
+        return f"torch {torch.__version__} is outside {allowed}: pip install 'torch{allowed}'"
+    return None
+
+
+def _devices() -> Iterator[Device]:
+    """The devices torch sees, the fastest first; the CPU is always there."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        yield Device(
+            name=found.name,
+            kind="cuda",
+            memory_gib=round(found.total_memory / GIB, 1),
+            capability=f"{found.major}.{found.minor}",
+            bf16=found.major >= 8,
+        )
+    if torch.backends.mps.is_available():
+        yield Device(name="Apple GPU", kind="mps")
+    yield Device(name=platform.processor() or "CPU", kind="cpu", capability=torch.backends.cpu.get_cpu_capability())
+
+
+def _abilities(fault: str | None, devices: tuple[Device, ...]) -> Iterator[Ability]:
+    yield Ability(what="prepare local text", works=True, note="txt, jsonl, parquet; gz, zst; folders")
+    if fault is None:
+        best = devices[0]
+        precision = "bf16" if best.bf16 else "fp32 (no bf16 before compute capability 8.0)"
+        yield Ability(what="train and generate", works=True, note=f"on {best.kind}, {precision}")
+        yield _compile_ability(best)
+    else:
+        yield Ability(what="train and generate", works=False, note=fault)
+    for extra, (package, what) in EXTRAS.items():
+        version = _version(package)
+        note = f"{package} {version}" if version else f"pip install 'whimbrel[{extra}]'"
+        yield Ability(what=what, works=version is not None, note=note)
+
+
+def _compile_ability(best: Device) -> Ability:
+    """`torch.compile` needs a C++ compiler everywhere and Triton on CUDA."""
+    missing = []
+    if _compiler() is None:
+        missing.append("a C++ compiler (Debian: apt install g++; macOS: xcode-select --install)")
+    if best.kind == "cuda" and util.find_spec("triton") is None:
+        missing.append("triton (pip install triton)")
+    note = f"install {' and '.join(missing)}, or train with --train.compile=false" if missing else f"on {best.kind}"
+    return Ability(what="compile", works=not missing, note=note)
+
+
+def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
+    """The report as (section, what, value), for both the table and the plain lines."""
+    yield from (("machine", what, value) for what, value in report.machine.items())
+    yield from (("versions", what, value or "not installed") for what, value in report.versions.items())
+    for device in report.devices:
+        facts = [device.name]
+        facts += [f"{device.memory_gib} GiB"] if device.memory_gib is not None else []
+        facts += [f"capability {device.capability}"] if device.capability else []
+        facts += ["bf16"] if device.bf16 else ["no bf16"]
+        yield "devices", device.kind, ", ".join(facts)
+    for ability in report.abilities:
+        yield "what will work", ability.what, f"{'yes' if ability.works else 'no'}, {ability.note}"
+
+
+def _print_table(console: Console, report: Report) -> None:
+    table, current = Table(show_header=False, box=None, padding=(0, 2, 0, 0)), ""
+    for section, what, value in _rows(report):
+        if section != current:
+            table.add_row(f"[bold]{section}[/bold]", "")
+            current = section
+        mark = {"yes": "green", "no": "red"}.get(value.partition(",")[0], "default")
+        table.add_row(f"  {escape(what)}", f"[{mark}]{escape(value)}[/{mark}]")
+    console.print(table)

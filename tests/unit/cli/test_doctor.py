@@ -1,0 +1,126 @@
+"""`whimbrel doctor`: findings that agree with the machine, and advice where something is absent."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from whimbrel.cli import doctor as room
+from whimbrel.cli.doctor import EXTRAS, TORCH_CEILING, TORCH_FLOOR, Report, doctor, examine
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that a package is not installed."""
+
+    def hide(package: str) -> None:
+        real = metadata.version
+
+        def version(name: str) -> str:
+            if name == package:
+                raise metadata.PackageNotFoundError(name)
+            return real(name)
+
+        monkeypatch.setattr(metadata, "version", version)
+
+    return hide
+
+
+def ability(report: Report, what: str):
+    (found,) = [ability for ability in report.abilities if ability.what == what]
+    return found
+
+
+def test_devices_are_those_torch_sees():
+    report = examine()
+    assert [device.kind for device in report.devices].count("cuda") == torch.cuda.device_count()
+    assert report.devices[-1].kind == "cpu"
+    assert ability(report, "train and generate").works
+    assert report.devices[0].kind in ability(report, "train and generate").note
+
+
+def test_json_holds_the_whole_report(capsys: pytest.CaptureFixture[str]):
+    doctor(as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert set(printed) == {"machine", "versions", "devices", "abilities"}
+    assert printed["versions"]["torch"] == metadata.version("torch")
+    assert printed["machine"]["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]):
+    doctor()
+    out = capsys.readouterr().out
+    assert f"torch: {metadata.version('torch')}\n" in out
+    assert "\x1b[" not in out
+    assert all(": " in line for line in out.splitlines())
+
+
+def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    doctor()
+    out = capsys.readouterr().out
+    assert "\x1b[" in out
+    assert "what will work" in out
+
+
+@pytest.mark.parametrize("extra", sorted(EXTRAS))
+def test_an_absent_extra_is_named_with_its_install_command(extra: str, without):
+    package, what = EXTRAS[extra]
+    without(package)
+    report = examine()
+    assert report.versions[package] is None
+    assert not ability(report, what).works
+    assert f"pip install 'whimbrel[{extra}]'" in ability(report, what).note
+
+
+def test_no_compiler_is_advised(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    report = examine()
+    assert report.machine["C++ compiler"] == "none"
+    assert not ability(report, "compile").works
+    assert "C++ compiler" in ability(report, "compile").note
+
+
+def test_the_compiler_is_the_one_cxx_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    compiler = tmp_path / "my-cxx"
+    compiler.touch(mode=0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert examine().machine["C++ compiler"] == str(compiler)
+
+
+def test_a_broken_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    report = examine()
+    assert report.devices == ()
+    assert not ability(report, "train and generate").works
+    assert "torch" in ability(report, "train and generate").note
+    assert ability(report, "prepare local text").works
+
+
+def test_an_unsupported_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    note = ability(examine(), "train and generate").note
+    assert "2.9.1+cu128" in note
+    assert ">=2.11,<2.14" in note
+
+
+def test_an_old_gpu_trains_without_bf16(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(room, "_devices", lambda: [room.Device(name="old", kind="cuda", capability="7.5", bf16=False)])
+    assert "no bf16" in ability(examine(), "train and generate").note
+
+
+def test_the_doctor_agrees_with_the_package(root: Path):
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert "torch>={}.{},<{}.{}".format(*TORCH_FLOOR, *TORCH_CEILING) in project["dependencies"]
+    offered = project["optional-dependencies"]
+    assert set(EXTRAS) == set(offered) - {"dev"}
+    for extra, (package, _) in EXTRAS.items():
+        assert any(requirement.startswith(package) for requirement in offered[extra])
