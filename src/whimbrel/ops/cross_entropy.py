@@ -1,0 +1,135 @@
+"""Head and loss in one: cross-entropy of `hidden @ weight.T` without ever holding all logits.
+
+The tokens are taken a chunk at a time. A chunk's logits are made, turned into its loss and, in place, into the gradient of
+that loss, and spent at once on the gradients of `hidden` and `weight`; so memory is one chunk of logits and no product is
+computed twice. Backward only scales what forward has already found.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
+
+CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**25, "mps": 2**27}
+"""How many bytes of logits exist at a time, by device type."""
+
+
+def linear_cross_entropy_reference(
+    hidden_NC: Tensor,
+    weight_VC: Tensor,
+    targets_N: Tensor,
+    *,
+    vocab_size: int,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """What `linear_cross_entropy` computes, said plainly: the summed loss from all logits at once, in fp32."""
+    logits_NV = torch.nn.functional.linear(hidden_NC, weight_VC).float()[:, :vocab_size]
+    if softcap is not None:
+        logits_NV = softcap * torch.tanh(logits_NV / softcap)
+    return torch.nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum")
+
+
+def linear_cross_entropy(
+    hidden_NC: Tensor,
+    weight_VC: Tensor,
+    targets_N: Tensor,
+    *,
+    vocab_size: int,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Sum of the cross-entropy over the targets that are not `ignore_index`, a 0-d fp32 tensor.
+
+    Rows of `weight` from `vocab_size` on are padding: they take no part. Under autocast the products are in its dtype.
+    """
+    device = hidden_NC.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
+    wanted = torch.is_grad_enabled()
+    wants = (wanted and hidden_NC.requires_grad, wanted and weight_VC.requires_grad)
+    loss = _LinearCrossEntropy.apply(hidden_NC, weight_VC, targets_N, vocab_size, softcap, ignore_index, dtype, wants)
+    return cast(Tensor, loss)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        softcap: float | None,
+        ignore_index: int,
+        dtype: torch.dtype,
+        wants: tuple[bool, bool],
+    ) -> Tensor:
+        device = hidden.device.type
+        with torch.autocast(device, enabled=False):
+            hidden_c, weight_c = hidden.to(dtype), weight.to(dtype)
+            grad_hidden = torch.empty_like(hidden_c) if wants[0] else None
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
+            losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+            rows = max(1, CHUNK_BYTES.get(device, 2**27) // (weight.shape[0] * dtype.itemsize))
+            rows = max(1, rows // 1024 * 1024) if rows > 1024 else rows
+            for start in range(0, hidden.shape[0], rows):
+                chunk = slice(start, start + rows)
+                logits = hidden_c[chunk] @ weight_c.T
+                losses[chunk] = _loss_and_gradient_(logits, targets[chunk], vocab_size, softcap, ignore_index, any(wants))
+                if grad_hidden is not None:
+                    torch.mm(logits, weight_c, out=grad_hidden[chunk])
+                if grad_weight is not None:
+                    _add_product_(grad_weight, logits.T, hidden_c[chunk])
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        hidden_dtype, weight_dtype = ctx.dtypes
+        if grad_hidden is not None:
+            grad_hidden = (grad_hidden * grad_loss).to(hidden_dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(grad_loss).to(weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`, with the sum kept in fp32 whatever the factors are."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _loss_and_gradient_(
+    logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
+) -> Tensor:
+    """Each row's loss; with `gradient`, `logits` is overwritten by the gradient of the summed loss."""
+    if logits.device.type == "cuda":
+        from whimbrel.ops.cross_entropy_triton import loss_and_gradient_
+
+        return loss_and_gradient_(logits, targets, vocab_size, softcap, ignore_index, gradient)
+    z = logits.float()
+    if softcap is not None:
+        capped = torch.tanh(z / softcap)
+        z = capped * softcap
+    z[:, vocab_size:] = -torch.inf
+    valid = targets != ignore_index
+    index = torch.where(valid, targets, 0)[:, None]
+    lse = torch.logsumexp(z, dim=1, keepdim=True)
+    losses = torch.where(valid, (lse - z.gather(1, index)).squeeze(1), 0.0)
+    if gradient:
+        p = z.sub_(lse).exp_()
+        p.scatter_add_(1, index, -torch.ones_like(index, dtype=p.dtype))
+        if softcap is not None:
+            p *= 1 - capped.square_()
+        logits.copy_(p.mul_(valid[:, None]))
+    return losses

@@ -1,0 +1,75 @@
+"""The CUDA path of `linear_cross_entropy`: one program a row, logits read once from memory, gradient written in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["loss_and_gradient_"]
+
+
+@triton.jit
+def _row_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, targets_ptr, losses_ptr, stride, vocab_size, width, softcap, ignore_index,
+    HAS_CAP: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    base = logits_ptr + row * stride
+    target = tl.load(targets_ptr + row)
+    columns = tl.arange(0, BLOCK)
+    if target == ignore_index:
+        tl.store(losses_ptr + row, 0.0)
+        if GRADIENT:
+            for start in range(0, width, BLOCK):
+                at = start + columns
+                tl.store(base + at, tl.zeros([BLOCK], dtype=logits_ptr.dtype.element_ty), mask=at < width)
+        return
+    # A running maximum and a sum of exponentials for each lane; joined once at the end.
+    top = tl.full([BLOCK], -1e30, dtype=tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        at = start + columns
+        z = tl.load(base + at, mask=at < vocab_size, other=0.0).to(tl.float32)
+        if HAS_CAP:
+            z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)
+        z = tl.where(at < vocab_size, z, -1e30)
+        higher = tl.maximum(top, z)
+        total = total * tl.exp(top - higher) + tl.where(at < vocab_size, tl.exp(z - higher), 0.0)
+        top = higher
+    peak = tl.max(top, axis=0)
+    lse = peak + tl.log(tl.sum(total * tl.exp(top - peak), axis=0))
+    z_target = tl.load(base + target).to(tl.float32)
+    if HAS_CAP:
+        z_target = softcap * (2.0 * tl.sigmoid(2.0 * z_target / softcap) - 1.0)
+    tl.store(losses_ptr + row, lse - z_target)
+    if GRADIENT:
+        tl.debug_barrier()
+        for start in range(0, width, BLOCK):
+            at = start + columns
+            z = tl.load(base + at, mask=at < vocab_size, other=0.0).to(tl.float32)
+            slope = tl.full([BLOCK], 1.0, dtype=tl.float32)
+            if HAS_CAP:
+                t = 2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0
+                z = softcap * t
+                slope = 1.0 - t * t
+            g = (tl.exp(z - lse) - tl.where(at == target, 1.0, 0.0)) * slope
+            g = tl.where(at < vocab_size, g, 0.0)
+            tl.store(base + at, g.to(logits_ptr.dtype.element_ty), mask=at < width)
+
+
+def loss_and_gradient_(
+    logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
+) -> Tensor:
+    """Each row's loss; with `gradient`, `logits` is overwritten by the gradient of the summed loss."""
+    rows, width = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    kernel: Any = _row_kernel
+    kernel[(rows,)](
+        logits, targets, losses, logits.stride(0), vocab_size, width, softcap or 1.0, ignore_index,
+        HAS_CAP=softcap is not None, GRADIENT=gradient, BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return losses

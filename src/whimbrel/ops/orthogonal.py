@@ -1,0 +1,39 @@
+"""The nearest matrix with orthonormal rows or columns (the polar factor), by products alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["orthogonalise", "orthogonalise_reference"]
+
+POLYNOMIALS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+"""Polar Express (Amsel et al., 2025): the odd quintic a + b x^2 + c x^4 best for each step in turn, for singular values in [1e-3, 1]."""
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """Polar factors of a stack of matrices `[..., m, n]` by five quintic steps in the dtype given: singular values end within 0.87 and 1.13.
+
+    Each step maps every singular value by one polynomial, so the factor is reached by matrix products only; bf16 is enough.
+    """
+    x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    x = x / (torch.linalg.matrix_norm(x.float(), keepdim=True) * 1.01 + 1e-7).to(x.dtype)
+    flat = x.reshape(-1, *x.shape[-2:])
+    for a, b, c in POLYNOMIALS:
+        gram = flat @ flat.mT
+        inner = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        flat = torch.baddbmm(flat, inner, flat, beta=a)
+    x = flat.reshape(x.shape)
+    return x.mT if matrices.shape[-2] > matrices.shape[-1] else x
+
+
+def orthogonalise_reference(matrices: Tensor) -> Tensor:
+    """What `orthogonalise` approximates, by SVD in fp64."""
+    u, _, vh = torch.linalg.svd(matrices.double(), full_matrices=False)
+    return (u @ vh).to(matrices.dtype)

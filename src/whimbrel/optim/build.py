@@ -1,0 +1,44 @@
+"""From a configuration and routed parameters to an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from whimbrel.optim.config import OptimConfig
+from whimbrel.optim.muon import Muon
+from whimbrel.optim.routing import RoutedParameter
+
+__all__ = ["build_optimizer"]
+
+
+def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter]) -> torch.optim.Optimizer:
+    """The optimizer over `parameters`, one group for each learning rate, decay and rule; `peak_lr` in each group."""
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for item in parameters:
+        settings = _settings(config, item)
+        group = groups.setdefault(tuple(settings.items()), {"params": [], "names": [], **settings})
+        group["params"].append(item.parameter)
+        group["names"].append(item.name)
+        if config.name == "muon":
+            group.setdefault("splits", []).append(item.splits)
+    if config.name == "muon":
+        return Muon(list(groups.values()), betas=config.betas, eps=config.eps)
+    fused = all(item.parameter.device.type == "cuda" for item in parameters)
+    return torch.optim.AdamW(list(groups.values()), lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
+
+
+def _settings(config: OptimConfig, item: RoutedParameter) -> dict[str, Any]:
+    """The group settings that `item` falls under."""
+    own = {"hidden": None, "embedding": config.embedding_lr, "head": config.head_lr, "scalar": config.scalar_lr}[item.role]
+    lr = config.lr if own is None else own
+    decays = {"all": True, "matrices": item.parameter.ndim >= 2, "hidden": item.role == "hidden"}[config.decay]
+    settings = {"lr": lr, "peak_lr": lr, "weight_decay": config.weight_decay if decays else 0.0}
+    if config.name == "muon":
+        settings["rule"] = "muon" if item.role == "hidden" and item.parameter.ndim == 2 else "adam"
+        settings["momentum"] = config.momentum
+        settings["momentum_start"] = config.momentum if config.momentum_start is None else config.momentum_start
+        settings["momentum_warmup"] = config.momentum_warmup
+    return settings

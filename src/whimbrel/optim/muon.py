@@ -1,0 +1,125 @@
+"""Muon: momentum whose update is replaced by its polar factor, for hidden matrices; Adam for everything else.
+
+For a matrix W (m x n) with gradient G (Jordan et al., 2024):
+    M <- b M + (1 - b) G;   U = (1 - b) G + b M;   W <- (1 - lr wd) W - lr sqrt(max(1, m/n)) polar(U)
+Matrices of one shape are stacked and orthogonalised in one batch of products; fused q, k, v are taken apart first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from whimbrel.base.errors import OptimizerError
+from whimbrel.ops import orthogonalise
+
+__all__ = ["Muon"]
+
+
+class Muon(torch.optim.Optimizer):
+    """Parameter groups say their `rule`: "muon" (2-D only; optional `splits` of the rows) or "adam"."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        *,
+        momentum: float = 0.95,
+        momentum_start: float | None = None,
+        momentum_warmup: int = 0,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        rule: str = "muon",
+    ) -> None:
+        start = momentum if momentum_start is None else momentum_start
+        defaults = {
+            "lr": lr, "momentum": momentum, "momentum_start": start, "momentum_warmup": momentum_warmup,
+            "weight_decay": weight_decay, "betas": betas, "eps": eps, "rule": rule,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            _check(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            (self._step_muon if group["rule"] == "muon" else self._step_adam)(group)
+        return loss
+
+    def _step_muon(self, group: dict[str, Any]) -> None:
+        splits = group.get("splits") or [()] * len(group["params"])
+        stacks: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        params = [(p, s) for p, s in zip(group["params"], splits, strict=True) if p.grad is not None]
+        if not params:
+            return
+        for p, _ in params:
+            if not self.state[p]:
+                self.state[p] = {"step": torch.zeros((), dtype=torch.float32), "momentum": torch.zeros_like(p)}
+            self.state[p]["step"] += 1
+        momentum = _momentum(group, int(self.state[params[0][0]]["step"]) - 1)
+        grads = [p.grad for p, _ in params]
+        buffers = [self.state[p]["momentum"] for p, _ in params]
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        updates = torch._foreach_lerp(grads, buffers, momentum)
+        torch._foreach_mul_([p for p, _ in params], 1 - group["lr"] * group["weight_decay"])
+        for (p, rows), update in zip(params, updates, strict=True):
+            for weight, piece in zip(_split(p, rows), _split(update, rows), strict=True):
+                stacks[piece.shape].append((weight, piece))
+        for shape, pieces in stacks.items():
+            dtype = torch.bfloat16 if pieces[0][0].is_cuda else torch.float32
+            factors = orthogonalise(torch.stack([piece.to(dtype) for _, piece in pieces]))
+            scale = -group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+            torch._foreach_add_([w for w, _ in pieces], [f.to(w.dtype) for (w, _), f in zip(pieces, factors, strict=True)], alpha=scale)
+
+    def _step_adam(self, group: dict[str, Any]) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        for p in params:
+            if not self.state[p]:
+                step = torch.zeros((), dtype=torch.float32)
+                self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            if p.is_cuda:  # the fused kernel wants it there, also after a state dict was loaded
+                self.state[p]["step"] = self.state[p]["step"].to(p.device)
+        states = [self.state[p] for p in params]
+        adamw(
+            params, [cast(Tensor, p.grad) for p in params], [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states],
+            fused=all(p.is_cuda for p in params), amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
+            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        )  # fmt: skip
+
+
+def _momentum(group: dict[str, Any], step: int) -> float:
+    """Momentum at `step`, rising linearly over the warm-up."""
+    done = min(1.0, step / group["momentum_warmup"]) if group["momentum_warmup"] else 1.0
+    return float(group["momentum_start"] + done * (group["momentum"] - group["momentum_start"]))
+
+
+def _split(matrix: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return matrix.split(list(rows)) if rows else (matrix,)
+
+
+def _check(group: dict[str, Any]) -> None:
+    if group["rule"] not in ("muon", "adam"):
+        raise OptimizerError(f"rule = {group['rule']!r} is not one of muon, adam")
+    for name in ("lr", "weight_decay", "eps", "momentum_warmup"):
+        if group[name] < 0:
+            raise OptimizerError(f"{name} = {group[name]} must not be negative")
+    for name, value in (("momentum", group["momentum"]), *(("betas", beta) for beta in group["betas"])):
+        if not 0 <= value < 1:
+            raise OptimizerError(f"{name} holds {value}: it must be at least 0 and below 1")
+    shapes = [tuple(p.shape) for p in group["params"] if group["rule"] == "muon" and p.ndim != 2]
+    if shapes:
+        raise OptimizerError(f"muon moves matrices, and one parameter has the shape {shapes[0]}: give it rule='adam'")
