@@ -1,0 +1,18 @@
+"""The decoder and its shapes: `GPT(preset("gpt2"))`."""
+
+from whimbrel.models.config import GPTConfig, RopeScaling
+from whimbrel.models.gpt import GPT, IGNORE_INDEX, Block, GPTOutput
+from whimbrel.models.layers import KVStore
+from whimbrel.models.presets import preset, preset_names
+
+__all__ = [
+    "GPT",
+    "IGNORE_INDEX",
+    "Block",
+    "GPTConfig",
+    "GPTOutput",
+    "KVStore",
+    "RopeScaling",
+    "preset",
+    "preset_names",
+]

@@ -1,0 +1,121 @@
+"""The pieces of a block: norm, attention, MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whimbrel.models.config import GPTConfig
+from whimbrel.models.rope import rotate
+
+__all__ = ["MLP", "Attention", "KVStore", "Norm", "Past", "RopeTable"]
+
+RopeTable = tuple[Tensor, Tensor]
+Past = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""One layer of a cache: takes the new keys and values, hands back all of them."""
+
+
+class KVStore(Protocol):
+    """What attention asks of a key-value cache; tensors are (batch, kv heads, tokens, head size)."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Append new keys and values to a layer and hand back all it holds."""
+
+    def get_seq_length(self) -> int:
+        """How many tokens have been stored."""
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm, with or without weights; computed in fp32 whatever the dtype of the stream."""
+
+    def __init__(self, size: int, *, kind: str, eps: float, affine: bool = True, bias: bool = False) -> None:
+        super().__init__()
+        self.shape, self.kind, self.eps = (size,), kind, eps
+        self.weight = nn.Parameter(torch.ones(size)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(size)) if affine and bias and kind == "layer" else None
+
+    @classmethod
+    def of(cls, config: GPTConfig) -> Norm:
+        """The norm of the residual stream."""
+        bias = config.bias == "all"
+        return cls(config.embd_size, kind=config.norm, eps=config.norm_eps, affine=config.norm_affine, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        weight = None if self.weight is None else self.weight.float()
+        if self.kind == "rms":
+            return F.rms_norm(x.float(), self.shape, weight, self.eps).type_as(x)
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(x.float(), self.shape, weight, bias, self.eps).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; queries, keys and values come from one product."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_width
+        rows = (self.num_heads + 2 * self.kv_heads) * self.head_size
+        self.c_attn = nn.Linear(config.embd_size, rows, bias=config.bias != "none")
+        self.c_proj = nn.Linear(
+            self.num_heads * self.head_size, config.embd_size, bias=config.bias in ("all", "attention")
+        )
+        self.q_norm, self.k_norm = (_head_norm(config) for _ in range(2))
+
+    def forward(self, x_BTC: Tensor, rope: RopeTable | None, mask: Tensor | None, past: Past | None) -> Tensor:
+        """Attend over `x`, or over all that `past` holds; without a mask attention is plainly causal."""
+        B, T, _ = x_BTC.shape
+        heads_BHTD = self.c_attn(x_BTC).view(B, T, -1, self.head_size).transpose(1, 2)
+        q, k, v = heads_BHTD.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        if past is not None:
+            k, v = past(k, v)
+        y_BHTD = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None and T > 1, enable_gqa=self.kv_heads != self.num_heads
+        )
+        y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))
+        return y_BTC
+
+
+class MLP(nn.Module):
+    """Two linears around a non-linearity; a gated one keeps [gate; up] in its first."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        bias = config.bias == "all"
+        self.activation, self.gated = config.activation, config.gated_mlp
+        self.c_fc = nn.Linear(config.embd_size, config.mlp_width * (2 if self.gated else 1), bias=bias)
+        self.c_proj = nn.Linear(config.mlp_width, config.embd_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each token on its own."""
+        if self.gated:
+            gate, up = self.c_fc(x).chunk(2, dim=-1)
+            hidden = _activate(self.activation, gate) * up
+        else:
+            hidden = _activate(self.activation, self.c_fc(x))
+        y: Tensor = self.c_proj(hidden)
+        return y
+
+
+def _head_norm(config: GPTConfig) -> Norm | None:
+    if config.qk_norm == "none":
+        return None
+    return Norm(config.head_width, kind="rms", eps=config.norm_eps, affine=config.qk_norm == "weighted")
+
+
+def _activate(name: str, x: Tensor) -> Tensor:
+    if name == "gelu":
+        return F.gelu(x)
+    if name == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if name == "silu":
+        return F.silu(x)
+    return F.relu(x).square()

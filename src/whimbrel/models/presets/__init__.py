@@ -1,0 +1,25 @@
+"""Shapes of known models, as TOML files beside this one."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.config import build, load_toml, nearest
+from whimbrel.models.config import GPTConfig
+
+__all__ = ["preset", "preset_names"]
+
+
+def preset(name: str) -> GPTConfig:
+    """The shape called `name`, for instance `gpt2` or `qwen3-0.6b`."""
+    if name not in preset_names():
+        raise ConfigError(f"unknown preset '{name}'{nearest(name, preset_names())}")
+    with resources.as_file(resources.files(__name__) / f"{name}.toml") as path:
+        return build(GPTConfig, load_toml(path), name)
+
+
+def preset_names() -> list[str]:
+    """Every known shape."""
+    return sorted(Path(file.name).stem for file in resources.files(__name__).iterdir() if file.name.endswith(".toml"))
