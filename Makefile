@@ -36,7 +36,7 @@ $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
 	@touch $@
 
 constraints: $(VENV)/test.stamp  ## write constraints.txt anew from what .venv holds
-	{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --exclude-editable | sed 's/+cpu$$//'; } > $(VENV)/constraints.txt
+	{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } > $(VENV)/constraints.txt
 	mv $(VENV)/constraints.txt constraints.txt
 
 clean:  ## remove the environment and the tools' caches
