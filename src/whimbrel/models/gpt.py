@@ -46,14 +46,13 @@ class Block(nn.Module):
         self.skip = nn.Parameter(torch.tensor([1.0, 0.0])) if config.embedding_skip else None
 
     def forward(
-        self, x: Tensor, x0: Tensor, rope: RopeTable | None, mask: Tensor | None = None, past: Past | None = None
+        self, x: Tensor, x0: Tensor | None, rope: RopeTable | None, mask: Tensor | None, past: Past | None
     ) -> Tensor:
-        """Pass the stream `x` through; `x0` is the stream as it left the embedding."""
-        if self.skip is not None:
+        """Pass the stream `x` through; `x0` is the stream as it left the embedding, for models that mix it back in."""
+        if self.skip is not None and x0 is not None:
             x = self.skip[0] * x + self.skip[1] * x0
         x = torch.add(x, self.attn(self.ln_1(x), rope, mask, past), alpha=self.attention_scale)
-        x = x + self.mlp(self.ln_2(x))
-        return x
+        return torch.add(x, self.mlp(self.ln_2(x)))
 
 
 class GPT(nn.Module):
@@ -162,7 +161,10 @@ class GPT(nn.Module):
         if cache is not None and documents is not None:
             raise ConfigError("documents cannot be told apart in a cache: give either cache or documents")
         positions = torch.arange(seen, num_keys, device=idx.device)
-        x = x0 = self._embed(idx, positions)
+        x = self._embed(idx, positions)
+        x0 = (
+            x.clone() if config.embedding_skip else None
+        )  # not `x` itself: a block compiled for aliased inputs is another
         rope = rope_table(config, positions) if config.position == "rope" else None
         masks = {
             window: attention_mask(positions, num_keys, window=window, documents_BT=documents)

@@ -1,0 +1,19 @@
+"""Sampling from a model: `generate(model, prompt_ids)`, `stream` for tokens as they are drawn."""
+
+import sys
+from types import ModuleType
+
+from whimbrel.generate.decode import decode_n, decode_one, generate, prefill, stream
+from whimbrel.generate.sampling import Sampling, sample
+from whimbrel.generate.text import stream_text
+
+__all__ = ["Sampling", "decode_n", "decode_one", "generate", "prefill", "sample", "stream", "stream_text"]
+
+
+class _CallableModule(ModuleType):
+    """`whimbrel.generate` names both this room and the function: once imported, the room answers calls as well."""
+
+    __call__ = staticmethod(generate)
+
+
+sys.modules[__name__].__class__ = _CallableModule
