@@ -1,9 +1,9 @@
 """Every command of the README runs, in order, in a folder that holds what a clone holds.
 
 A fenced `bash` block is a list of commands. `whimbrel` lines run as they stand, with the settings of SHORTER added so
-that the whole page takes seconds; `make` lines must name targets that exist; `pip` lines install the package that is under
-test here and are only read. Any other command fails the test, so that the page holds nothing that is not tried. The
-`python` blocks run last, on what the commands made.
+that the whole page takes seconds; `make` lines must name targets that exist; `pip` lines install the package that is
+under test here and are only read. Any other command fails the test, so that the page holds nothing that is not tried.
+The `python` blocks run last, on what the commands made.
 """
 
 from __future__ import annotations
