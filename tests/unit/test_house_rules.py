@@ -23,6 +23,8 @@ ROOMS = sorted(folder.name for folder in PACKAGE.iterdir() if (folder / "__init_
 CODE = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").rglob("*.py"))]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "corpora").glob("*.md"))]
 
+BROUGHT_BY = {"click": "typer, whose errors are click's", "triton": "torch, in its CUDA builds"}
+
 MOST_LINES = 400
 MOST_FUNCTION_LINES = 80
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
@@ -159,6 +161,20 @@ def test_at_most_eight_core_dependencies_with_floors():
     assert len(dependencies) <= 8
     assert [requirement for requirement in dependencies if ">=" not in requirement] == []
     assert [requirement for requirement in dependencies if "<" in requirement] == ["torch>=2.11,<2.14"]
+
+
+@pytest.mark.parametrize("path", named(MODULES))
+def test_only_declared_packages_are_imported(path: Path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    declared = {re.match(r"[\w-]+", requirement).group() for requirement in requirements}
+    imported = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            imported.add(str(node.module).partition(".")[0])
+    assert imported <= declared | BROUGHT_BY.keys() | sys.stdlib_module_names | {"whimbrel"}
 
 
 def test_the_pins_are_plain_and_bring_no_cuda():
