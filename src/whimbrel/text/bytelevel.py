@@ -53,7 +53,7 @@ def _splits_like_gpt2(content: dict[str, Any]) -> bool:
 
 
 def _merges_by_rank(pipeline: Pipeline, model: dict[str, Any], tokens: dict[str, int]) -> bool:
-    """True if merges stand in id order, every byte is a token, and every token is what its own characters merge into."""
+    """True if merges stand in id order, every byte is a token, and every token is reached by its own merges."""
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
     made = [left + right for left, right in pairs]
     ranks = [tokens.get(token, -1) for token in made]

@@ -70,7 +70,7 @@ class Tokenizer:
         return ids
 
     def encode_documents(self, texts: Iterable[str]) -> list[NDArray[Any]]:
-        """The ids of each text as an array of `dtype`, opened by the end-of-text token. Safe to call from many threads."""
+        """The ids of each text as an array of `dtype`, opened by the end-of-text token. Threads may call it at once."""
         opener = np.array([self.eot_id], dtype=self.dtype)
         return [np.concatenate((opener, self._ids(text)), dtype=self.dtype, casting="same_kind") for text in texts]
 

@@ -18,7 +18,7 @@ SMALLEST_VOCABULARY = 257
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> Tokenizer:
-    """A tokenizer of `vocab_size` ids learned from `texts`; fewer where no pair occurs `min_frequency` times any more."""
+    """A tokenizer of `vocab_size` ids learned from `texts`; fewer where no pair occurs `min_frequency` times."""
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(
             f"vocab_size={vocab_size} is too small: the 256 bytes and end-of-text need {SMALLEST_VOCABULARY}"
