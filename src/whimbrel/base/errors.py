@@ -10,7 +10,7 @@ WhimbrelError
 ├── OptimizerError(ValueError)       an optimizer setting or gradient that cannot be used
 ├── RequestError(ValueError)         a generation or server request that cannot be served
 ├── TrainingError(RuntimeError)      a run that cannot go on (a loss that is not finite)
-└── WriteError(OSError)              a file that could not be written (full disk, no permission); nothing was left behind
+└── WriteError(OSError)              a file that could not be written (a full disk); nothing was left behind
 
 A message is one line: what was given, what is allowed, what to do. The command line prints it and exits with 2.
 """

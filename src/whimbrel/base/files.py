@@ -39,7 +39,7 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
 
 @contextlib.contextmanager
 def atomic_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield an empty temporary folder; when the block ends it is fsynced and takes the name `path`, replacing nothing."""
+    """Yield a temporary folder; when the block ends it is fsynced and takes the name `path`, replacing nothing."""
     target = Path(path)
     temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{target.name}")
     try:

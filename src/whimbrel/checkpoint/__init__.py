@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: a folder of components, each tensors + JSON, under one manifest with checksums."""
+"""Checkpoints that are whole or absent: a folder of components (tensors + JSON) under a manifest with checksums."""
 
 from whimbrel.checkpoint.store import (
     checkpoint_path,

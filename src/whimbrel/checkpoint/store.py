@@ -1,7 +1,7 @@
 """The folder `RUN/checkpoints/step-00000500`: written whole under a temporary name, then renamed; verified before use.
 
-Each component is `KEY.json` and, where it has tensors, `KEY.safetensors`; the model is a Hugging Face directory `model/`
-that a callable writes. `manifest.json`, written last, holds the size and SHA-256 of every file.
+Each component is `KEY.json` and, where it has tensors, `KEY.safetensors`; the model is a Hugging Face directory
+`model/` that a callable writes. `manifest.json`, written last, holds the size and SHA-256 of every file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def write_checkpoint(
         for key, state in states.items():
             tensors, tree = pack(state)
             if tensors:
-                save_file({name: t.cpu().contiguous().clone() for name, t in tensors.items()}, folder / f"{key}.safetensors")
+                save_file(
+                    {name: t.cpu().contiguous().clone() for name, t in tensors.items()}, folder / f"{key}.safetensors"
+                )
             (folder / f"{key}.json").write_text(json.dumps(tree), encoding="utf-8")
         files = {str(p.relative_to(folder)): _describe(p) for p in sorted(folder.rglob("*")) if p.is_file()}
         manifest = {"format": FORMAT, "step": step, "components": sorted(states), "files": files, **about}
@@ -75,12 +77,14 @@ def write_checkpoint(
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file is there, whole and unchanged; else an error that names the first fault."""
+    """The manifest of a checkpoint whose every file is there and unchanged; else an error naming the first fault."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         files: dict[str, dict[str, Any]] = manifest["files"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint: its manifest.json cannot be read ({error})") from error
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint: its manifest.json cannot be read ({error})"
+        ) from error
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {manifest.get('format')}; this version reads {FORMAT}")
     for name, expected in files.items():
@@ -88,7 +92,9 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
         if not file.is_file():
             raise CheckpointError(f"{path} is damaged: {name} is missing; resume from another checkpoint")
         if _describe(file) != expected:
-            raise CheckpointError(f"{path} is damaged: {name} has changed since it was written; resume from another checkpoint")
+            raise CheckpointError(
+                f"{path} is damaged: {name} has changed since it was written; resume from another checkpoint"
+            )
     return dict(manifest)
 
 

@@ -23,12 +23,16 @@ def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
             case dict():
                 if bad := [key for key in node if not isinstance(key, str | int)]:
                     raise CheckpointError(f"state key {bad[0]!r} at '{path}' is neither a text nor a whole number")
-                return {"dict": [[key, walk(value, f"{path}/{key}" if path else str(key))] for key, value in node.items()]}
+                return {
+                    "dict": [[key, walk(value, f"{path}/{key}" if path else str(key))] for key, value in node.items()]
+                }
             case list() | tuple():
                 return {type(node).__name__: [walk(value, f"{path}/{i}") for i, value in enumerate(node)]}
             case None | bool() | int() | float() | str():
                 return node
-        raise CheckpointError(f"state at '{path}' is a {type(node).__name__}: only numbers, texts, tensors, lists and dicts are saved")
+        raise CheckpointError(
+            f"state at '{path}' is a {type(node).__name__}: only numbers, texts, tensors, lists and dicts are saved"
+        )
 
     return tensors, walk(state, "")
 

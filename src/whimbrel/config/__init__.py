@@ -1,4 +1,4 @@
-"""TOML and `--a.b=c` overrides become frozen dataclasses; a misspelt or ill-typed key is refused with the nearest name."""
+"""TOML and `--a.b=c` overrides to frozen dataclasses; a misspelt or ill-typed key is refused with the nearest name."""
 
 from whimbrel.config.overrides import apply_overrides
 from whimbrel.config.schema import build, check_known, field_docs, nearest, to_table

@@ -1,7 +1,7 @@
 """Plain tables (what TOML gives) to dataclasses and back, strictly.
 
-Supported field types: bool, int, float, str, Path, Literal, tuple[X, ...], unions of those with None, and nested dataclasses.
-An int is taken for a float; nothing else is converted.
+Field types: bool, int, float, str, Path, Literal, tuple[X, ...], unions of those with None, and nested dataclasses. An
+int is taken for a float; nothing else is converted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import math
 import textwrap
 import types
@@ -77,7 +78,7 @@ def field_docs(cls: type) -> dict[str, str]:
             continue
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         body = cast(ast.ClassDef, tree).body
-        for field, text in zip(body, body[1:], strict=False):
+        for field, text in itertools.pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_text(text):
                 docs[field.target.id] = inspect.cleandoc(cast(Any, text).value.value).replace("\n", " ")
     return docs
@@ -91,7 +92,9 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         if value in arguments and type(value) in {type(a) for a in arguments}:
             return value
         close = nearest(value, [str(a) for a in arguments]) if isinstance(value, str) else ""
-        raise ConfigError(f"{where} = {value!r} is not one of {', '.join(map(str, arguments))}{close if '?' in close else ''}")
+        raise ConfigError(
+            f"{where} = {value!r} is not one of {', '.join(map(str, arguments))}{close if '?' in close else ''}"
+        )
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise _wrong(where, value, "a list")

@@ -1,8 +1,8 @@
 """Head and loss in one: cross-entropy of `hidden @ weight.T` without ever holding all logits.
 
-The tokens are taken a chunk at a time. A chunk's logits are made, turned into its loss and, in place, into the gradient of
-that loss, and spent at once on the gradients of `hidden` and `weight`; so memory is one chunk of logits and no product is
-computed twice. Backward only scales what forward has already found.
+The tokens are taken a chunk at a time. A chunk's logits are made, turned into its loss and, in place, into the gradient
+of that loss, and spent at once on the gradients of `hidden` and `weight`; so memory is one chunk of logits and no
+product is computed twice. Backward only scales what forward has already found.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
     wanted = torch.is_grad_enabled()
     wants = (wanted and hidden_NC.requires_grad, wanted and weight_VC.requires_grad)
-    loss = _LinearCrossEntropy.apply(hidden_NC, weight_VC, targets_N, vocab_size, softcap, ignore_index, dtype, wants)
+    loss = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden_NC, weight_VC, targets_N, vocab_size, softcap, ignore_index, dtype, wants
+    )
     return cast(Tensor, loss)
 
 
@@ -80,7 +82,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden.shape[0], rows):
                 chunk = slice(start, start + rows)
                 logits = hidden_c[chunk] @ weight_c.T
-                losses[chunk] = _loss_and_gradient_(logits, targets[chunk], vocab_size, softcap, ignore_index, any(wants))
+                losses[chunk] = _loss_and_gradient_(
+                    logits, targets[chunk], vocab_size, softcap, ignore_index, any(wants)
+                )
                 if grad_hidden is not None:
                     torch.mm(logits, weight_c, out=grad_hidden[chunk])
                 if grad_weight is not None:
@@ -90,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes

@@ -1,4 +1,4 @@
-"""The CUDA path of `linear_cross_entropy`: one program a row, logits read once from memory, gradient written in place."""
+"""The CUDA path of `linear_cross_entropy`: one program a row, logits read once, gradient written in place."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 __all__ = ["loss_and_gradient_"]
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _row_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, targets_ptr, losses_ptr, stride, vocab_size, width, softcap, ignore_index,
-    HAS_CAP: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, targets_ptr, losses_ptr, stride, softcap, ignore_index,
+    vocab_size: tl.constexpr, width: tl.constexpr, HAS_CAP: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * stride
@@ -69,7 +69,7 @@ def loss_and_gradient_(
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     kernel: Any = _row_kernel
     kernel[(rows,)](
-        logits, targets, losses, logits.stride(0), vocab_size, width, softcap or 1.0, ignore_index,
+        logits, targets, losses, logits.stride(0), softcap or 1.0, ignore_index, vocab_size=vocab_size, width=width,
         HAS_CAP=softcap is not None, GRADIENT=gradient, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return losses

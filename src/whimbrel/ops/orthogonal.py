@@ -14,13 +14,13 @@ POLYNOMIALS = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 )
-"""Polar Express (Amsel et al., 2025): the odd quintic a + b x^2 + c x^4 best for each step in turn, for singular values in [1e-3, 1]."""
+"""Polar Express (Amsel et al., 2025): x (a + b x^2 + c x^4), the best for each step in turn, on [1e-3, 1]."""
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Polar factors of a stack of matrices `[..., m, n]` by five quintic steps in the dtype given: singular values end within 0.87 and 1.13.
+    """Polar factors of a stack of matrices `[..., m, n]`: singular values end between 0.87 and 1.13.
 
-    Each step maps every singular value by one polynomial, so the factor is reached by matrix products only; bf16 is enough.
+    Five quintic steps map every singular value alike, so the factor is reached by products alone; bf16 is enough.
     """
     x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
     x = x / (torch.linalg.matrix_norm(x.float(), keepdim=True) * 1.01 + 1e-7).to(x.dtype)

@@ -27,15 +27,19 @@ def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter]) 
     if config.name == "muon":
         return Muon(list(groups.values()), betas=config.betas, eps=config.eps)
     fused = all(item.parameter.device.type == "cuda" for item in parameters)
-    return torch.optim.AdamW(list(groups.values()), lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
+    return torch.optim.AdamW(
+        list(groups.values()), lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None
+    )
 
 
 def _settings(config: OptimConfig, item: RoutedParameter) -> dict[str, Any]:
     """The group settings that `item` falls under."""
-    own = {"hidden": None, "embedding": config.embedding_lr, "head": config.head_lr, "scalar": config.scalar_lr}[item.role]
+    own = {"hidden": None, "embedding": config.embedding_lr, "head": config.head_lr, "scalar": config.scalar_lr}[
+        item.role
+    ]
     lr = config.lr if own is None else own
     decays = {"all": True, "matrices": item.parameter.ndim >= 2, "hidden": item.role == "hidden"}[config.decay]
-    settings = {"lr": lr, "peak_lr": lr, "weight_decay": config.weight_decay if decays else 0.0}
+    settings: dict[str, Any] = {"lr": lr, "peak_lr": lr, "weight_decay": config.weight_decay if decays else 0.0}
     if config.name == "muon":
         settings["rule"] = "muon" if item.role == "hidden" and item.parameter.ndim == 2 else "adam"
         settings["momentum"] = config.momentum

@@ -80,7 +80,9 @@ class Muon(torch.optim.Optimizer):
             dtype = torch.bfloat16 if pieces[0][0].is_cuda else torch.float32
             factors = orthogonalise(torch.stack([piece.to(dtype) for _, piece in pieces]))
             scale = -group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
-            torch._foreach_add_([w for w, _ in pieces], [f.to(w.dtype) for (w, _), f in zip(pieces, factors, strict=True)], alpha=scale)
+            torch._foreach_add_(
+                [w for w, _ in pieces], [f.to(w.dtype) for (w, _), f in zip(pieces, factors, strict=True)], alpha=scale
+            )
 
     def _step_adam(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]

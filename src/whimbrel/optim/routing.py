@@ -10,7 +10,7 @@ from torch import nn
 __all__ = ["Role", "RoutedParameter"]
 
 Role = Literal["hidden", "embedding", "head", "scalar"]
-"""hidden: a matrix inside a block; embedding: a table of rows; head: an untied output matrix; scalar: fewer than two dimensions."""
+"""hidden: a matrix inside a block; embedding: a table of rows; head: an untied output; scalar: fewer than two dims."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,233 @@
+"""Pretraining against the plain loop, in one process on one GPU: same initial weights, same batches, same recipe.
+
+    python bench/pretrain.py --data data/webmix20M --out bench/results/pretrain.json
+
+The peer is the plain GPT-2 loop that people start from: a whole-model `torch.compile`, torch's default AdamW, the
+vocabulary of 50,257 as it is, micro-batches of 32 x 1024 under bf16 autocast, a synchronised step. Ours is the recipe
+`configs/gpt2-baseline-20m.toml` through `whimbrel.train`. Printed: tokens/s, MFU, peak memory, compile seconds (cold,
+and warm in a second process), and both loss curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from record import record
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whimbrel.data import TokenDataLoader
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.train import RunConfig, RunSummary, StepRecord, Watcher, load_run_config, train
+from whimbrel.train.device import choose_device, device_name, peak_flops
+
+RECIPE = Path(__file__).parent.parent / "configs" / "gpt2-baseline-20m.toml"
+PLAIN_BATCH = 32
+
+
+class PlainBlock(nn.Module):
+    """The peer's block: pre-norm, attention branch scaled in the forward pass, exact GELU."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width = config.embd_size
+        self.heads, self.scale = config.num_heads, 1 / math.sqrt(2 * config.num_layers)
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = nn.ModuleDict({"c_attn": nn.Linear(width, 3 * width), "c_proj": nn.Linear(width, width)})
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(width, 4 * width), "c_proj": nn.Linear(4 * width, width)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention, then MLP."""
+        batch, time_, width = x.shape
+        q, k, v = self.attn["c_attn"](self.ln_1(x)).split(width, dim=2)
+        q, k, v = (t.view(batch, time_, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.scale * self.attn["c_proj"](y.transpose(1, 2).contiguous().view(batch, time_, width))
+        hidden: Tensor = self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](self.ln_2(x))))
+        return x + hidden
+
+
+class PlainGPT(nn.Module):
+    """The peer's model: tied head, full logits, `F.cross_entropy`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width = config.embd_size
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.vocab_size, width),
+                "wpe": nn.Embedding(config.context_length, width),
+                "h": nn.ModuleList(PlainBlock(config) for _ in range(config.num_layers)),
+                "ln_f": nn.LayerNorm(width),
+            }
+        )
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
+        self.lm_head.weight = cast(nn.Embedding, self.transformer["wte"]).weight
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss."""
+        positions = torch.arange(idx.shape[1], device=idx.device)
+        x = self.transformer["wte"](idx) + self.transformer["wpe"](positions)
+        for block in cast(nn.ModuleList, self.transformer["h"]):
+            x = block(x)
+        logits = self.lm_head(self.transformer["ln_f"](x))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+def run_plain(config: RunConfig, device: torch.device, steps: int) -> dict[str, Any]:
+    """The peer's loop, timed as it times itself: each step synchronised."""
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(config.train.seed)
+    ours = GPT(config.model)
+    model = PlainGPT(config.model)
+    vocab = config.model.vocab_size
+    model.load_state_dict({name: t[:vocab] if t.shape[0] > vocab else t for name, t in ours.state_dict().items()})
+    model.to(device)
+    compiled = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)
+    loader = TokenDataLoader(config.data.path, PLAIN_BATCH, config.sequence_length, device=device)
+    accumulation = config.train.tokens_per_step // (PLAIN_BATCH * config.sequence_length)
+    losses, seconds = [], []
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=device)
+        for _ in range(accumulation):
+            x, y = loader.next_batch()
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                loss = compiled(x, y)
+            loss = loss / accumulation
+            total += loss.detach()
+            loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        losses.append(total.item())
+    typical = sorted(seconds[1:])[len(seconds[1:]) // 2]
+    return {
+        "losses": losses,
+        "step_seconds": typical,
+        "tokens_per_second": config.train.tokens_per_step / typical,
+        "compile_seconds_cold": seconds[0] - typical,
+        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+class Collect(Watcher):
+    """Keeps what a run of ours says."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.summary: RunSummary | None = None
+
+    def on_start(self, summary: RunSummary) -> None:
+        """Keep the summary, and count memory from here."""
+        self.summary = summary
+
+    def on_step(self, record: StepRecord) -> None:
+        """Keep the loss and the time."""
+        self.losses.append(record.loss)
+        self.seconds.append(record.seconds)
+
+
+def run_ours(config: RunConfig) -> dict[str, Any]:
+    """Our recipe through the real trainer."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    seen = Collect()
+    result = train(config, watchers=[seen])
+    assert seen.summary is not None
+    typical = sorted(seen.seconds[1:])[len(seen.seconds[1:]) // 2]
+    return {
+        "losses": seen.losses,
+        "step_seconds": typical,
+        "tokens_per_second": config.train.tokens_per_step / typical,
+        "compile_seconds": result.compile_seconds,
+        "peak_memory_gib": (result.peak_memory or 0) / 2**30,
+        "micro_batch": seen.summary.micro_batch,
+        "flops_per_token": seen.summary.flops_per_token,
+        "validation_loss": result.validation_loss,
+    }
+
+
+def compile_seconds(arguments: argparse.Namespace, cache: str) -> float:
+    """Seconds to compile in a process of its own that finds `cache` as the last one left it."""
+    command = [sys.executable, __file__, "--data", str(arguments.data), "--compile-only"]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    return float(json.loads(output.splitlines()[-1])["compile_seconds"])
+
+
+def matmul_tflops(device: torch.device) -> float:
+    """What a large bf16 product reaches here."""
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(20):
+        a @ b
+    end.record()
+    end.synchronize()
+    return float(20 * 2 * 8192**3 / (start.elapsed_time(end) / 1000) / 1e12)
+
+
+def main() -> None:
+    """Run both and print the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data", type=Path, required=True, help="shards of split train (and val)")
+    parser.add_argument("--steps", type=int, default=38)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compile-only", action="store_true", help="print our compile seconds and stop")
+    arguments = parser.parse_args()
+    device = choose_device("cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [f"--data.path={arguments.data}", f"--output_dir={folder}/run", f"--train.steps={arguments.steps}"]
+        config = load_run_config(RECIPE, overrides)
+        if arguments.compile_only:
+            only = load_run_config(RECIPE, [*overrides[:2], "--train.steps=1"])
+            print(json.dumps({"compile_seconds": run_ours(only)["compile_seconds"]}))
+            return
+        cold = compile_seconds(arguments, f"{folder}/cache")
+        warm = compile_seconds(arguments, f"{folder}/cache")
+        plain = run_plain(config, device, arguments.steps)
+        torch._dynamo.reset()
+        ours = run_ours(config)
+    ours |= {"compile_seconds_cold": cold, "compile_seconds_warm": warm}
+    peak = peak_flops(device)
+    for result in (plain, ours):
+        result["mfu"] = ours["flops_per_token"] * result["tokens_per_second"] / peak if peak else None
+    gap = max(abs(a - b) for a, b in zip(plain["losses"], ours["losses"], strict=True))
+    results = {
+        "plain": plain,
+        "ours": ours,
+        "speed_ratio": ours["tokens_per_second"] / plain["tokens_per_second"],
+        "largest_loss_gap": gap,
+        "bf16_matmul_tflops": matmul_tflops(device),
+        "peak_flops_assumed": peak,
+        "device": device_name(device),
+    }
+    record("pretrain", results, arguments.out)
+    for name, result in (("plain", plain), ("ours", ours)):
+        print(
+            f"{name:6} {result['tokens_per_second']:>10,.0f} tokens/s  MFU {result['mfu'] or 0:.1%}  "
+            f"{result['peak_memory_gib']:.1f} GiB  loss {result['losses'][0]:.4f} -> {result['losses'][-1]:.4f}"
+        )
+    print(f"ratio {results['speed_ratio']:.3f}, largest loss gap {gap:.4f}, compile cold {cold:.1f}s warm {warm:.1f}s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The front door: one file per verb. The only room that prints or exits."""

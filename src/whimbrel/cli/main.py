@@ -1,0 +1,60 @@
+"""`whimbrel VERB`: the verbs, and what becomes of an error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+import typer
+
+from whimbrel.base.errors import WhimbrelError
+from whimbrel.cli import doctor, generate, plot, prepare, tokenizer, train, verify
+
+__all__ = ["app", "main"]
+
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app = typer.Typer(
+    help="From raw text to a trained language model, on the hardware you have.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={
+        "token_normalize_func": lambda name: name.replace("_", "-") if name.startswith("-") else name,
+        "help_option_names": ["-h", "--help"],
+    },
+)
+app.command()(prepare.prepare)
+app.add_typer(tokenizer.app, name="tokenizer")
+app.command()(verify.verify)
+app.command(context_settings=OVERRIDES)(train.train)
+app.command()(plot.plot)
+app.command()(generate.generate)
+app.command()(doctor.doctor)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; a fault is one line on standard error and exit code 2 (`--trace` shows where it arose)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    trace = "--trace" in given
+    given = [word for word in given if word != "--trace"]
+    try:
+        code = app(given, prog_name="whimbrel", standalone_mode=False)
+    except (WhimbrelError, OSError, click.ClickException) as error:
+        if trace:
+            raise
+        sys.exit(_complain(error))
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(error: Exception) -> int:
+    """Print the one line and give the exit code."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        click.echo(error.format_message())
+        return 2
+    text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    verb = getattr(getattr(error, "ctx", None), "command_path", "whimbrel")
+    click.echo(f"{verb}: {' '.join(text.split())}", err=True)
+    return 2

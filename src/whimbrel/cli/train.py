@@ -1,0 +1,98 @@
+"""`whimbrel train CONFIG.toml [--a.b=c]`."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from whimbrel.models import GPT
+    from whimbrel.text import Tokenizer
+    from whimbrel.train import RunConfig, Sampler
+
+__all__ = ["train"]
+
+
+def train(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="The run as a TOML file, such as configs/shakespeare-cpu.toml.")],
+    plain: Annotated[bool, typer.Option("--plain", help="One line per step, also on a terminal.")] = False,
+    settings: Annotated[bool, typer.Option("--settings", help="List every setting that --a.b=c can change.")] = False,
+) -> None:
+    """Train a model.
+
+    Any setting of the file can be given as --section.name=value. A run found in the output directory is resumed exactly
+    where its newest checkpoint left it; Ctrl-C finishes the step, saves and stops.
+    """
+    from whimbrel.cli.training_view import LiveView, PlainView
+    from whimbrel.train import load_run_config
+    from whimbrel.train import train as run
+
+    if settings:
+        _list_settings()
+        return
+    loaded = load_run_config(config, context.args)
+    console = Console()
+    view = LiveView(console) if console.is_terminal and not plain else PlainView()
+    asked = _StopRequest()
+    result = run(loaded, watchers=[view], sampler=_sampler(loaded), stopping=asked)
+    if asked() and result.step < loaded.train.total_steps:
+        print(f"Stopped at step {result.step} and saved: run the same command to go on")
+
+
+class _StopRequest:
+    """True once SIGINT or SIGTERM has come; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def __call__(self) -> bool:
+        return self._asked
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._asked = True
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _sampler(config: RunConfig) -> Sampler:
+    """What writes the samples that `[sample]` asks for."""
+    from whimbrel.generate import generate
+
+    def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
+        prompt = tokenizer.encode(config.sample.prompt) if config.sample.prompt else [tokenizer.eot_id]
+        ids = generate(
+            model, prompt, max_new_tokens=config.sample.max_new_tokens, temperature=config.sample.temperature,
+            top_k=config.sample.top_k, seed=config.train.seed + step,
+        )  # fmt: skip
+        return config.sample.prompt + tokenizer.decode(list(ids))
+
+    return sample
+
+
+def _list_settings() -> None:
+    """Every setting with its default and what it means."""
+    import dataclasses
+    import typing
+
+    from whimbrel.config import field_docs
+    from whimbrel.train import RunConfig
+
+    def show(cls: type, section: str) -> None:
+        hints, docs = typing.get_type_hints(cls), field_docs(cls)
+        for field in dataclasses.fields(cls):
+            name = f"{section}{field.name}"
+            if dataclasses.is_dataclass(hints[field.name]):
+                show(typing.cast(type, hints[field.name]), f"{name}.")
+                continue
+            default = "" if field.default in (dataclasses.MISSING, None) else f" (default {field.default})"
+            print(f"--{name}{default}\n    {docs[field.name]}")
+
+    show(RunConfig, "")

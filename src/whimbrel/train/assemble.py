@@ -1,0 +1,136 @@
+"""The parts of a run, one `build_x` each. The order of wraps is fixed here: initialise -> device -> compile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whimbrel.data import TokenDataLoader, read_manifest
+from whimbrel.models import GPT
+from whimbrel.optim import Role, RoutedParameter, build_optimizer, lr_factor
+from whimbrel.text import Tokenizer, load_tokenizer
+from whimbrel.train.batching import accumulation_steps, default_micro_batch
+from whimbrel.train.config import RunConfig
+from whimbrel.train.device import Stopwatch
+from whimbrel.train.loop import Loop, Position
+
+__all__ = [
+    "build_batches",
+    "build_loop",
+    "build_model",
+    "build_validation",
+    "choose_micro_batch",
+    "compile_blocks",
+    "find_tokenizer",
+    "route_parameters",
+]
+
+COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def build_model(config: RunConfig, device: torch.device) -> GPT:
+    """The model with its initial weights, drawn on the CPU so that a seed means the same on every device."""
+    torch.manual_seed(config.train.seed)
+    return GPT(config.model).to(device)
+
+
+def compile_blocks(model: GPT) -> None:
+    """Compile the block: the first one for all, since they share their code; kept on disk for the next run."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "whimbrel" / "compiled"
+    os.environ.setdefault(COMPILE_CACHE, str(cache))
+    for block in model.blocks:
+        block.compile()
+
+
+def build_batches(
+    config: RunConfig, device: torch.device, micro_batch: int, *, split: str = "train", path: Path | None = None
+) -> TokenDataLoader:
+    """The loader of a split; a token that the model has no row for is refused when it is read."""
+    return TokenDataLoader(
+        path or config.data.path,
+        micro_batch,
+        config.sequence_length,
+        split=split,
+        device=device,
+        seed=config.data.shuffle_seed if split == "train" else None,
+        documents=config.data.documents,
+        vocab_size=config.model.vocab_size,
+    )
+
+
+def build_validation(config: RunConfig, device: torch.device, micro_batch: int) -> TokenDataLoader | None:
+    """The loader of the held-out tokens, or None where there are none and none were asked for."""
+    path = config.validation.path or config.data.path
+    asked = config.validation.path is not None or config.validation.every is not None
+    if not asked and not any(path.glob("*_val_*.bin")):
+        return None
+    return build_batches(config, device, config.validation.micro_batch or micro_batch, split="val", path=path)
+
+
+def find_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer that a shard directory was made with, for checkpoints to carry; None where it is not known."""
+    if (path / "tokenizer.json").exists():
+        return load_tokenizer(path)
+    manifest, gpt2 = read_manifest(path), load_tokenizer("gpt2")
+    return gpt2 if manifest is None or manifest.tokenizer.fingerprint == gpt2.fingerprint else None
+
+
+def build_autocast(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What forward passes run under."""
+    if config.train.precision == "fp32":
+        return contextlib.nullcontext
+    return partial(torch.autocast, device.type, dtype=torch.bfloat16)
+
+
+def build_loop(config: RunConfig, model: GPT, batches: TokenDataLoader, device: torch.device) -> Loop:
+    """The loop over these parts."""
+    return Loop(
+        model=model,
+        optimizer=build_optimizer(config.optim, route_parameters(model)),
+        batches=batches,
+        accumulation=accumulation_steps(config.train.tokens_per_step, batches.B, config.sequence_length),
+        total_steps=config.train.total_steps,
+        lr_factor=lambda step: lr_factor(config.schedule, step, config.train.total_steps),
+        autocast=build_autocast(config, device),
+        stopwatch=Stopwatch(device),
+        position=Position(),
+        clip=config.train.clip,
+        documents=None if config.data.documents == "join" else batches.documents_of,
+    )
+
+
+def choose_micro_batch(config: RunConfig, device: torch.device) -> int:
+    """The micro-batch asked for, or the one that fits."""
+    if config.train.micro_batch is not None:
+        return config.train.micro_batch
+    itemsize = 2 if config.train.precision == "bf16" else 4
+    return default_micro_batch(config.model, config.train.tokens_per_step, config.sequence_length, device, itemsize)
+
+
+def route_parameters(model: GPT) -> list[RoutedParameter]:
+    """Each parameter of a GPT with its role, and the matrices that are fused in it."""
+    config = model.config
+    q, kv = config.num_heads * config.head_width, config.kv_heads * config.head_width
+    routed = []
+    for name, parameter in model.named_parameters():
+        role: Role = "hidden"
+        splits: tuple[int, ...] = ()
+        if parameter.ndim < 2:
+            role = "scalar"
+        elif "wte" in name or "wpe" in name:
+            role = "embedding"
+        elif "lm_head" in name:
+            role = "head"
+        elif "c_attn" in name:
+            splits = (q, kv, kv)
+        elif "c_fc" in name and config.gated_mlp:
+            splits = (config.mlp_width, config.mlp_width)
+        routed.append(RoutedParameter(name, parameter, role, splits))
+    return routed

@@ -1,0 +1,93 @@
+"""What the hardware is, what it can reach, and how long things take on it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from whimbrel.base.errors import ConfigError
+
+__all__ = ["Stopwatch", "choose_device", "device_name", "free_memory", "peak_flops", "peak_memory"]
+
+PEAK_TFLOPS = (
+    ("B200", 2250.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("A100", 312.0),
+    ("A10G", 70.0),
+    ("L40S", 362.0),
+    ("L4", 121.0),
+    ("RTX 5090", 210.0),
+    ("RTX 4090", 165.0),
+    ("RTX 3090", 71.0),
+    ("V100", 112.0),
+    ("T4", 65.0),
+)
+"""Dense bf16 (else fp16) matrix rate by the vendor's datasheet; the first name that the device's own contains."""
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The named device, or the best one here; refused where this machine does not have it."""
+    have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name is None:
+        return torch.device(next(kind for kind, there in have.items() if there))
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"train.device = {name!r} is not one of cuda, cuda:N, mps, cpu") from error
+    if not have.get(device.type, False):
+        usable = ", ".join(kind for kind, there in have.items() if there)
+        raise ConfigError(f"train.device = {name!r} is not on this machine: it has {usable} (see whimbrel doctor)")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Operations a second the device could do at most in bf16, or None where that is not known."""
+    name = device_name(device)
+    return next((rate * 1e12 for key, rate in PEAK_TFLOPS if key in name), None)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on an accelerator; None for the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return None
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes allocated at a time on a GPU since the start; None elsewhere."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Marks instants of device work without waiting for it; reading one waits until the device has passed it."""
+
+    device: torch.device
+
+    def mark(self) -> torch.cuda.Event | float:
+        """This instant, in the order of the work given to the device."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        if self.device.type == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter()
+
+    def seconds(self, start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+        """Time between two marks."""
+        if isinstance(start, float) or isinstance(end, float):
+            return float(end) - float(start)  # type: ignore[arg-type]
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
