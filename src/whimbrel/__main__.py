@@ -1,0 +1,6 @@
+"""`python -m whimbrel` is the command `whimbrel`."""
+
+from whimbrel.cli.main import main
+
+if __name__ == "__main__":
+    main()

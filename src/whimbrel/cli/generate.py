@@ -1,0 +1,76 @@
+"""`whimbrel generate RUN_OR_MODEL "text"`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from whimbrel.base.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from whimbrel.text import Tokenizer
+
+__all__ = ["generate"]
+
+
+def generate(
+    model: Annotated[
+        Path, typer.Argument(help="A run (its newest checkpoint), a model directory, or a llama2.c .bin.")
+    ],
+    text: Annotated[str, typer.Argument(help="What to go on from; nothing starts a new text.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(help="How many tokens to write at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Above 1 is wilder, below 1 tamer, 0 takes the likeliest.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens only.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest tokens of this total probability.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, mps or cpu; the fastest there is when not given.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer other than the model's own.")] = None,
+) -> None:
+    """Write on from a text, as it is drawn."""
+    from whimbrel.artifacts import load_model, special_tokens
+    from whimbrel.generate import Sampling, stream, stream_text
+    from whimbrel.train.device import choose_device
+
+    source = _model_of(model)
+    words = _load_tokenizer(tokenizer or source)
+    prompt = words.pipeline.encode(text).ids or [words.eot_id]
+    ends = special_tokens(source).eos_ids if source.is_dir() else ()
+    tokens = stream(
+        load_model(source, device=choose_device(device)),
+        prompt,
+        Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        eos_id=ends or words.eot_id,
+    )
+    print(text, end="", flush=True)
+    for piece in stream_text(words, prompt, tokens):
+        print(piece, end="", flush=True)
+    print()
+
+
+def _model_of(path: Path) -> Path:
+    """The model directory of a run's newest checkpoint, or the path itself."""
+    from whimbrel.checkpoint import latest_checkpoint
+
+    if not path.exists():
+        raise CheckpointError(f"no run or model at {path}")
+    if not (path / "checkpoints").is_dir():
+        return path
+    newest = latest_checkpoint(path)
+    if newest is None:
+        raise CheckpointError(f"the run {path} has no whole checkpoint yet: train it further")
+    return newest / "model"
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    from whimbrel.text import load_tokenizer
+    from whimbrel.text.llama2c import load_llama2c_tokenizer
+
+    if path.suffix == ".bin":
+        return load_llama2c_tokenizer(path)
+    return load_tokenizer(path)

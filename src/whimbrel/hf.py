@@ -1,0 +1,89 @@
+"""`import whimbrel.hf` teaches `transformers` the model type `whimbrel`: `AutoConfig` and `AutoModelForCausalLM`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whimbrel.base.errors import MissingExtraError, RequestError
+from whimbrel.config import build, to_table
+from whimbrel.models import GPT, IGNORE_INDEX, GPTConfig
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+except ImportError as error:
+    raise MissingExtraError("whimbrel.hf", "transformers", "hf") from error
+
+__all__ = ["WhimbrelConfig", "WhimbrelForCausalLM"]
+
+
+class WhimbrelConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
+    """A `GPTConfig` inside a `transformers` configuration, under the key `gpt`."""
+
+    model_type = "whimbrel"
+
+    def __init__(self, gpt: dict[str, Any] | None = None, **settings: Any) -> None:
+        self.gpt = to_table(GPTConfig()) if gpt is None else gpt
+        shape = self.shape
+        self.vocab_size, self.hidden_size = shape.vocab_size, shape.embd_size
+        self.num_hidden_layers, self.num_attention_heads = shape.num_layers, shape.num_heads
+        self.num_key_value_heads, self.head_dim = shape.kv_heads, shape.head_width
+        self.max_position_embeddings = shape.context_length
+        super().__init__(**settings | {"tie_word_embeddings": shape.tied_head})
+
+    @property
+    def shape(self) -> GPTConfig:
+        """The shape of the decoder, as we spell it."""
+        return build(GPTConfig, self.gpt, "gpt")
+
+
+class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+    """`GPT` with the calling convention of `transformers`; its tensors have the names that our files give them."""
+
+    config_class = WhimbrelConfig
+    base_model_prefix = "transformer"
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "transformer.wte.weight"}
+    _supports_sdpa = True
+
+    def __init__(self, config: WhimbrelConfig) -> None:
+        super().__init__(config)
+        decoder = GPT(replace(config.shape, vocab_multiple=1))
+        self.transformer, self.lm_head = decoder.transformer, decoder.lm_head
+        self._decoder = (decoder,)  # in a tuple, so that its tensors are registered once, under our names
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: `GPT` has drawn its own weights."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        return self._decoder[0].token_embedding
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int = 0,
+        **unused: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of `input_ids`, and with `labels` (the same ids, -100 where they do not count) the loss."""
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise RequestError(
+                "attention_mask hides tokens: padded batches are not supported, give texts one at a time"
+            )
+        targets = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        keep = logits_to_keep or None
+        loss, logits = self._decoder[0](
+            input_ids, targets, return_logits=True, cache=past_key_values, logits_to_keep=keep
+        )
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+
+AutoConfig.register("whimbrel", WhimbrelConfig)
+AutoModelForCausalLM.register(WhimbrelConfig, WhimbrelForCausalLM)
