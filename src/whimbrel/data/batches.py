@@ -1,0 +1,140 @@
+"""Reading files as batches of documents: raw bytes come off the disk in order, parsing waits until a worker asks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whimbrel.base.errors import DataError
+
+__all__ = ["BATCH_DOCUMENTS", "Batch", "Documents", "jsonl_batches", "parquet_batches", "text_batches"]
+
+BATCH_BYTES = 1 << 20
+"""Raw text in a batch, about; a longer document is a batch of its own."""
+BATCH_DOCUMENTS = 64
+"""Documents in a batch of a format that counts in rows."""
+
+Documents = list[tuple[int, str]]
+"""Documents with their numbers in the file, for messages. Empty ones are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some documents of one file, in order."""
+
+    place: str
+    """The file and the word for its parts: `a.jsonl, line`; a number completes it."""
+    documents: Callable[[], Documents]
+    """Parses them."""
+
+
+def parquet_batches(path: Path, text_key: str) -> Iterator[Batch]:
+    """Rows of a parquet file; only the text column is read."""
+    import pyarrow.parquet as pq
+
+    place, row = f"{path}, row", 0
+    with _one_line(f"{path} is not a readable parquet file"), pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if text_key not in names:
+            raise DataError(
+                f"{path} has no column '{text_key}': its columns are {', '.join(names)}; name one by --text_key"
+            )
+        for batch in file.iter_batches(BATCH_DOCUMENTS, columns=[text_key], use_threads=False):
+            yield Batch(place, functools.partial(_parse_column, batch.column(0), place, row))
+            row += batch.num_rows
+
+
+def jsonl_batches(path: Path, codec: str | None, text_key: str) -> Iterator[Batch]:
+    """Lines of a jsonl file, one JSON object each."""
+    place, line = f"{path}, line", 1
+    for block in _blocks(path, codec, b"\n"):
+        yield Batch(place, functools.partial(_parse_lines, block, place, line, text_key))
+        line += block.count(b"\n")
+
+
+def text_batches(path: Path, codec: str | None, separator: str | None) -> Iterator[Batch]:
+    """A text file as one document, or as documents parted by `separator`."""
+    place, number = f"{path}, document", 1
+    mark = separator.encode() if separator else None
+    for block in _blocks(path, codec, mark):
+        yield Batch(place, functools.partial(_parse_texts, block, place, number, mark))
+        number += block.count(mark) if mark else 1
+
+
+def _blocks(path: Path, codec: str | None, mark: bytes | None) -> Iterator[bytes]:
+    """The file's bytes in order, cut after a `mark`; in one piece where there is none."""
+    held = bytearray()
+    with _one_line(f"{path} is not a readable {codec or 'text'} file"), _open(path, codec) as file:
+        while block := file.read(BATCH_BYTES):
+            seen = max(0, len(held) - len(mark)) if mark else 0
+            held += block
+            if mark and (found := held.rfind(mark, seen)) >= 0:
+                yield bytes(held[: found + len(mark)])
+                del held[: found + len(mark)]
+    if held:
+        yield bytes(held)
+
+
+def _open(path: Path, codec: str | None) -> Any:
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(pa.OSFile(str(path)), codec) if codec else open(path, "rb")
+
+
+def _parse_column(column: Any, place: str, first: int) -> Documents:
+    texts = column.to_pylist()
+    for row, text in enumerate(texts, first):
+        if not isinstance(text, str):
+            raise DataError(f"{place} {row}: the text is {type(text).__name__}, not a string; drop the row or mend it")
+    return [(row, text) for row, text in enumerate(texts, first) if text]
+
+
+def _parse_lines(block: bytes, place: str, first: int, text_key: str) -> Documents:
+    documents: Documents = []
+    for number, line in enumerate(block.split(b"\n"), first):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[text_key]
+        except UnicodeDecodeError as error:
+            raise DataError(f"{place} {number}: not UTF-8 at byte {error.start} of the line") from error
+        except ValueError as error:
+            raise DataError(f"{place} {number}: not JSON ({error})") from error
+        except (KeyError, TypeError, IndexError) as error:
+            raise DataError(
+                f"{place} {number}: no key '{text_key}' in it; name the text's key by --text_key"
+            ) from error
+        if not isinstance(text, str):
+            raise DataError(f"{place} {number}: '{text_key}' is {type(text).__name__}, not a string")
+        if text:
+            documents.append((number, text))
+    return documents
+
+
+def _parse_texts(block: bytes, place: str, first: int, mark: bytes | None) -> Documents:
+    pieces = [piece.strip(b"\r\n") for piece in block.split(mark)] if mark else [block]
+    documents: Documents = []
+    for number, piece in enumerate(pieces, first):
+        try:
+            text = piece.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{place} {number}: not UTF-8 at byte {error.start} of the document") from error
+        if text:
+            documents.append((number, text))
+    return documents
+
+
+@contextlib.contextmanager
+def _one_line(fault: str) -> Iterator[None]:
+    """Reading errors of the file and of its format become one line that names the file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DataError(f"{fault}: {' '.join(str(error).split())}") from error

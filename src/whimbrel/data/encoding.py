@@ -1,0 +1,54 @@
+"""Batches of documents to tokens: the one transform that every way of running `prepare` shares."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whimbrel.base.errors import DataError
+from whimbrel.data.batches import Batch
+from whimbrel.text import Tokenizer
+
+__all__ = ["BatchEncoder", "Encoded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of one batch."""
+
+    tokens: NDArray[Any]
+    """Its documents end to end."""
+    held_out: tuple[NDArray[Any], ...]
+    """Those that the hash keeps from training, one by one."""
+    documents: int
+    """How many documents it had."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEncoder:
+    """Parses and tokenises a batch. Knows nothing of other batches, so any thread or machine may take any of them."""
+
+    tokenizer: Tokenizer
+    val_share: float
+
+    def __call__(self, batch: Batch) -> Encoded:
+        """The batch's tokens, each document opened by end-of-text."""
+        train: list[NDArray[Any]] = [np.empty(0, dtype=self.tokenizer.dtype)]
+        held_out: list[NDArray[Any]] = []
+        documents = batch.documents()
+        for number, text in documents:
+            try:
+                (tokens,) = self.tokenizer.encode_documents((text,))
+            except DataError as error:
+                raise DataError(f"{batch.place} {number}: {error}") from error
+            (held_out if self.val_share and _hash_share(text) < self.val_share else train).append(tokens)
+        return Encoded(np.concatenate(train), tuple(held_out), len(documents))
+
+
+def _hash_share(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone: equal documents always fall on the same side."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big") / 2**56

@@ -1,0 +1,239 @@
+"""`prepare`: documents of any source to token shards, in order, resumable at the last whole shard.
+
+After each full shard every split writes what it holds and the manifest follows, last and atomically: at whatever moment
+the process dies, the manifest describes a true beginning of the output and the batch to go on from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from whimbrel import __version__
+from whimbrel.base.errors import ConfigError, DataError, WhimbrelError
+from whimbrel.base.files import remove_stale
+from whimbrel.base.logging import get_logger
+from whimbrel.base.progress import Progress, Silent
+from whimbrel.data.encoding import BatchEncoder, Encoded
+from whimbrel.data.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ResumePoint,
+    ShardSettings,
+    TokenizerRecord,
+    read_manifest,
+    write_manifest,
+)
+from whimbrel.data.pipeline import Engine, encode_on_threads
+from whimbrel.data.shards import MOST_TOKENS
+from whimbrel.data.sources import LocalFile, Origin, open_source
+from whimbrel.data.writing import ShardWriter
+from whimbrel.text import Tokenizer
+
+__all__ = ["default_directory", "prepare"]
+
+SHARD_SIZE = 100_000_000
+BYTES_PER_TOKEN = 4
+"""Of plain text, about; only sizes the share of documents to hold out."""
+SPARE = 1.5
+"""How many times more text than asked is set aside for validation, so that enough is found."""
+UNKNOWN_SHARE = 0.01
+
+
+def prepare(
+    sources: Sequence[str],
+    out_dir: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    *,
+    name: str,
+    shard_size: int = SHARD_SIZE,
+    total_tokens: int | None = None,
+    val: Sequence[str] = (),
+    val_tokens: int = 0,
+    text_key: str = "text",
+    separator: str | None = None,
+    engine: Engine | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write the documents of `sources` as shards into `out_dir`, or finish what an interrupted call began there.
+
+    `val` names sources of the validation split; `val_tokens` takes whole documents by hash out of `sources` instead.
+    """
+    _check_numbers(shard_size, total_tokens, val, val_tokens)
+    held_out = [origin for source in val for origin in open_source(source)]
+    training = [origin for source in sources for origin in open_source(source)]
+    if separator is not None and not any(isinstance(o, LocalFile) and o.kind == "text" for o in held_out + training):
+        raise ConfigError(f"separator={separator!r} parts text files and no source is one: leave it out")
+    settings = ShardSettings(
+        name=name,
+        shard_size=shard_size,
+        total_tokens=total_tokens,
+        val_tokens=val_tokens,
+        val_share=_val_share(training, total_tokens, val_tokens),
+        text_key=text_key,
+        separator=separator,
+    )
+    plan = Manifest(
+        tool=f"whimbrel {__version__}",
+        tokenizer=TokenizerRecord(
+            fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id
+        ),
+        sources=tuple(o.record("val") for o in held_out) + tuple(o.record("train") for o in training),
+        settings=settings,
+        resume=ResumePoint(source=0, batch=0),
+    )
+    directory = Path(out_dir)
+    manifest = _continued(directory, plan)
+    if manifest.resume is None:
+        get_logger(__name__).info("%s is prepared already", directory)
+        return manifest
+    job = _Job(directory, manifest, tokenizer.dtype, len(held_out))
+    batches = (engine or encode_on_threads(os.cpu_count() or 1))(
+        held_out + training, manifest.resume, BatchEncoder(tokenizer, settings.val_share), settings
+    )
+    return job.run(batches, progress or Silent())
+
+
+def default_directory(name: str, total_tokens: int | None) -> Path:
+    """Where shards go that were given no place: `data/fineweb20M`, `data/fineweb10B` for all of that sample."""
+    if total_tokens is None:
+        return Path("data") / (f"{name}10B" if name == "fineweb" else name)
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if total_tokens >= size:
+            return Path("data") / f"{name}{total_tokens / size:g}{unit}"
+    return Path("data") / f"{name}{total_tokens}"
+
+
+class _Job:
+    """One run over the batches: sorts tokens into splits, writes when a shard is full, and says where it got to."""
+
+    def __init__(self, directory: Path, manifest: Manifest, dtype: np.dtype[Any], val_sources: int) -> None:
+        self._directory, self._manifest, self._val_sources = directory, manifest, val_sources
+        self._settings = manifest.settings
+        self._train, self._val = (
+            ShardWriter(directory, manifest.settings, split, dtype, manifest.of_split(split))
+            for split in ("train", "val")
+        )
+        self._documents = manifest.documents
+
+    def run(self, batches: Iterator[tuple[ResumePoint, Encoded]], progress: Progress) -> Manifest:
+        """Take batches until they end or every budget is met; leave nothing behind if no shard came of it."""
+        before = self._train.tokens
+        progress.start(self._settings.total_tokens, "tokens")
+        progress.advance(before)
+        try:
+            for point, encoded in batches:
+                self._take(point, encoded)
+                progress.advance(self._train.tokens - before)
+                before = self._train.tokens
+                if self._train.full or self._val.full:
+                    self._save(point)
+                if self._enough():
+                    break
+            self._check_outcome()
+            self._save(None)
+        except WhimbrelError:
+            if not self._manifest.shards:
+                self._discard()
+            raise
+        finally:
+            progress.finish()
+        return self._manifest
+
+    def _take(self, point: ResumePoint, encoded: Encoded) -> None:
+        self._documents += encoded.documents
+        if point.source < self._val_sources:
+            self._val.add(encoded.tokens)
+            return
+        total = self._settings.total_tokens
+        self._train.add(encoded.tokens if total is None else encoded.tokens[: total - self._train.tokens])
+        for document in encoded.held_out:
+            if self._val.tokens < self._settings.val_tokens:
+                self._val.add(document)
+
+    def _enough(self) -> bool:
+        return self._train.tokens == self._settings.total_tokens and self._val.tokens >= self._settings.val_tokens
+
+    def _check_outcome(self) -> None:
+        total, val_tokens = self._settings.total_tokens, self._settings.val_tokens
+        if not self._train.tokens:
+            raise DataError("the training source holds no text: every file was read and no document found")
+        if self._val_sources and not self._val.tokens:
+            raise DataError("the validation source holds no text: every file was read and no document found")
+        for wanted, got, split in (
+            (total, self._train.tokens, "training"),
+            (val_tokens, self._val.tokens, "validation"),
+        ):
+            if wanted is not None and got < wanted:
+                get_logger(__name__).warning("the source ended at %d of the %d %s tokens asked for", got, wanted, split)
+
+    def _save(self, resume: ResumePoint | None) -> None:
+        if not self._manifest.shards:
+            write_manifest(self._directory, self._manifest)
+        shards = self._train.write() + self._val.write()
+        self._manifest = dataclasses.replace(self._manifest, shards=shards, documents=self._documents, resume=resume)
+        write_manifest(self._directory, self._manifest)
+
+    def _discard(self) -> None:
+        if not self._directory.is_dir():
+            return
+        for path in (*self._directory.glob(f"{self._settings.name}_*_*.bin"), self._directory / MANIFEST_FILE):
+            path.unlink(missing_ok=True)
+        if not any(self._directory.iterdir()):
+            self._directory.rmdir()
+
+
+def _continued(directory: Path, plan: Manifest) -> Manifest:
+    """The manifest to go on from: `plan` for a new folder, else what the folder holds, if made in the same way."""
+    held = read_manifest(directory)
+    if held is None:
+        if any(directory.glob("*.bin")):
+            raise DataError(f"{directory} holds shards without a {MANIFEST_FILE}: name another --out_dir")
+        return plan
+    for part in ("tokenizer", "sources", "settings"):
+        if getattr(held, part) != getattr(plan, part):
+            fault = _difference(part, getattr(held, part), getattr(plan, part))
+            raise DataError(f"{directory} holds shards made with other {fault}: name another --out_dir or remove it")
+    for shard in held.shards:
+        if not (directory / shard.file).is_file():
+            raise DataError(
+                f"{directory / shard.file} is missing but listed in {MANIFEST_FILE}: remove the folder first"
+            )
+    remove_stale(directory)
+    return held
+
+
+def _difference(part: str, held: Any, given: Any) -> str:
+    if part != "settings":
+        return part
+    names = [field.name for field in dataclasses.fields(held)]
+    changed = [name for name in names if getattr(held, name) != getattr(given, name)]
+    return f"settings ({', '.join(f'{name}={getattr(held, name)}' for name in changed)})"
+
+
+def _val_share(training: Sequence[Origin], total_tokens: int | None, val_tokens: int) -> float:
+    """The share of documents that the hash sets aside; a fixed function of the request, so that a resume repeats it."""
+    if not val_tokens:
+        return 0.0
+    sizes = [origin.text_bytes() for origin in training]
+    known = None if None in sizes else sum(size or 0 for size in sizes) // BYTES_PER_TOKEN
+    available = min((n for n in (known, total_tokens and total_tokens + val_tokens) if n is not None), default=None)
+    return UNKNOWN_SHARE if available is None else min(0.5, round(SPARE * val_tokens / max(available, 1), 6))
+
+
+def _check_numbers(shard_size: int, total_tokens: int | None, val: Sequence[str], val_tokens: int) -> None:
+    if not 1 <= shard_size <= MOST_TOKENS:
+        raise ConfigError(f"shard_size={shard_size} must be 1 to {MOST_TOKENS:,} tokens")
+    if total_tokens is not None and total_tokens < 1:
+        raise ConfigError(f"total_tokens={total_tokens} must be at least 1; leave it out to take everything")
+    if val_tokens < 0:
+        raise ConfigError(f"val_tokens={val_tokens} must be 0 or more")
+    if val and val_tokens:
+        raise ConfigError(
+            f"val_tokens={val_tokens} takes validation text from the source, and --val names one: give one"
+        )
