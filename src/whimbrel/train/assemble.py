@@ -97,6 +97,7 @@ def build_loop(config: RunConfig, model: GPT, batches: TokenDataLoader, device: 
         batches=batches,
         accumulation=accumulation_steps(config.train.tokens_per_step, batches.B, config.sequence_length),
         total_steps=config.train.total_steps,
+        lr=config.optim.lr,
         lr_factor=lambda step: lr_factor(config.schedule, step, config.train.total_steps),
         autocast=build_autocast(config, device),
         stopwatch=Stopwatch(device),

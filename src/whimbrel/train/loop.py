@@ -52,6 +52,7 @@ class Loop:
     batches: Batches
     accumulation: int
     total_steps: int
+    lr: float
     lr_factor: Callable[[int], float]
     autocast: Callable[[], AbstractContextManager[Any]]
     stopwatch: Stopwatch
@@ -109,9 +110,8 @@ class Loop:
                 raise TrainingError(
                     f"the loss of step {done.step} is {loss}: lower optim.lr or set train.clip; nothing was saved since"
                 )
-            lr = self.optimizer.param_groups[0]["peak_lr"] * done.factor
             record = StepRecord(
-                step=done.step, total=self.total_steps, loss=loss, lr=lr, seconds=seconds, tokens=done.tokens,
+                step=done.step, total=self.total_steps, loss=loss, lr=self.lr * done.factor, seconds=seconds, tokens=done.tokens,
                 grad_norm=None if self.clip is None else norm,
             )  # fmt: skip
             for watcher in self.watchers:

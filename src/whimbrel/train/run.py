@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from whimbrel import __version__
-from whimbrel.artifacts import load_weights, save_model
+from whimbrel.artifacts import load_model, save_model
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_file
 from whimbrel.base.logging import get_logger
@@ -107,7 +107,7 @@ class Run:
         if config.sample.every is not None and run.tokenizer is None:
             raise ConfigError(f"sample.every needs the tokenizer, and {config.data.path} holds no tokenizer.json")
         if newest is not None:
-            load_weights(model, newest / "model")
+            _copy_weights(load_model(newest / "model"), model)
             for key, part in run.parts().items():
                 part.load_state_dict(read_component(newest, key))
         config.output_dir.mkdir(parents=True, exist_ok=True)
@@ -233,6 +233,15 @@ class _LastStep(Watcher):
 
     def on_step(self, record: StepRecord) -> None:
         self.loss = record.loss
+
+
+@torch.no_grad()
+def _copy_weights(source: GPT, target: GPT) -> None:
+    """Give `target` the weights of `source`; padding rows, which the file does not hold, stay as they are."""
+    weights = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        rows = min(parameter.shape[0], weights[name].shape[0])
+        parameter[:rows].copy_(weights[name][:rows])
 
 
 def _check_same_model(config: RunConfig) -> None:
