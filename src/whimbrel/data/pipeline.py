@@ -7,6 +7,7 @@ processes, none has to start up, and none is left behind when this one is killed
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,13 +17,18 @@ from whimbrel.data.encoding import BatchEncoder, Encoded
 from whimbrel.data.manifest import ResumePoint, ShardSettings
 from whimbrel.data.sources import Origin
 
-__all__ = ["Engine", "encode_on_threads", "in_order"]
+__all__ = ["Engine", "available_cores", "encode_on_threads", "in_order"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Engine = Callable[[Sequence[Origin], ResumePoint, BatchEncoder, ShardSettings], Iterator[tuple[ResumePoint, Encoded]]]
 """Encodes all batches from a point on, in order; each comes with the point after it."""
+
+
+def available_cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encode_on_threads(workers: int) -> Engine:

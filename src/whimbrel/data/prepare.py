@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,10 @@ from whimbrel.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from whimbrel.data.pipeline import Engine, encode_on_threads
+from whimbrel.data.pipeline import Engine, available_cores, encode_on_threads
 from whimbrel.data.shards import MOST_TOKENS
 from whimbrel.data.sources import LocalFile, Origin, open_source
+from whimbrel.data.stream import SPLITS
 from whimbrel.data.writing import ShardWriter
 from whimbrel.text import Tokenizer
 
@@ -64,7 +66,7 @@ def prepare(
 
     `val` names sources of the validation split; `val_tokens` takes whole documents by hash out of `sources` instead.
     """
-    _check_numbers(shard_size, total_tokens, val, val_tokens)
+    _check_request(name, shard_size, total_tokens, val, val_tokens)
     held_out = [origin for source in val for origin in open_source(source)]
     training = [origin for source in sources for origin in open_source(source)]
     if separator is not None and not any(isinstance(o, LocalFile) and o.kind == "text" for o in held_out + training):
@@ -93,7 +95,7 @@ def prepare(
         get_logger(__name__).info("%s is prepared already", directory)
         return manifest
     job = _Job(directory, manifest, tokenizer.dtype, len(held_out))
-    batches = (engine or encode_on_threads(os.cpu_count() or 1))(
+    batches = (engine or encode_on_threads(available_cores()))(
         held_out + training, manifest.resume, BatchEncoder(tokenizer, settings.val_share), settings
     )
     return job.run(batches, progress or Silent())
@@ -116,8 +118,7 @@ class _Job:
         self._directory, self._manifest, self._val_sources = directory, manifest, val_sources
         self._settings = manifest.settings
         self._train, self._val = (
-            ShardWriter(directory, manifest.settings, split, dtype, manifest.of_split(split))
-            for split in ("train", "val")
+            ShardWriter(directory, manifest.settings, split, dtype, manifest.of_split(split)) for split in SPLITS
         )
         self._documents = manifest.documents
 
@@ -226,7 +227,11 @@ def _val_share(training: Sequence[Origin], total_tokens: int | None, val_tokens:
     return UNKNOWN_SHARE if available is None else min(0.5, round(SPARE * val_tokens / max(available, 1), 6))
 
 
-def _check_numbers(shard_size: int, total_tokens: int | None, val: Sequence[str], val_tokens: int) -> None:
+def _check_request(name: str, shard_size: int, total_tokens: int | None, val: Sequence[str], val_tokens: int) -> None:
+    if not re.fullmatch(r"[\w.-]+", name) or any(f"_{split}_" in f"{name}_" for split in SPLITS):
+        raise ConfigError(
+            f"name='{name}' cannot name shards: use letters, digits, '-', and no _train or _val at its end"
+        )
     if not 1 <= shard_size <= MOST_TOKENS:
         raise ConfigError(f"shard_size={shard_size} must be 1 to {MOST_TOKENS:,} tokens")
     if total_tokens is not None and total_tokens < 1:

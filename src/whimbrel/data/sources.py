@@ -18,7 +18,7 @@ from whimbrel.data.batches import Batch, jsonl_batches, parquet_batches, text_ba
 from whimbrel.data.hub import HubDataset
 from whimbrel.data.manifest import SourceRecord
 
-__all__ = ["FINEWEB", "LocalFile", "Origin", "open_source", "source_name"]
+__all__ = ["FINEWEB", "LocalFile", "Origin", "documents", "open_source", "source_name"]
 
 FINEWEB = "HuggingFaceFW/fineweb:sample-10BT"
 """The source that `prepare` reads where none is named."""
@@ -103,13 +103,22 @@ def open_source(source: str) -> Sequence[Origin]:
     )
 
 
+def documents(sources: Sequence[str], text_key: str = "text", separator: str | None = None) -> Iterator[str]:
+    """The texts of all documents of `sources`, in order."""
+    for source in sources:
+        for origin in open_source(source):
+            for batch in origin.batches(text_key, separator):
+                for _, text in batch.documents():
+                    yield text
+
+
 def source_name(source: str) -> str:
     """A short name for shards made from `source`: its folder, file or dataset."""
     path = Path(source)
     if glob.has_magic(source) and not path.exists():
         path = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
     plain = path.resolve().name if path.is_dir() else path.name.split(":")[0].split(".")[0]
-    return re.sub(r"\W+", "-", plain).strip("-") or "text"
+    return re.sub(r"[\W_]+", "-", plain).strip("-") or "text"
 
 
 def _expanded(pattern: Path) -> Iterator[Path]:
