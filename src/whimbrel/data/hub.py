@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,7 @@ class HubDataset:
             import datasets
         except ImportError as error:
             raise MissingExtraError(f"the hub dataset {self.name}", "datasets", "hub") from error
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last failure is told below
         try:
             yield from datasets.load_dataset(self.dataset, self.config, split="train", streaming=True)
         except Exception as error:  # each transport of the hub client has an error tree of its own

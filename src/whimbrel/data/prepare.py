@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from whimbrel import __version__
 from whimbrel.base.errors import ConfigError, DataError, WhimbrelError
 from whimbrel.base.files import remove_stale
@@ -64,6 +62,8 @@ def prepare(
 ) -> Manifest:
     """Write the documents of `sources` as shards into `out_dir`, or finish what an interrupted call began there.
 
+    The tokenizer goes there too, so that `load_tokenizer(out_dir)` gives the one that made the shards.
+
     `val` names sources of the validation split; `val_tokens` takes whole documents by hash out of `sources` instead.
     """
     _check_request(name, shard_size, total_tokens, val, val_tokens)
@@ -94,7 +94,7 @@ def prepare(
     if manifest.resume is None:
         get_logger(__name__).info("%s is prepared already", directory)
         return manifest
-    job = _Job(directory, manifest, tokenizer.dtype, len(held_out))
+    job = _Job(directory, manifest, tokenizer, len(held_out))
     batches = (engine or encode_on_threads(available_cores()))(
         held_out + training, manifest.resume, BatchEncoder(tokenizer, settings.val_share), settings
     )
@@ -114,11 +114,12 @@ def default_directory(name: str, total_tokens: int | None) -> Path:
 class _Job:
     """One run over the batches: sorts tokens into splits, writes when a shard is full, and says where it got to."""
 
-    def __init__(self, directory: Path, manifest: Manifest, dtype: np.dtype[Any], val_sources: int) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, tokenizer: Tokenizer, val_sources: int) -> None:
         self._directory, self._manifest, self._val_sources = directory, manifest, val_sources
-        self._settings = manifest.settings
+        self._settings, self._tokenizer = manifest.settings, tokenizer
         self._train, self._val = (
-            ShardWriter(directory, manifest.settings, split, dtype, manifest.of_split(split)) for split in SPLITS
+            ShardWriter(directory, manifest.settings, split, tokenizer.dtype, manifest.of_split(split))
+            for split in SPLITS
         )
         self._documents = manifest.documents
 
@@ -128,7 +129,7 @@ class _Job:
         progress.start(self._settings.total_tokens, "tokens")
         progress.advance(before)
         try:
-            for point, encoded in batches:
+            for point, encoded in () if self._enough() else batches:
                 self._take(point, encoded)
                 progress.advance(self._train.tokens - before)
                 before = self._train.tokens
@@ -176,6 +177,7 @@ class _Job:
     def _save(self, resume: ResumePoint | None) -> None:
         if not self._manifest.shards:
             write_manifest(self._directory, self._manifest)
+            self._tokenizer.save(self._directory)
         shards = self._train.write() + self._val.write()
         self._manifest = dataclasses.replace(self._manifest, shards=shards, documents=self._documents, resume=resume)
         write_manifest(self._directory, self._manifest)
@@ -183,8 +185,9 @@ class _Job:
     def _discard(self) -> None:
         if not self._directory.is_dir():
             return
-        for path in (*self._directory.glob(f"{self._settings.name}_*_*.bin"), self._directory / MANIFEST_FILE):
-            path.unlink(missing_ok=True)
+        for pattern in (f"{self._settings.name}_*_*.bin", MANIFEST_FILE, "tokenizer*.json"):
+            for path in self._directory.glob(pattern):
+                path.unlink()
         if not any(self._directory.iterdir()):
             self._directory.rmdir()
 

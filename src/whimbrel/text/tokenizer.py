@@ -99,6 +99,7 @@ class Tokenizer:
         try:
             if self._fast:
                 return self._fast.encode_to_numpy(text, disallowed_special=())
+            text.encode()  # fails as the fast path does, and says where
             [encoding] = self.pipeline.encode_batch_fast([text], add_special_tokens=False)
         except UnicodeEncodeError as error:
             raise DataError(
