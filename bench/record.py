@@ -38,9 +38,15 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of the tree, where it is a git checkout."""
+    """The commit of the tree; WHIMBREL_COMMIT names it where the tree is a copy without its history."""
+    if named := os.environ.get("WHIMBREL_COMMIT"):
+        return named
     asked = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return asked.stdout.strip() or None
 

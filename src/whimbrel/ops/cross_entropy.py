@@ -75,7 +75,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             hidden_c, weight_c = hidden.to(dtype), weight.to(dtype)
             grad_hidden = torch.empty_like(hidden_c) if wants[0] else None
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
+            grad_weight = (
+                torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if wants[1] else None
+            )
             losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
             rows = max(1, CHUNK_BYTES.get(device, 2**27) // (weight.shape[0] * dtype.itemsize))
             rows = max(1, rows // 1024 * 1024) if rows > 1024 else rows

@@ -11,6 +11,9 @@ from torch import Tensor
 
 __all__ = ["loss_and_gradient_"]
 
+BLOCK, WARPS = 2048, 4
+"""Columns a program reads at a time, and how many warps do it."""
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_kernel(  # type: ignore[no-untyped-def]
@@ -28,20 +31,20 @@ def _row_kernel(  # type: ignore[no-untyped-def]
                 at = start + columns
                 tl.store(base + at, tl.zeros([BLOCK], dtype=logits_ptr.dtype.element_ty), mask=at < width)
         return
-    # A running maximum and a sum of exponentials for each lane; joined once at the end.
-    top = tl.full([BLOCK], -1e30, dtype=tl.float32)
+    # Loads reach into the padding, whose edge is round, so that they stay wide; its columns are masked after.
+    # One running maximum for the row, a sum of exponentials for each lane; the lanes are joined once at the end.
+    peak = -1e30
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, vocab_size, BLOCK):
         at = start + columns
-        z = tl.load(base + at, mask=at < vocab_size, other=0.0).to(tl.float32)
+        z = tl.load(base + at, mask=at < width, other=0.0).to(tl.float32)
         if HAS_CAP:
             z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)
-        z = tl.where(at < vocab_size, z, -1e30)
-        higher = tl.maximum(top, z)
-        total = total * tl.exp(top - higher) + tl.where(at < vocab_size, tl.exp(z - higher), 0.0)
-        top = higher
-    peak = tl.max(top, axis=0)
-    lse = peak + tl.log(tl.sum(total * tl.exp(top - peak), axis=0))
+        z = tl.where(at < vocab_size, z, -float("inf"))
+        higher = tl.maximum(peak, tl.max(z, axis=0))
+        total = total * tl.exp(peak - higher) + tl.exp(z - higher)
+        peak = higher
+    lse = peak + tl.log(tl.sum(total, axis=0))
     z_target = tl.load(base + target).to(tl.float32)
     if HAS_CAP:
         z_target = softcap * (2.0 * tl.sigmoid(2.0 * z_target / softcap) - 1.0)
@@ -50,7 +53,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
         for start in range(0, width, BLOCK):
             at = start + columns
-            z = tl.load(base + at, mask=at < vocab_size, other=0.0).to(tl.float32)
+            z = tl.load(base + at, mask=at < width, other=0.0).to(tl.float32)
             slope = tl.full([BLOCK], 1.0, dtype=tl.float32)
             if HAS_CAP:
                 t = 2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0
@@ -70,6 +73,6 @@ def loss_and_gradient_(
     kernel: Any = _row_kernel
     kernel[(rows,)](
         logits, targets, losses, logits.stride(0), softcap or 1.0, ignore_index, vocab_size=vocab_size, width=width,
-        HAS_CAP=softcap is not None, GRADIENT=gradient, BLOCK=4096, num_warps=8,
+        HAS_CAP=softcap is not None, GRADIENT=gradient, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return losses

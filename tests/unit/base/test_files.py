@@ -1,0 +1,77 @@
+"""Files and folders are whole or absent."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from whimbrel.base.errors import WriteError
+from whimbrel.base.files import atomic_directory, atomic_file, remove_stale, sha256_file
+
+
+def test_a_file_appears_only_when_whole(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "file.txt"
+    with atomic_file(target, "w") as file:
+        file.write("half")
+        assert not target.exists()
+        file.write(" and half")
+    assert target.read_text() == "half and half"
+    assert os.listdir(target.parent) == ["file.txt"]
+
+
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "file.txt"
+    target.write_text("old")
+    with pytest.raises(KeyError), atomic_file(target, "w") as file:
+        file.write("new")
+        raise KeyError
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        WriteError, match=r"cannot write .*shard\.bin: No space left on device; nothing was left behind"
+    ):
+        with atomic_file(tmp_path / "shard.bin") as file:
+            file.write(b"x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_is_whole_or_absent(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), atomic_directory(tmp_path / "made") as folder:
+        (folder / "a").write_text("a")
+        raise KeyError
+    assert os.listdir(tmp_path) == []
+    with atomic_directory(tmp_path / "made") as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "a").write_text("a")
+    assert (tmp_path / "made" / "sub" / "a").read_text() == "a"
+
+
+def test_a_folder_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("mine")
+    with pytest.raises(WriteError, match="exists and is not empty"), atomic_directory(tmp_path / "there"):
+        pass
+    assert (tmp_path / "there" / "mine").read_text() == "mine"
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".partial-1-x").mkdir()
+    (tmp_path / ".partial-1-y").write_text("y")
+    (tmp_path / "whole").write_text("z")
+    assert {path.name for path in remove_stale(tmp_path)} == {".partial-1-x", ".partial-1-y"}
+    assert os.listdir(tmp_path) == ["whole"]
+
+
+def test_sha256(tmp_path: Path) -> None:
+    (tmp_path / "abc").write_bytes(b"abc")
+    assert sha256_file(tmp_path / "abc").startswith("ba7816bf8f01cfea")

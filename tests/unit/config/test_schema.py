@@ -1,0 +1,143 @@
+"""Strict tables to dataclasses: every refusal names the setting, what was given and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.config import apply_overrides, build, dump_toml, field_docs, load_toml, to_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    """Inner."""
+
+    rate: float = 0.5
+    """A rate."""
+    kind: Literal["linear", "cosine"] = "linear"
+    """A kind."""
+    pair: tuple[float, float] = (0.9, 0.99)
+    """A pair."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outer:
+    """Outer."""
+
+    path: Path
+    """A path."""
+    steps: int | None = None
+    """How many
+    steps."""
+    names: tuple[str, ...] = ()
+    """Names."""
+    on: bool = False
+    """A switch."""
+    inner: Inner = field(default_factory=Inner)
+    """A part."""
+
+
+def test_a_table_becomes_a_dataclass_and_back() -> None:
+    table = {"path": "a/b", "steps": 3, "names": ["x", "y"], "on": True, "inner": {"rate": 1, "kind": "cosine"}}
+    value = build(Outer, table)
+    assert value == Outer(path=Path("a/b"), steps=3, names=("x", "y"), on=True, inner=Inner(rate=1.0, kind="cosine"))
+    assert build(Outer, to_table(value)) == value
+    assert build(Outer, tomllib.loads(dump_toml(to_table(value)))) == value
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"path": "p", "stesp": 3}, r"unknown setting 'stesp': did you mean 'steps'\?"),
+        ({"path": "p", "inner": {"kid": "x"}}, r"unknown setting 'inner.kid': did you mean 'kind'\?"),
+        ({"path": "p", "qqqqqq": 1}, r"unknown setting 'qqqqqq': known are inner, names, on, path, steps"),
+        ({"path": "p", "steps": "3"}, r"steps = '3' must be a whole number"),
+        ({"path": "p", "steps": True}, r"steps = True must be a whole number"),
+        ({"path": "p", "steps": 3.0}, r"steps = 3.0 must be a whole number"),
+        ({"path": "p", "on": 1}, r"on = 1 must be true or false"),
+        ({"path": 3}, r"path = 3 must be a path"),
+        ({"path": "p", "names": "x"}, r"names = 'x' must be a list"),
+        ({"path": "p", "names": ["x", 3]}, r"names\[1\] = 3 must be a text"),
+        ({"path": "p", "inner": {"pair": [1.0]}}, r"inner.pair = \[1.0\] must be a list of 2 values"),
+        ({"path": "p", "inner": {"kind": "cosin"}}, r"inner.kind = 'cosin' is not one of linear, cosine: did you mean"),
+        ({"path": "p", "inner": {"rate": math.inf}}, r"inner.rate = inf must be a finite number"),
+        ({"path": "p", "inner": 3}, r"inner = 3 must be a table"),
+        ({}, r"missing setting path: add it to the file or pass --path=VALUE"),
+    ],
+)
+def test_bad_tables_are_refused_in_one_line(table: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        build(Outer, table)
+    assert "\n" not in str(caught.value)
+
+
+def test_field_docs() -> None:
+    docs = field_docs(Outer)
+    assert docs["steps"] == "How many steps."
+    assert set(docs) == {"path", "steps", "names", "on", "inner"}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("--inner.rate=3e-3", {"inner": {"rate": 3e-3}}),
+        ("--steps=524_288", {"steps": 524288}),
+        ("--on=true", {"on": True}),
+        ("--path=some/where", {"path": "some/where"}),
+        ("--names=['a','b']", {"names": ["a", "b"]}),
+        ("--output-dir=x=y", {"output_dir": "x=y"}),
+        ('--path="12"', {"path": "12"}),
+    ],
+)
+def test_overrides_are_read_as_toml_or_as_a_text(override: str, expected: dict[str, object]) -> None:
+    assert apply_overrides({}, [override]) == expected
+
+
+def test_an_override_keeps_its_neighbours_and_the_original() -> None:
+    table = {"inner": {"rate": 1.0, "kind": "linear"}}
+    assert apply_overrides(table, ["--inner.rate=2"]) == {"inner": {"rate": 2, "kind": "linear"}}
+    assert apply_overrides(table, ["--inner.rate=none"]) == {"inner": {"kind": "linear"}}
+    assert table == {"inner": {"rate": 1.0, "kind": "linear"}}
+
+
+@pytest.mark.parametrize("override", ["inner.rate=1", "--inner.rate", "--=1", "--a..b=1", "-x=1"])
+def test_what_is_no_override_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match="an override is written --section.name=value"):
+        apply_overrides({}, [override])
+
+
+def test_an_override_under_a_single_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'steps' is a single value"):
+        apply_overrides({"steps": 3}, ["--steps.x=1"])
+
+
+def test_broken_toml_names_the_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("a = 1\nb = = 2\n")
+    with pytest.raises(ConfigError, match=r"bad\.toml is not valid TOML: .*line 2"):
+        load_toml(tmp_path / "bad.toml")
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        load_toml(tmp_path / "none.toml")
+
+
+scalars = st.one_of(
+    st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False, allow_infinity=False), st.text()
+)
+keys = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+tables = st.recursive(
+    st.dictionaries(keys, st.one_of(scalars, st.lists(scalars, max_size=3)), max_size=3),
+    lambda inner: st.dictionaries(keys, st.one_of(scalars, inner), max_size=3),
+    max_leaves=8,
+)
+
+
+@given(tables)
+def test_what_is_written_as_toml_is_read_back_the_same(table: dict[str, object]) -> None:
+    assert tomllib.loads(dump_toml(table)) == table

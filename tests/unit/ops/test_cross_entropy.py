@@ -1,0 +1,112 @@
+"""Head and loss in chunks against the plain reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from whimbrel.ops import cross_entropy, linear_cross_entropy, linear_cross_entropy_reference
+
+N, C, V, PADDED = 300, 32, 1000, 1024
+
+
+def case(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, C, generator=generator).to(device, dtype).requires_grad_()
+    weight = torch.randn(PADDED, C, generator=generator).to(device, dtype).requires_grad_()
+    targets = torch.randint(0, V, (N,), generator=generator)
+    targets[::7] = -100
+    return hidden, weight, targets.to(device)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("rows", [1, 37, 128, 1000])
+def test_loss_and_gradients_equal_the_reference(
+    softcap: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", rows * PADDED * 4)
+    hidden, weight, targets = case()
+    expected = linear_cross_entropy_reference(hidden, weight, targets, vocab_size=V, softcap=softcap)
+    wanted = torch.autograd.grad(expected / 3, (hidden, weight))
+    loss = linear_cross_entropy(hidden, weight, targets, vocab_size=V, softcap=softcap)
+    given = torch.autograd.grad(loss / 3, (hidden, weight))
+    torch.testing.assert_close(loss, expected)
+    for a, b in zip(given, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert given[1][V:].abs().max() == 0
+
+
+def test_fp64_products_stay_fp64() -> None:
+    hidden, weight, targets = case(dtype=torch.float64)
+    hidden, targets = hidden[:5].detach().requires_grad_(), targets[:5]
+
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        return linear_cross_entropy(h, w, targets, vocab_size=V, softcap=3.0)
+
+    gh, gw = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
+    reference = linear_cross_entropy_reference(hidden, weight, targets, vocab_size=V, softcap=3.0)
+    for a, b in zip((gh, gw), torch.autograd.grad(reference, (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_the_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", 64 * PADDED * 4)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    hidden, weight, targets = case()
+    with Watch():
+        linear_cross_entropy(hidden, weight, targets, vocab_size=V).backward()
+    assert largest <= 64 * PADDED < N * PADDED
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    hidden, weight, targets = case()
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, targets, vocab_size=V)
+    assert not loss.requires_grad
+    frozen = linear_cross_entropy(hidden, weight.detach(), targets, vocab_size=V)
+    (gradient,) = torch.autograd.grad(frozen, hidden)
+    assert gradient.shape == hidden.shape
+
+
+def test_all_targets_ignored_gives_zero() -> None:
+    hidden, weight, targets = case()
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), vocab_size=V)
+    assert loss.item() == 0
+    assert all(g.abs().max() == 0 for g in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def test_autocast_keeps_weights_gradients_in_fp32() -> None:
+    hidden, weight, targets = case()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets, vocab_size=V)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+    expected = linear_cross_entropy_reference(hidden, weight, targets, vocab_size=V)
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_equals_the_reference(softcap: float | None, dtype: torch.dtype) -> None:
+    hidden, weight, targets = case("cuda", dtype)
+    reference = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    expected = linear_cross_entropy_reference(*reference, targets, vocab_size=V, softcap=softcap)
+    loss = linear_cross_entropy(hidden, weight, targets, vocab_size=V, softcap=softcap)
+    rtol = 1e-3 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(loss, expected.float(), rtol=rtol, atol=0)
+    wanted = torch.autograd.grad(expected, reference)
+    for a, b in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
+        assert (a.double() - b).norm() / b.norm() < (2e-3 if dtype == torch.float32 else 2e-2)

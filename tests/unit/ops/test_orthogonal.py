@@ -1,0 +1,31 @@
+"""Polar factors by products against the SVD."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from whimbrel.ops import orthogonalise
+from whimbrel.ops.orthogonal import orthogonalise_reference
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (128, 32), (32, 128), (3, 48, 16)])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, ...], scale: float) -> None:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * scale
+    factors = orthogonalise(matrices)
+    values = torch.linalg.svdvals(factors)
+    assert 0.8 < values.min()
+    assert values.max() < 1.2
+    reference = orthogonalise_reference(matrices)
+    assert (factors - reference).norm() / reference.norm() < 0.15
+
+
+def test_a_zero_matrix_stays_zero() -> None:
+    assert orthogonalise(torch.zeros(8, 8)).abs().max() == 0
+
+
+def test_each_matrix_of_a_stack_is_on_its_own() -> None:
+    stack = torch.randn(4, 24, 40, generator=torch.Generator().manual_seed(2))
+    alone = torch.stack([orthogonalise(matrix) for matrix in stack])
+    torch.testing.assert_close(orthogonalise(stack), alone, atol=1e-5, rtol=1e-5)
