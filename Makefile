@@ -32,7 +32,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) install --constraint constraints.txt --editable '.[dev,hf,hub,plot]'
+	$(PIP) install --constraint constraints.txt --editable '.[dev,hf,hub,plot,ray]'
 	@touch $@
 
 constraints: $(VENV)/test.stamp  ## write constraints.txt anew from what .venv holds
