@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +21,7 @@ except ImportError as error:
 __all__ = ["WhimbrelConfig", "WhimbrelForCausalLM"]
 
 
-class WhimbrelConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
+class WhimbrelConfig(PretrainedConfig):
     """A `GPTConfig` inside a `transformers` configuration, under the key `gpt`."""
 
     model_type = "whimbrel"
@@ -41,12 +41,12 @@ class WhimbrelConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
         return build(GPTConfig, self.gpt, "gpt")
 
 
-class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):
     """`GPT` with the calling convention of `transformers`; its tensors have the names that our files give them."""
 
     config_class = WhimbrelConfig
     base_model_prefix = "transformer"
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "transformer.wte.weight"}
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012 (the name and kind transformers asks for)
     _supports_sdpa = True
 
     def __init__(self, config: WhimbrelConfig) -> None:

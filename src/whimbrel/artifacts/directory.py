@@ -61,7 +61,7 @@ def load_model(
 
 
 def load_weights(model: GPT, path: str | os.PathLike[str]) -> None:
-    """Give a model of the same shape the weights in a directory, in place: dtype, device and parameters stay its own."""
+    """Give a model of the same shape the weights in a directory, in place: dtype and device stay its own."""
     model_type, config = _read_config(Path(path))
     ours, theirs = to_table(canonical(model.config)), to_table(canonical(config))
     for name in sorted(ours | theirs):

@@ -1,0 +1,103 @@
+"""Random small models of each family, as `transformers` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip(
+    "transformers", reason="needs the package 'transformers': pip install 'whimbrel[hf]'"
+)
+
+TREE = {
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GPT2 = {
+    "vocab_size": 99,
+    "n_positions": 64,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+SHAPES = {
+    "gpt2": ("GPT2Config", GPT2),
+    "gpt2-untied-exact-gelu": (
+        "GPT2Config",
+        GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 100},
+    ),
+    "llama2": ("LlamaConfig", TREE | {"num_key_value_heads": 4}),
+    "llama3-rope": ("LlamaConfig", TREE | {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear-rope": (
+        "LlamaConfig",
+        TREE | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "llama-attention-bias": ("LlamaConfig", TREE | {"attention_bias": True}),
+    "llama-all-bias": ("LlamaConfig", TREE | {"attention_bias": True, "mlp_bias": True}),
+    "smollm": ("LlamaConfig", TREE | {"tie_word_embeddings": True, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "mistral": ("MistralConfig", TREE | {"sliding_window": 7, "head_dim": 20}),
+    "mistral-no-window": ("MistralConfig", TREE | {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", TREE | {"tie_word_embeddings": True}),
+    "qwen2-windows": (
+        "Qwen2Config",
+        TREE | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", TREE | {"head_dim": 24}),
+    "qwen3-tied": ("Qwen3Config", TREE | {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+}
+
+
+@pytest.fixture(params=SHAPES)
+def theirs(request: pytest.FixtureRequest) -> transformers.PreTrainedModel:
+    """A model of `transformers` whose every weight matters in the output."""
+    name, settings = SHAPES[request.param]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    """Two random texts, longer than every window."""
+    return torch.randint(99, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def logits() -> Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]:
+    """What a model of either side makes of a text."""
+
+    def run(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(ids).logits
+
+    return run
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Where a model may be saved."""
+    return tmp_path / "model"

@@ -1,0 +1,123 @@
+"""Our decoder against `transformers`, both directions, on random small models of every family."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+import whimbrel
+from whimbrel.artifacts import load_weights
+from whimbrel.cache import DynamicCache
+from whimbrel.models import GPT, preset
+
+CLOSE = {"atol": 1e-5, "rtol": 0}
+
+
+def test_their_directory_gives_their_logits(theirs, ids, logits, directory):
+    theirs.save_pretrained(directory)
+    ours = whimbrel.load_model(directory)
+    torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), **CLOSE)
+    assert ours.num_parameters() == theirs.num_parameters()
+
+
+def test_their_sharded_directory_gives_their_logits(theirs, ids, logits, directory):
+    theirs.save_pretrained(directory, max_shard_size="40KB")
+    assert (directory / "model.safetensors.index.json").exists()
+    torch.testing.assert_close(logits(whimbrel.load_model(directory), ids), logits(theirs, ids), **CLOSE)
+
+
+@pytest.mark.parametrize("shard_size", [5 * 10**9, 40_000])
+def test_our_directory_opens_there_as_what_it_was(theirs, ids, logits, directory, shard_size):
+    theirs.save_pretrained(directory)
+    again = directory.with_name("again")
+    whimbrel.save_model(whimbrel.load_model(directory), again, max_shard_size=shard_size)
+    assert (again / "model.safetensors").exists() == (shard_size > 40_000)
+    back, report = transformers.AutoModelForCausalLM.from_pretrained(again, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, back.state_dict()[name]), name
+    torch.testing.assert_close(logits(back, ids), logits(theirs, ids), atol=0, rtol=0)
+    if type(back) is not type(theirs):  # Mistral without a window is Llama to the letter
+        assert (theirs.config.model_type, theirs.config.sliding_window) == ("mistral", None)
+
+
+def test_our_loss_and_gradients_are_theirs(theirs, ids, directory):
+    theirs.save_pretrained(directory)
+    ours = whimbrel.load_model(directory)
+    loss = theirs(ids, labels=ids).loss
+    loss.backward()
+    ours_loss = ours(ids[:, :-1], ids[:, 1:]).loss
+    ours_loss.backward()
+    torch.testing.assert_close(ours_loss, loss, atol=1e-5, rtol=0)
+    expected = theirs.get_input_embeddings().weight.grad
+    torch.testing.assert_close(ours.token_embedding.weight.grad[:99], expected, atol=1e-5, rtol=1e-3)
+
+
+def test_our_cached_text_is_theirs(theirs, ids, directory):
+    theirs.save_pretrained(directory)
+    ours = whimbrel.load_model(directory)
+    prompt = ids[:1, :12]
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    expected = theirs.generate(prompt, **options)[0, 12:].tolist()
+    assert whimbrel.generate(ours, prompt[0], max_new_tokens=20, temperature=0) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_keep_their_dtype_or_take_the_one_asked_for(theirs, ids, logits, directory, dtype):
+    theirs.to(dtype).save_pretrained(directory)
+    stored = whimbrel.load_model(directory)
+    assert {parameter.dtype for parameter in stored.parameters()} == {dtype}
+    whimbrel.save_model(stored, directory.with_name("again"))
+    back = transformers.AutoModelForCausalLM.from_pretrained(directory.with_name("again"))
+    assert back.dtype == dtype
+    widened = whimbrel.load_model(directory, dtype=torch.float32)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    torch.testing.assert_close(logits(widened, ids), logits(expected, ids), **CLOSE)
+
+
+def test_their_cache_serves_our_model(theirs, ids, logits, directory):
+    theirs.save_pretrained(directory)
+    ours = whimbrel.load_model(directory)
+    for cache in (transformers.DynamicCache(), DynamicCache()):
+        with torch.no_grad():
+            parts = [ours(part, cache=cache).logits for part in ids.split([30, 1, 9], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), logits(theirs, ids), **CLOSE)
+
+
+@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("name", ["gpt2-baseline", "gpt2-fast"])
+def test_shapes_they_do_not_have_open_there_after_one_import(name, untied, ids, logits, directory):
+    import whimbrel.hf
+
+    torch.manual_seed(0)
+    shape = {"context_length": 64, "vocab_size": 99, "num_layers": 3, "embd_size": 48, "num_heads": 4}
+    start = {"tied_head": not untied, "zero_init_head": False, "zero_init_projections": False, "init_std": 0.1}
+    ours = GPT(replace(preset(name), **shape, **start))
+    whimbrel.save_model(ours, directory, max_shard_size=100_000)
+    assert json.loads((directory / "config.json").read_text())["model_type"] == "whimbrel"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    assert isinstance(theirs, whimbrel.hf.WhimbrelForCausalLM)
+    torch.testing.assert_close(logits(theirs, ids), logits(ours, ids), **CLOSE)
+    torch.testing.assert_close(theirs(ids, labels=ids).loss, ours(ids[:, :-1], ids[:, 1:]).loss)
+    expected = whimbrel.generate(ours, ids[0, :9], max_new_tokens=12, temperature=0)
+    assert theirs.generate(ids[:1, :9], max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 9:].tolist() == expected
+    theirs.save_pretrained(directory.with_name("again"))
+    back = GPT(ours.config)
+    load_weights(back, directory.with_name("again"))
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, back.get_parameter(name)), name
+
+
+def test_a_padded_batch_is_refused_there(ids, directory):
+    import whimbrel.hf
+
+    model = whimbrel.hf.WhimbrelForCausalLM(whimbrel.hf.WhimbrelConfig(gpt={"num_layers": 1, "vocab_size": 99}))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with pytest.raises(ValueError, match="attention_mask hides tokens"):
+        model(ids, attention_mask=mask)

@@ -1,0 +1,28 @@
+"""llama2.c files that are not what they claim; that good ones give the right model is in tests/parity."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from whimbrel.artifacts import load_model
+from whimbrel.base.errors import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\0" * 10, "too short to be a llama2.c model"),
+        (struct.pack("<7i", 0x616B3432, 1, 0, 0, 0, 0, 0), "of version 1: export it as version 0"),
+        (struct.pack("<7i", 64, 172, 4, 5, 5, 512, 128), "not a llama2.c model: embd_size = 64 is not a multiple"),
+        (struct.pack("<7i", 64, 172, 0, 4, 4, 512, 128), "num_layers = 0"),
+        (struct.pack("<7i", 64, 172, 4, 4, 4, 512, 128) + b"\0" * 400, "has 428 bytes where .* has 932124"),
+    ],
+)
+def test_a_file_that_is_no_whole_model_is_refused(tmp_path: Path, content, message):
+    path = tmp_path / "model.bin"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(path)

@@ -1,0 +1,67 @@
+"""`whimbrel generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from whimbrel.artifacts import save_model
+from whimbrel.checkpoint import write_checkpoint
+from whimbrel.cli.generate import generate
+from whimbrel.generate import generate as tokens_after
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.text import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(context_length=32, num_layers=1, embd_size=16, num_heads=2, tied_head=False))
+
+
+@pytest.fixture(scope="module")
+def directory(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    save_model(model, folder, load_tokenizer("gpt2"))
+    return folder
+
+
+def test_text_goes_on_from_the_prompt(model, directory, capsys):
+    generate(directory, "Once upon", max_new_tokens=20, temperature=0, device="cpu")
+    tokenizer = load_tokenizer("gpt2")
+    drawn = tokens_after(model, tokenizer.encode("Once upon"), max_new_tokens=20, temperature=0)
+    printed = capsys.readouterr().out
+    assert printed.startswith("Once upon")
+    assert ("Once upon" + tokenizer.decode(drawn)).startswith(printed.removesuffix("\n"))
+
+
+def test_a_seed_writes_the_same_text(directory, capsys):
+    written = []
+    for seed in (3, 3, 4):
+        generate(directory, max_new_tokens=10, seed=seed, top_k=40, top_p=0.9, device="cpu")
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1] != written[2]
+
+
+def test_a_run_gives_its_newest_checkpoint(model, directory, tmp_path, capsys):
+    tokenizer = load_tokenizer("gpt2")
+    older = GPT(model.config)
+    for step, saved in ((5, older), (10, model)):
+        write_checkpoint(tmp_path, step, {}, lambda path, saved=saved: save_model(saved, path, tokenizer), {})
+    for source in (tmp_path, directory):
+        generate(source, "To be", max_new_tokens=8, temperature=0, device="cpu")
+    from_run, from_model = capsys.readouterr().out.split("To be")[1:]
+    assert from_run == from_model
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("nowhere", "no run or model at"), ("empty", "no whole checkpoint yet"), ("bare", "no tokenizer")],
+)
+def test_what_holds_no_model_is_refused(model, workdir, path, message):
+    Path("empty/checkpoints").mkdir(parents=True)
+    save_model(model, "bare")
+    with pytest.raises(Exception, match=message):
+        generate(Path(path), "text", device="cpu")

@@ -1,0 +1,124 @@
+"""Generation on a small model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import whimbrel
+from whimbrel.base.errors import RequestError
+from whimbrel.generate import Sampling, generate, sample, stream, stream_text
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.text import load_tokenizer
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    config = GPTConfig(context_length=16, vocab_size=50, num_layers=2, embd_size=32, num_heads=2, tied_head=False)
+    return GPT(config)
+
+
+def test_greedy_tokens_are_those_of_the_uncached_model(model):
+    ids = [3, 1, 4]
+    for _ in range(12):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert generate(model, [3, 1, 4], max_new_tokens=12, temperature=0) == ids[3:]
+
+
+def test_text_runs_past_the_context(model):
+    tokens = generate(model, range(10), max_new_tokens=50, temperature=0)
+    assert len(tokens) == 50
+    whole = [*range(10), *tokens]
+    # After position 16 the window restarts from the newest 8 tokens and grows again.
+    assert int(model(torch.tensor([whole[17 - 8 : 17]])).logits[0, -1].argmax()) == whole[17]
+    assert len(generate(model, list(range(40)), max_new_tokens=3)) == 3
+
+
+def test_a_seed_gives_the_same_text(model):
+    drawn = [generate(model, torch.tensor([1, 2]), max_new_tokens=30, seed=seed) for seed in (7, 7, 8)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert generate(model, [1], max_new_tokens=30) != generate(model, [1], max_new_tokens=30)
+
+
+def test_generation_stops_at_the_end_of_text(model):
+    tokens = generate(model, [1], max_new_tokens=30, seed=0)
+    end = tokens[5]
+    cut = tokens[: tokens.index(end)]
+    assert generate(model, [1], max_new_tokens=30, seed=0, eos_id=end) == cut
+    assert generate(model, [1], max_new_tokens=30, seed=0, eos_id=[end, 1000]) == cut
+
+
+def test_tokens_stream_one_at_a_time(model):
+    tokens = stream(model, [1], Sampling(temperature=0), max_new_tokens=5)
+    first = next(tokens)
+    assert [first, *tokens] == generate(model, [1], max_new_tokens=5, temperature=0)
+
+
+def test_the_package_function_works_before_and_after_the_room_is_imported(model):
+    assert whimbrel.generate(model, [1], max_new_tokens=2, seed=0) == generate(model, [1], max_new_tokens=2, seed=0)
+
+
+def test_compiled_blocks_are_not_compiled_again_for_each_length(model):
+    expected = generate(model, [1], max_new_tokens=12, temperature=0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    assert generate(model, [1], max_new_tokens=12, temperature=0) == expected
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "non-empty list"),
+        ([[1, 2]], {}, r"shape \(1, 2\)"),
+        ([0.5], {}, "token ids"),
+        ([50], {}, "token id 50 is outside the model's vocabulary: ids run from 0 to 49"),
+        ([-1], {}, "token id -1"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ([1], {"temperature": -1.0}, "temperature = -1.0"),
+        ([1], {"temperature": float("nan")}, "temperature = nan"),
+        ([1], {"top_k": 0}, "top_k = 0"),
+        ([1], {"top_p": 1.5}, "top_p = 1.5"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(model, prompt, options, message):
+    with pytest.raises(RequestError, match=message):
+        generate(model, prompt, **options)
+
+
+def frequencies(**settings: float) -> list[float]:
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    generator = torch.Generator().manual_seed(0)
+    drawn = [sample(logits, Sampling(**settings), generator) for _ in range(4000)]
+    return [drawn.count(token) / len(drawn) for token in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0.1, 0.2, 0.3, 0.4]),
+        ({"temperature": 0.5}, [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
+        ({"top_k": 2}, [0, 0, 3 / 7, 4 / 7]),
+        ({"top_k": 9}, [0.1, 0.2, 0.3, 0.4]),
+        ({"top_p": 0.65}, [0, 0, 3 / 7, 4 / 7]),
+        ({"top_p": 0.75}, [0, 2 / 9, 3 / 9, 4 / 9]),
+        ({"top_p": 0.01}, [0, 0, 0, 1]),
+        ({"temperature": 0}, [0, 0, 0, 1]),
+    ],
+)
+def test_tokens_are_drawn_with_the_frequencies_asked_for(settings, expected):
+    found = frequencies(**settings)
+    assert found == pytest.approx(expected, abs=0.03)
+    assert [frequency == 0 for frequency in found] == [frequency == 0 for frequency in expected]
+
+
+def test_text_comes_in_whole_characters():
+    tokenizer = load_tokenizer("gpt2")
+    prompt, rest = tokenizer.encode("Say: "), tokenizer.encode("naïve 漢字 🐦 end")
+    pieces = list(stream_text(tokenizer, prompt, rest))
+    assert "".join(pieces) == "naïve 漢字 🐦 end"
+    assert len(pieces) > 3
+    assert all("\ufffd" not in piece for piece in pieces)

@@ -1,0 +1,91 @@
+"""`GPTConfig`: what it refuses, what it derives, and the shapes that come with the package."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.config import build, to_table
+from whimbrel.models import GPT, GPTConfig, RopeScaling, preset, preset_names
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"embd_size": 768, "num_heads": 10}, "embd_size = 768 is not a multiple of num_heads = 10"),
+        ({"num_heads": 12, "num_kv_heads": 5}, "num_heads = 12 is not a multiple of num_kv_heads = 5"),
+        ({"num_layers": 3, "layer_types": ("full_attention",) * 2}, "names 2 layers but num_layers = 3"),
+        ({"num_layers": 1, "layer_types": ("sliding_attention",)}, "give sliding_window"),
+        ({"num_layers": 0}, "num_layers = 0 must be at least 1"),
+        ({"position": "rope", "head_size": 7}, "even head size, got 7"),
+        ({"rope_scaling": RopeScaling(kind="linear", factor=2.0)}, "needs position = 'rope'"),
+        ({"zero_init_head": True}, "set tied_head = false"),
+        ({"logit_softcap": 0.0}, "must be greater than 0"),
+        ({"norm": "lyer"}, "did you mean 'layer'"),
+        ({"activation": "swish"}, "is not one of gelu, gelu_tanh, silu, relu2"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused_by_name(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        GPTConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "linear", "factor": 0.5}, "factor = 0.5 must be at least 1"),
+        ({"kind": "yarn", "factor": 2.0}, "is not one of linear, llama3"),
+        ({"kind": "llama3", "factor": 8.0, "high_freq_factor": 1.0}, "= 1.0 must be greater than .* = 1.0"),
+    ],
+)
+def test_rope_scaling_that_cannot_be_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RopeScaling(**settings)
+
+
+def test_derived_sizes():
+    config = GPTConfig(embd_size=48, num_heads=4, vocab_size=130)
+    assert (config.kv_heads, config.head_width, config.mlp_width, config.padded_vocab_size) == (4, 12, 192, 256)
+    config = GPTConfig(num_layers=2, sliding_window=5, layer_types=("full_attention", "sliding_attention"))
+    assert config.windows == (None, 5)
+    assert GPTConfig(num_layers=2, sliding_window=5).windows == (5, 5)
+
+
+def test_json_holds_the_settings_and_builds_them_again():
+    config = preset("llama3.1-8b")
+    table = json.loads(config.to_json_string())
+    assert table["rope_scaling"]["factor"] == 8.0
+    assert build(GPTConfig, table) == config == build(GPTConfig, to_table(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama2-7b", 6_738_415_616),
+        ("llama3-8b", 8_030_261_248),
+        ("mistral-7b", 7_241_732_096),
+        ("qwen2-0.5b", 494_032_768),
+        ("qwen3-0.6b", 596_049_920),
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_presets_have_their_published_sizes(name, parameters):
+    with torch.device("meta"):
+        assert GPT(preset(name)).num_parameters() == parameters
+
+
+def test_every_preset_builds():
+    assert {"gpt2-baseline", "gpt2-fast"} <= set(preset_names())
+    for name in preset_names():
+        with torch.device("meta"):
+            assert GPT(preset(name)).num_parameters() > 1e8
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="unknown preset 'gtp2': did you mean 'gpt2'"):
+        preset("gtp2")
