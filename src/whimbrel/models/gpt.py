@@ -16,7 +16,7 @@ from whimbrel.models.masks import attention_mask
 from whimbrel.models.rope import rope_table
 from whimbrel.ops import linear_cross_entropy
 
-__all__ = ["GPT", "IGNORE_INDEX", "Block", "GPTOutput"]
+__all__ = ["Block", "GPT", "GPTOutput", "IGNORE_INDEX"]
 
 IGNORE_INDEX = -100
 """A target with this value does not count."""

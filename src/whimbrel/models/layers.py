@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from whimbrel.models.config import GPTConfig
 from whimbrel.models.rope import rotate
 
-__all__ = ["MLP", "Attention", "KVStore", "Norm", "Past", "RopeTable"]
+__all__ = ["Attention", "KVStore", "MLP", "Norm", "Past", "RopeTable"]
 
 RopeTable = tuple[Tensor, Tensor]
 Past = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
