@@ -53,6 +53,8 @@ def stream(
     ids = _checked_prompt(prompt_ids, model.config.vocab_size)
     if max_new_tokens < 1:
         raise RequestError(f"max_new_tokens = {max_new_tokens} must be at least 1")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise RequestError(f"seed = {seed} must be a whole number from 0 to 2**63 - 1")
     generator = torch.Generator()
     if seed is None:
         generator.seed()

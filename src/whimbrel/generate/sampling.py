@@ -35,6 +35,8 @@ class Sampling:
 def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw one token. It is drawn on the CPU, so that a seed means the same on every device."""
     logits = logits_V.float().cpu()
+    if logits.isnan().any():
+        raise RequestError("the model's logits are not numbers: its weights are damaged, or its training diverged")
     if sampling.temperature == 0:
         return int(logits.argmax())
     if sampling.top_k is not None and sampling.top_k < logits.numel():

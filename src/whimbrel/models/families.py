@@ -242,13 +242,14 @@ def _read_rope(table: Table) -> tuple[Any, dict[str, Any] | None]:
 
 
 def _write_rope(config: GPTConfig) -> dict[str, Any]:
-    """Both spellings, so that older readers too find the base."""
+    """Both spellings, the newer and the one that older readers know."""
     rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if config.rope_scaling is not None:
         stretch = to_table(config.rope_scaling)
         rope["rope_type"] = stretch["kind"]
         rope |= {theirs: stretch[ours] for theirs, ours in ROPE_SETTINGS[stretch["kind"]].items()}
-    return {"rope_parameters": rope, "rope_theta": config.rope_theta}
+    stretched = config.rope_scaling is not None
+    return {"rope_parameters": rope, "rope_theta": config.rope_theta} | ({"rope_scaling": rope} if stretched else {})
 
 
 def _activation(name: str) -> Any:

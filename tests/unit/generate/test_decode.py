@@ -80,6 +80,8 @@ def test_compiled_blocks_are_not_compiled_again_for_each_length(model):
         ([1], {"max_new_tokens": 0}, "max_new_tokens = 0"),
         ([1], {"temperature": -1.0}, "temperature = -1.0"),
         ([1], {"temperature": float("nan")}, "temperature = nan"),
+        ([1], {"seed": -1}, "seed = -1"),
+        ([1], {"seed": 2**70}, "from 0 to 2"),
         ([1], {"top_k": 0}, "top_k = 0"),
         ([1], {"top_p": 1.5}, "top_p = 1.5"),
     ],
@@ -87,6 +89,13 @@ def test_compiled_blocks_are_not_compiled_again_for_each_length(model):
 def test_requests_that_make_no_sense_are_refused(model, prompt, options, message):
     with pytest.raises(RequestError, match=message):
         generate(model, prompt, **options)
+
+
+def test_a_model_that_diverged_is_refused(model):
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(RequestError, match="not numbers"):
+        generate(model, [1], temperature=0)
 
 
 def frequencies(**settings: float) -> list[float]:
