@@ -13,7 +13,7 @@ from whimbrel.base.errors import DataError
 from whimbrel.data.batches import Batch
 from whimbrel.text import Tokenizer
 
-__all__ = ["BatchEncoder", "Encoded"]
+__all__ = ["BatchEncoder", "Encoded", "fingerprint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Encoded:
     tokens: NDArray[Any]
     """Its documents end to end."""
     held_out: tuple[NDArray[Any], ...]
-    """Those that the hash keeps from training, one by one."""
+    """Those that the hash offers to validation, one by one."""
     documents: int
     """How many documents it had."""
 
@@ -45,10 +45,11 @@ class BatchEncoder:
                 (tokens,) = self.tokenizer.encode_documents((text,))
             except DataError as error:
                 raise DataError(f"{batch.place} {number}: {error}") from error
-            (held_out if self.val_share and _hash_share(text) < self.val_share else train).append(tokens)
+            offered = self.val_share and int.from_bytes(fingerprint(tokens), "big") < self.val_share * 2**64
+            (held_out if offered else train).append(tokens)
         return Encoded(np.concatenate(train), tuple(held_out), len(documents))
 
 
-def _hash_share(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone: equal documents always fall on the same side."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big") / 2**56
+def fingerprint(tokens: NDArray[Any]) -> bytes:
+    """Eight bytes that depend on a document alone, so that equal documents fall on the same side."""
+    return hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()

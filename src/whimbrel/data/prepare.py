@@ -13,12 +13,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from whimbrel import __version__
 from whimbrel.base.errors import ConfigError, DataError, WhimbrelError
 from whimbrel.base.files import remove_stale
 from whimbrel.base.logging import get_logger
 from whimbrel.base.progress import Progress, Silent
-from whimbrel.data.encoding import BatchEncoder, Encoded
+from whimbrel.data.encoding import BatchEncoder, Encoded, fingerprint
 from whimbrel.data.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -40,8 +42,8 @@ __all__ = ["default_directory", "prepare"]
 SHARD_SIZE = 100_000_000
 BYTES_PER_TOKEN = 4
 """Of plain text, about; only sizes the share of documents to hold out."""
-SPARE = 1.5
-"""How many times more text than asked is set aside for validation, so that enough is found."""
+SPARE = 4.0
+"""How many times more text than asked is offered to validation, so that enough is found; the rest is trained on."""
 UNKNOWN_SHARE = 0.01
 
 
@@ -64,7 +66,8 @@ def prepare(
 
     The tokenizer goes there too, so that `load_tokenizer(out_dir)` gives the one that made the shards.
 
-    `val` names sources of the validation split; `val_tokens` takes whole documents by hash out of `sources` instead.
+    `val` names sources of the validation split; `val_tokens` takes whole documents by hash out of `sources` instead,
+    and copies of these are not trained on.
     """
     _check_request(name, shard_size, total_tokens, val, val_tokens)
     held_out = [origin for source in val for origin in open_source(source)]
@@ -122,6 +125,7 @@ class _Job:
             for split in SPLITS
         )
         self._documents = manifest.documents
+        self._held_out = {fingerprint(document) for document in self._val.documents(tokenizer.eot_id)}
 
     def run(self, batches: Iterator[tuple[ResumePoint, Encoded]], progress: Progress) -> Manifest:
         """Take batches until they end or every budget is met; leave nothing behind if no shard came of it."""
@@ -152,11 +156,17 @@ class _Job:
         if point.source < self._val_sources:
             self._val.add(encoded.tokens)
             return
-        total = self._settings.total_tokens
-        self._train.add(encoded.tokens if total is None else encoded.tokens[: total - self._train.tokens])
+        self._train_on(encoded.tokens)
         for document in encoded.held_out:
             if self._val.tokens < self._settings.val_tokens:
                 self._val.add(document)
+                self._held_out.add(fingerprint(document))
+            elif fingerprint(document) not in self._held_out:
+                self._train_on(document)
+
+    def _train_on(self, tokens: NDArray[Any]) -> None:
+        total = self._settings.total_tokens
+        self._train.add(tokens if total is None else tokens[: total - self._train.tokens])
 
     def _enough(self) -> bool:
         return self._train.tokens == self._settings.total_tokens and self._val.tokens >= self._settings.val_tokens
@@ -221,7 +231,7 @@ def _difference(part: str, held: Any, given: Any) -> str:
 
 
 def _val_share(training: Sequence[Origin], total_tokens: int | None, val_tokens: int) -> float:
-    """The share of documents that the hash sets aside; a fixed function of the request, so that a resume repeats it."""
+    """The share of documents that the hash offers; a fixed function of the request, so that a resume repeats it."""
     if not val_tokens:
         return 0.0
     sizes = [origin.text_bytes() for origin in training]

@@ -59,6 +59,12 @@ class ShardWriter:
         self._buffer[self._filled : end] = tokens
         self._filled = end
 
+    def documents(self, eot_id: int) -> list[NDArray[Any]]:
+        """The documents given so far, over all runs."""
+        shards = (read_shard(self._directory / record.file) for record in self._whole)
+        tokens = np.concatenate((*shards, self._buffer[: self._filled]))
+        return np.split(tokens, np.flatnonzero(tokens == eot_id))[1:]
+
     def write(self) -> tuple[ShardRecord, ...]:
         """Write everything, the rest as a short shard; the records of all shards so far."""
         start = 0
