@@ -113,6 +113,18 @@ def test_shapes_they_do_not_have_open_there_after_one_import(name, untied, ids, 
         assert torch.equal(parameter, back.get_parameter(name)), name
 
 
+def test_our_tokenizer_opens_there_with_the_same_ids(fixtures, directory):
+    shape = {"context_length": 8, "num_layers": 1, "embd_size": 8, "num_heads": 1}
+    tokenizer = whimbrel.load_tokenizer("gpt2")
+    whimbrel.save_model(GPT(replace(preset("gpt2-baseline"), **shape)), directory, tokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    cases = json.loads((fixtures / "fixture_260.json").read_text(encoding="utf-8"))
+    texts = [case["text"] for case in cases if "<|endoftext|>" not in case["text"]]
+    assert len(texts) > 200
+    assert theirs(texts).input_ids == [tokenizer.encode(text) for text in texts]
+    assert theirs.eos_token_id == tokenizer.eot_id
+
+
 def test_a_padded_batch_is_refused_there(ids, directory):
     import whimbrel.hf
 

@@ -204,4 +204,5 @@ _COUNTS = (
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} = {value!r} is not one of {', '.join(choices)}{nearest(str(value), choices)}")
+        hint = nearest(str(value), choices)
+        raise ConfigError(f"{name} = {value!r} is not one of {', '.join(choices)}{hint if '?' in hint else ''}")

@@ -1,0 +1,66 @@
+"""The decoder on a CUDA device: compiled, in bf16, with every kind of mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from whimbrel.cache import DynamicCache
+from whimbrel.models import GPT, preset
+
+pytestmark = pytest.mark.gpu
+
+SMALL = {"context_length": 256, "vocab_size": 1000, "num_layers": 3, "embd_size": 256, "num_heads": 4}
+
+
+def build(name: str, **settings: object) -> GPT:
+    torch.manual_seed(0)
+    config = preset(name)
+    kv_heads = 2 if config.num_kv_heads else None
+    return GPT(replace(config, **SMALL, num_kv_heads=kv_heads, head_size=None, mlp_size=None, **settings))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile on its inputs
+@pytest.mark.parametrize("name", ["gpt2-baseline", "gpt2-fast", "llama3-8b"])
+def test_compiled_low_precision_training_follows_plain_fp32(name):
+    losses = {}
+    for device in ("cpu", "cuda"):
+        model = build(name, embd_init_std=0.02).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        x = torch.randint(1000, (4, 257), generator=torch.Generator().manual_seed(1)).to(device)
+        if device == "cuda":
+            torch._dynamo.reset()
+            counters.clear()
+            for block in model.blocks:
+                block.compile()
+        losses[device] = []
+        for _ in range(5):
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+                loss = model(x[:, :-1], x[:, 1:]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[device].append(loss.item())
+    assert counters["stats"]["unique_graphs"] == 1
+    assert losses["cuda"] == pytest.approx(losses["cpu"], abs=0.03)
+    assert losses["cuda"][-1] < losses["cuda"][0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "mistral-7b", "qwen3-0.6b"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_and_caches_agree_with_the_cpu(name, dtype):
+    windows = {"sliding_window": 50} if name == "mistral-7b" else {}
+    model = build(name, **windows)
+    x = torch.randint(1000, (2, 200), generator=torch.Generator().manual_seed(1))
+    documents = (torch.arange(200) // 70).expand(2, 200)
+    tolerance = {"atol": 1e-3 if dtype == torch.float32 else 0.05, "rtol": 0}
+    with torch.no_grad():
+        expected, apart = model(x).logits, model(x, documents=documents).logits
+        model, x, cache = model.to("cuda", dtype), x.cuda(), DynamicCache()
+        torch.testing.assert_close(model(x).logits.float().cpu(), expected, **tolerance)
+        torch.testing.assert_close(model(x, documents=documents.cuda()).logits.float().cpu(), apart, **tolerance)
+        parts = [model(part, cache=cache).logits for part in x.split([150, 1, 49], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1).float().cpu(), expected, **tolerance)
