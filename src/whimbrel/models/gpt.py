@@ -92,15 +92,12 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """Draw fresh weights: linears and embeddings from a normal distribution, biases and padding rows zero."""
         config = self.config
+        zeroed = {"c_proj": config.zero_init_projections, "lm_head": config.zero_init_head}
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
                 module.weight.normal_(std=config.embd_init_std)
-            elif isinstance(module, nn.Linear) and (module is not self.lm_head or not config.tied_head):
-                closes_branch = name.endswith("c_proj")
-                zero = (
-                    config.zero_init_projections if closes_branch else module is self.lm_head and config.zero_init_head
-                )
-                module.weight.normal_(std=0.0 if zero else config.init_std)
+            elif isinstance(module, nn.Linear) and not (name == "lm_head" and config.tied_head):
+                module.weight.normal_(std=0.0 if zeroed.get(name.rpartition(".")[2]) else config.init_std)
                 if module.bias is not None:
                     module.bias.zero_()
         self.zero_padding()
@@ -132,9 +129,7 @@ class GPT(nn.Module):
         hidden = self.hidden_states(idx, cache=cache, documents=documents)
         if return_logits is None:
             return_logits = targets is None
-        logits = (
-            self._logits(hidden if logits_to_keep is None else hidden[:, -logits_to_keep:]) if return_logits else None
-        )
+        logits = self._logits(hidden, logits_to_keep) if return_logits else None
         if targets is None:
             return GPTOutput(None, logits)
         total = linear_cross_entropy(
@@ -162,9 +157,8 @@ class GPT(nn.Module):
             raise ConfigError("documents cannot be told apart in a cache: give either cache or documents")
         positions = torch.arange(seen, num_keys, device=idx.device)
         x = self._embed(idx, positions)
-        x0 = (
-            x.clone() if config.embedding_skip else None
-        )  # not `x` itself: a block compiled for aliased inputs is another
+        # A copy, not `x` itself: the first block would be compiled apart, as one whose inputs are the same tensor.
+        x0 = x.clone() if config.embedding_skip else None
         rope = rope_table(config, positions) if config.position == "rope" else None
         masks = {
             window: attention_mask(positions, num_keys, window=window, documents_BT=documents)
@@ -186,8 +180,9 @@ class GPT(nn.Module):
         device = idx.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden)[..., : self.config.vocab_size]
+    def _logits(self, hidden: Tensor, keep: int | None) -> Tensor:
+        last = hidden if keep is None else hidden[:, -keep:]
+        logits: Tensor = self.lm_head(last)[..., : self.config.vocab_size]
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
