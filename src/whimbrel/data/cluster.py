@@ -60,4 +60,5 @@ def _encode_origin(
     """What runs on the cluster: the transform of one file, from its batch `skipped` on."""
     text, eot_token = tokenizer
     encoder = BatchEncoder(Tokenizer.from_json(text, eot_token), settings.val_share)
-    yield from map(encoder, itertools.islice(origin.batches(settings.text_key, settings.separator), skipped, None))
+    for batch in itertools.islice(origin.batches(settings.text_key, settings.separator), skipped, None):
+        yield encoder(batch)
