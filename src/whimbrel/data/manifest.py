@@ -137,6 +137,6 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        return build(Manifest, json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        return build(Manifest, dict(json.loads(path.read_text(encoding="utf-8"))))
+    except (OSError, TypeError, ValueError) as error:
         raise DataError(f"{path} is not a manifest of this program: {error}") from error

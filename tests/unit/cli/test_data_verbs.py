@@ -1,0 +1,218 @@
+"""The verbs prepare, tokenizer and verify: what they print, and one line for every kind of bad input."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from whimbrel.base import files
+from whimbrel.cli.main import main
+from whimbrel.data import read_manifest, write_shard
+from whimbrel.text import load_tokenizer
+
+GOOD = b'{"text": "a bird flies"}\n'
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def whimbrel(capsys: pytest.CaptureFixture[str]):
+    def run(*arguments: str) -> Result:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        captured = capsys.readouterr()
+        return Result(int(ended.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+def test_prepare_then_verify(whimbrel, workdir: Path) -> None:
+    Path("birds.jsonl").write_bytes(GOOD * 100)
+    done = whimbrel("prepare", "birds.jsonl", "--shard_size", "150", "--total-tokens", "400", "--val_tokens", "4")
+    assert done.code == 0
+    banner = ["Output directory: data/birds400", "Total tokens: 400", "Tokens per shard: 150"]
+    assert done.out.splitlines()[:3] == banner
+    assert "400/400 tokens in" in done.err
+    assert read_manifest("data/birds400").tokens("train") == 400
+    checked = whimbrel("verify", "data/birds400")
+    assert checked.code == 0
+    assert "ok birds_train_000002.bin: 100 tokens" in checked.out.splitlines()
+
+
+def test_the_banner_of_everything(whimbrel, workdir: Path) -> None:
+    Path("birds.jsonl").write_bytes(GOOD)
+    done = whimbrel("prepare", "birds.jsonl")
+    assert done.out.splitlines()[1] == "Total tokens: ENTIRE DATASET"
+    assert done.out.splitlines()[-1] == "train: 4 tokens in 1 shards"
+
+
+def test_tokenizer_train_and_show(whimbrel, root: Path, workdir: Path) -> None:
+    corpus = str(root / "corpora" / "tinyshakespeare.txt.gz")
+    trained = whimbrel("tokenizer", "train", corpus, "--vocab-size", "300", "--out-dir", "tok")
+    assert (trained.code, trained.out) == (0, "wrote tok/tokenizer.json: 300 ids\n")
+    shown = whimbrel("tokenizer", "show", "tok", "--text", "the")
+    assert shown.code == 0
+    assert "vocabulary: 300 ids" in shown.out
+    assert "end-of-text: <|endoftext|> (299)" in shown.out
+    assert load_tokenizer("tok").decode([int(line.split()[0]) for line in shown.out.splitlines()[4:]]) == "the"
+    assert whimbrel("tokenizer", "show").out.startswith("vocabulary: 50,257 ids")
+
+
+@pytest.mark.parametrize("verb", [["prepare"], ["tokenizer", "train"], ["tokenizer", "show"], ["verify"]])
+def test_help_says_what_each_option_is(verb: list[str], whimbrel) -> None:
+    shown = whimbrel(*verb, "--help")
+    assert shown.code == 0
+    assert "Usage: whimbrel" in shown.out
+
+
+def parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
+
+
+ROWS = pa.table({"text": [f"{i} birds fly to the marsh" * 20 for i in range(500)]})
+BAD = {
+    "empty jsonl": ("a.jsonl", b"", "holds no text"),
+    "blank jsonl": ("a.jsonl", b"\n\n", "holds no text"),
+    "broken json": ("a.jsonl", GOOD * 3 + b'{"text": "cut\n', "a.jsonl, line 4: not JSON"),
+    "no key": ("a.jsonl", GOOD + b'{"body": "x"}\n', "a.jsonl, line 2: no key 'text'"),
+    "not an object": ("a.jsonl", GOOD + b"[1]\n", "a.jsonl, line 2: no key 'text'"),
+    "not a string": ("a.jsonl", b'{"text": 5}\n', "a.jsonl, line 1: 'text' is int"),
+    "bad utf-8 in jsonl": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "a.jsonl, line 2: not UTF-8 at byte 10"),
+    "half a surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "a.jsonl, line 2: text holds half a surrogate"),
+    "truncated gz": ("a.jsonl.gz", gzip.compress(GOOD * 999)[:-9], "a.jsonl.gz is not a readable gzip file"),
+    "not gz": ("a.jsonl.gz", b"plain text", "a.jsonl.gz is not a readable gzip file"),
+    "damaged gz": ("a.txt.gz", gzip.compress(bytes(99_999))[:40] + b"xx" * 40, "a.txt.gz is not a readable gzip"),
+    "not zst": ("a.jsonl.zst", b"plain text", "a.jsonl.zst is not a readable zstd file"),
+    "bad utf-8 in text": ("a.txt", b"bird \xe9", "a.txt, document 1: not UTF-8 at byte 5"),
+    "empty text": ("a.txt", b"", "holds no text"),
+    "not parquet": ("a.parquet", b"PAR1 something else", "a.parquet is not a readable parquet file"),
+    "empty parquet": ("a.parquet", b"", "a.parquet is not a readable parquet file"),
+    "truncated parquet": ("a.parquet", parquet(ROWS)[:-20], "a.parquet is not a readable parquet file"),
+    "damaged parquet": ("a.parquet", parquet(ROWS).replace(b"\x28\xb5\x2f\xfd", b"\0\0\0\0"), "a.parquet is not a"),
+    "no text column": ("a.parquet", parquet(pa.table({"t": ["x"]})), "no column 'text': its columns are t"),
+    "null text": ("a.parquet", parquet(pa.table({"text": ["x", None]})), "a.parquet, row 1: the text is NoneType"),
+    "unknown kind": ("a.pdf", b"%PDF", "a.pdf is of no known kind"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_source_is_one_line_and_leaves_nothing(case: str, whimbrel, workdir: Path) -> None:
+    name, content, fault = BAD[case]
+    Path(name).write_bytes(content)
+    done = whimbrel("prepare", name, "--out-dir", "out")
+    lines = [line for line in done.err.splitlines() if "tokens/s" not in line]
+    assert done.code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith("whimbrel")
+    assert fault in lines[0]
+    assert sorted(path.name for path in workdir.iterdir()) == [name]
+
+
+def test_missing_sources_name_what_may_be_given(whimbrel, workdir: Path) -> None:
+    Path("empty").mkdir()
+    assert "no source absent.txt" in whimbrel("prepare", "absent.txt").err
+    assert "the folder empty holds no text" in whimbrel("prepare", "empty").err
+    assert "no tokenizer at absent" in whimbrel("prepare", "empty", "--tokenizer", "absent").err
+
+
+def test_the_hub_without_network_names_the_local_form(whimbrel, workdir: Path) -> None:
+    pytest.importorskip("datasets")
+    done = whimbrel("prepare", "--total-tokens", "20000000")
+    assert done.code == 2
+    assert done.out.splitlines()[0] == "Output directory: data/fineweb20M"
+    last = done.err.splitlines()[-1]
+    assert "HuggingFaceFW/fineweb:sample-10BT is no local path, and the Hugging Face hub did not give it" in last
+    assert "give local files" in last
+    assert not Path("data").exists()
+
+
+def test_a_full_disk_leaves_nothing(whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("birds.jsonl").write_bytes(GOOD * 100)
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    done = whimbrel("prepare", "birds.jsonl", "--out-dir", "out", "--shard-size", "50")
+    assert done.code == 2
+    assert "No space left on device" in done.err.splitlines()[-1]
+    assert sorted(path.name for path in workdir.iterdir()) == ["birds.jsonl"]
+
+
+def test_a_disk_that_fills_up_keeps_whole_shards_and_goes_on(
+    whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = pa.table({"text": ["a bird flies"] * 1000})
+    Path("birds.parquet").write_bytes(parquet(rows))
+    arguments = ("prepare", "birds.parquet", "--shard-size", "500", "--workers", "1", "--out-dir")
+    whimbrel(*arguments, "whole")
+    plain, calls = files.os.fsync, iter(range(10**6))
+
+    def nearly_full(descriptor: int) -> None:
+        if next(calls) > 30:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", nearly_full)
+        assert whimbrel(*arguments, "out").code == 2
+    left = sorted(path.name for path in Path("out").iterdir())
+    assert "birds_train_000000.bin" in left
+    assert not [name for name in left if name.startswith(".")]
+    assert whimbrel(*arguments, "out").code == 0
+    for path in Path("whole").iterdir():
+        assert (Path("out") / path.name).read_bytes() == path.read_bytes()
+
+
+def test_verify_names_every_fault(whimbrel, workdir: Path) -> None:
+    Path("birds.jsonl").write_bytes(GOOD * 100)
+    whimbrel("prepare", "birds.jsonl", "--out-dir", "out", "--shard-size", "60")
+    shards = sorted(Path("out").glob("*.bin"))
+    assert len(shards) == 7
+    tokens = np.array([50256, 5, 60_000, *range(57)], dtype=np.uint16)
+    shards[1].write_bytes(shards[1].read_bytes()[:-2])
+    write_shard(shards[2], tokens)
+    write_shard(shards[3], tokens[10:20])
+    write_shard(shards[4], np.where(tokens == 60_000, 7, tokens).astype(np.uint16))
+    shards[5].unlink()
+    Path("out/foreign.bin").write_bytes(b"not a shard")
+    done = whimbrel("verify", "out")
+    assert done.code == 2
+    for name, fault in (
+        ("birds_train_000001.bin", "is truncated: the header counts 60 tokens, the file holds 59"),
+        ("birds_train_000002.bin", "holds token id 60000 at token 2"),
+        ("birds_train_000003.bin", "holds 10 tokens, manifest.json says 60"),
+        ("birds_train_000004.bin", "was changed since it was written"),
+        ("birds_train_000005.bin", "No such file"),
+        ("foreign.bin", "is not listed in manifest.json"),
+    ):
+        assert [line for line in done.err.splitlines() if line.startswith(f"fault {name}: ") and fault in line], name
+    assert done.out.splitlines()[-1].startswith("2 sound, 6 faulty")
+
+
+@pytest.mark.parametrize("content", ["[]", "5", "{", '{"tool": 5}', json.dumps({"shards": [{}]})])
+def test_a_manifest_that_is_none_is_named(content: str, whimbrel, workdir: Path) -> None:
+    Path("birds.jsonl").write_bytes(GOOD)
+    whimbrel("prepare", "birds.jsonl", "--out-dir", "out")
+    Path("out/manifest.json").write_text(content)
+    for arguments in (("verify", "out"), ("prepare", "birds.jsonl", "--out-dir", "out")):
+        done = whimbrel(*arguments)
+        assert done.code == 2
+        assert "out/manifest.json is not a manifest" in done.err
+
+
+def test_verify_of_nothing(whimbrel, workdir: Path) -> None:
+    assert "no directory absent" in whimbrel("verify", "absent").err
+    assert "holds no token shards" in whimbrel("verify", ".").err
