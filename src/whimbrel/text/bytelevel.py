@@ -30,12 +30,12 @@ def fast_encoder(pipeline: Pipeline, content: dict[str, Any]) -> tiktoken.Encodi
     """A `tiktoken` encoder with the ids of `pipeline`, whose parsed file is `content`; None where ids could differ."""
     if not _splits_like_gpt2(content):
         return None
-    added = {token["content"] for token in content["added_tokens"]}
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
     tokens = {token: rank for token, rank in content["model"]["vocab"].items() if token not in added}
     if not _merges_by_rank(pipeline, content["model"], tokens):
         return None
     ranks = {bytes(BYTE_OF_CHARACTER[character] for character in token): rank for token, rank in tokens.items()}
-    return tiktoken.Encoding("whimbrel", pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={})
+    return tiktoken.Encoding("whimbrel", pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens=added)
 
 
 def _splits_like_gpt2(content: dict[str, Any]) -> bool:

@@ -1,0 +1,90 @@
+"""How fast `TokenDataLoader` gives batches, and how much memory a shard of 100M tokens adds.
+
+python bench/loader.py --out bench/results/loader.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from record import record
+from whimbrel.data import TokenDataLoader, write_shard
+
+TOKENS = 100_000_000
+ORDERS: dict[str, dict[str, Any]] = {
+    "in order": {},
+    "shuffled": {"seed": 1},
+    "packed": {"documents": "pack"},
+    "packed and shuffled": {"documents": "pack", "seed": 1},
+}
+
+
+def anonymous_mb() -> float | None:
+    """Memory of this process that no file backs, where the system tells."""
+    rollup = Path("/proc/self/smaps_rollup")
+    if not rollup.exists():
+        return None
+    found = [
+        line.split()[1] for line in rollup.read_text(encoding="utf-8").splitlines() if line.startswith("Anonymous:")
+    ]
+    return int(found[0]) / 1024
+
+
+def measure(folder: Path, B: int, T: int, device: str, rounds: int, options: dict[str, Any]) -> dict[str, float | None]:
+    """Median rate over `rounds` of 200 batches each, on one thread; memory added by the loader and its reading."""
+    before, begun = anonymous_mb(), time.perf_counter()
+    loader = TokenDataLoader(folder, B, T, device=device, **options)
+    opened = time.perf_counter() - begun
+    loader.next_batch()
+    rates = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        for _ in range(200):
+            loader.next_batch()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        rates.append(200 * B * T / (time.perf_counter() - begun))
+    after = anonymous_mb()
+    added = None if before is None or after is None else after - before
+    return {"tokens_per_second": statistics.median(rates), "open_seconds": opened, "memory_added_mb": added}
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description="Measure TokenDataLoader on one core.")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"device": given.device, "batch": [given.batch, given.length], "shard_tokens": TOKENS}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokens = np.random.default_rng(0).integers(0, 50256, TOKENS, dtype=np.uint16)
+        tokens[::800] = 50256
+        write_shard(folder / "bench_train_000000.bin", tokens)
+        del tokens
+        measure(
+            folder, given.batch, given.length, given.device, 1, {}
+        )  # the first use of torch costs memory of its own
+        for order, options in ORDERS.items():
+            found = measure(folder, given.batch, given.length, given.device, given.rounds, options)
+            results[order] = found
+            print(
+                f"{order}: {(found['tokens_per_second'] or 0) / 1e6:.0f}M tokens/s, {found['memory_added_mb']} MB added"
+            )
+    record("loader", results, given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Preparation against the tokenizer library itself and against the plain loop, interleaved in one run.
+
+    python bench/prepare.py ../shared/data/webmix/train-*.parquet --out bench/results/prepare.json
+
+Measured in each round, on the same documents: the library's own batch call on one thread (texts in memory, ids thrown
+away); the loop that people start from (one process, one document after another, into a uint16 buffer, written as a
+shard); `whimbrel prepare` with one worker and with one for each core, from the files to synced and hashed shards. A
+figure is the median over the rounds; ratios are medians of the ratios within a round, so that other work on the machine
+slows both sides of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import tiktoken
+
+from record import record
+from whimbrel.data import write_shard
+from whimbrel.data.pipeline import available_cores, encode_on_threads
+from whimbrel.data.prepare import prepare
+from whimbrel.text import Tokenizer, load_tokenizer
+
+
+def library_batch(encoder: tiktoken.Encoding, texts: list[str]) -> int:
+    """The library's batch call on one thread, in calls of a thousand documents."""
+    calls = range(0, len(texts), 1000)
+    return sum(len(ids) for i in calls for ids in encoder.encode_ordinary_batch(texts[i : i + 1000], num_threads=1))
+
+
+def plain_loop(encoder: tiktoken.Encoding, files: list[Path], folder: Path, eot_id: int) -> int:
+    """One document after another into a buffer, end-of-text first; then the shard."""
+    buffer, filled = np.empty(100_000_000, dtype=np.uint16), 0
+    for file in files:
+        for batch in pq.ParquetFile(file).iter_batches(1000, columns=["text"]):
+            for text in batch.column(0).to_pylist():
+                tokens = [eot_id]
+                tokens.extend(encoder.encode_ordinary(text))
+                array = np.array(tokens)
+                buffer[filled : filled + len(array)] = array.astype(np.uint16)
+                filled += len(array)
+    write_shard(folder / "plain_train_000000.bin", buffer[:filled])
+    return filled
+
+
+def ours(tokenizer: Tokenizer, files: list[Path], folder: Path, workers: int) -> int:
+    """`whimbrel prepare` as the command runs it."""
+    sources = [str(file) for file in files]
+    manifest = prepare(sources, folder / "ours", tokenizer, name="bench", engine=encode_on_threads(workers))
+    return manifest.tokens("train")
+
+
+def rate(measured: Callable[[], int]) -> float:
+    """Tokens a second of one call."""
+    begun = time.perf_counter()
+    tokens = measured()
+    return tokens / (time.perf_counter() - begun)
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description="Measure `whimbrel prepare`.")
+    parser.add_argument("files", nargs="+", type=Path, help="parquet files with a column `text`")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    tokenizer, cores = load_tokenizer("gpt2"), available_cores()
+    encoder = tokenizer._fast
+    if encoder is None:
+        raise SystemExit("the GPT-2 tokenizer has no fast encoder here")
+    texts = [text for file in given.files for text in pq.read_table(file, columns=["text"])["text"].to_pylist()]
+    rounds: list[dict[str, float]] = []
+    for number in range(given.rounds):
+        found = {"library_batch_1_thread": rate(lambda: library_batch(encoder, texts))}
+        with tempfile.TemporaryDirectory() as folder:
+            found["plain_loop"] = rate(lambda: plain_loop(encoder, given.files, Path(folder), tokenizer.eot_id))
+        for workers in sorted({1, cores}):
+            with tempfile.TemporaryDirectory() as folder:
+                measured = functools.partial(ours, tokenizer, given.files, Path(folder), workers)
+                found[f"prepare_{workers}_workers"] = rate(measured)
+        rounds.append(found)
+        print(f"round {number}: " + ", ".join(f"{name} {value / 1e6:.2f}M" for name, value in found.items()))
+    most = f"prepare_{cores}_workers"
+    results = {
+        "tokens_per_second": {name: statistics.median(found[name] for found in rounds) for name in rounds[0]},
+        "of_cores_times_library": statistics.median(f[most] / cores / f["library_batch_1_thread"] for f in rounds),
+        "times_plain_loop": statistics.median(f[most] / f["plain_loop"] for f in rounds),
+        "rounds": rounds,
+    }
+    record("prepare", results, given.out)
+    print(f"{cores} workers: {results['of_cores_times_library']:.2f} of cores x library rate (bar 0.90)")
+    print(f"{cores} workers: {results['times_plain_loop']:.2f} x the plain loop (bar 1.80 on two cores)")
+
+
+if __name__ == "__main__":
+    main()
