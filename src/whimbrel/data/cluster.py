@@ -37,15 +37,15 @@ def encode_on_ray(
     tokenizer = ray.put((encoder.tokenizer.to_json(), encoder.tokenizer.eot_token))
 
     def submit(source: int) -> tuple[int, int, Any]:
-        skipped = start.batch if source == start.source else 0
-        return source, skipped, task.remote(origins[source], tokenizer, settings, skipped)
+        skip = start.batch if source == start.source else 0
+        return source, skip, task.remote(origins[source], tokenizer, settings, skip)
 
     waiting = iter(range(start.source, len(origins)))
     cores = int(ray.cluster_resources().get("CPU", 1))
     running = deque(submit(source) for source in itertools.islice(waiting, cores))
     while running:
-        source, skipped, results = running.popleft()
-        for number, reference in enumerate(results, skipped + 1):
+        source, skip, results = running.popleft()
+        for number, reference in enumerate(results, skip + 1):
             try:
                 encoded = ray.get(reference)
             except ray.exceptions.RayTaskError as error:
@@ -54,11 +54,9 @@ def encode_on_ray(
         running.extend(submit(source) for source in itertools.islice(waiting, 1))
 
 
-def _encode_origin(
-    origin: Origin, tokenizer: tuple[str, str], settings: ShardSettings, skipped: int
-) -> Iterator[Encoded]:
-    """What runs on the cluster: the transform of one file, from its batch `skipped` on."""
+def _encode_origin(origin: Origin, tokenizer: tuple[str, str], settings: ShardSettings, skip: int) -> Iterator[Encoded]:
+    """What runs on the cluster: the transform of one file, from its batch `skip` on."""
     text, eot_token = tokenizer
     encoder = BatchEncoder(Tokenizer.from_json(text, eot_token), settings.val_share)
-    for batch in itertools.islice(origin.batches(settings.text_key, settings.separator), skipped, None):
+    for batch in origin.batches(settings.text_key, settings.separator, skip):
         yield encoder(batch)

@@ -41,22 +41,22 @@ class HubDataset:
     def text_bytes(self) -> None:
         """Not known before reading."""
 
-    def batches(self, text_key: str, separator: str | None) -> Iterator[Batch]:
-        """Rows as the hub sends them; `separator` parts text files only."""
-        place, row = f"{self.name}, row", 0
-        rows = self._rows()
+    def batches(self, text_key: str, _separator: str | None, skip: int) -> Iterator[Batch]:
+        """Rows as the hub sends them; only text files have a separator."""
+        place, row = f"{self.name}, row", skip * BATCH_DOCUMENTS
+        rows = self._rows(row)
         while some := list(itertools.islice(rows, BATCH_DOCUMENTS)):
             yield Batch(place, functools.partial(_texts, some, place, row, text_key))
             row += len(some)
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def _rows(self, skip: int) -> Iterator[dict[str, Any]]:
         try:
             import datasets
         except ImportError as error:
             raise MissingExtraError(f"the hub dataset {self.name}", "datasets", "hub") from error
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last failure is told below
         try:
-            yield from datasets.load_dataset(self.dataset, self.config, split="train", streaming=True)
+            yield from datasets.load_dataset(self.dataset, self.config, split="train", streaming=True).skip(skip)
         except Exception as error:  # each transport of the hub client has an error tree of its own
             reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(

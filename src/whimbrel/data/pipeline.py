@@ -6,13 +6,13 @@ processes, none has to start up, and none is left behind when this one is killed
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from whimbrel.data.batches import Batch
 from whimbrel.data.encoding import BatchEncoder, Encoded
 from whimbrel.data.manifest import ResumePoint, ShardSettings
 from whimbrel.data.sources import Origin
@@ -37,13 +37,23 @@ def encode_on_threads(workers: int) -> Engine:
     def engine(
         origins: Sequence[Origin], start: ResumePoint, encoder: BatchEncoder, settings: ShardSettings
     ) -> Iterator[tuple[ResumePoint, Encoded]]:
-        for source in range(start.source, len(origins)):
-            skipped = start.batch if source == start.source else 0
-            batches = itertools.islice(origins[source].batches(settings.text_key, settings.separator), skipped, None)
-            for number, encoded in enumerate(in_order(encoder, batches, workers), skipped + 1):
-                yield ResumePoint(source=source, batch=number), encoded
+        def encode(item: tuple[ResumePoint, Batch]) -> tuple[ResumePoint, Encoded]:
+            return item[0], encoder(item[1])
+
+        return in_order(encode, _from_point(origins, start, settings), workers)
 
     return engine
+
+
+def _from_point(
+    origins: Sequence[Origin], start: ResumePoint, settings: ShardSettings
+) -> Iterator[tuple[ResumePoint, Batch]]:
+    """The batches of all origins from `start` on, each with the point after it."""
+    for source in range(start.source, len(origins)):
+        skip = start.batch if source == start.source else 0
+        batches = origins[source].batches(settings.text_key, settings.separator, skip)
+        for number, batch in enumerate(batches, skip + 1):
+            yield ResumePoint(source=source, batch=number), batch
 
 
 def in_order(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:

@@ -206,7 +206,7 @@ def _continued(directory: Path, plan: Manifest) -> Manifest:
     """The manifest to go on from: `plan` for a new folder, else what the folder holds, if made in the same way."""
     held = read_manifest(directory)
     if held is None:
-        if any(directory.glob("*.bin")):
+        if any(directory.glob("[!.]*.bin")):
             raise DataError(f"{directory} holds shards without a {MANIFEST_FILE}: name another --out_dir")
         return plan
     for part in ("tokenizer", "sources", "settings"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,8 +46,8 @@ class Origin(Protocol):
     def text_bytes(self) -> int | None:
         """About how many bytes of text it holds; None where that is not known before reading."""
 
-    def batches(self, text_key: str, separator: str | None) -> Iterator[Batch]:
-        """Its documents in order."""
+    def batches(self, text_key: str, separator: str | None, skip: int) -> Iterator[Batch]:
+        """Its documents in order, without the first `skip` batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,15 @@ class LocalFile:
         """The file's size, more where it is compressed."""
         return self.path.stat().st_size * (EXPANSION if self.codec or self.kind == "parquet" else 1)
 
-    def batches(self, text_key: str, separator: str | None) -> Iterator[Batch]:
-        """The documents of the file."""
+    def batches(self, text_key: str, separator: str | None, skip: int) -> Iterator[Batch]:
+        """The documents of the file; what is skipped is read, which is quick, but not parsed."""
         if self.kind == "parquet":
-            return parquet_batches(self.path, text_key)
-        if self.kind == "jsonl":
-            return jsonl_batches(self.path, self.codec, text_key)
-        return text_batches(self.path, self.codec, separator)
+            batches = parquet_batches(self.path, text_key)
+        elif self.kind == "jsonl":
+            batches = jsonl_batches(self.path, self.codec, text_key)
+        else:
+            batches = text_batches(self.path, self.codec, separator)
+        return itertools.islice(batches, skip, None)
 
 
 def open_source(source: str) -> Sequence[Origin]:
@@ -107,7 +110,7 @@ def documents(sources: Sequence[str], text_key: str = "text", separator: str | N
     """The texts of all documents of `sources`, in order."""
     for source in sources:
         for origin in open_source(source):
-            for batch in origin.batches(text_key, separator):
+            for batch in origin.batches(text_key, separator, skip=0):
                 for _, text in batch.documents():
                     yield text
 

@@ -88,7 +88,7 @@ def split_files(root: Path, split: str) -> list[Path]:
         raise DataError(f"split '{split}' is unknown: known are {', '.join(SPLITS)}")
     if not root.is_dir():
         raise DataError(f"no directory {root}: give a folder of token shards, which `whimbrel prepare` makes")
-    every = sorted(path for path in root.glob("*.bin") if not path.name.startswith("."))
+    every = sorted(root.glob("[!.]*.bin"))
     named = [path for path in every if any(f"_{name}_" in path.name for name in SPLITS)]
     chosen = [path for path in named if f"_{split}_" in path.name] if named or split != "train" else every
     if not chosen:

@@ -31,7 +31,7 @@ def verify_shards(directory: str | os.PathLike[str]) -> Iterator[Finding]:
     """Read every shard of a folder through; one finding for each, as it is read."""
     root = Path(directory)
     manifest = read_manifest(root)
-    files = sorted(path.name for path in root.glob("*.bin"))
+    files = sorted(path.name for path in root.glob("[!.]*.bin"))
     listed = [] if manifest is None else [shard.file for shard in manifest.shards]
     if not files and not listed:
         raise DataError(f"{root} holds no token shards (*.bin): make them with `whimbrel prepare`")
