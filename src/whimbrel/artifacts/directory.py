@@ -64,7 +64,7 @@ def load_weights(model: GPT, path: str | os.PathLike[str]) -> None:
     """Give a model of the same shape the weights in a directory, in place: dtype and device stay its own."""
     model_type, config = _read_config(Path(path))
     ours, theirs = to_table(canonical(model.config)), to_table(canonical(config))
-    for name in sorted(ours | theirs):
+    for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
             raise CheckpointError(f"{path} holds a model of {name} = {theirs.get(name)}; this one has {ours.get(name)}")
     files = TensorFiles(Path(path))

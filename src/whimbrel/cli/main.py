@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import click
 import typer
 
 from whimbrel.base.errors import WhimbrelError
@@ -20,7 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     context_settings={
-        "token_normalize_func": lambda name: name.replace("_", "-") if name.startswith("-") else name,
+        "token_normalize_func": lambda name: name.replace("_", "-"),
         "help_option_names": ["-h", "--help"],
     },
 )
@@ -40,21 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = [word for word in given if word != "--trace"]
     try:
         code = app(given, prog_name="whimbrel", standalone_mode=False)
-    except (WhimbrelError, OSError, click.ClickException) as error:
+    except (WhimbrelError, OSError, typer.TyperException) as error:
         if trace:
             raise
         sys.exit(_complain(error))
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _complain(error: Exception) -> int:
     """Print the one line and give the exit code."""
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        click.echo(error.format_message())
+    text = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help page
+        typer.echo(text)
         return 2
-    text = error.format_message() if isinstance(error, click.ClickException) else str(error)
     verb = getattr(getattr(error, "ctx", None), "command_path", "whimbrel")
-    click.echo(f"{verb}: {' '.join(text.split())}", err=True)
+    typer.echo(f"{verb}: {' '.join(text.split())}", err=True)
     return 2

@@ -37,10 +37,11 @@ def choose_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"train.device = {name!r} is not one of cuda, cuda:N, mps, cpu") from error
-    if not have.get(device.type, False):
+        raise ConfigError(f"device {name!r} is not one of cuda, cuda:N, mps, cpu") from error
+    count = torch.cuda.device_count() if device.type == "cuda" else int(have.get(device.type, False))
+    if (device.index or 0) >= count:
         usable = ", ".join(kind for kind, there in have.items() if there)
-        raise ConfigError(f"train.device = {name!r} is not on this machine: it has {usable} (see whimbrel doctor)")
+        raise ConfigError(f"device {name!r} is not on this machine: it has {usable} (see whimbrel doctor)")
     return device
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from whimbrel import __version__
-from whimbrel.artifacts import load_model, save_model
+from whimbrel.artifacts import load_weights, save_model
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_file
 from whimbrel.base.logging import get_logger
@@ -24,12 +24,12 @@ from whimbrel.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
-from whimbrel.config import dump_toml, load_toml, to_table
+from whimbrel.config import dump_toml, to_table
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT, IGNORE_INDEX
 from whimbrel.text import Tokenizer
 from whimbrel.train import assemble
-from whimbrel.train.config import RunConfig, run_config
+from whimbrel.train.config import RunConfig
 from whimbrel.train.device import choose_device, device_name, peak_flops, peak_memory
 from whimbrel.train.loop import Loop
 from whimbrel.train.watch import JsonLog, RunResult, RunSummary, StepRecord, Watcher
@@ -84,7 +84,6 @@ class Run:
         torch.set_float32_matmul_precision(config.train.matmul_precision)
         newest = latest_checkpoint(config.output_dir)
         if newest is not None:
-            _check_same_model(config)
             verify_checkpoint(newest)
         micro_batch = assemble.choose_micro_batch(config, device)
         batches = assemble.build_batches(config, device, micro_batch)
@@ -107,7 +106,7 @@ class Run:
         if config.sample.every is not None and run.tokenizer is None:
             raise ConfigError(f"sample.every needs the tokenizer, and {config.data.path} holds no tokenizer.json")
         if newest is not None:
-            _copy_weights(load_model(newest / "model"), model)
+            load_weights(model, newest / "model")
             for key, part in run.parts().items():
                 part.load_state_dict(read_component(newest, key))
         config.output_dir.mkdir(parents=True, exist_ok=True)
@@ -233,21 +232,3 @@ class _LastStep(Watcher):
 
     def on_step(self, record: StepRecord) -> None:
         self.loss = record.loss
-
-
-@torch.no_grad()
-def _copy_weights(source: GPT, target: GPT) -> None:
-    """Give `target` the weights of `source`; padding rows, which the file does not hold, stay as they are."""
-    weights = dict(source.named_parameters())
-    for name, parameter in target.named_parameters():
-        rows = min(parameter.shape[0], weights[name].shape[0])
-        parameter[:rows].copy_(weights[name][:rows])
-
-
-def _check_same_model(config: RunConfig) -> None:
-    """Refuse to go on with another model than the run was started with."""
-    path = config.output_dir / "config.toml"
-    if path.exists() and run_config(load_toml(path)).model != config.model:
-        raise ConfigError(
-            f"{config.output_dir} holds a run of another model (see its config.toml): name another output_dir"
-        )

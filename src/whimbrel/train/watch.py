@@ -89,7 +89,7 @@ class JsonLog(Watcher):
         kept = [] if not path.exists() else [line for line in read_log(path) if line["after"] <= first_step]
         with atomic_file(path, "w") as file:
             file.writelines(json.dumps(line) + "\n" for line in kept)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
 
     def on_step(self, record: StepRecord) -> None:
         """A line for every step."""
@@ -103,13 +103,9 @@ class JsonLog(Watcher):
         """A line for every sample."""
         self._write("sample", step, {"text": text})
 
-    def on_end(self, result: RunResult) -> None:
-        """Close the file."""
-        self._file.close()
-
     def _write(self, kind: str, after: int, fields: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"kind": kind, "after": after, **fields}) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, "after": after, **fields}) + "\n")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,118 @@
+"""Settings of a run that cannot be, refused by name; what is derived from those that can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.models import GPT, GPTConfig, preset
+from whimbrel.train import RunConfig, load_run_config
+from whimbrel.train.assemble import route_parameters
+from whimbrel.train.batching import accumulation_steps, default_micro_batch
+from whimbrel.train.device import choose_device
+
+MakeRun = Callable[..., RunConfig]
+
+
+@pytest.mark.parametrize("recipe", ["gpt2-baseline-20m", "gpt2-fast-20m", "shakespeare-cpu"])
+def test_every_recipe_loads(root: Path, recipe: str) -> None:
+    config = load_run_config(root / "configs" / f"{recipe}.toml")
+    assert config.output_dir == Path("runs") / recipe
+    accumulation_steps(config.train.tokens_per_step, config.train.micro_batch or 1, config.sequence_length)
+
+
+def test_the_baseline_is_the_plain_recipe(root: Path) -> None:
+    config = load_run_config(root / "configs" / "gpt2-baseline-20m.toml")
+    assert config.model == preset("gpt2-baseline")
+    assert (config.train.total_steps, config.train.tokens_per_step) == (38, 524_288)
+    assert (config.optim.lr, config.optim.betas, config.optim.eps) == (3e-4, (0.9, 0.999), 1e-8)
+    assert (config.optim.weight_decay, config.optim.decay) == (0.01, "all")
+    assert (config.train.clip, config.schedule.name, config.schedule.warmup_steps) == (None, "constant", 0)
+
+
+def test_both_20m_recipes_read_the_same_tokens(root: Path) -> None:
+    recipes = [load_run_config(root / "configs" / f"gpt2-{name}-20m.toml").train for name in ("baseline", "fast")]
+    assert {recipe.total_steps * recipe.tokens_per_step for recipe in recipes} == {19_922_944}
+
+
+def test_a_preset_is_filled_in_and_can_be_changed(root: Path) -> None:
+    config = load_run_config(root / "configs" / "gpt2-baseline-20m.toml", ["--model.num_layers=3", "--optim.lr=1e-3"])
+    assert (config.model.num_layers, config.model.residual_scale, config.optim.lr) == (3, "attention", 1e-3)
+    with pytest.raises(ConfigError, match="gpt2-fast"):
+        load_run_config(root / "configs" / "gpt2-baseline-20m.toml", ["--model.preset=gpt2-fats"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__tokens": 512}, "exactly one of train.steps and train.tokens"),
+        ({"train__steps": 0}, "train.steps = 0 must be greater than 0"),
+        ({"train__micro_batch": -1}, "train.micro_batch = -1 must be greater than 0"),
+        ({"data__sequence_length": 64}, "data.sequence_length = 64 is longer than model.context_length = 32"),
+        ({"checkpoint__keep": 0}, "checkpoint.keep = 0 must be at least 1"),
+        ({"validation__every": 0}, "validation.every = 0 must be at least 1"),
+        ({"train__precision": "fp16"}, "train.precision = 'fp16' is not one of fp32, bf16"),
+        ({"optim__name": "adam"}, "optim.name = 'adam' is not one of adamw, muon: did you mean 'adamw'"),
+    ],
+)
+def test_impossible_settings_are_refused(make_run: MakeRun, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_run(**changes)
+
+
+def test_tokens_must_be_whole_steps(make_run: MakeRun, root: Path) -> None:
+    recipe = root / "configs" / "gpt2-fast-20m.toml"
+    with pytest.raises(ConfigError, match="the nearest are 98304 and 131072"):
+        load_run_config(recipe, ["--train.tokens=100000"])
+
+
+def test_an_indivisible_step_names_the_nearest_legal_totals() -> None:
+    assert accumulation_steps(524_288, 32, 1024) == 16
+    with pytest.raises(ConfigError, match="the nearest legal total is 491520 or 524288"):
+        accumulation_steps(500_000, 32, 1024)
+    with pytest.raises(ConfigError, match="the nearest legal total is 32768"):
+        accumulation_steps(1000, 32, 1024)
+
+
+def test_the_default_micro_batch_divides_the_step_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from whimbrel.train import batching
+
+    def chosen(free: int | None, tokens: int = 524_288) -> int:
+        monkeypatch.setattr(batching, "free_memory", lambda device: free)
+        return default_micro_batch(GPTConfig(), tokens, 1024, torch.device("cpu"), 2)
+
+    assert chosen(None) == 4
+    assert chosen(140 * 2**30) == 64
+    assert chosen(140 * 2**30, tokens=3 * 1024) == 3
+    assert 1 <= chosen(4 * 2**30) < chosen(24 * 2**30) < 64
+    assert chosen(1) == 1
+    with pytest.raises(ConfigError, match="the nearest legal totals are 524288 and 525312"):
+        chosen(None, tokens=524_289)
+
+
+def test_devices() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="device 'gpu' is not one of cuda, cuda:N, mps, cpu"):
+        choose_device("gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="device 'cuda' is not on this machine: it has"):
+            choose_device("cuda")
+
+
+def test_every_parameter_is_routed() -> None:
+    config = GPTConfig(
+        num_layers=1, embd_size=32, num_heads=4, num_kv_heads=2, vocab_size=100, context_length=8, tied_head=False,
+        gated_mlp=True, mlp_size=48,
+    )  # fmt: skip
+    routed = {item.name: item for item in route_parameters(GPT(config))}
+    assert routed["transformer.wte.weight"].role == routed["transformer.wpe.weight"].role == "embedding"
+    assert routed["lm_head.weight"].role == "head"
+    assert routed["transformer.h.0.ln_1.weight"].role == "scalar"
+    attention, mlp = routed["transformer.h.0.attn.c_attn.weight"], routed["transformer.h.0.mlp.c_fc.weight"]
+    assert (attention.role, attention.splits) == ("hidden", (32, 16, 16))
+    assert (mlp.role, mlp.splits) == ("hidden", (48, 48))
+    assert all(sum(item.splits) in (0, item.parameter.shape[0]) for item in routed.values())

@@ -1,0 +1,253 @@
+"""A run: its loss, its log, its checkpoints, and that stopping anywhere changes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whimbrel.artifacts import load_model
+from whimbrel.base.errors import CheckpointError, ConfigError, DataError, TrainingError
+from whimbrel.checkpoint import latest_checkpoint, list_checkpoints, read_component
+from whimbrel.models import GPT
+from whimbrel.text import Tokenizer, load_tokenizer
+from whimbrel.train import RunConfig, RunSummary, StepRecord, Watcher, read_log, train
+
+MakeRun = Callable[..., RunConfig]
+
+
+class Seen(Watcher):
+    """Keeps what a run says."""
+
+    def __init__(self) -> None:
+        self.losses: list[str] = []
+        self.records: list[StepRecord] = []
+        self.validation: list[tuple[int, float]] = []
+        self.samples: list[tuple[int, str]] = []
+        self.summary: RunSummary | None = None
+
+    def on_start(self, summary: RunSummary) -> None:
+        self.summary = summary
+
+    def on_step(self, record: StepRecord) -> None:
+        self.losses.append(record.loss.hex())
+        self.records.append(record)
+
+    def on_validation(self, step: int, loss: float) -> None:
+        self.validation.append((step, loss))
+
+    def on_sample(self, step: int, text: str) -> None:
+        self.samples.append((step, text))
+
+
+def run(config: RunConfig, **keywords: Any) -> Seen:
+    seen = Seen()
+    train(config, watchers=[seen], **keywords)
+    return seen
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    newest = latest_checkpoint(directory)
+    assert newest is not None
+    return load_model(newest / "model").state_dict()
+
+
+def timeless(log: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in read_log(log)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_stopped_and_resumed_is_bit_identical(make_run: MakeRun, tmp_path: Path, optimizer: str) -> None:
+    settings = {"optim__name": optimizer, "train__clip": 1.0, "validation__every": 3, "checkpoint__every": 2}
+    whole = run(make_run(output_dir=tmp_path / "whole", **settings))
+    count = 0
+
+    def stop_after(steps: int) -> Callable[[], bool]:
+        def stopping() -> bool:
+            nonlocal count
+            count += 1
+            return count > steps
+
+        return stopping
+
+    broken, first = make_run(output_dir=tmp_path / "broken", **settings), Seen()
+    train(broken, watchers=[first], stopping=stop_after(3))
+    assert 0 < len(first.losses) < 6
+    second = run(broken)
+    assert first.losses + second.losses == whole.losses
+    assert timeless(tmp_path / "broken" / "log.jsonl")[-1] == timeless(tmp_path / "whole" / "log.jsonl")[-1]
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "broken")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    states = [
+        read_component(list_checkpoints(tmp_path / name)[6], "optimizer")["state"] for name in ("whole", "broken")
+    ]
+    for index, state in states[0].items():
+        assert all(torch.equal(tensor, states[1][index][name]) for name, tensor in state.items())
+
+
+def test_a_crash_between_checkpoints_repeats_its_steps_and_mends_the_log(make_run: MakeRun, tmp_path: Path) -> None:
+    settings = {"checkpoint__every": 2, "validation__every": 2}
+    run(make_run(output_dir=tmp_path / "whole", **settings))
+
+    class Crash(Watcher):
+        def on_step(self, record: StepRecord) -> None:
+            if record.step == 4:
+                raise KeyboardInterrupt
+
+    config = make_run(output_dir=tmp_path / "broken", **settings)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, watchers=[Crash()])
+    assert list(list_checkpoints(config.output_dir)) == [2, 4]
+    with (config.output_dir / "log.jsonl").open("a") as file:
+        file.write('{"kind": "step", "aft')  # the line that was being written
+    run(config)
+    assert timeless(config.output_dir / "log.jsonl") == timeless(tmp_path / "whole" / "log.jsonl")
+
+
+@pytest.mark.parametrize("documents", ["join", "mask", "pack"])
+def test_accumulation_changes_nothing(make_run: MakeRun, tmp_path: Path, documents: str) -> None:
+    """Also where rows end early and targets are masked: losses are weighted by tokens, not by batches."""
+    losses = []
+    for micro_batch in (1, 2, 8):
+        config = make_run(
+            output_dir=tmp_path / str(micro_batch), train__micro_batch=micro_batch, data__documents=documents,
+            model__position="rope", train__steps=3,
+        )  # fmt: skip
+        seen = run(config)
+        assert seen.summary is not None
+        assert seen.summary.accumulation == 8 // micro_batch
+        losses.append([record.loss for record in seen.records])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[2] == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_the_loss_falls_and_validation_agrees(make_run: MakeRun) -> None:
+    seen = run(make_run(train__steps=60, optim__lr=1e-2, validation__every=30))
+    assert seen.records[0].loss == pytest.approx(math.log(300), abs=0.2)
+    assert seen.records[-1].loss < 4.2
+    assert [step for step, _ in seen.validation] == [30, 60]
+    assert seen.validation[1][1] < seen.validation[0][1] < math.log(300)
+
+
+def test_the_log_holds_every_number(make_run: MakeRun) -> None:
+    config = make_run(train__clip=1.0, validation__every=3)
+    seen = run(config)
+    lines = read_log(config.output_dir / "log.jsonl")
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == list(range(6))
+    assert [line["loss"].hex() for line in steps] == seen.losses
+    assert steps[0]["lr"] == pytest.approx(0.5e-3)
+    assert all(line["grad_norm"] > 0 for line in steps)
+    assert [line["after"] for line in lines if line["kind"] == "validation"] == [3, 6]
+
+
+def test_clipping_bounds_the_gradient(make_run: MakeRun, tmp_path: Path) -> None:
+    free = run(make_run(output_dir=tmp_path / "free", optim__name="adamw"))
+    clipped = run(make_run(output_dir=tmp_path / "clipped", train__clip=1e-9))
+    assert free.losses[0] == clipped.losses[0]
+    assert free.losses[-1] != clipped.losses[-1]
+    assert free.records[0].grad_norm is None
+
+
+def test_the_resolved_configuration_runs_again(make_run: MakeRun) -> None:
+    from whimbrel.train.config import run_config
+
+    config = make_run()
+    run(config)
+    assert run_config(tomllib.loads((config.output_dir / "config.toml").read_text())) == config
+
+
+def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on(make_run: MakeRun) -> None:
+    run(make_run(schedule__name="constant"))
+    assert run(make_run(schedule__name="constant")).losses == []
+    longer = run(make_run(schedule__name="constant", train__steps=8))
+    assert [record.step for record in longer.records] == [6, 7]
+
+
+def test_only_the_newest_checkpoints_are_kept(make_run: MakeRun) -> None:
+    config = make_run(checkpoint__every=1, checkpoint__keep=2)
+    run(config)
+    assert list(list_checkpoints(config.output_dir)) == [5, 6]
+
+
+def test_a_checkpoint_holds_a_whole_model_directory(make_run: MakeRun, shards: Path) -> None:
+    config = make_run()
+    run(config)
+    newest = latest_checkpoint(config.output_dir)
+    assert newest is not None
+    assert load_model(newest / "model").config.num_layers == 2
+    assert load_tokenizer(newest / "model").fingerprint == load_tokenizer(shards).fingerprint
+
+
+def test_samples_come_from_the_model_in_training(make_run: MakeRun) -> None:
+    def sampler(model: GPT, tokenizer: Tokenizer, step: int) -> str:
+        assert isinstance(model, GPT)
+        return f"{tokenizer.vocab_size} after {step}"
+
+    seen = run(make_run(sample__every=3), sampler=sampler)
+    assert seen.samples == [(3, "300 after 3"), (6, "300 after 6")]
+    with pytest.raises(ConfigError, match=r"sample\.every is set"):
+        run(make_run(sample__every=3, output_dir=Path("unused")))
+
+
+def test_a_loss_that_is_not_finite_stops_before_anything_is_saved(make_run: MakeRun) -> None:
+    config = make_run(optim__lr=1e30, train__steps=20, schedule__name="constant", checkpoint__every=20)
+    with pytest.raises(TrainingError, match=r"the loss of step \d+ is (nan|inf)"):
+        run(config)
+    assert list_checkpoints(config.output_dir) == {}
+
+
+def test_another_model_is_not_resumed(make_run: MakeRun) -> None:
+    run(make_run())
+    with pytest.raises(CheckpointError, match="holds a model of num_layers = 2; this one has 3"):
+        run(make_run(model__num_layers=3))
+
+
+def test_a_damaged_checkpoint_is_not_resumed(make_run: MakeRun) -> None:
+    config = make_run()
+    run(config)
+    newest = latest_checkpoint(config.output_dir)
+    assert newest is not None
+    (newest / "optimizer.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"damaged: optimizer\.safetensors has changed"):
+        run(config)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(make_run: MakeRun) -> None:
+    with pytest.raises(DataError, match="vocabulary has 100 ids"):
+        run(make_run(model__vocab_size=100))
+
+
+def test_the_seed_decides_the_weights(make_run: MakeRun, tmp_path: Path) -> None:
+    losses = [run(make_run(output_dir=tmp_path / str(i), train__seed=seed)).losses for i, seed in enumerate((0, 0, 1))]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_bf16_follows_fp32(make_run: MakeRun, tmp_path: Path) -> None:
+    fp32 = run(make_run(output_dir=tmp_path / "fp32"))
+    bf16 = run(make_run(output_dir=tmp_path / "bf16", train__precision="bf16"))
+    assert fp32.losses != bf16.losses
+    for a, b in zip(fp32.records, bf16.records, strict=True):
+        assert a.loss == pytest.approx(b.loss, abs=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks_give_the_same_curve(make_run: MakeRun, tmp_path: Path) -> None:
+    plain = run(make_run(output_dir=tmp_path / "plain", train__steps=3))
+    compiled = run(make_run(output_dir=tmp_path / "compiled", train__steps=3, train__compile=True))
+    assert compiled.summary is not None
+    assert compiled.summary.compile_seconds > 0
+    for a, b in zip(plain.records, compiled.records, strict=True):
+        assert a.loss == pytest.approx(b.loss, abs=1e-4)
+
+
+def test_a_log_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text(json.dumps({"kind": "step"}) + "\nnonsense\n")
+    with pytest.raises(DataError, match=r"log\.jsonl:2 is not JSON"):
+        read_log(tmp_path / "log.jsonl")
