@@ -48,7 +48,7 @@ def prepare(
         raise ConfigError(f"workers={workers} counts threads of this machine: leave it out with --ray")
     sources = source or [FINEWEB]
     name = name or source_name(sources[0])
-    directory = out_dir or default_directory(name, total_tokens)
+    directory = out_dir or default_directory(name, sources, total_tokens)
     print(f"Output directory: {directory}")
     print(f"Total tokens: {'ENTIRE DATASET' if total_tokens is None else f'{total_tokens:,}'}")
     print(f"Tokens per shard: {shard_size:,}", flush=True)

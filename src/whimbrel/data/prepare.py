@@ -32,7 +32,7 @@ from whimbrel.data.manifest import (
 )
 from whimbrel.data.pipeline import Engine, available_cores, encode_on_threads
 from whimbrel.data.shards import MOST_TOKENS
-from whimbrel.data.sources import LocalFile, Origin, open_source
+from whimbrel.data.sources import FINEWEB, LocalFile, Origin, open_source
 from whimbrel.data.stream import SPLITS
 from whimbrel.data.writing import ShardWriter
 from whimbrel.text import Tokenizer
@@ -104,10 +104,10 @@ def prepare(
     return job.run(batches, progress or Silent())
 
 
-def default_directory(name: str, total_tokens: int | None) -> Path:
-    """Where shards go that were given no place: `data/fineweb20M`, `data/fineweb10B` for all of that sample."""
+def default_directory(name: str, sources: Sequence[str], total_tokens: int | None) -> Path:
+    """Where shards go that were given no place: `data/fineweb20M`, or `data/fineweb10B` for all of that sample."""
     if total_tokens is None:
-        return Path("data") / (f"{name}10B" if name == "fineweb" else name)
+        return Path("data") / (f"{name}10B" if list(sources) == [FINEWEB] else name)
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if total_tokens >= size:
             return Path("data") / f"{name}{total_tokens / size:g}{unit}"

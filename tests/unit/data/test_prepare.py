@@ -16,7 +16,7 @@ from whimbrel.data import TokenDataLoader, read_manifest, read_shard
 from whimbrel.data.pipeline import encode_on_threads, in_order
 from whimbrel.data.prepare import default_directory, prepare
 from whimbrel.data.sources import documents as read_documents
-from whimbrel.data.sources import open_source, source_name
+from whimbrel.data.sources import FINEWEB, open_source, source_name
 from whimbrel.data.verify import verify_shards
 from whimbrel.text import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -234,10 +234,11 @@ def test_names_and_directories_follow_the_source(tmp_path: Path) -> None:
     assert source_name("HuggingFaceFW/fineweb:sample-10BT") == "fineweb"
     assert source_name("texts/my_val_set.jsonl.gz") == "my-val-set"
     assert source_name(str(tmp_path / "x" / "*.parquet")) == "x"
-    assert default_directory("fineweb", 20_000_000) == Path("data/fineweb20M")
-    assert default_directory("fineweb", None) == Path("data/fineweb10B")
-    assert default_directory("wiki", 1_500_000_000) == Path("data/wiki1.5B")
-    assert default_directory("wiki", None) == Path("data/wiki")
+    assert default_directory("fineweb", [FINEWEB], 20_000_000) == Path("data/fineweb20M")
+    assert default_directory("fineweb", [FINEWEB], None) == Path("data/fineweb10B")
+    assert default_directory("fineweb", ["fineweb/*.parquet"], None) == Path("data/fineweb")
+    assert default_directory("wiki", ["wiki"], 1_500_000_000) == Path("data/wiki1.5B")
+    assert default_directory("wiki", ["wiki"], None) == Path("data/wiki")
 
 
 def test_results_come_in_order_and_little_is_read_ahead() -> None:
