@@ -15,8 +15,8 @@ from whimbrel.base.files import sha256_file
 from whimbrel.data import TokenDataLoader, read_manifest, read_shard
 from whimbrel.data.pipeline import encode_on_threads, in_order
 from whimbrel.data.prepare import default_directory, prepare
-from whimbrel.data.sources import documents as read_documents
 from whimbrel.data.sources import FINEWEB, open_source, source_name
+from whimbrel.data.sources import documents as read_documents
 from whimbrel.data.verify import verify_shards
 from whimbrel.text import Tokenizer, load_tokenizer, train_tokenizer
 
