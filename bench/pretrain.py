@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from record import record
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from record import record
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.train import RunConfig, RunSummary, StepRecord, Watcher, load_run_config, train

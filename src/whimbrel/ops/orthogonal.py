@@ -22,18 +22,20 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
     Five quintic steps map every singular value alike, so the factor is reached by products alone; bf16 is enough.
     """
-    x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x: Tensor = matrices.mT if tall else matrices
     x = x / (torch.linalg.matrix_norm(x.float(), keepdim=True) * 1.01 + 1e-7).to(x.dtype)
     flat = x.reshape(-1, *x.shape[-2:])
     for a, b, c in POLYNOMIALS:
         gram = flat @ flat.mT
         inner = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         flat = torch.baddbmm(flat, inner, flat, beta=a)
-    x = flat.reshape(x.shape)
-    return x.mT if matrices.shape[-2] > matrices.shape[-1] else x
+    factors: Tensor = flat.reshape(x.shape)
+    return factors.mT if tall else factors
 
 
 def orthogonalise_reference(matrices: Tensor) -> Tensor:
     """What `orthogonalise` approximates, by SVD in fp64."""
     u, _, vh = torch.linalg.svd(matrices.double(), full_matrices=False)
-    return (u @ vh).to(matrices.dtype)
+    factors: Tensor = (u @ vh).to(matrices.dtype)
+    return factors

@@ -111,9 +111,14 @@ class Loop:
                     f"the loss of step {done.step} is {loss}: lower optim.lr or set train.clip; nothing was saved since"
                 )
             record = StepRecord(
-                step=done.step, total=self.total_steps, loss=loss, lr=self.lr * done.factor, seconds=seconds, tokens=done.tokens,
+                step=done.step,
+                total=self.total_steps,
+                loss=loss,
+                lr=self.lr * done.factor,
                 grad_norm=None if self.clip is None else norm,
-            )  # fmt: skip
+                seconds=seconds,
+                tokens=done.tokens,
+            )
             for watcher in self.watchers:
                 watcher.on_step(record)
 
