@@ -18,11 +18,36 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
+def _list_settings(asked: bool) -> None:
+    """Print every setting with its default and what it means."""
+    import dataclasses
+    import typing
+
+    from whimbrel.config import field_docs
+    from whimbrel.train import RunConfig
+
+    def show(cls: type, section: str) -> None:
+        hints, docs = typing.get_type_hints(cls), field_docs(cls)
+        for field in dataclasses.fields(cls):
+            name = f"{section}{field.name}"
+            if dataclasses.is_dataclass(hints[field.name]):
+                show(typing.cast(type, hints[field.name]), f"{name}.")
+                continue
+            default = "" if field.default in (dataclasses.MISSING, None) else f" (default {field.default})"
+            print(f"--{name}{default}\n    {docs[field.name]}")
+
+    if asked:
+        show(RunConfig, "")
+        raise typer.Exit
+
+
 def train(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="The run as a TOML file, such as configs/shakespeare-cpu.toml.")],
     plain: Annotated[bool, typer.Option("--plain", help="One line per step, also on a terminal.")] = False,
-    settings: Annotated[bool, typer.Option("--settings", help="List every setting that --a.b=c can change.")] = False,
+    settings: Annotated[
+        bool, typer.Option("--settings", is_eager=True, callback=_list_settings, help="List every setting and stop.")
+    ] = False,
 ) -> None:
     """Train a model.
 
@@ -33,9 +58,7 @@ def train(
     from whimbrel.train import load_run_config
     from whimbrel.train import train as run
 
-    if settings:
-        _list_settings()
-        return
+    del settings  # its callback has done all
     loaded = load_run_config(config, context.args)
     console = Console()
     view = LiveView(console) if console.is_terminal and not plain else PlainView()
@@ -75,24 +98,3 @@ def _sampler(config: RunConfig) -> Sampler:
         return config.sample.prompt + tokenizer.decode(list(ids))
 
     return sample
-
-
-def _list_settings() -> None:
-    """Every setting with its default and what it means."""
-    import dataclasses
-    import typing
-
-    from whimbrel.config import field_docs
-    from whimbrel.train import RunConfig
-
-    def show(cls: type, section: str) -> None:
-        hints, docs = typing.get_type_hints(cls), field_docs(cls)
-        for field in dataclasses.fields(cls):
-            name = f"{section}{field.name}"
-            if dataclasses.is_dataclass(hints[field.name]):
-                show(typing.cast(type, hints[field.name]), f"{name}.")
-                continue
-            default = "" if field.default in (dataclasses.MISSING, None) else f" (default {field.default})"
-            print(f"--{name}{default}\n    {docs[field.name]}")
-
-    show(RunConfig, "")

@@ -15,8 +15,10 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
 
-CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**25, "mps": 2**27}
-"""How many bytes of logits exist at a time, by device type."""
+CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**20, "mps": 2**27}
+"""How many bytes of logits exist at a time, by device type; on a CPU, what stays in its cache."""
+FEWEST_ROWS = 64
+"""Tokens in a chunk at least, so that its products are worth starting."""
 
 
 def linear_cross_entropy_reference(
@@ -79,8 +81,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if wants[1] else None
             )
             losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-            rows = max(1, CHUNK_BYTES.get(device, 2**27) // (weight.shape[0] * dtype.itemsize))
-            rows = max(1, rows // 1024 * 1024) if rows > 1024 else rows
+            rows = max(FEWEST_ROWS, CHUNK_BYTES.get(device, 2**27) // (weight.shape[0] * dtype.itemsize))
+            rows = rows // FEWEST_ROWS * FEWEST_ROWS
             for start in range(0, hidden.shape[0], rows):
                 chunk = slice(start, start + rows)
                 logits = hidden_c[chunk] @ weight_c.T

@@ -1,0 +1,203 @@
+"""`whimbrel train` and `whimbrel plot` as a person uses them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from whimbrel.artifacts import load_model
+from whimbrel.checkpoint import latest_checkpoint, list_checkpoints
+from whimbrel.cli.main import main
+from whimbrel.data.prepare import prepare
+from whimbrel.text import train_tokenizer
+from whimbrel.train import read_log
+
+RECIPE = """
+output_dir = "run"
+[model]
+context_length = 32
+vocab_size = 300
+num_layers = 2
+embd_size = 32
+num_heads = 2
+[data]
+path = "shards"
+[train]
+steps = 6
+tokens_per_step = 256
+device = "cpu"
+[validation]
+every = 3
+[sample]
+every = 3
+max_new_tokens = 8
+"""
+
+
+@pytest.fixture
+def folder(workdir: Path, shakespeare: str) -> Iterator[Path]:
+    """An empty directory with shards and a recipe; signal handlers are put back after the test."""
+    (workdir / "text.txt").write_text(shakespeare[:20_000])
+    tokenizer = train_tokenizer([shakespeare[:20_000]], 300)
+    prepare(["text.txt"], "shards", tokenizer, name="tiny", separator="\n\n", val_tokens=800)
+    (workdir / "recipe.toml").write_text(RECIPE)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield workdir
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    return int(ended.value.code or 0)
+
+
+def test_the_plain_log(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "recipe.toml") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [
+        "Using device: cpu",
+        "Total batch size: 256",
+        "Tokens per micro-batch: 256",
+        "Gradient accumulation steps: 1",
+    ]
+    steps = [line for line in lines if line.startswith("step:")]
+    assert len(steps) == 6
+    for number, line in enumerate(steps):
+        assert re.fullmatch(rf"step:{number}/6 train_loss:\d+\.\d{{4}} train_time:\d+ms token/s:\d+\.\d\d", line)
+    text = "\n".join(lines)
+    assert re.search(r"^validation after step 3: loss \d\.\d{4}$", text, re.M)
+    assert re.search(r"^sample after step 6:$", text, re.M)
+    assert re.search(r"^Total time: \d+\.\d\ds \(\d+\.\d\d minutes\)$", text, re.M)
+    assert "Total tokens processed: 1,536" in lines
+    assert re.search(r"^Average tokens/sec: \d+\.\d\d$", text, re.M)
+    assert any(line.startswith("Compile time: 0.00s") for line in lines)
+
+
+def test_the_live_line(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    assert run("train", "recipe.toml", "--train.clip=1.0") == 0
+    out = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert re.search(r"step 6/6  loss \d\.\d{4}  lr \d\.\d\de-\d\d  norm \d+\.\d\d  [\d,]+ tok/s", out)
+    assert "Total tokens processed: 1,536" in out
+
+
+def test_overrides_reach_the_run(folder: Path) -> None:
+    assert run("train", "recipe.toml", "--train.steps=2", "--train.tokens-per-step=128", "--optim.lr=1e-3") == 0
+    steps = [line for line in read_log(folder / "run" / "log.jsonl") if line["kind"] == "step"]
+    assert [(line["tokens"], line["lr"]) for line in steps] == [(128, 1e-3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train", "none.toml"], "whimbrel: no such configuration file: none.toml"),
+        (["train", "recipe.toml", "--optim.lrr=1"], "whimbrel: unknown setting 'optim.lrr': did you mean 'lr'?"),
+        (["train", "recipe.toml", "--train.steps=x"], "whimbrel: train.steps = 'x' must be a whole number"),
+        (
+            ["train", "recipe.toml", "extra"],
+            "whimbrel: cannot read 'extra': an override is written --section.name=value",
+        ),
+        (["train", "recipe.toml", "--data.path=gone"], "whimbrel: no directory gone: give a folder of token shards"),
+        (["train"], "whimbrel train: Missing argument"),
+        (["trian"], "whimbrel: No such command 'trian'. Did you mean 'train'?"),
+        (["plot", "nowhere"], "whimbrel: nowhere is not a run: it has no log.jsonl"),
+    ],
+)
+def test_a_fault_is_one_line_and_exit_code_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    assert run(*words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(line)
+    assert captured.err.count("\n") == 1
+    assert not (folder / "run").exists()
+
+
+def test_trace_shows_where_it_arose(folder: Path) -> None:
+    with pytest.raises(ValueError, match="no such configuration file"):
+        main(["train", "none.toml", "--trace"])
+
+
+def test_every_setting_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "--settings") == 0
+    out = capsys.readouterr().out
+    for setting in (
+        "--output_dir",
+        "--model.num_layers (default 12)",
+        "--optim.lr (default 0.0003)",
+        "--sample.prompt",
+    ):
+        assert setting in out
+
+
+def test_plot_draws_the_curves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    run("train", "recipe.toml")
+    assert run("plot", "run") == 0
+    assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert run("plot", "run", "run/log.jsonl", "--tokens", "--out", "curves.svg") == 0
+    assert "tokens" in (folder / "curves.svg").read_text()
+    assert run("plot", "run", "--out", "curves.bmp") == 2
+    assert "ends in .png or .svg" in capsys.readouterr().err
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "whimbrel", "train", "recipe.toml", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    return out
+
+
+def wait_until(process: subprocess.Popen[str], there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not there():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_killed_and_started_again_ends_as_if_nothing_had_happened(folder: Path) -> None:
+    long = ["--train.steps=60", "--checkpoint.every=10", "--schedule.name=cosine", "--sample.every=none"]
+    finish(start(*long, "--output_dir=whole"))
+    broken = start(*long, "--output_dir=broken")
+    wait_until(broken, lambda: len(list_checkpoints(folder / "broken")) >= 2)
+    broken.kill()
+    broken.communicate()
+    finish(start(*long, "--output_dir=broken"))
+    traces = []
+    for name in ("whole", "broken"):
+        lines = read_log(folder / name / "log.jsonl")
+        traces.append([(line["kind"], line["after"], line["loss"].hex()) for line in lines])
+    assert traces[0] == traces[1]
+    assert len(traces[0]) == 60 + 20
+    files = [latest_checkpoint(folder / name) for name in ("whole", "broken")]
+    a, b = (load_model(path / "model").state_dict() for path in files if path is not None)
+    assert all((a[name] == b[name]).all() for name in a)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_saves_and_exits_0(folder: Path, number: signal.Signals) -> None:
+    process = start("--train.steps=100000", "--validation.every=none", "--sample.every=none")
+    log = folder / "run" / "log.jsonl"
+    wait_until(process, lambda: log.exists() and log.stat().st_size > 1000)
+    process.send_signal(number)
+    assert "Stopped at step" in finish(process)
+    newest = latest_checkpoint(folder / "run")
+    assert newest is not None
+    assert read_log(log)[-1]["after"] == int(newest.name.removeprefix("step-"))
