@@ -26,6 +26,9 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option(help="Draw from the likeliest tokens of this total probability.")
     ] = None,
+    past_end: Annotated[
+        bool, typer.Option("--past-end", help="Do not stop at the end of a text: begin another.")
+    ] = False,
     seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, mps or cpu; the fastest there is when not given.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer other than the model's own.")] = None,
@@ -45,7 +48,7 @@ def generate(
         Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
         max_new_tokens=max_new_tokens,
         seed=seed,
-        eos_id=ends or words.eot_id,
+        eos_id=None if past_end else ends or words.eot_id,
     )
     print(text, end="", flush=True)
     for piece in stream_text(words, prompt, tokens):

@@ -24,6 +24,7 @@ def plot(
 
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
     except ImportError as error:
         raise MissingExtraError("a picture", "matplotlib", "plot") from error
 
@@ -44,7 +45,7 @@ def plot(
         }
         if not points["step"]:
             raise DataError(f"{log} holds no steps: nothing to draw")
-        name = log.parent.name
+        name = log.parent.name if log.name == "log.jsonl" else log.stem
         (drawn,) = axes.plot(*zip(*points["step"], strict=True), linewidth=1.2, alpha=0.8, label=f"{name}, train")
         if points["validation"]:
             axes.plot(
@@ -55,6 +56,7 @@ def plot(
                 label=f"{name}, validation",
             )
     axes.set(xlabel="tokens" if tokens else "step", ylabel="loss")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     axes.legend()
     target = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "loss.png"

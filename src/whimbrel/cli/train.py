@@ -87,7 +87,7 @@ class _StopRequest:
 
 def _sampler(config: RunConfig) -> Sampler:
     """What writes the samples that `[sample]` asks for."""
-    from whimbrel.generate import generate
+    from whimbrel.generate import generate, stream_text
 
     def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
         prompt = tokenizer.encode(config.sample.prompt) if config.sample.prompt else [tokenizer.eot_id]
@@ -95,6 +95,6 @@ def _sampler(config: RunConfig) -> Sampler:
             model, prompt, max_new_tokens=config.sample.max_new_tokens, temperature=config.sample.temperature,
             top_k=config.sample.top_k, seed=config.train.seed + step,
         )  # fmt: skip
-        return config.sample.prompt + tokenizer.decode(list(ids))
+        return config.sample.prompt + "".join(stream_text(tokenizer, prompt, ids))
 
     return sample

@@ -65,3 +65,15 @@ def test_what_holds_no_model_is_refused(model, workdir, path, message):
     save_model(model, "bare")
     with pytest.raises(Exception, match=message):
         generate(Path(path), "text", device="cpu")
+
+
+def test_past_the_end_another_text_begins(model, directory, capsys, monkeypatch):
+    end = load_tokenizer("gpt2").eot_id
+    drawn = iter([3666, end, 3797])
+    monkeypatch.setattr("whimbrel.generate.decode.sample", lambda *_: next(drawn))
+    generate(directory, "x", max_new_tokens=3, past_end=True, device="cpu")
+    tokenizer = load_tokenizer("gpt2")
+    assert capsys.readouterr().out == f"x{tokenizer.decode([3666])}\n\n{tokenizer.decode([3797])}\n"
+    drawn = iter([3666, end])
+    generate(directory, "x", max_new_tokens=3, device="cpu")
+    assert capsys.readouterr().out == f"x{tokenizer.decode([3666])}\n"
