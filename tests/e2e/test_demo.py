@@ -34,7 +34,7 @@ def test_the_demo_trains_draws_and_writes_verse(root: Path, tmp_path: Path, shak
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 4.5
 
-    generated = re.search(r"\$ whimbrel generate .*\n(.*?)\n\nGo on with", done.stdout, re.S)
+    generated = re.search(r"\$ whimbrel generate [^\n]*\n(.*?)\n\nGo on with", done.stdout, re.S)
     assert generated is not None
     known = set(re.findall(r"[A-Za-z']+", shakespeare))
     words = re.findall(r"[A-Za-z']+", generated[1])

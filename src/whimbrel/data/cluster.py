@@ -6,6 +6,7 @@ the same path on every machine. Needs the extra `ray`.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ def encode_on_ray(
 ) -> Iterator[tuple[ResumePoint, Encoded]]:
     """An engine on the ray cluster of this session, or one started on this machine; a file for each core at once."""
     try:
-        import ray
+        ray: Any = importlib.import_module("ray")  # Any: its annotations are partial
     except ImportError as error:
         raise MissingExtraError("preparing on a cluster", "ray", "ray") from error
     if not ray.is_initialized():
