@@ -20,24 +20,14 @@ __all__ = ["train"]
 
 def _list_settings(asked: bool) -> None:
     """Print every setting with its default and what it means."""
-    import dataclasses
-    import typing
-
-    from whimbrel.config import field_docs
+    from whimbrel.config import list_settings
     from whimbrel.train import RunConfig
 
-    def show(cls: type, section: str) -> None:
-        hints, docs = typing.get_type_hints(cls), field_docs(cls)
-        for field in dataclasses.fields(cls):
-            name = f"{section}{field.name}"
-            if dataclasses.is_dataclass(hints[field.name]):
-                show(typing.cast(type, hints[field.name]), f"{name}.")
-                continue
-            default = "" if field.default in (dataclasses.MISSING, None) else f" (default {field.default})"
-            print(f"--{name}{default}\n    {docs[field.name]}")
-
     if asked:
-        show(RunConfig, "")
+        print("--model.preset\n    Start from a named model, such as gpt2; the other settings of model change it.")
+        for setting in list_settings(RunConfig):
+            default = "" if setting.default in (None, "", ()) else f" (default {setting.default})"
+            print(f"--{setting.name}{default}\n    {setting.doc}")
         raise typer.Exit
 
 

@@ -15,13 +15,13 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from whimbrel.base.errors import ConfigError
 
-__all__ = ["build", "check_known", "field_docs", "nearest", "to_table"]
+__all__ = ["Setting", "build", "check_known", "field_docs", "list_settings", "nearest", "to_table"]
 
 T = TypeVar("T")
 Table = Mapping[str, Any]
@@ -82,6 +82,28 @@ def field_docs(cls: type) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_text(text):
                 docs[field.target.id] = inspect.cleandoc(cast(Any, text).value.value).replace("\n", " ")
     return docs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """One value that a configuration can hold: its dotted name, its default (None: there is none) and its meaning."""
+
+    name: str
+    default: Any
+    doc: str
+
+
+def list_settings(cls: type, section: str = "") -> Iterator[Setting]:
+    """Every setting of a dataclass and of those nested in it, in order."""
+    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    for field in dataclasses.fields(cls):
+        name, kind = _join(section, field.name), hints[field.name]
+        nested = next((k for k in (kind, *get_args(kind)) if dataclasses.is_dataclass(k)), None)
+        if nested is not None:
+            yield from list_settings(cast(type, nested), name)
+        else:
+            default = None if field.default is dataclasses.MISSING else field.default
+            yield Setting(name, default, docs.get(field.name, ""))
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
