@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from whimbrel.base.errors import ConfigError
 from whimbrel.data import TokenDataLoader, read_manifest
 from whimbrel.models import GPT
 from whimbrel.optim import Role, RoutedParameter, build_optimizer, lr_factor
@@ -49,29 +50,41 @@ def compile_blocks(model: GPT) -> None:
         block.compile()
 
 
-def build_batches(
-    config: RunConfig, device: torch.device, micro_batch: int, *, split: str = "train", path: Path | None = None
-) -> TokenDataLoader:
-    """The loader of a split; a token that the model has no row for is refused when it is read."""
+def build_batches(config: RunConfig, device: torch.device, micro_batch: int) -> TokenDataLoader:
+    """The loader of the training tokens; one that the model has no row for is refused when it is read."""
     return TokenDataLoader(
-        path or config.data.path,
+        config.data.path,
         micro_batch,
         config.sequence_length,
-        split=split,
         device=device,
-        seed=config.data.shuffle_seed if split == "train" else None,
+        seed=config.data.shuffle_seed,
         documents=config.data.documents,
         vocab_size=config.model.vocab_size,
     )
 
 
 def build_validation(config: RunConfig, device: torch.device, micro_batch: int) -> TokenDataLoader | None:
-    """The loader of the held-out tokens, or None where there are none and none were asked for."""
+    """The loader of the held-out tokens, in the order they lie; None where there are none and none were asked for."""
     path = config.validation.path or config.data.path
     asked = config.validation.path is not None or config.validation.every is not None
     if not asked and not any(path.glob("*_val_*.bin")):
         return None
-    return build_batches(config, device, config.validation.micro_batch or micro_batch, split="val", path=path)
+    loader = TokenDataLoader(
+        path,
+        config.validation.micro_batch or micro_batch,
+        config.sequence_length,
+        split="val",
+        device=device,
+        documents="join" if config.data.documents == "join" else "mask",
+        vocab_size=config.model.vocab_size,
+    )
+    tokens = config.validation.tokens or loader.total_tokens
+    if min(tokens, loader.total_tokens - 1) < loader.T:
+        raise ConfigError(
+            f"validation has {tokens} tokens in {path}, fewer than one sequence of {loader.T}: hold out more, or lower "
+            "data.sequence_length"
+        )
+    return loader
 
 
 def find_tokenizer(path: Path) -> Tokenizer | None:

@@ -91,7 +91,7 @@ class ValidationConfig:
     every: int | None = None
     """Validate after this many steps; not given: at the end only."""
     tokens: int | None = None
-    """How many held-out tokens, rounded down to whole batches; not given: all of them."""
+    """How many held-out tokens, rounded down to whole sequences; not given: all of them."""
     micro_batch: int | None = None
     """Sequences in one validation pass; not given: as in training."""
 

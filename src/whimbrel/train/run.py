@@ -54,7 +54,7 @@ def train(
     run.start()
     while run.loop.position.step < config.train.total_steps and not stopping():
         run.loop.run(run.next_stop(), stopping)
-        run.after_steps(final=stopping() or run.loop.position.step == config.train.total_steps)
+        run.after_steps(stopped=stopping())
     return run.finish()
 
 
@@ -150,9 +150,10 @@ class Run:
         periods = (self.config.validation.every, self.config.sample.every, self.config.checkpoint.every)
         return min([total, *((step // every + 1) * every for every in periods if every is not None)])
 
-    def after_steps(self, *, final: bool) -> None:
-        """Validate, sample and save, each where it is due."""
+    def after_steps(self, *, stopped: bool) -> None:
+        """Validate, sample and save, each where it is due; stopped early, save as well and do nothing more."""
         step = self.loop.position.step
+        final = step == self.config.train.total_steps
 
         def due(every: int | None) -> bool:
             return every is not None and step % every == 0
@@ -165,19 +166,20 @@ class Run:
             text = self.sampler(self.model, self.tokenizer, step)
             for watcher in self.watchers:
                 watcher.on_sample(step, text)
-        if due(self.config.checkpoint.every) or final:
+        if due(self.config.checkpoint.every) or final or stopped:
             self.save()
 
     @torch.no_grad()
     def validate(self, batches: TokenDataLoader) -> float:
-        """Loss over the held-out tokens, each token counted once."""
-        limit = self.config.validation.tokens or batches.total_tokens
-        rounds = max(1, min(limit, batches.total_tokens - 1) // (batches.B * batches.T))
+        """Loss over the held-out sequences, each counted once whatever the batch size."""
+        left = min(self.config.validation.tokens or batches.total_tokens, batches.total_tokens - 1) // batches.T
         batches.reset()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         count = torch.zeros((), dtype=torch.int64, device=self.device)
-        for _ in range(rounds):
+        while left > 0:
             x, y = batches.next_batch()
+            y[left:] = IGNORE_INDEX
+            left -= batches.B
             with self.loop.autocast():
                 loss = self.model(x, y, loss_divisor=1.0, **self.loop.extras(x)).loss
             total += loss
