@@ -38,8 +38,9 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         _check_choice("rope_scaling.kind", self.kind, get_args(RopeScalingKind))
-        if self.factor < 1:
+        if not self.factor >= 1:
             raise ConfigError(f"rope_scaling.factor = {self.factor} must be at least 1")
+        _check_positive(self, _POSITIVE_ROPE, "rope_scaling.")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than "
@@ -117,6 +118,10 @@ class GPTConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value} must be at least 1")
+        _check_positive(self, _POSITIVE)
+        for name in ("init_std", "embd_init_std"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 0")
         if self.head_size is None and self.embd_size % self.num_heads:
             raise ConfigError(
                 f"embd_size = {self.embd_size} is not a multiple of num_heads = {self.num_heads}: "
@@ -128,8 +133,6 @@ class GPTConfig:
         self._check_layer_types()
         if self.zero_init_head and self.tied_head:
             raise ConfigError("zero_init_head needs an untied head: set tied_head = false")
-        if self.logit_softcap is not None and self.logit_softcap <= 0:
-            raise ConfigError(f"logit_softcap = {self.logit_softcap} must be greater than 0")
 
     def _check_positions(self) -> None:
         if self.position == "rope" and self.head_width % 2:
@@ -200,6 +203,15 @@ _COUNTS = (
     "sliding_window",
     "vocab_multiple",
 )
+_POSITIVE = ("norm_eps", "rope_theta", "logit_softcap")
+_POSITIVE_ROPE = ("low_freq_factor", "high_freq_factor", "original_context_length")
+
+
+def _check_positive(settings: object, names: tuple[str, ...], section: str = "") -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not value > 0:  # so written, it refuses a NaN too
+            raise ConfigError(f"{section}{name} = {value} must be greater than 0")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

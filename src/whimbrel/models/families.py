@@ -6,7 +6,7 @@ of rules that says which models are plain Llama and which are not. What no famil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,10 +29,7 @@ class Family(NamedTuple):
 
 def config_from_hf(table: Table) -> GPTConfig:
     """The shape that a `config.json` describes; what we cannot run faithfully is refused by name."""
-    name = table.get("model_type")
-    if name not in FAMILIES:
-        hint = nearest(str(name), FAMILIES)
-        raise ConfigError(f"model_type = {name!r} is not one of {', '.join(FAMILIES)}{hint if '?' in hint else ''}")
+    name = _one_of("model_type", table.get("model_type"), FAMILIES)
     if table.get("quantization_config") is not None:
         raise ConfigError("the model has a quantization_config: load its unquantised weights instead")
     return FAMILIES[name].read(table)
@@ -92,7 +89,7 @@ def _read_gpt2(table: Table) -> GPTConfig:
         "num_heads": _needed(table, "n_head"),
         "mlp_size": table.get("n_inner"),
         "norm_eps": table.get("layer_norm_epsilon", 1e-5),
-        "activation": _activation(table.get("activation_function", "gelu_new")),
+        "activation": _activation(table, "activation_function", "gelu_new"),
         "tied_head": table.get("tie_word_embeddings", True),
     }
     return build(GPTConfig, settings, "model")
@@ -137,7 +134,7 @@ def _read_llama(table: Table, **own: Any) -> GPTConfig:
         "position": "rope",
         "rope_theta": theta,
         "rope_scaling": rope_scaling,
-        "activation": _activation(table.get("hidden_act", "silu")),
+        "activation": _activation(table, "hidden_act", "silu"),
         "gated_mlp": True,
         "tied_head": table.get("tie_word_embeddings", False),
     }
@@ -183,11 +180,11 @@ def _read_qwen3(table: Table) -> GPTConfig:
 def _read_qwen_windows(table: Table) -> dict[str, Any]:
     if not table.get("use_sliding_window", False):
         return {}
-    layers, first = _needed(table, "num_hidden_layers"), table.get("max_window_layers", 28)
+    layers, first = _count(table, "num_hidden_layers"), _count({"max_window_layers": 28, **table}, "max_window_layers")
     types = table.get("layer_types") or [
         "full_attention" if layer < first else "sliding_attention" for layer in range(layers)
     ]
-    return {"sliding_window": _needed(table, "sliding_window"), "layer_types": tuple(types)}
+    return {"sliding_window": _needed(table, "sliding_window"), "layer_types": types}
 
 
 def _write_qwen(config: GPTConfig) -> dict[str, Any]:
@@ -198,7 +195,7 @@ def _write_qwen(config: GPTConfig) -> dict[str, Any]:
 
 
 def _read_whimbrel(table: Table) -> GPTConfig:
-    return build(GPTConfig, _needed(table, "gpt"), "gpt")
+    return build(GPTConfig, _object(_needed(table, "gpt"), "gpt"), "gpt")
 
 
 def _write_whimbrel(config: GPTConfig) -> dict[str, Any]:
@@ -229,15 +226,14 @@ ROPE_SETTINGS = {
 
 def _read_rope(table: Table) -> tuple[Any, dict[str, Any] | None]:
     """Base and stretching, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
-    rope = table.get("rope_parameters") or table.get("rope_scaling") or {}
+    spelling = "rope_parameters" if table.get("rope_parameters") else "rope_scaling"
+    rope = _object(table.get(spelling) or {}, spelling)
     theta = rope.get("rope_theta", table.get("rope_theta", 10000.0))
     if rope.get("partial_rotary_factor", table.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ConfigError("partial_rotary_factor is not supported: every dimension of a head must be rotated")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _one_of("rope_type", rope.get("rope_type", rope.get("type", "default")), ("default", *ROPE_SETTINGS))
     if kind == "default":
         return theta, None
-    if kind not in ROPE_SETTINGS:
-        raise ConfigError(f"rope_type = {kind!r} is not one of default, {', '.join(ROPE_SETTINGS)}")
     return theta, {"kind": kind} | {ours: _needed(rope, theirs) for theirs, ours in ROPE_SETTINGS[kind].items()}
 
 
@@ -252,10 +248,8 @@ def _write_rope(config: GPTConfig) -> dict[str, Any]:
     return {"rope_parameters": rope, "rope_theta": config.rope_theta} | ({"rope_scaling": rope} if stretched else {})
 
 
-def _activation(name: str) -> Any:
-    if name not in ACTIVATIONS:
-        raise ConfigError(f"activation {name!r} is not one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+def _activation(table: Table, key: str, default: str) -> str:
+    return ACTIVATIONS[_one_of(key, table.get(key, default), ACTIVATIONS)]
 
 
 def _their_activation(name: str) -> str:
@@ -266,6 +260,26 @@ def _needed(table: Table, key: str) -> Any:
     if table.get(key) is None:
         raise ConfigError(f"config.json lacks '{key}', which a model of this kind needs")
     return table[key]
+
+
+def _count(table: Table, key: str) -> int:
+    value = _needed(table, key)
+    if type(value) is not int:
+        raise ConfigError(f"{key} = {value!r} must be a whole number")
+    return value
+
+
+def _object(value: Any, key: str) -> Table:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key} = {value!r} must be an object")
+    return value
+
+
+def _one_of(key: str, value: Any, known: Collection[str]) -> str:
+    if not isinstance(value, str) or value not in known:
+        hint = nearest(str(value), known)
+        raise ConfigError(f"{key} = {value!r} is not one of {', '.join(known)}{hint if '?' in hint else ''}")
+    return value
 
 
 def _only(table: Table, key: str, needed: Any) -> None:
