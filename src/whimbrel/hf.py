@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,7 +14,14 @@ from whimbrel.config import build, to_table
 from whimbrel.models import GPT, IGNORE_INDEX, GPTConfig
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        DynamicCache,
+        GenerationMixin,
+        PretrainedConfig,
+        PreTrainedModel,
+    )
     from transformers.modeling_outputs import CausalLMOutputWithPast
 except ImportError as error:
     raise MissingExtraError("whimbrel.hf", "transformers", "hf") from error
@@ -48,6 +56,7 @@ class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "transformer"
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012 (the name and kind transformers asks for)
     _supports_sdpa = True
+    accepts_loss_kwargs = True  # so `Trainer` hands over `num_items_in_batch`
 
     def __init__(self, config: WhimbrelConfig) -> None:
         super().__init__(config)
@@ -70,19 +79,54 @@ class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Any = None,
         labels: Tensor | None = None,
         logits_to_keep: int = 0,
-        **unused: Any,
-    ) -> CausalLMOutputWithPast:
-        """Logits of `input_ids`, and with `labels` (the same ids, -100 where they do not count) the loss."""
+        *,
+        num_items_in_batch: float | Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache_position: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits of `input_ids`, and with `labels` (the same ids, -100 where they do not count) the loss.
+
+        `num_items_in_batch` is the count of labels that the loss is divided by, where this batch is a part of one.
+        `use_cache` begins a cache where `past_key_values` gives none.
+        """
         if attention_mask is not None and not bool(attention_mask.all()):
             raise RequestError(
                 "attention_mask hides tokens: padded batches are not supported, give texts one at a time"
             )
+        if output_attentions or output_hidden_states:
+            raise RequestError("output_attentions and output_hidden_states are not supported: leave them out")
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        for name, positions in {"position_ids": position_ids, "cache_position": cache_position}.items():
+            if positions is not None and not _go_on(positions, seen, input_ids.size(1)):
+                raise RequestError(
+                    f"{name} must count {seen}, {seen + 1}, ... over the {input_ids.size(1)} tokens: "
+                    "packed or shifted texts are not supported, leave it out"
+                )
         targets = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         keep = logits_to_keep or None
         loss, logits = self._decoder[0](
-            input_ids, targets, return_logits=True, cache=past_key_values, logits_to_keep=keep
+            input_ids,
+            targets,
+            return_logits=True,
+            cache=past_key_values,
+            loss_divisor=num_items_in_batch,
+            logits_to_keep=keep,
         )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        as_tuple = not (self.config.return_dict if return_dict is None else return_dict)
+        return output.to_tuple() if as_tuple else output
+
+
+def _go_on(positions: Tensor, seen: int, tokens: int) -> bool:
+    """Whether every row counts `tokens` up from `seen`: the only positions the decoder has."""
+    counted = torch.arange(seen, seen + tokens, device=positions.device)
+    return positions.shape[-1] == tokens and bool((positions == counted).all())
 
 
 AutoConfig.register("whimbrel", WhimbrelConfig)

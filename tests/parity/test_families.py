@@ -123,13 +123,3 @@ def test_our_tokenizer_opens_there_with_the_same_ids(fixtures, directory):
     assert len(texts) > 200
     assert theirs(texts).input_ids == [tokenizer.encode(text) for text in texts]
     assert theirs.eos_token_id == tokenizer.eot_id
-
-
-def test_a_padded_batch_is_refused_there(ids, directory):
-    import whimbrel.hf
-
-    model = whimbrel.hf.WhimbrelForCausalLM(whimbrel.hf.WhimbrelConfig(gpt={"num_layers": 1, "vocab_size": 99}))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    with pytest.raises(ValueError, match="attention_mask hides tokens"):
-        model(ids, attention_mask=mask)
