@@ -40,7 +40,7 @@ class Tokenizer:
         vocabulary = pipeline.get_vocab(with_added_tokens=True)
         self.pipeline = pipeline
         self.vocab_size: int = max(vocabulary.values()) + 1
-        self.eot_token = _document_opener(vocabulary, eot_token)
+        self.eot_token = _document_opener(content["added_tokens"], vocabulary, eot_token)
         self.eot_id: int = vocabulary[self.eot_token]
         self.fingerprint = _fingerprint(content, vocabulary, self.eot_token)
         self._fast = fast_encoder(pipeline, content)
@@ -90,10 +90,10 @@ class Tokenizer:
             "eos_token": self.eot_token,
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
-        with atomic_file(Path(directory) / TOKENIZER_FILE, "w") as file:
-            file.write(self.to_json())
         with atomic_file(Path(directory) / SETTINGS_FILE, "w") as file:
             file.write(json.dumps(settings, indent=2) + "\n")
+        with atomic_file(Path(directory) / TOKENIZER_FILE, "w") as file:  # last: once it is there, all is
+            file.write(self.to_json())
 
     def _ids(self, text: str) -> NDArray[Any]:
         try:
@@ -136,14 +136,23 @@ def _named_opener(settings: Path) -> str | None:
         named = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:
         raise DataError(f"{settings} is not a JSON object: {error}") from error
-    token: str | None = named["content"] if isinstance(named, dict) else named
+    token = named.get("content", named) if isinstance(named, dict) else named
+    if token is not None and not isinstance(token, str):
+        raise DataError(f"{settings} names the eos_token {json.dumps(token)}: give a token's text or null")
     return token
 
 
-def _document_opener(vocabulary: dict[str, int], named: str | None) -> str:
+def _document_opener(added: list[dict[str, Any]], vocabulary: dict[str, int], named: str | None) -> str:
+    """The token that opens documents: a special one, because the ids of a text never hold those."""
+    special = {token["content"] for token in added if token["special"]}
     for token in DOCUMENT_OPENERS if named is None else (named,):
-        if token in vocabulary:
+        if token in special:
             return token
+    if named in vocabulary:
+        raise DataError(
+            f"the end-of-text token '{named}' is not a special token of the tokenizer, so a text can hold it: "
+            f"name one of {', '.join(sorted(special)) or 'its special tokens (it has none)'}"
+        )
     wanted = " or ".join(DOCUMENT_OPENERS) if named is None else named
     raise DataError(f"the tokenizer has no end-of-text token ({wanted}): add one, it opens every document")
 

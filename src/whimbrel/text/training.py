@@ -15,6 +15,9 @@ __all__ = ["train_tokenizer"]
 
 SMALLEST_VOCABULARY = 257
 """The 256 bytes and end-of-text."""
+LARGEST_VOCABULARY = 1 << 24
+"""Many times the largest in use; the library sets memory aside for every id that is asked for."""
+LARGEST_FREQUENCY = (1 << 63) - 1
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> Tokenizer:
@@ -23,6 +26,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, min_frequency: int
         raise ConfigError(
             f"vocab_size={vocab_size} is too small: the 256 bytes and end-of-text need {SMALLEST_VOCABULARY}"
         )
+    if vocab_size > LARGEST_VOCABULARY:
+        raise ConfigError(f"vocab_size={vocab_size} is too large: at most {LARGEST_VOCABULARY:,} ids can be learned")
+    if not 1 <= min_frequency <= LARGEST_FREQUENCY:
+        raise ConfigError(f"min_frequency={min_frequency} must be 1 to {LARGEST_FREQUENCY:,} occurrences")
     pipeline = byte_level_pipeline(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,

@@ -117,6 +117,12 @@ def test_training_repeats_itself(shakespeare: str) -> None:
 def test_training_says_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="257"):
         train_tokenizer(["text"], 256)
+    for absurd in (10**9, 10**30):
+        with pytest.raises(ConfigError, match=f"vocab_size={absurd} is too large: at most 16,777,216"):
+            train_tokenizer(["text"], absurd)
+    for absurd in (-1, 0, 10**30):
+        with pytest.raises(ConfigError, match=f"min_frequency={absurd} must be 1 to"):
+            train_tokenizer(["text"], 300, min_frequency=absurd)
     with pytest.raises(DataError, match="no text"):
         train_tokenizer(iter(()), 300)
     assert train_tokenizer(["ab ab ab"], 300).vocab_size < 300
@@ -136,11 +142,43 @@ def test_merges_out_of_rank_order_fall_back_to_the_general_library(shakespeare: 
 
 def test_the_end_of_text_token_comes_from_the_settings(gpt2: Tokenizer, tmp_path: Path) -> None:
     gpt2.save(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "!"}}')
-    assert load_tokenizer(tmp_path).eot_id == gpt2.encode("!")[0]
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<absent>"}')
-    with pytest.raises(DataError, match="<absent>"):
+    content = json.loads(gpt2.to_json())
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 50257, "content": "<end>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path).eot_id == 50256
+    for named in ('"<end>"', '{"content": "<end>"}'):
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {named}}}')
+        assert load_tokenizer(tmp_path).eot_id == 50257
+
+
+@pytest.mark.parametrize(
+    ("named", "fault"),
+    [
+        ('"<absent>"', "no end-of-text token .<absent>."),
+        ('"!"', "'!' is not a special token .* name one of <|endoftext|>"),
+        ('{"content": "!"}', "'!' is not a special token"),
+        ('{"x": 1}', r'names the eos_token {"x": 1}: give'),
+        ("[5]", r"names the eos_token \[5\]: give"),
+        ("0", "names the eos_token 0: give"),
+    ],
+)
+def test_an_end_of_text_token_that_cannot_be_is_refused(
+    gpt2: Tokenizer, named: str, fault: str, tmp_path: Path
+) -> None:
+    gpt2.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {named}}}')
+    with pytest.raises(DataError, match=fault):
         load_tokenizer(tmp_path)
+
+
+def test_a_token_that_text_is_cut_into_opens_no_document(gpt2: Tokenizer) -> None:
+    """An added token that is not special is found in plain text, so it could open a document inside one."""
+    content = json.loads(gpt2.to_json())
+    content["added_tokens"][0]["special"] = False
+    with pytest.raises(DataError, match="not a special token"):
+        Tokenizer.from_json(json.dumps(content), "<|endoftext|>")
+    with pytest.raises(DataError, match="no end-of-text token"):
+        Tokenizer.from_json(json.dumps(content))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff\xfe"])
