@@ -195,10 +195,10 @@ def main() -> None:
     arguments = parser.parse_args()
     device = choose_device("cuda")
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [f"--data.path={arguments.data}", f"--output_dir={folder}/run", f"--train.steps={arguments.steps}"]
-        config = load_run_config(RECIPE, overrides)
+        overrides = [f"--data.path={arguments.data}", f"--output_dir={folder}/run", "--train.micro_batch=none"]
+        config = load_run_config(RECIPE, [*overrides, f"--train.steps={arguments.steps}"])
         if arguments.compile_only:
-            only = load_run_config(RECIPE, [*overrides[:2], "--train.steps=2"])
+            only = load_run_config(RECIPE, [*overrides, "--train.steps=2"])
             print(json.dumps({"compile_seconds": run_ours(only)["compile_seconds"]}))
             return
         cold = compile_seconds(arguments, f"{folder}/cache")

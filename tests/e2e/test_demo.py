@@ -28,7 +28,7 @@ def test_the_demo_trains_draws_and_writes_verse(root: Path, tmp_path: Path, shak
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
-    run = tmp_path / "runs" / "shakespeare-cpu"
+    run = tmp_path / "runs" / "demo"
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     losses = [line["loss"] for line in read_log(run / "log.jsonl") if line["kind"] == "validation"]
     assert losses == sorted(losses, reverse=True)
@@ -40,4 +40,4 @@ def test_the_demo_trains_draws_and_writes_verse(root: Path, tmp_path: Path, shak
     words = re.findall(r"[A-Za-z']+", generated[1])
     assert len(words) > 80
     assert sum(word in known for word in words) / len(words) >= 0.9
-    assert "whimbrel generate runs/shakespeare-cpu" in done.stdout.rsplit("Go on with", 1)[1]
+    assert "whimbrel generate runs/demo" in done.stdout.rsplit("Go on with", 1)[1]

@@ -14,8 +14,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from whimbrel.base.errors import CheckpointError
+from whimbrel.base.errors import CheckpointError, WriteError
 from whimbrel.base.files import atomic_directory, remove_stale, sha256_file
 from whimbrel.checkpoint.tree import pack, unpack
 
@@ -57,6 +58,8 @@ def write_checkpoint(
 ) -> Path:
     """Write every component of `states` and the model; the folder appears only when all of it is on disk."""
     target = checkpoint_path(run, step)
+    if target.is_dir() and not (target / "manifest.json").exists():
+        shutil.rmtree(target)  # what an interrupted removal left
     if target.exists():
         raise CheckpointError(f"{target} exists already: a checkpoint is never written over")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -66,9 +69,7 @@ def write_checkpoint(
         for key, state in states.items():
             tensors, tree = pack(state)
             if tensors:
-                save_file(
-                    {name: t.cpu().contiguous().clone() for name, t in tensors.items()}, folder / f"{key}.safetensors"
-                )
+                _save_tensors(folder / f"{key}.safetensors", tensors)
             (folder / f"{key}.json").write_text(json.dumps(tree), encoding="utf-8")
         files = {str(p.relative_to(folder)): _describe(p) for p in sorted(folder.rglob("*")) if p.is_file()}
         manifest = {"format": FORMAT, "step": step, "components": sorted(states), "files": files, **about}
@@ -90,10 +91,10 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
     for name, expected in files.items():
         file = path / name
         if not file.is_file():
-            raise CheckpointError(f"{path} is damaged: {name} is missing; resume from another checkpoint")
+            raise CheckpointError(f"{path} is damaged: {name} is missing; remove it to go on from the one before")
         if _describe(file) != expected:
             raise CheckpointError(
-                f"{path} is damaged: {name} has changed since it was written; resume from another checkpoint"
+                f"{path} is damaged: {name} has changed since it was written; remove it to go on from the one before"
             )
     return dict(manifest)
 
@@ -115,6 +116,13 @@ def prune_checkpoints(run: Path, keep: int) -> list[Path]:
         (path / "manifest.json").unlink()  # from here on it is no checkpoint, whatever happens next
         shutil.rmtree(path)
     return old
+
+
+def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # how it tells of a full disk
+        raise WriteError(f"cannot write {path.name}: {error}") from error
 
 
 def _describe(path: Path) -> dict[str, Any]:

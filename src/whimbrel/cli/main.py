@@ -45,6 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_complain(error))
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
+    except Exception as error:
+        if trace:
+            raise
+        words = " ".join(str(error).split())
+        typer.echo(f"whimbrel: unexpected {type(error).__name__}: {words} (--trace shows where)", err=True)
+        sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -53,9 +53,13 @@ def train(
     console = Console()
     view = LiveView(console) if console.is_terminal and not plain else PlainView()
     asked = _StopRequest()
-    result = run(loaded, watchers=[view], sampler=_sampler(loaded), stopping=asked)
+    try:
+        result = run(loaded, watchers=[view], sampler=_sampler(loaded), stopping=asked)
+    finally:
+        view.close()
     if asked() and result.step < loaded.train.total_steps:
-        print(f"Stopped at step {result.step} and saved: run the same command to go on")
+        saved = f"saved in {result.checkpoint}" if result.checkpoint else "nothing to save yet"
+        print(f"Stopped at step {result.step}, {saved}: run the same command to go on")
 
 
 class _StopRequest:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from whimbrel.train import RunResult, RunSummary, StepRecord, Watcher
+from whimbrel.train.device import peak_memory
 
 __all__ = ["LiveView", "PlainView"]
 
@@ -51,8 +53,10 @@ class PlainView(Watcher):
         if result.seconds:
             self._say(f"Average tokens/sec: {result.tokens / result.seconds:.2f}")
         self._say(f"Compile time: {result.compile_seconds:.2f}s (not in the total)")
-        if result.peak_memory is not None:
-            self._say(f"Peak memory: {result.peak_memory / 2**30:.2f} GiB")
+        self._say(f"Peak memory: {result.peak_memory / 2**30:.2f} GiB")
+
+    def close(self) -> None:
+        """Leave the screen as it was found."""
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
@@ -65,11 +69,12 @@ class LiveView(PlainView):
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeRemainingColumn())
         self._progress = Progress(*columns, console=console)
         self._summary: RunSummary | None = None
+        self._device: torch.device | None = None
 
     def on_start(self, summary: RunSummary) -> None:
         """The head of the log, what the numbers mean, and the line."""
         super().on_start(summary)
-        self._summary = summary
+        self._summary, self._device = summary, torch.device(summary.device)
         self._say(f"Model: {summary.parameters:,} parameters on {summary.device_name}")
         if summary.peak_flops is not None:
             self._say(
@@ -83,23 +88,21 @@ class LiveView(PlainView):
         """Move the line."""
         rate = record.tokens / record.seconds
         fields = [f"step {record.step + 1}/{record.total}", f"loss {record.loss:.4f}", f"lr {record.lr:.2e}"]
-        if record.grad_norm is not None:
-            fields.append(f"norm {record.grad_norm:.2f}")
-        fields.append(f"{rate:,.0f} tok/s")
+        fields += [f"norm {record.grad_norm:.2f}", f"{rate:,.0f} tok/s"]
         if self._summary is not None and self._summary.peak_flops is not None:
             fields.append(f"MFU {rate * self._summary.flops_per_token / self._summary.peak_flops:.1%}")
-        fields += self._memory()
+        if self._device is not None:
+            fields.append(f"{peak_memory(self._device) / 2**30:.1f} GiB")
         self._progress.update(self._progress.task_ids[0], completed=record.step + 1, description="  ".join(fields))
 
     def on_end(self, result: RunResult) -> None:
         """Take the line away and print the sums."""
-        self._progress.stop()
+        self.close()
         super().on_end(result)
 
-    def _memory(self) -> list[str]:
-        import torch
-
-        return [f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"] if torch.cuda.is_available() else []
+    def close(self) -> None:
+        """Take the line away; also when the run ends in an error."""
+        self._progress.stop()
 
     def _say(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)

@@ -9,7 +9,25 @@ from typing import Any
 
 from whimbrel.base.errors import ConfigError
 
-__all__ = ["apply_overrides"]
+__all__ = ["Override", "apply_overrides"]
+
+
+class Override(str):
+    """A value as it was typed; the type of its setting decides how it is read (a path called 2024 is no number)."""
+
+    __slots__ = ()
+
+    def parsed(self) -> Any:
+        """What TOML reads from it; a bare word is a text."""
+        try:
+            return tomllib.loads(f"value = {self}")["value"]
+        except tomllib.TOMLDecodeError:
+            return str(self)
+
+    def text(self) -> str:
+        """The text it stands for, quoted or not."""
+        value = self.parsed()
+        return value if isinstance(value, str) else str(self)
 
 
 def apply_overrides(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -28,13 +46,5 @@ def apply_overrides(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[
         if raw == "none":
             target.pop(key, None)
         else:
-            target[key] = _value(raw)
+            target[key] = Override(raw)
     return result
-
-
-def _value(raw: str) -> Any:
-    """What TOML reads from `raw`; a bare word is a text."""
-    try:
-        return tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        return raw

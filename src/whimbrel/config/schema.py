@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.config.overrides import Override
 
 __all__ = ["Setting", "build", "check_known", "field_docs", "list_settings", "nearest", "to_table"]
 
@@ -107,6 +108,8 @@ def list_settings(cls: type, section: str = "") -> Iterator[Setting]:
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
+    if isinstance(value, Override) and get_origin(kind) not in (Union, types.UnionType):
+        value = value.text() if kind in (str, Path) else value.parsed()
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _convert_union(arguments, value, where)

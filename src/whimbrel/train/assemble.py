@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data import TokenDataLoader, read_manifest
 from whimbrel.models import GPT
 from whimbrel.optim import Role, RoutedParameter, build_optimizer, lr_factor
@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+GRADIENT_AND_STATE_BYTES = 12
+"""Per parameter: an fp32 gradient and Adam's two moments."""
 
 
 def build_model(config: RunConfig, device: torch.device) -> GPT:
@@ -87,12 +89,24 @@ def build_validation(config: RunConfig, device: torch.device, micro_batch: int) 
     return loader
 
 
-def find_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer that a shard directory was made with, for checkpoints to carry; None where it is not known."""
-    if (path / "tokenizer.json").exists():
-        return load_tokenizer(path)
+def find_tokenizer(config: RunConfig, eot_id: int) -> Tokenizer | None:
+    """The tokenizer that the shards were made with, for checkpoints to carry; None where it is not known."""
+    path = config.data.path
     manifest, gpt2 = read_manifest(path), load_tokenizer("gpt2")
-    return gpt2 if manifest is None or manifest.tokenizer.fingerprint == gpt2.fingerprint else None
+    tokenizer = load_tokenizer(path) if (path / "tokenizer.json").exists() else gpt2
+    vocab_size = tokenizer.vocab_size if manifest is None else manifest.tokenizer.vocab_size
+    if manifest is None and tokenizer.eot_id != eot_id:
+        return None
+    if manifest is not None and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
+        if tokenizer is gpt2:
+            return None
+        raise DataError(f"{path / 'tokenizer.json'} is not the tokenizer that its shards were made with: restore it")
+    if vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"{path} was made with a vocabulary of {vocab_size} tokens and model.vocab_size is "
+            f"{config.model.vocab_size}: set --model.vocab_size={vocab_size}, or prepare with another tokenizer"
+        )
+    return tokenizer
 
 
 def build_autocast(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -120,12 +134,18 @@ def build_loop(config: RunConfig, model: GPT, batches: TokenDataLoader, device: 
     )
 
 
-def choose_micro_batch(config: RunConfig, device: torch.device) -> int:
-    """The micro-batch asked for, or the one that fits."""
+def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device) -> int:
+    """The micro-batch asked for, or the one that fits beside gradients, optimizer and a chunk of logits."""
     if config.train.micro_batch is not None:
         return config.train.micro_batch
-    itemsize = 2 if config.train.precision == "bf16" else 4
-    return default_micro_batch(config.model, config.train.tokens_per_step, config.sequence_length, device, itemsize)
+    return default_micro_batch(
+        config.model,
+        config.train.tokens_per_step,
+        config.sequence_length,
+        device,
+        itemsize=2 if config.train.precision == "bf16" else 4,
+        reserve=GRADIENT_AND_STATE_BYTES * model.num_parameters() + 2 * 2**30,
+    )
 
 
 def route_parameters(model: GPT) -> list[RoutedParameter]:

@@ -30,9 +30,9 @@ def accumulation_steps(tokens_per_step: int, micro_batch: int, sequence_length: 
 
 
 def default_micro_batch(
-    config: GPTConfig, tokens_per_step: int, sequence_length: int, device: torch.device, itemsize: int
+    config: GPTConfig, tokens_per_step: int, sequence_length: int, device: torch.device, *, itemsize: int, reserve: int
 ) -> int:
-    """The most sequences a pass can take: a divisor of the step that fits in 70% of what weights leave free."""
+    """The most sequences a pass can take: a divisor of the step that fits in 80% of free memory less `reserve`."""
     sequences = tokens_per_step // sequence_length
     if tokens_per_step % sequence_length:
         below = sequences * sequence_length
@@ -43,7 +43,8 @@ def default_micro_batch(
     free = free_memory(device)
     limit = (CPU_MICRO_BATCH if free is None else LARGEST_MICRO_BATCH) // sequence_length
     if free is not None:
-        limit = min(limit, int(0.7 * free) // (activation_bytes(config, itemsize) * sequence_length))
+        room = int(0.8 * free) - reserve
+        limit = min(limit, room // (activation_bytes(config, itemsize) * sequence_length))
     return max(count for count in range(1, sequences + 1) if sequences % count == 0 and count <= max(limit, 1))
 
 

@@ -36,6 +36,9 @@ class DataConfig:
     documents: Literal["join", "mask", "pack"] = "join"
     """join: attention crosses documents; mask: it does not; pack: as mask, and each sequence opens with a document."""
 
+    def __post_init__(self) -> None:
+        _check_positive("data", self, "sequence_length")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -65,10 +68,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.tokens is None):
             raise ConfigError("the length of the run is given by exactly one of train.steps and train.tokens")
-        for name in ("steps", "tokens", "tokens_per_step", "micro_batch", "clip"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"train.{name} = {value} must be greater than 0")
+        _check_positive("train", self, "steps", "tokens", "tokens_per_step", "micro_batch", "clip")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"train.seed = {self.seed} must be at least 0 and below 2**63")
         if self.tokens is not None and self.tokens % self.tokens_per_step:
             below = self.tokens // self.tokens_per_step * self.tokens_per_step
             raise ConfigError(
@@ -95,6 +97,9 @@ class ValidationConfig:
     micro_batch: int | None = None
     """Sequences in one validation pass; not given: as in training."""
 
+    def __post_init__(self) -> None:
+        _check_positive("validation", self, "every", "tokens", "micro_batch")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleConfig:
@@ -108,8 +113,13 @@ class SampleConfig:
     """Length of the sample in tokens."""
     temperature: float = 0.8
     """Randomness of the sample."""
-    top_k: int | None = 50
-    """Draw among this many most likely tokens."""
+    top_k: int | None = None
+    """Draw among this many most likely tokens; not given: among all."""
+
+    def __post_init__(self) -> None:
+        _check_positive("sample", self, "every", "max_new_tokens", "top_k")
+        if self.temperature < 0:
+            raise ConfigError(f"sample.temperature = {self.temperature} must not be negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +132,7 @@ class CheckpointConfig:
     """How many of the newest checkpoints stay; not given: all."""
 
     def __post_init__(self) -> None:
-        if self.keep is not None and self.keep < 1:
-            raise ConfigError(f"checkpoint.keep = {self.keep} must be at least 1")
+        _check_positive("checkpoint", self, "every", "keep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,10 +159,6 @@ class RunConfig:
     """When the state is saved."""
 
     def __post_init__(self) -> None:
-        for name in ("validation", "sample", "checkpoint"):
-            every = getattr(self, name).every
-            if every is not None and every < 1:
-                raise ConfigError(f"{name}.every = {every} must be at least 1")
         if self.sequence_length > self.model.context_length:
             raise ConfigError(
                 f"data.sequence_length = {self.sequence_length} is longer than model.context_length = "
@@ -163,7 +168,7 @@ class RunConfig:
     @property
     def sequence_length(self) -> int:
         """Tokens of a training sequence."""
-        return self.data.sequence_length or self.model.context_length
+        return self.model.context_length if self.data.sequence_length is None else self.data.sequence_length
 
 
 def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -175,6 +180,15 @@ def run_config(table: dict[str, Any]) -> RunConfig:
     """The run that a table describes."""
     model = table.get("model", {})
     if isinstance(model, dict) and "preset" in model:
+        if not isinstance(model["preset"], str):
+            raise ConfigError(f"model.preset = {model['preset']!r} must be a text")
         own = {key: value for key, value in model.items() if key != "preset"}
         table = table | {"model": to_table(preset(model["preset"])) | own}
     return build(RunConfig, table)
+
+
+def _check_positive(section: str, settings: object, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{section}.{name} = {value} must be greater than 0")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from dataclasses import dataclass
 
@@ -15,10 +17,12 @@ PEAK_TFLOPS = (
     ("B200", 2250.0),
     ("H200", 989.0),
     ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
     ("H100", 989.0),
     ("A100", 312.0),
     ("A10G", 70.0),
     ("L40S", 362.0),
+    ("L40", 181.0),
     ("L4", 121.0),
     ("RTX 5090", 210.0),
     ("RTX 4090", 165.0),
@@ -65,9 +69,14 @@ def free_memory(device: torch.device) -> int | None:
     return None
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Most bytes allocated at a time on a GPU since the start; None elsewhere."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held so far: allocated on a GPU, resident in memory elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @dataclass(slots=True)

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from whimbrel.base.errors import TrainingError
+from whimbrel.models import IGNORE_INDEX
 from whimbrel.train.device import Stopwatch
 from whimbrel.train.watch import StepRecord, Watcher
 
 __all__ = ["Batches", "Loop", "Position"]
-
-IGNORED = -100
 
 
 class Batches(Protocol):
@@ -77,16 +76,16 @@ class Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
         micro_batches = [self.batches.next_batch() for _ in range(self.accumulation)]
-        valid = torch.stack([(y != IGNORED).sum() for _, y in micro_batches]).sum().clamp(min=1)
+        valid = torch.stack([(y != IGNORE_INDEX).sum() for _, y in micro_batches]).sum().clamp(min=1)
         loss = torch.zeros((), device=valid.device)
         for x, y in micro_batches:
             with self.autocast():
                 part = self.model(x, y, loss_divisor=valid, **self.extras(x)).loss
             part.backward()
             loss += part.detach()
-        norm = None
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if self.clip is not None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         tokens = sum(y.numel() for _, y in micro_batches)
@@ -105,17 +104,18 @@ class Loop:
             seconds = self.stopwatch.seconds(done.start, done.end)
             loss, norm = (float(value) for value in done.numbers)
             self.position.seconds += seconds
-            if not torch.isfinite(done.numbers[0]):
+            if not done.numbers.isfinite().all():
                 self._pending.clear()
                 raise TrainingError(
-                    f"the loss of step {done.step} is {loss}: lower optim.lr or set train.clip; nothing was saved since"
+                    f"step {done.step} has the loss {loss} and the gradient norm {norm}: lower optim.lr or set "
+                    "train.clip; nothing was saved since"
                 )
             record = StepRecord(
                 step=done.step,
                 total=self.total_steps,
                 loss=loss,
                 lr=self.lr * done.factor,
-                grad_norm=None if self.clip is None else norm,
+                grad_norm=norm,
                 seconds=seconds,
                 tokens=done.tokens,
             )
@@ -135,9 +135,9 @@ class _Pending:
     end: Any
 
 
-def _to_host(loss: Tensor, norm: Tensor | None) -> Tensor:
+def _to_host(loss: Tensor, norm: Tensor) -> Tensor:
     """Loss and norm on their way to the CPU; readable once the device has passed this point."""
-    numbers = torch.stack((loss, torch.zeros_like(loss) if norm is None else norm.float()))
+    numbers = torch.stack((loss, norm.float()))
     if numbers.device.type != "cuda":
         return numbers.cpu()
     host = torch.empty(2, pin_memory=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from whimbrel import __version__
 from whimbrel.artifacts import load_weights, save_model
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.files import atomic_file
 from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import (
@@ -55,6 +55,8 @@ def train(
     while run.loop.position.step < config.train.total_steps and not stopping():
         run.loop.run(run.next_stop(), stopping)
         run.after_steps(stopped=stopping())
+    if stopping() and run.loop.position.step > 0:
+        run.save()  # the request may have come while something else than a step was running
     return run.finish()
 
 
@@ -83,20 +85,19 @@ class Run:
         device = choose_device(config.train.device)
         torch.set_float32_matmul_precision(config.train.matmul_precision)
         newest = latest_checkpoint(config.output_dir)
-        if newest is not None:
-            verify_checkpoint(newest)
-        micro_batch = assemble.choose_micro_batch(config, device)
-        batches = assemble.build_batches(config, device, micro_batch)
+        config = _with_recorded_micro_batch(config, None if newest is None else verify_checkpoint(newest))
         model = assemble.build_model(config, device)
-        loop = assemble.build_loop(config, model, batches, device)
+        micro_batch = assemble.choose_micro_batch(config, model, device)
+        config = replace(config, train=replace(config.train, micro_batch=micro_batch, device=str(device)))
+        batches = assemble.build_batches(config, device, micro_batch)
         run = cls(
             config=config,
             device=device,
             model=model,
             batches=batches,
-            loop=loop,
+            loop=assemble.build_loop(config, model, batches, device),
             validation=assemble.build_validation(config, device, micro_batch),
-            tokenizer=assemble.find_tokenizer(config.data.path),
+            tokenizer=assemble.find_tokenizer(config, batches.eot_id),
             resumed_from=newest,
             watchers=watchers,
             sampler=sampler,
@@ -106,19 +107,34 @@ class Run:
         if config.sample.every is not None and run.tokenizer is None:
             raise ConfigError(f"sample.every needs the tokenizer, and {config.data.path} holds no tokenizer.json")
         if newest is not None:
-            load_weights(model, newest / "model")
-            for key, part in run.parts().items():
-                part.load_state_dict(read_component(newest, key))
-        config.output_dir.mkdir(parents=True, exist_ok=True)
+            run.load(newest)
         with atomic_file(config.output_dir / "config.toml", "w") as file:
             file.write(dump_toml(to_table(config)))
-        run.watchers = [JsonLog(config.output_dir / "log.jsonl", loop.position.step), run.last, *watchers]
-        loop.watchers = run.watchers
+        run.watchers = [JsonLog(config.output_dir / "log.jsonl", run.loop.position.step), run.last, *watchers]
+        run.loop.watchers = run.watchers
         return run
+
+    def load(self, checkpoint: Path) -> None:
+        """Put every part into the state that a checkpoint holds; the optimizer's settings stay those of this run."""
+        load_weights(self.model, checkpoint / "model")
+        self.batches.load_state_dict(read_component(checkpoint, "batches"))
+        self.loop.position.load_state_dict(read_component(checkpoint, "position"))
+        optimizer, saved = self.loop.optimizer, read_component(checkpoint, "optimizer")
+        settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+        if [set(group) - {"params"} for group in saved["param_groups"]] != [set(group) for group in settings] or [
+            group["names"] for group in saved["param_groups"]
+        ] != [group["names"] for group in settings]:
+            raise CheckpointError(
+                f"{checkpoint} holds the state of another optimizer, or of other parameter groups: keep optim.name, "
+                "optim.decay and which rates are given, or name another output_dir"
+            )
+        optimizer.load_state_dict(saved)
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
+            group.update(own)
 
     def parts(self) -> dict[str, Any]:
         """What a checkpoint holds besides the model."""
-        return {"optimizer": self.loop.optimizer, "data": self.batches, "position": self.loop.position}
+        return {"optimizer": self.loop.optimizer, "batches": self.batches, "position": self.loop.position}
 
     def start(self) -> None:
         """Compile, so that no step is timed with it, and tell the watchers what is about to run."""
@@ -191,7 +207,7 @@ class Run:
         step, directory = self.loop.position.step, self.config.output_dir
         if step not in list_checkpoints(directory):
             states = {key: part.state_dict() for key, part in self.parts().items()}
-            about = {"whimbrel": __version__, "torch": str(torch.__version__)}
+            about = {"whimbrel": __version__, "torch": str(torch.__version__), "micro_batch": self.batches.B}
             path = write_checkpoint(directory, step, states, self._write_model, about)
             self.checkpoint = path
             for watcher in self.watchers:
@@ -225,6 +241,16 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
+
+
+def _with_recorded_micro_batch(config: RunConfig, manifest: Mapping[str, Any] | None) -> RunConfig:
+    """A resumed run that names no micro-batch goes on with the one it had, so that free memory changes no sum."""
+    recorded = None if manifest is None else manifest.get("micro_batch")
+    if config.train.micro_batch is not None or not isinstance(recorded, int):
+        return config
+    if config.train.tokens_per_step % (recorded * config.sequence_length):
+        return config
+    return replace(config, train=replace(config.train, micro_batch=recorded))
 
 
 class _LastStep(Watcher):

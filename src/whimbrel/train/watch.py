@@ -41,7 +41,7 @@ class StepRecord:
     total: int
     loss: float
     lr: float
-    grad_norm: float | None
+    grad_norm: float
     seconds: float
     tokens: int
 
@@ -56,7 +56,7 @@ class RunResult:
     compile_seconds: float
     train_loss: float | None
     validation_loss: float | None
-    peak_memory: int | None
+    peak_memory: int
     checkpoint: Path | None
 
 
@@ -80,6 +80,10 @@ class Watcher:
 
     def on_end(self, result: RunResult) -> None:
         """After the last step of this sitting."""
+
+
+FIELDS = {"step": ("after", "loss", "tokens"), "validation": ("after", "loss"), "sample": ("after", "text")}
+"""What a line of the log must have, by its kind."""
 
 
 class JsonLog(Watcher):
@@ -110,11 +114,22 @@ class JsonLog(Watcher):
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a `log.jsonl`; a last line cut short by a crash is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError as error:
             raise DataError(f"{path}:{number} is not JSON: {error}") from error
+        missing = _missing(record)
+        if missing is not None:
+            raise DataError(f"{path}:{number} is no line of a run's log: it has no '{missing}'")
+        records.append(record)
     return records
+
+
+def _missing(record: object) -> str | None:
+    """What a line of the log lacks; None where it has all that its kind must have."""
+    if not isinstance(record, dict) or record.get("kind") not in FIELDS:
+        return "kind"
+    return next((key for key in FIELDS[record["kind"]] if key not in record), None)

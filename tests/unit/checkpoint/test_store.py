@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from whimbrel.base.errors import CheckpointError
+from whimbrel.base.errors import CheckpointError, WriteError
 from whimbrel.checkpoint import (
     checkpoint_path,
     latest_checkpoint,
@@ -89,6 +91,26 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         write_checkpoint(tmp_path, 1, {"x": 1}, broken, {})
     assert os.listdir(tmp_path / "checkpoints") == []
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(WriteError, match="cannot write"):
+            save(tmp_path, 1, w={"t": torch.ones(4096)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert os.listdir(tmp_path / "checkpoints") == []
+
+
+def test_what_an_interrupted_removal_left_does_not_block(tmp_path: Path) -> None:
+    left = checkpoint_path(tmp_path, 1)
+    left.mkdir(parents=True)
+    (left / "w.safetensors").write_bytes(b"x")
+    verify_checkpoint(save(tmp_path, 1, x=1))
 
 
 def test_pruning_keeps_the_newest(tmp_path: Path) -> None:

@@ -124,6 +124,15 @@ def test_a_fault_is_one_line_and_exit_code_2(
     assert not (folder / "run").exists()
 
 
+def test_the_live_line_is_taken_down_on_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run("train", "recipe.toml", "--optim.lr=1e30", "--train.steps=30") == 2
+    out = capsys.readouterr().out
+    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1
+
+
 def test_trace_shows_where_it_arose(folder: Path) -> None:
     with pytest.raises(ValueError, match="no such configuration file"):
         main(["train", "none.toml", "--trace"])
@@ -194,7 +203,9 @@ def test_a_signal_ends_the_step_saves_and_exits_0(folder: Path, number: signal.S
     log = folder / "run" / "log.jsonl"
     wait_until(process, lambda: log.exists() and log.stat().st_size > 1000)
     process.send_signal(number)
-    assert "Stopped at step" in finish(process)
+    assert re.search(
+        r"Stopped at step \d+, saved in run/checkpoints/step-\d+: run the same command to go on", finish(process)
+    )
     newest = latest_checkpoint(folder / "run")
     assert newest is not None
     assert read_log(log)[-1]["after"] == int(newest.name.removeprefix("step-"))

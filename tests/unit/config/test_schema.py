@@ -88,22 +88,28 @@ def test_field_docs() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("--inner.rate=3e-3", {"inner": {"rate": 3e-3}}),
-        ("--steps=524_288", {"steps": 524288}),
-        ("--on=true", {"on": True}),
-        ("--path=some/where", {"path": "some/where"}),
-        ("--names=['a','b']", {"names": ["a", "b"]}),
-        ("--output-dir=x=y", {"output_dir": "x=y"}),
-        ('--path="12"', {"path": "12"}),
+        ("--inner.rate=3e-3", Outer(path=Path("p"), inner=Inner(rate=3e-3))),
+        ("--steps=524_288", Outer(path=Path("p"), steps=524288)),
+        ("--on=true", Outer(path=Path("p"), on=True)),
+        ("--path=some/where=x", Outer(path=Path("some/where=x"))),
+        ("--path=2026-11-15", Outer(path=Path("2026-11-15"))),
+        ('--path="a b"', Outer(path=Path("a b"))),
+        ("--names=['a','b']", Outer(path=Path("p"), names=("a", "b"))),
+        ("--inner.kind=cosine", Outer(path=Path("p"), inner=Inner(kind="cosine"))),
     ],
 )
-def test_overrides_are_read_as_toml_or_as_a_text(override: str, expected: dict[str, object]) -> None:
-    assert apply_overrides({}, [override]) == expected
+def test_an_override_is_read_as_its_setting_is_typed(override: str, expected: Outer) -> None:
+    assert build(Outer, apply_overrides({"path": "p"}, [override])) == expected
+
+
+def test_an_override_of_the_wrong_type_is_refused_as_typed() -> None:
+    with pytest.raises(ConfigError, match="steps = 'many' must be a whole number"):
+        build(Outer, apply_overrides({"path": "p"}, ["--steps=many"]))
 
 
 def test_an_override_keeps_its_neighbours_and_the_original() -> None:
     table = {"inner": {"rate": 1.0, "kind": "linear"}}
-    assert apply_overrides(table, ["--inner.rate=2"]) == {"inner": {"rate": 2, "kind": "linear"}}
+    assert apply_overrides(table, ["--inner.rate=2"]) == {"inner": {"rate": "2", "kind": "linear"}}
     assert apply_overrides(table, ["--inner.rate=none"]) == {"inner": {"kind": "linear"}}
     assert table == {"inner": {"rate": 1.0, "kind": "linear"}}
 

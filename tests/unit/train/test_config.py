@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.config import list_settings
 from whimbrel.models import GPT, GPTConfig, preset
 from whimbrel.train import RunConfig, load_run_config
 from whimbrel.train.assemble import route_parameters
@@ -53,8 +54,14 @@ def test_a_preset_is_filled_in_and_can_be_changed(root: Path) -> None:
         ({"train__steps": 0}, "train.steps = 0 must be greater than 0"),
         ({"train__micro_batch": -1}, "train.micro_batch = -1 must be greater than 0"),
         ({"data__sequence_length": 64}, "data.sequence_length = 64 is longer than model.context_length = 32"),
-        ({"checkpoint__keep": 0}, "checkpoint.keep = 0 must be at least 1"),
-        ({"validation__every": 0}, "validation.every = 0 must be at least 1"),
+        ({"checkpoint__keep": 0}, "checkpoint.keep = 0 must be greater than 0"),
+        ({"validation__every": 0}, "validation.every = 0 must be greater than 0"),
+        ({"data__sequence_length": 0}, "data.sequence_length = 0 must be greater than 0"),
+        ({"validation__tokens": -5}, "validation.tokens = -5 must be greater than 0"),
+        ({"sample__temperature": -1.0}, "sample.temperature = -1.0 must not be negative"),
+        ({"sample__max_new_tokens": 0}, "sample.max_new_tokens = 0 must be greater than 0"),
+        ({"train__seed": 2**64}, "train.seed = 18446744073709551616 must be at least 0"),
+        ({"model__preset": 3}, "model.preset = 3 must be a text"),
         ({"train__precision": "fp16"}, "train.precision = 'fp16' is not one of fp32, bf16"),
         ({"optim__name": "adam"}, "optim.name = 'adam' is not one of adamw, muon: did you mean 'adamw'"),
     ],
@@ -83,15 +90,20 @@ def test_the_default_micro_batch_divides_the_step_and_fits(monkeypatch: pytest.M
 
     def chosen(free: int | None, tokens: int = 524_288) -> int:
         monkeypatch.setattr(batching, "free_memory", lambda device: free)
-        return default_micro_batch(GPTConfig(), tokens, 1024, torch.device("cpu"), 2)
+        return default_micro_batch(GPTConfig(), tokens, 1024, torch.device("cpu"), itemsize=2, reserve=3 * 2**30)
 
     assert chosen(None) == 4
     assert chosen(140 * 2**30) == 64
     assert chosen(140 * 2**30, tokens=3 * 1024) == 3
-    assert 1 <= chosen(4 * 2**30) < chosen(24 * 2**30) < 64
+    assert 1 <= chosen(4 * 2**30) < chosen(16 * 2**30) < 64
     assert chosen(1) == 1
     with pytest.raises(ConfigError, match="the nearest legal totals are 524288 and 525312"):
         chosen(None, tokens=524_289)
+
+
+def test_what_may_be_left_out_is_left_out_by_default() -> None:
+    """`--a.b=none` removes a value; that means None only where None is the default."""
+    assert all(s.default is None or "not given" not in s.doc for s in list_settings(RunConfig))
 
 
 def test_devices() -> None:

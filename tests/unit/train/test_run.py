@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from whimbrel.checkpoint import latest_checkpoint, list_checkpoints, read_compon
 from whimbrel.models import GPT
 from whimbrel.text import Tokenizer, load_tokenizer
 from whimbrel.train import RunConfig, RunSummary, StepRecord, Watcher, read_log, train
+from whimbrel.train.run import Run
 
 MakeRun = Callable[..., RunConfig]
 
@@ -162,12 +165,23 @@ def test_the_log_holds_every_number(make_run: MakeRun) -> None:
     assert [line["after"] for line in lines if line["kind"] == "validation"] == [3, 6]
 
 
-def test_clipping_bounds_the_gradient(make_run: MakeRun, tmp_path: Path) -> None:
-    free = run(make_run(output_dir=tmp_path / "free", optim__name="adamw"))
-    clipped = run(make_run(output_dir=tmp_path / "clipped", train__clip=1e-9))
-    assert free.losses[0] == clipped.losses[0]
-    assert free.losses[-1] != clipped.losses[-1]
-    assert free.records[0].grad_norm is None
+@pytest.mark.parametrize("clip", [None, 0.125])
+def test_clipping_bounds_what_the_optimizer_sees(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, clip: float | None
+) -> None:
+    norms = []
+    step = torch.optim.AdamW.step
+
+    def watched(self: torch.optim.AdamW, *args: Any) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    seen = run(make_run(**{"train__clip": clip} if clip else {}))
+    reported = [record.grad_norm for record in seen.records]
+    assert min(reported) > 0.125
+    assert norms == pytest.approx([0.125] * 6 if clip else reported, rel=1e-4)
 
 
 def test_the_resolved_configuration_runs_again(make_run: MakeRun) -> None:
@@ -175,7 +189,13 @@ def test_the_resolved_configuration_runs_again(make_run: MakeRun) -> None:
 
     config = make_run()
     run(config)
-    assert run_config(tomllib.loads((config.output_dir / "config.toml").read_text())) == config
+    written = run_config(tomllib.loads((config.output_dir / "config.toml").read_text()))
+    assert written == config
+    free = make_run(train__micro_batch=2, output_dir=config.output_dir.with_name("free"))
+    free = replace(free, train=replace(free.train, micro_batch=None))
+    run(free)
+    recorded = run_config(tomllib.loads((free.output_dir / "config.toml").read_text()))
+    assert recorded.train.micro_batch == 8
 
 
 def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on(make_run: MakeRun) -> None:
@@ -213,7 +233,7 @@ def test_samples_come_from_the_model_in_training(make_run: MakeRun) -> None:
 
 def test_a_loss_that_is_not_finite_stops_before_anything_is_saved(make_run: MakeRun) -> None:
     config = make_run(optim__lr=1e30, train__steps=20, schedule__name="constant", checkpoint__every=20)
-    with pytest.raises(TrainingError, match=r"the loss of step \d+ is (nan|inf)"):
+    with pytest.raises(TrainingError, match=r"step \d+ has the loss \S+ and the gradient norm (nan|inf)"):
         run(config)
     assert list_checkpoints(config.output_dir) == {}
 
@@ -234,9 +254,60 @@ def test_a_damaged_checkpoint_is_not_resumed(make_run: MakeRun) -> None:
         run(config)
 
 
-def test_tokens_beyond_the_vocabulary_are_refused(make_run: MakeRun) -> None:
-    with pytest.raises(DataError, match="vocabulary has 100 ids"):
-        run(make_run(model__vocab_size=100))
+def test_a_vocabulary_too_small_is_refused_before_anything_is_written(make_run: MakeRun, shards: Path) -> None:
+    config = make_run(model__vocab_size=299)
+    with pytest.raises(ConfigError, match=r"vocabulary of 300 tokens and model\.vocab_size is 299: set --model"):
+        run(config)
+    assert not config.output_dir.exists()
+
+
+def test_shards_with_another_tokenizer_beside_them_are_refused(make_run: MakeRun, shards: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(shards, copy)
+    load_tokenizer("gpt2").save(copy)
+    with pytest.raises(DataError, match=r"tokenizer\.json is not the tokenizer that its shards were made with"):
+        run(make_run(data__path=str(copy)))
+
+
+def test_a_stop_during_validation_is_saved(make_run: MakeRun) -> None:
+    class StopThere(Seen):
+        stop = False
+
+        def on_validation(self, step: int, loss: float) -> None:
+            self.stop = True
+
+    config, seen = make_run(validation__every=2), StopThere()
+    result = train(config, watchers=[seen], stopping=lambda: seen.stop)
+    assert result.step == 2
+    assert list(list_checkpoints(config.output_dir)) == [2]
+
+
+def test_a_resumed_run_obeys_its_new_optimizer_settings(make_run: MakeRun) -> None:
+    run(make_run(schedule__name="constant", optim__lr=1e-3))
+    changed = make_run(schedule__name="constant", optim__lr=1e-5, optim__weight_decay=0.5, train__steps=8)
+    state = Run.prepare(changed, [], None)
+    assert {(g["lr"], g["peak_lr"]) for g in state.loop.optimizer.param_groups} == {(1e-5, 1e-5)}
+    assert {g["weight_decay"] for g in state.loop.optimizer.param_groups} == {0.0, 0.5}
+    assert [record.lr for record in run(changed).records] == [1e-5] * 2
+
+
+def test_the_state_of_another_optimizer_is_refused(make_run: MakeRun) -> None:
+    run(make_run())
+    with pytest.raises(CheckpointError, match="holds the state of another optimizer"):
+        run(make_run(optim__name="muon", train__steps=8))
+
+
+def test_a_resumed_run_keeps_the_micro_batch_it_chose(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def free(steps: int) -> RunConfig:
+        config = make_run(train__steps=steps, schedule__name="constant")
+        return replace(config, train=replace(config.train, micro_batch=None))
+
+    first = run(free(6)).summary
+    monkeypatch.setattr("whimbrel.train.batching.CPU_MICRO_BATCH", 32)
+    second = run(free(8)).summary
+    assert first is not None
+    assert second is not None
+    assert first.micro_batch == second.micro_batch == 8
 
 
 def test_the_seed_decides_the_weights(make_run: MakeRun, tmp_path: Path) -> None:
@@ -264,5 +335,11 @@ def test_compiled_blocks_give_the_same_curve(make_run: MakeRun, tmp_path: Path) 
 
 def test_a_log_line_that_is_no_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text(json.dumps({"kind": "step"}) + "\nnonsense\n")
-    with pytest.raises(DataError, match=r"log\.jsonl:2 is not JSON"):
+    with pytest.raises(DataError, match=r"log\.jsonl:1 is no line of a run's log: it has no 'after'"):
+        read_log(tmp_path / "log.jsonl")
+    (tmp_path / "log.jsonl").write_text("nonsense\n")
+    with pytest.raises(DataError, match=r"log\.jsonl:1 is not JSON"):
+        read_log(tmp_path / "log.jsonl")
+    (tmp_path / "log.jsonl").write_text("3\n")
+    with pytest.raises(DataError, match=r"log\.jsonl:1 is no line of a run's log: it has no 'kind'"):
         read_log(tmp_path / "log.jsonl")
