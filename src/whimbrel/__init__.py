@@ -9,9 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from whimbrel.artifacts import load_model, save_model
+    from whimbrel.artifacts import load_model, load_tokenizer, save_model
     from whimbrel.generate import generate
-    from whimbrel.text import load_tokenizer
 
 __all__ = ["__version__", "generate", "load_model", "load_tokenizer", "save_model"]
 
@@ -20,7 +19,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "generate": "whimbrel.generate",
     "load_model": "whimbrel.artifacts",
-    "load_tokenizer": "whimbrel.text",
+    "load_tokenizer": "whimbrel.artifacts",
     "save_model": "whimbrel.artifacts",
 }
 

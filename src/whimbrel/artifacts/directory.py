@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.artifacts.llama2c import load_llama2c
+from whimbrel.artifacts.sources import model_directory
 from whimbrel.artifacts.tables import read_table, write_table
 from whimbrel.artifacts.tensors import TensorFiles, write_tensors
 from whimbrel.base.errors import CheckpointError, ConfigError
@@ -39,15 +40,13 @@ class SpecialTokens(NamedTuple):
 def load_model(
     path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
 ) -> GPT:
-    """The model in a Hugging Face directory, or in a llama2.c `.bin` file.
+    """The model of a run (its newest checkpoint), in a Hugging Face directory, or in a llama2.c `.bin` file.
 
     Weights keep the dtype they are stored in, and stay on the CPU, unless told otherwise.
     """
-    source = Path(path)
+    source = model_directory(path)
     if source.is_file():
         return load_llama2c(source).to(device=device, dtype=dtype)
-    if not source.is_dir():
-        raise CheckpointError(f"no model at {source}: give a model directory or a llama2.c .bin file")
     model_type, config = _read_config(source)
     files = TensorFiles(source)
     names = _match(files, places(model_type, config))

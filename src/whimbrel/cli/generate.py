@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from whimbrel.base.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from whimbrel.text import Tokenizer
+from whimbrel.base.errors import ConfigError
 
 __all__ = ["generate"]
 
@@ -31,16 +28,20 @@ def generate(
     ] = False,
     seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, mps or cpu; the fastest there is when not given.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer other than the model's own.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer other than the model's own; a llama2.c .bin has none.")
+    ] = None,
 ) -> None:
     """Write on from a text, as it is drawn."""
-    from whimbrel.artifacts import load_model, special_tokens
-    from whimbrel.generate import Sampling, stream, stream_text
+    from whimbrel.artifacts import load_model, load_tokenizer, model_directory, special_tokens
+    from whimbrel.generate import Sampling, encode_prompt, stream, stream_text
     from whimbrel.train.device import choose_device
 
-    source = _model_of(model)
-    words = _load_tokenizer(tokenizer or source)
-    prompt = words.pipeline.encode(text).ids or [words.eot_id]
+    source = model_directory(model)
+    if tokenizer is None and source.is_file():
+        raise ConfigError(f"the file {source} holds no tokenizer: pass --tokenizer with the one it was trained with")
+    words = load_tokenizer(tokenizer or source)
+    prompt = encode_prompt(words, text)
     ends = special_tokens(source).eos_ids if source.is_dir() else ()
     tokens = stream(
         load_model(source, device=choose_device(device)),
@@ -54,26 +55,3 @@ def generate(
     for piece in stream_text(words, prompt, tokens):
         print(piece, end="", flush=True)
     print()
-
-
-def _model_of(path: Path) -> Path:
-    """The model directory of a run's newest checkpoint, or the path itself."""
-    from whimbrel.checkpoint import latest_checkpoint
-
-    if not path.exists():
-        raise CheckpointError(f"no run or model at {path}")
-    if not (path / "checkpoints").is_dir():
-        return path
-    newest = latest_checkpoint(path)
-    if newest is None:
-        raise CheckpointError(f"the run {path} has no whole checkpoint yet: train it further")
-    return newest / "model"
-
-
-def _load_tokenizer(path: Path) -> Tokenizer:
-    from whimbrel.text import load_tokenizer
-    from whimbrel.text.llama2c import load_llama2c_tokenizer
-
-    if path.suffix == ".bin":
-        return load_llama2c_tokenizer(path)
-    return load_tokenizer(path)

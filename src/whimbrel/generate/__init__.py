@@ -5,9 +5,19 @@ from types import ModuleType
 
 from whimbrel.generate.decode import decode_n, decode_one, generate, prefill, stream
 from whimbrel.generate.sampling import Sampling, sample
-from whimbrel.generate.text import stream_text
+from whimbrel.generate.text import encode_prompt, stream_text
 
-__all__ = ["Sampling", "decode_n", "decode_one", "generate", "prefill", "sample", "stream", "stream_text"]
+__all__ = [
+    "Sampling",
+    "decode_n",
+    "decode_one",
+    "encode_prompt",
+    "generate",
+    "prefill",
+    "sample",
+    "stream",
+    "stream_text",
+]
 
 
 class _CallableModule(ModuleType):

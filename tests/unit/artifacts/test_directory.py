@@ -218,7 +218,7 @@ def test_a_damaged_directory_is_refused_by_name(saved, damage, message):
 
 
 def test_a_missing_model_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no model at"):
+    with pytest.raises(CheckpointError, match="no run or model at"):
         load_model(tmp_path / "nowhere")
 
 

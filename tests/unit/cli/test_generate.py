@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from whimbrel.artifacts import save_model
+from whimbrel.base.errors import CheckpointError, ConfigError, RequestError
 from whimbrel.checkpoint import write_checkpoint
 from whimbrel.cli.generate import generate
 from whimbrel.generate import generate as tokens_after
@@ -57,14 +58,25 @@ def test_a_run_gives_its_newest_checkpoint(model, directory, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
-    [("nowhere", "no run or model at"), ("empty", "no whole checkpoint yet"), ("bare", "no tokenizer")],
+    ("path", "error", "message"),
+    [
+        ("nowhere", CheckpointError, "no run or model at nowhere"),
+        ("empty", CheckpointError, "the run empty has no whole checkpoint yet"),
+        ("bare", ConfigError, "no tokenizer at bare"),
+        ("model.bin", ConfigError, "model.bin holds no tokenizer: pass --tokenizer"),
+    ],
 )
-def test_what_holds_no_model_is_refused(model, workdir, path, message):
+def test_what_holds_no_model_or_no_tokenizer_is_refused(model, workdir, path, error, message):
     Path("empty/checkpoints").mkdir(parents=True)
+    Path("model.bin").write_bytes(bytes(28))
     save_model(model, "bare")
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(error, match=message):
         generate(Path(path), "text", device="cpu")
+
+
+def test_a_prompt_that_is_no_text_is_refused(directory):
+    with pytest.raises(RequestError, match="not valid UTF-8 at character 3"):
+        generate(directory, "caf\udce9", device="cpu")
 
 
 def test_past_the_end_another_text_begins(model, directory, capsys, monkeypatch):
