@@ -25,6 +25,7 @@ $(VENV)/torch.stamp: constraints.txt
 	@echo "installing the pinned packages into $(VENV) (once)"
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install --constraint constraints.txt torch==2.13.0
+	@$(BIN)/python -c 'import torch; print("note: pip chose a CUDA build of torch; it works, but a CPU build is smaller") if torch.version.cuda else None'
 	@touch $@
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
