@@ -28,6 +28,7 @@ EXTRAS = {  # the extras of pyproject.toml that a user may want: the package eac
     "ray": ("ray", "prepare data on a cluster"),
 }
 GIB = 1024**3
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +153,8 @@ def _abilities(fault: str | None, devices: tuple[Device, ...]) -> Iterator[Abili
         best = devices[0]
         precision = "bf16" if best.bf16 else "fp32 (no bf16 before compute capability 8.0)"
         yield Ability(what="train and generate", works=True, note=f"on {best.kind}, {precision}")
+        if best.kind != "cuda" and _has_nvidia_card():
+            yield _nvidia_ability()
         yield _compile_ability(best)
     else:
         yield Ability(what="train and generate", works=False, note=fault)
@@ -159,6 +162,22 @@ def _abilities(fault: str | None, devices: tuple[Device, ...]) -> Iterator[Abili
         version = _version(package)
         note = f"{package} {version}" if version else f"pip install 'whimbrel[{extra}]'"
         yield Ability(what=what, works=version is not None, note=note)
+
+
+def _has_nvidia_card() -> bool:
+    """Whether the driver of an NVIDIA card is here, asked without torch."""
+    return NVIDIA_DRIVER.exists() or shutil.which("nvidia-smi") is not None
+
+
+def _nvidia_ability() -> Ability:
+    """Why torch sees no card although there is one."""
+    import torch
+
+    if torch.version.cuda is None:
+        note = f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch (pytorch.org)"
+    else:
+        note = f"torch is built for CUDA {torch.version.cuda} but sees no card: see what nvidia-smi says"
+    return Ability(what="use the NVIDIA card", works=False, note=note)
 
 
 def _compile_ability(best: Device) -> Ability:

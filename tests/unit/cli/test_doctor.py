@@ -117,6 +117,26 @@ def test_an_old_gpu_trains_without_bf16(monkeypatch: pytest.MonkeyPatch):
     assert "no bf16" in ability(examine(), "train and generate").note
 
 
+@pytest.mark.parametrize(
+    ("cuda", "advice"), [(None, "install a CUDA build of torch"), ("13.0", "built for CUDA 13.0 but sees no card")]
+)
+@pytest.mark.parametrize("trace", ["driver", "nvidia-smi"])
+def test_a_card_that_torch_does_not_see_is_told(cuda, advice, trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(room, "NVIDIA_DRIVER", tmp_path if trace == "driver" else tmp_path / "none")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == trace else None)
+    found = ability(examine(), "use the NVIDIA card")
+    assert not found.works
+    assert advice in found.note
+
+
+def test_no_card_is_spoken_of_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(room, "NVIDIA_DRIVER", tmp_path / "none")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "use the NVIDIA card" not in [ability.what for ability in examine().abilities]
+
+
 def test_the_doctor_agrees_with_the_package(root: Path):
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert "torch>={}.{},<{}.{}".format(*TORCH_FLOOR, *TORCH_CEILING) in project["dependencies"]
