@@ -12,12 +12,22 @@ from typing import Any
 
 from whimbrel.base.errors import DataError
 
-__all__ = ["BATCH_DOCUMENTS", "Batch", "Documents", "jsonl_batches", "parquet_batches", "text_batches"]
+__all__ = [
+    "BATCH_DOCUMENTS",
+    "Batch",
+    "Documents",
+    "check_length",
+    "jsonl_batches",
+    "parquet_batches",
+    "text_batches",
+]
 
 BATCH_BYTES = 1 << 20
 """Raw text in a batch, about; a longer document is a batch of its own."""
 BATCH_DOCUMENTS = 64
 """Documents in a batch of a format that counts in rows."""
+MOST_DOCUMENT = 1 << 28
+"""Bytes of one document, 256 MiB: a document is held in memory whole and encoded by one thread."""
 
 Documents = list[tuple[int, str]]
 """Documents with their numbers in the file, for messages. Empty ones are left out."""
@@ -31,6 +41,8 @@ class Batch:
     """The file and the word for its parts: `a.jsonl, line`; a number completes it."""
     documents: Callable[[], Documents]
     """Parses them."""
+    read: float | None
+    """The share of the file that lies before the next batch, for estimates; None where the size is not known."""
 
 
 def parquet_batches(path: Path, text_key: str) -> Iterator[Batch]:
@@ -45,15 +57,16 @@ def parquet_batches(path: Path, text_key: str) -> Iterator[Batch]:
                 f"{path} has no column '{text_key}': its columns are {', '.join(names)}; name one by --text_key"
             )
         for batch in file.iter_batches(BATCH_DOCUMENTS, columns=[text_key], use_threads=False):
-            yield Batch(place, functools.partial(_parse_column, batch.column(0), place, row))
+            parse = functools.partial(_parse_column, batch.column(0), place, row)
             row += batch.num_rows
+            yield Batch(place, parse, row / file.metadata.num_rows)
 
 
 def jsonl_batches(path: Path, codec: str | None, text_key: str) -> Iterator[Batch]:
     """Lines of a jsonl file, one JSON object each."""
     place, line = f"{path}, line", 1
-    for block in _blocks(path, codec, b"\n"):
-        yield Batch(place, functools.partial(_parse_lines, block, place, line, text_key))
+    for block, read in _blocks(path, codec, b"\n"):
+        yield Batch(place, functools.partial(_parse_lines, block, place, line, text_key), read)
         line += block.count(b"\n")
 
 
@@ -61,37 +74,48 @@ def text_batches(path: Path, codec: str | None, separator: str | None) -> Iterat
     """A text file as one document, or as documents parted by `separator`."""
     place, number = f"{path}, document", 1
     mark = separator.encode() if separator else None
-    for block in _blocks(path, codec, mark):
-        yield Batch(place, functools.partial(_parse_texts, block, place, number, mark))
+    for block, read in _blocks(path, codec, mark):
+        yield Batch(place, functools.partial(_parse_texts, block, place, number, mark), read)
         number += block.count(mark) if mark else 1
 
 
-def _blocks(path: Path, codec: str | None, mark: bytes | None) -> Iterator[bytes]:
-    """The file's bytes in order, cut after a `mark`; in one piece where there is none."""
+def check_length(path: Path, size: int) -> None:
+    """Refuse a document of `path` that is longer than `MOST_DOCUMENT`."""
+    if size > MOST_DOCUMENT:
+        most = f"{MOST_DOCUMENT >> 20} MiB"
+        raise DataError(f"{path} holds a document of more than {most}: part it (a text file by --separator)")
+
+
+def _blocks(path: Path, codec: str | None, mark: bytes | None) -> Iterator[tuple[bytes, float]]:
+    """The file's bytes in order, cut after a `mark`; in one piece where there is none. Each with the share read."""
+    import pyarrow as pa
+
     held = bytearray()
-    with _one_line(f"{path} is not a readable {codec or 'text'} file"), _open(path, codec) as file:
+    with _one_line(f"{path} is not a readable {codec or 'text'} file"), pa.OSFile(str(path)) as raw:
+        file, size = pa.CompressedInputStream(raw, codec) if codec else raw, raw.size()
         while block := file.read(BATCH_BYTES):
             seen = max(0, len(held) - len(mark)) if mark else 0
             held += block
             if mark and (found := held.rfind(mark, seen)) >= 0:
-                yield bytes(held[: found + len(mark)])
+                yield bytes(held[: found + len(mark)]), raw.tell() / size
                 del held[: found + len(mark)]
+            check_length(path, len(held))
     if held:
-        yield bytes(held)
-
-
-def _open(path: Path, codec: str | None) -> Any:
-    import pyarrow as pa
-
-    return pa.CompressedInputStream(pa.OSFile(str(path)), codec) if codec else open(path, "rb")
+        yield bytes(held), 1.0
 
 
 def _parse_column(column: Any, place: str, first: int) -> Documents:
-    texts = column.to_pylist()
-    for row, text in enumerate(texts, first):
+    documents: Documents = []
+    for row, value in enumerate(column, first):
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{place} {row}: not UTF-8 at byte {error.start} of the text") from error
         if not isinstance(text, str):
             raise DataError(f"{place} {row}: the text is {type(text).__name__}, not a string; drop the row or mend it")
-    return [(row, text) for row, text in enumerate(texts, first) if text]
+        if text:
+            documents.append((row, text))
+    return documents
 
 
 def _parse_lines(block: bytes, place: str, first: int, text_key: str) -> Documents:
@@ -105,6 +129,8 @@ def _parse_lines(block: bytes, place: str, first: int, text_key: str) -> Documen
             raise DataError(f"{place} {number}: not UTF-8 at byte {error.start} of the line") from error
         except ValueError as error:
             raise DataError(f"{place} {number}: not JSON ({error})") from error
+        except RecursionError as error:
+            raise DataError(f"{place} {number}: JSON nested too deeply to be read; drop the line or mend it") from error
         except (KeyError, TypeError, IndexError) as error:
             raise DataError(
                 f"{place} {number}: no key '{text_key}' in it; name the text's key by --text_key"

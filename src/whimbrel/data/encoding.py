@@ -26,6 +26,8 @@ class Encoded:
     """Those that the hash offers to validation, one by one."""
     documents: int
     """How many documents it had."""
+    read: float | None
+    """The share of its file that lies before the next batch; None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class BatchEncoder:
                 raise DataError(f"{batch.place} {number}: {error}") from error
             offered = self.val_share and int.from_bytes(fingerprint(tokens), "big") < self.val_share * 2**64
             (held_out if offered else train).append(tokens)
-        return Encoded(np.concatenate(train), tuple(held_out), len(documents))
+        return Encoded(np.concatenate(train), tuple(held_out), len(documents), batch.read)
 
 
 def fingerprint(tokens: NDArray[Any]) -> bytes:

@@ -46,14 +46,16 @@ class HubDataset:
         place, row = f"{self.name}, row", skip * BATCH_DOCUMENTS
         rows = self._rows(row)
         while some := list(itertools.islice(rows, BATCH_DOCUMENTS)):
-            yield Batch(place, functools.partial(_texts, some, place, row, text_key))
+            yield Batch(place, functools.partial(_texts, some, place, row, text_key), read=None)
             row += len(some)
 
     def _rows(self, skip: int) -> Iterator[dict[str, Any]]:
         try:
             import datasets
         except ImportError as error:
-            raise MissingExtraError(f"the hub dataset {self.name}", "datasets", "hub") from error
+            raise MissingExtraError(
+                f"no local file or folder {self.name}; as a hub dataset it", "datasets", "hub"
+            ) from error
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last failure is told below
         try:
             yield from datasets.load_dataset(self.dataset, self.config, split="train", streaming=True).skip(skip)

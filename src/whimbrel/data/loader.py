@@ -47,7 +47,7 @@ class TokenDataLoader:
         eot_id: int | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        for name, value in (("B", B), ("T", T), ("block", block or 1)):
+        for name, value in (("B", B), ("T", T), ("block", 1 if block is None else block)):
             if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if not 0 <= rank < world_size:

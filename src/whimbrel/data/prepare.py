@@ -32,7 +32,7 @@ from whimbrel.data.manifest import (
 )
 from whimbrel.data.pipeline import Engine, available_cores, encode_on_threads
 from whimbrel.data.shards import MOST_TOKENS
-from whimbrel.data.sources import FINEWEB, LocalFile, Origin, open_source
+from whimbrel.data.sources import FINEWEB, Origin, check_separator, open_source
 from whimbrel.data.stream import SPLITS
 from whimbrel.data.writing import ShardWriter
 from whimbrel.text import Tokenizer
@@ -72,8 +72,7 @@ def prepare(
     _check_request(name, shard_size, total_tokens, val, val_tokens)
     held_out = [origin for source in val for origin in open_source(source)]
     training = [origin for source in sources for origin in open_source(source)]
-    if separator is not None and not any(isinstance(o, LocalFile) and o.kind == "text" for o in held_out + training):
-        raise ConfigError(f"separator={separator!r} parts text files and no source is one: leave it out")
+    check_separator(separator, held_out + training)
     settings = ShardSettings(
         name=name,
         shard_size=shard_size,

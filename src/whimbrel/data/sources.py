@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Protocol
 
 from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.data.batches import Batch, jsonl_batches, parquet_batches, text_batches
+from whimbrel.data.batches import Batch, check_length, jsonl_batches, parquet_batches, text_batches
 from whimbrel.data.hub import HubDataset
 from whimbrel.data.manifest import SourceRecord
 
-__all__ = ["FINEWEB", "LocalFile", "Origin", "documents", "open_source", "source_name"]
+__all__ = ["FINEWEB", "LocalFile", "Origin", "check_separator", "documents", "open_source", "source_name"]
 
 FINEWEB = "HuggingFaceFW/fineweb:sample-10BT"
 """The source that `prepare` reads where none is named."""
@@ -88,31 +88,48 @@ class LocalFile:
 
 
 def open_source(source: str) -> Sequence[Origin]:
-    """The origins of one source in order: a file, a folder (searched through), a glob, or `owner/dataset[:config]`."""
+    """The origins of one source in order: a file, a folder, a glob, or `owner/dataset[:config]`.
+
+    Folders are searched through, but for names that begin with a dot.
+    """
+    if not source:
+        raise ConfigError(f"a source is empty: {_allowed()}")
     path = Path(source)
     if path.is_dir():
-        found = [_local(file, file.relative_to(path).as_posix()) for file in sorted(path.rglob("*")) if file.is_file()]
+        found = [_local(file, file.relative_to(path).as_posix()) for file in _visible(path)]
         origins = [file for file in found if file is not None]
         if not origins:
             raise DataError(f"the folder {source} holds no text: put {_known_suffixes()} files there")
         return origins
-    matches = [path] if path.is_file() else sorted(file for file in _expanded(path) if file.is_file())
+    matches = [path] if path.is_file() else sorted(file for file in _expanded(source) if file.is_file())
     if matches:
         return [_named_file(file) for file in matches]
     if HUB_NAME.fullmatch(source) and _suffix_kind(path)[0] is None:
         return [HubDataset.named(source)]
-    raise DataError(
-        f"no source {source}: give a file, folder or glob of {_known_suffixes()}, or owner/dataset[:config]"
-    )
+    raise DataError(f"no source {source}: {_allowed()}")
+
+
+def check_separator(separator: str | None, origins: Sequence[Origin]) -> None:
+    """Refuse a separator that parts nothing, and a text file that is too long to go without one."""
+    texts = [origin for origin in origins if isinstance(origin, LocalFile) and origin.kind == "text"]
+    if separator is None:
+        for file in texts:
+            if not file.codec:
+                check_length(file.path, file.text_bytes())
+    elif not separator:
+        raise ConfigError("separator='' parts nothing: give what stands between documents, or leave it out")
+    elif not texts:
+        raise ConfigError(f"separator={separator!r} parts text files and no source is one: leave it out")
 
 
 def documents(sources: Sequence[str], text_key: str = "text", separator: str | None = None) -> Iterator[str]:
     """The texts of all documents of `sources`, in order."""
-    for source in sources:
-        for origin in open_source(source):
-            for batch in origin.batches(text_key, separator, skip=0):
-                for _, text in batch.documents():
-                    yield text
+    origins = [origin for source in sources for origin in open_source(source)]
+    check_separator(separator, origins)
+    for origin in origins:
+        for batch in origin.batches(text_key, separator, skip=0):
+            for _, text in batch.documents():
+                yield text
 
 
 def source_name(source: str) -> str:
@@ -124,9 +141,15 @@ def source_name(source: str) -> str:
     return re.sub(r"[\W_]+", "-", plain).strip("-") or "text"
 
 
-def _expanded(pattern: Path) -> Iterator[Path]:
-    base = Path(pattern.anchor)
-    return base.glob(str(pattern.relative_to(base))) if glob.has_magic(str(pattern)) else iter(())
+def _visible(folder: Path) -> list[Path]:
+    found = sorted(file for file in folder.rglob("*") if file.is_file())
+    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+
+
+def _expanded(pattern: str) -> Iterator[Path]:
+    """What a glob names, read as the shell reads it: `**` alone is any depth, beside other characters it is `*`."""
+    found = glob.iglob(pattern, recursive=True)  # noqa: PTH207 (pathlib refuses `**.txt`)
+    return map(Path, found if glob.has_magic(pattern) else ())
 
 
 def _named_file(path: Path) -> LocalFile:
@@ -150,3 +173,7 @@ def _suffix_kind(path: Path) -> tuple[str | None, str | None]:
 
 def _known_suffixes() -> str:
     return f"{', '.join(KINDS)} (all but .parquet also {' or '.join(CODECS)})"
+
+
+def _allowed() -> str:
+    return f"give a file, folder or glob of {_known_suffixes()}, or owner/dataset[:config]"

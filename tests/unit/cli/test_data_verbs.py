@@ -81,6 +81,7 @@ def parquet(table: pa.Table) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+LATIN1 = pa.array(["x", "y", b"\xe9t\xe9"], pa.binary()).view(pa.string())
 ROWS = pa.table({"text": [f"{i} birds fly to the marsh" * 20 for i in range(500)]})
 BAD = {
     "empty jsonl": ("a.jsonl", b"", "holds no text"),
@@ -90,6 +91,7 @@ BAD = {
     "not an object": ("a.jsonl", GOOD + b"[1]\n", "a.jsonl, line 2: no key 'text'"),
     "not a string": ("a.jsonl", b'{"text": 5}\n', "a.jsonl, line 1: 'text' is int"),
     "bad utf-8 in jsonl": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "a.jsonl, line 2: not UTF-8 at byte 10"),
+    "deep json": ("a.jsonl", GOOD + b"[" * 200_000 + b"\n", "a.jsonl, line 2: JSON nested too deeply"),
     "half a surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "a.jsonl, line 2: text holds half a surrogate"),
     "truncated gz": ("a.jsonl.gz", gzip.compress(GOOD * 999)[:-9], "a.jsonl.gz is not a readable gzip file"),
     "not gz": ("a.jsonl.gz", b"plain text", "a.jsonl.gz is not a readable gzip file"),
@@ -102,6 +104,7 @@ BAD = {
     "truncated parquet": ("a.parquet", parquet(ROWS)[:-20], "a.parquet is not a readable parquet file"),
     "damaged parquet": ("a.parquet", parquet(ROWS).replace(b"\x28\xb5\x2f\xfd", b"\0\0\0\0"), "a.parquet is not a"),
     "no text column": ("a.parquet", parquet(pa.table({"t": ["x"]})), "no column 'text': its columns are t"),
+    "bad utf-8 in parquet": ("a.parquet", parquet(pa.table({"text": LATIN1})), "a.parquet, row 2: not UTF-8 at byte 0"),
     "null text": ("a.parquet", parquet(pa.table({"text": ["x", None]})), "a.parquet, row 1: the text is NoneType"),
     "unknown kind": ("a.pdf", b"%PDF", "a.pdf is of no known kind"),
 }
@@ -122,6 +125,9 @@ def test_a_bad_source_is_one_line_and_leaves_nothing(case: str, whimbrel, workdi
 
 def test_missing_sources_name_what_may_be_given(whimbrel, workdir: Path) -> None:
     Path("empty").mkdir()
+    Path("birds.txt").write_text("a bird")
+    assert "a source is empty: give a file" in whimbrel("prepare", "").err
+    assert "no source empty/**.txt" in whimbrel("prepare", "empty/**.txt").err
     assert "no source absent.txt" in whimbrel("prepare", "absent.txt").err
     assert "the folder empty holds no text" in whimbrel("prepare", "empty").err
     assert "no tokenizer at absent" in whimbrel("prepare", "empty", "--tokenizer", "absent").err

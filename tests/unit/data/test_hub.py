@@ -50,5 +50,7 @@ def test_a_row_without_text_is_named(hub) -> None:
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'whimbrel\[hub\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"^no local file or folder owner/birds; as a hub dataset it needs .* 'whimbrel\[hub\]'"
+    ):
         next(HubDataset("owner/birds", None).batches("text", None, 0))

@@ -225,6 +225,7 @@ def test_an_id_over_the_vocabulary_is_refused_when_read(folder: Path) -> None:
         {"B": 0},
         {"T": 0},
         {"block": -1},
+        {"block": 0},
         {"rank": 2, "world_size": 2},
         {"documents": "split"},
         {"documents": "pack", "block": 8},

@@ -60,7 +60,49 @@ def test_folders_and_globs_are_read_in_order_of_name(corpus, texts: list[str], t
     (folder / "ignored.png").write_bytes(b"\x89PNG")
     assert list(read_documents([str(folder)])) == texts[:30]
     assert list(read_documents([str(folder / "**" / "*.jsonl")])) == texts[20:30]
+    assert list(read_documents([str(folder / "**.parquet")])) == texts[:20]
     assert [origin.name for origin in open_source(str(folder))] == ["a.parquet", "b/2.jsonl"]
+
+
+def test_hidden_names_of_a_folder_are_not_read(corpus, texts: list[str], tmp_path: Path) -> None:
+    for name in ("seen.txt", ".hidden.txt", ".git/in.txt", "deep/.cache/in.txt"):
+        (tmp_path / ".data" / name).parent.mkdir(parents=True, exist_ok=True)
+        corpus.write(tmp_path / ".data" / name, [name])
+    assert list(read_documents([str(tmp_path / ".data")])) == ["seen.txt"]
+
+
+@pytest.mark.parametrize("form", ["a.txt", "a.txt.gz", "a.jsonl"])
+def test_a_document_that_is_too_long_is_refused(
+    corpus, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = str(corpus.write(tmp_path / form, ["word " * 800_000, "more " * 800_000]))
+    monkeypatch.setattr("whimbrel.data.batches.MOST_DOCUMENT", 1 << 21)
+    with pytest.raises(DataError, match=rf"{form} holds a document of more than 2 MiB: part it .*--separator"):
+        list(read_documents([source]))
+    monkeypatch.setattr("whimbrel.data.batches.MOST_DOCUMENT", 5_000_000)
+    separator = "<|doc|>" if ".txt" in form else None
+    assert len(list(read_documents([source], separator=separator))) == 2
+
+
+def test_a_long_text_is_refused_before_anything_is_read(
+    corpus, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (str(corpus.write(tmp_path / name, texts)) for name in ("a.jsonl", "b.txt"))
+    monkeypatch.setattr("whimbrel.data.batches.MOST_DOCUMENT", 1000)
+    monkeypatch.setattr("whimbrel.data.sources.jsonl_batches", lambda *_: pytest.fail("read"))
+    with pytest.raises(DataError, match=r"b\.txt holds a document"):
+        prepare([first, second], tmp_path / "out", GPT2, name="a")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_say_how_much_of_the_file_is_read(corpus, form: str, tmp_path: Path) -> None:
+    source = str(corpus.write(tmp_path / form, corpus.documents(4000)))
+    (origin,) = open_source(source)
+    shares = [batch.read for batch in origin.batches("text", "<|doc|>", 0)]
+    assert len(shares) > 3
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 0.5 < shares[-2] <= shares[-1] == 1.0
+    assert [batch.read for batch in origin.batches("text", "<|doc|>", 2)] == shares[2:]
 
 
 def test_lines_longer_than_a_block_and_without_a_last_newline(corpus, tmp_path: Path) -> None:
@@ -221,6 +263,8 @@ def test_a_folder_of_something_else_is_refused(corpus, texts: list[str], tmp_pat
         ({"name": "x_val"}, "cannot name shards"),
         ({"name": "a/b"}, "cannot name shards"),
         ({"separator": "|"}, "no source is one"),
+        ({"separator": ""}, "separator='' parts nothing"),
+        ({"val": [""]}, "a source is empty"),
     ],
 )
 def test_requests_that_cannot_be_are_refused(corpus, options: dict, match: str, workdir: Path) -> None:
