@@ -34,7 +34,8 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
     except OSError as error:
         raise _write_error(target, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the error that is on its way says more
+            temporary.unlink()
 
 
 @contextlib.contextmanager

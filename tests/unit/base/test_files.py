@@ -45,6 +45,13 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, monkeypatch
     assert os.listdir(tmp_path) == []
 
 
+def test_a_parent_that_is_a_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(WriteError, match=r"cannot write .*/file/deep: "), atomic_file(tmp_path / "file" / "deep"):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_folder_is_whole_or_absent(tmp_path: Path) -> None:
     with pytest.raises(KeyError), atomic_directory(tmp_path / "made") as folder:
         (folder / "a").write_text("a")
