@@ -1,6 +1,6 @@
 """Preparation against the tokenizer library itself and against the plain loop, interleaved in one run.
 
-    python bench/prepare.py ../shared/data/webmix/train-*.parquet --out bench/results/prepare.json
+    python bench/prepare.py FILES --out bench/results/prepare.json
 
 Measured in each round, on the same documents: the library's own batch call on one thread (texts in memory, ids thrown
 away); the loop that people start from (one process, one document after another, into a uint16 buffer, written as a
