@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from whimbrel.data.manifest import SHARD_SIZE, SPLITS
+
 __all__ = ["prepare"]
 
 
@@ -19,7 +21,7 @@ def prepare(
         ),
     ] = None,
     out_dir: Annotated[Path | None, typer.Option(help="Folder of the shards. (default: data/NAME and budget)")] = None,
-    shard_size: Annotated[int, typer.Option(help="Tokens in a full shard.")] = 100_000_000,
+    shard_size: Annotated[int, typer.Option(help="Tokens in a full shard.")] = SHARD_SIZE,
     total_tokens: Annotated[int | None, typer.Option(help="Training tokens to write. (default: all)")] = None,
     val: Annotated[list[str] | None, typer.Option(help="Source of the validation split; may be repeated.")] = None,
     val_tokens: Annotated[int, typer.Option(help="Tokens to hold out of SOURCE, whole documents by hash.")] = 0,
@@ -66,6 +68,6 @@ def prepare(
         engine=encode_on_ray if ray else encode_on_threads(workers or available_cores()),
         progress=ProgressLine(),
     )
-    for split in ("train", "val"):
+    for split in SPLITS:
         if shards := manifest.of_split(split):
             print(f"{split}: {manifest.tokens(split):,} tokens in {len(shards)} shards")

@@ -16,6 +16,8 @@ __all__ = [
     "MANIFEST_FILE",
     "Manifest",
     "ResumePoint",
+    "SHARD_SIZE",
+    "SPLITS",
     "ShardRecord",
     "ShardSettings",
     "SourceRecord",
@@ -25,6 +27,9 @@ __all__ = [
 ]
 
 MANIFEST_FILE = "manifest.json"
+SPLITS = ("train", "val")
+SHARD_SIZE = 100_000_000
+"""Tokens in a full shard where no other number is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,8 @@ from whimbrel.base.progress import Progress, Silent
 from whimbrel.data.encoding import BatchEncoder, Encoded, fingerprint
 from whimbrel.data.manifest import (
     MANIFEST_FILE,
+    SHARD_SIZE,
+    SPLITS,
     Manifest,
     ResumePoint,
     ShardSettings,
@@ -33,13 +35,12 @@ from whimbrel.data.manifest import (
 from whimbrel.data.pipeline import Engine, available_cores, encode_on_threads
 from whimbrel.data.shards import MOST_TOKENS
 from whimbrel.data.sources import FINEWEB, Origin, check_separator, open_source
-from whimbrel.data.stream import SPLITS
 from whimbrel.data.writing import ShardWriter
-from whimbrel.text import Tokenizer
+from whimbrel.text import Tokenizer, load_tokenizer
+from whimbrel.text.tokenizer import SETTINGS_FILE, TOKENIZER_FILE
 
 __all__ = ["default_directory", "prepare"]
 
-SHARD_SIZE = 100_000_000
 BYTES_PER_TOKEN = 4
 """Of plain text, about; only sizes the share of documents to hold out."""
 SPARE = 4.0
@@ -69,7 +70,9 @@ def prepare(
     `val` names sources of the validation split; `val_tokens` takes whole documents by hash out of `sources` instead,
     and copies of these are not trained on.
     """
+    directory = Path(out_dir)
     _check_request(name, shard_size, total_tokens, val, val_tokens)
+    _check_place(directory)
     held_out = [origin for source in val for origin in open_source(source)]
     training = [origin for source in sources for origin in open_source(source)]
     check_separator(separator, held_out + training)
@@ -91,12 +94,12 @@ def prepare(
         settings=settings,
         resume=ResumePoint(source=0, batch=0),
     )
-    directory = Path(out_dir)
     manifest = _continued(directory, plan)
+    _check_tokenizer(directory, tokenizer)
     if manifest.resume is None:
         get_logger(__name__).info("%s is prepared already", directory)
         return manifest
-    job = _Job(directory, manifest, tokenizer, len(held_out))
+    job = _Job(directory, manifest, tokenizer, len(held_out), [origin.text_bytes() for origin in training])
     batches = (engine or encode_on_threads(available_cores()))(
         held_out + training, manifest.resume, BatchEncoder(tokenizer, settings.val_share), settings
     )
@@ -116,8 +119,17 @@ def default_directory(name: str, sources: Sequence[str], total_tokens: int | Non
 class _Job:
     """One run over the batches: sorts tokens into splits, writes when a shard is full, and says where it got to."""
 
-    def __init__(self, directory: Path, manifest: Manifest, tokenizer: Tokenizer, val_sources: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        tokenizer: Tokenizer,
+        val_sources: int,
+        training_bytes: Sequence[int | None],
+    ) -> None:
         self._directory, self._manifest, self._val_sources = directory, manifest, val_sources
+        self._training_bytes = training_bytes
+        self._made_directory, self._written = not directory.exists(), set[Path]()
         self._settings, self._tokenizer = manifest.settings, tokenizer
         self._train, self._val = (
             ShardWriter(directory, manifest.settings, split, tokenizer.dtype, manifest.of_split(split))
@@ -129,11 +141,12 @@ class _Job:
     def run(self, batches: Iterator[tuple[ResumePoint, Encoded]], progress: Progress) -> Manifest:
         """Take batches until they end or every budget is met; leave nothing behind if no shard came of it."""
         before = self._train.tokens
-        progress.start(self._settings.total_tokens, "tokens")
-        progress.advance(before)
+        progress.start(self._settings.total_tokens, "tokens", before)
         try:
             for point, encoded in () if self._enough() else batches:
                 self._take(point, encoded)
+                if (expected := self._expected(point, encoded.read)) is not None:
+                    progress.expect(expected)
                 progress.advance(self._train.tokens - before)
                 before = self._train.tokens
                 if self._train.full or self._val.full:
@@ -142,12 +155,13 @@ class _Job:
                     break
             self._check_outcome()
             self._save(None)
+            progress.finish()
         except WhimbrelError:
             if not self._manifest.shards:
                 self._discard()
             raise
         finally:
-            progress.finish()
+            progress.close()
         return self._manifest
 
     def _take(self, point: ResumePoint, encoded: Encoded) -> None:
@@ -170,6 +184,14 @@ class _Job:
     def _enough(self) -> bool:
         return self._train.tokens == self._settings.total_tokens and self._val.tokens >= self._settings.val_tokens
 
+    def _expected(self, point: ResumePoint, read: float | None) -> int | None:
+        """About how many training tokens there will be, from the share of the training text that is read."""
+        sizes = [size for size in self._training_bytes if size is not None]
+        source = point.source - self._val_sources
+        if self._settings.total_tokens is not None or source < 0 or read is None or None in self._training_bytes:
+            return None
+        return round(self._train.tokens * sum(sizes) / (sum(sizes[:source]) + read * sizes[source]))
+
     def _check_outcome(self) -> None:
         total, val_tokens = self._settings.total_tokens, self._settings.val_tokens
         if not self._train.tokens:
@@ -185,20 +207,38 @@ class _Job:
 
     def _save(self, resume: ResumePoint | None) -> None:
         if not self._manifest.shards:
-            write_manifest(self._directory, self._manifest)
-            self._tokenizer.save(self._directory)
+            self._begin()
         shards = self._train.write() + self._val.write()
         self._manifest = dataclasses.replace(self._manifest, shards=shards, documents=self._documents, resume=resume)
         write_manifest(self._directory, self._manifest)
 
+    def _begin(self) -> None:
+        """What comes before the first shard; a tokenizer that is there is this one (`_check_tokenizer`) and stays."""
+        held = {path for path in self._directory.glob("*") if path.is_file()}
+        self._written = {self._directory / name for name in (MANIFEST_FILE, TOKENIZER_FILE, SETTINGS_FILE)} - held
+        write_manifest(self._directory, self._manifest)
+        if self._directory / TOKENIZER_FILE not in held:
+            self._tokenizer.save(self._directory)
+
     def _discard(self) -> None:
-        if not self._directory.is_dir():
-            return
-        for pattern in (f"{self._settings.name}_*_*.bin", MANIFEST_FILE, "tokenizer*.json"):
-            for path in self._directory.glob(pattern):
-                path.unlink()
-        if not any(self._directory.iterdir()):
+        """Remove what this run wrote, and nothing else."""
+        for path in self._written | self._train.written | self._val.written:
+            path.unlink(missing_ok=True)
+        if self._made_directory and self._directory.is_dir() and not any(self._directory.iterdir()):
             self._directory.rmdir()
+
+
+def _check_place(directory: Path) -> None:
+    """Refuse a folder that cannot be made, before any work is done for it."""
+    nearest = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"out_dir={directory} cannot be a folder: {nearest} is a file; name another --out_dir")
+
+
+def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    file = directory / TOKENIZER_FILE
+    if file.exists() and load_tokenizer(directory).fingerprint != tokenizer.fingerprint:
+        raise DataError(f"{file} is another tokenizer: name another --out_dir, or give --tokenizer {directory}")
 
 
 def _continued(directory: Path, plan: Manifest) -> Manifest:

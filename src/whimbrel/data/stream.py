@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from whimbrel.base.errors import DataError
 from whimbrel.base.logging import get_logger
-from whimbrel.data.manifest import MANIFEST_FILE, Manifest, read_manifest
+from whimbrel.data.manifest import MANIFEST_FILE, SPLITS, Manifest, read_manifest
 from whimbrel.data.shards import check_ids, read_shard
 
-__all__ = ["SPLITS", "TokenStream", "open_stream", "split_files"]
+__all__ = ["TokenStream", "open_stream", "split_files"]
 
-SPLITS = ("train", "val")
 FOREIGN_OPENER = {2: 50256, 4: 128000}
 """The token that opens documents in shards of other programs, by bytes per token: GPT-2's, Llama 3's."""
 

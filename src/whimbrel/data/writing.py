@@ -37,6 +37,8 @@ class ShardWriter:
         self._shard_size = settings.shard_size
         self._buffer = np.empty(self._shard_size + SLACK, dtype=dtype)
         self._filled = 0
+        self.written: set[Path] = set()
+        """Files that this run wrote or began to."""
         self._whole = [record for record in records if record.tokens == self._shard_size]
         for record in records[len(self._whole) :]:
             self.add(self._reopen(record))
@@ -78,6 +80,7 @@ class ShardWriter:
 
     def _write(self, tokens: NDArray[Any]) -> ShardRecord:
         name = f"{self._name}_{self._split}_{len(self._whole):06d}.bin"
+        self.written.add(self._directory / name)
         write_shard(self._directory / name, tokens)
         digest = sha256_file(self._directory / name)
         return ShardRecord(file=name, split=self._split, tokens=len(tokens), sha256=digest)
