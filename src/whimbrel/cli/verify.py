@@ -16,6 +16,8 @@ def verify(
 ) -> None:
     """Check every token shard of a folder: header, size, token ids, and the sha256 that the manifest keeps.
 
+    Where there is a manifest, tokenizer.json must be the one that made the shards.
+
     Prints a line for each file; faults go to standard error and make the exit code 2.
     """
     from whimbrel.base.errors import DataError

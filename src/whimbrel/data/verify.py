@@ -1,4 +1,4 @@
-"""Reading prepared shards through: every file against its header, the vocabulary and the manifest."""
+"""Reading prepared shards through: header, vocabulary, manifest, and the tokenizer beside them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from whimbrel.base.errors import DataError
 from whimbrel.base.files import sha256_file
 from whimbrel.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from whimbrel.data.shards import read_shard
+from whimbrel.text import load_tokenizer
+from whimbrel.text.tokenizer import TOKENIZER_FILE
 
 __all__ = ["Finding", "verify_shards"]
 
@@ -28,7 +30,7 @@ class Finding:
 
 
 def verify_shards(directory: str | os.PathLike[str]) -> Iterator[Finding]:
-    """Read every shard of a folder through; one finding for each, as it is read."""
+    """Read every shard of a folder through; one finding for each, as it is read, and one for any other fault."""
     root = Path(directory)
     manifest = read_manifest(root)
     files = sorted(path.name for path in root.glob("[!.]*.bin"))
@@ -37,11 +39,26 @@ def verify_shards(directory: str | os.PathLike[str]) -> Iterator[Finding]:
         raise DataError(f"{root} holds no token shards (*.bin): make them with `whimbrel prepare`")
     if manifest is not None and manifest.resume is not None:
         yield Finding(file=MANIFEST_FILE, fault=f"the preparation of {root} is unfinished: run it again, it goes on")
+    if manifest is not None and (fault := _tokenizer_fault(root, manifest)) is not None:
+        yield Finding(file=TOKENIZER_FILE, fault=fault)
     for name in sorted({*files, *listed}):
         try:
             yield Finding(file=name, tokens=_check(root / name, manifest))
         except DataError as error:
             yield Finding(file=name, fault=str(error))
+
+
+def _tokenizer_fault(root: Path, manifest: Manifest) -> str | None:
+    file = root / TOKENIZER_FILE
+    if not file.is_file():
+        return f"{file} is missing: restore the tokenizer that made the shards"
+    try:
+        fingerprint = load_tokenizer(file).fingerprint
+    except DataError as error:
+        return str(error)
+    if fingerprint == manifest.tokenizer.fingerprint:
+        return None
+    return f"{file} did not make these shards (its fingerprint differs from {MANIFEST_FILE}): restore the one that did"
 
 
 def _check(path: Path, manifest: Manifest | None) -> int:

@@ -15,7 +15,7 @@ import pytest
 from whimbrel.base import files
 from whimbrel.cli.main import main
 from whimbrel.data import read_manifest, write_shard
-from whimbrel.text import load_tokenizer
+from whimbrel.text import load_tokenizer, train_tokenizer
 
 GOOD = b'{"text": "a bird flies"}\n'
 
@@ -115,7 +115,7 @@ def test_a_bad_source_is_one_line_and_leaves_nothing(case: str, whimbrel, workdi
     name, content, fault = BAD[case]
     Path(name).write_bytes(content)
     done = whimbrel("prepare", name, "--out-dir", "out")
-    lines = [line for line in done.err.splitlines() if "tokens/s" not in line]
+    lines = done.err.splitlines()
     assert done.code == 2
     assert len(lines) == 1
     assert lines[0].startswith("whimbrel")
@@ -138,7 +138,7 @@ def test_the_hub_without_network_names_the_local_form(whimbrel, workdir: Path) -
     done = whimbrel("prepare", "--total-tokens", "20000000")
     assert done.code == 2
     assert done.out.splitlines()[0] == "Output directory: data/fineweb20M"
-    last = done.err.splitlines()[-1]
+    (last,) = done.err.splitlines()
     assert "HuggingFaceFW/fineweb:sample-10BT is no local path, and the Hugging Face hub did not give it" in last
     assert "give local files" in last
     assert not Path("data").exists()
@@ -153,8 +153,66 @@ def test_a_full_disk_leaves_nothing(whimbrel, workdir: Path, monkeypatch: pytest
     monkeypatch.setattr(files.os, "fsync", full)
     done = whimbrel("prepare", "birds.jsonl", "--out-dir", "out", "--shard-size", "50")
     assert done.code == 2
-    assert "No space left on device" in done.err.splitlines()[-1]
+    (line,) = done.err.splitlines()
+    assert "No space left on device" in line
     assert sorted(path.name for path in workdir.iterdir()) == ["birds.jsonl"]
+
+
+def test_a_failed_preparation_leaves_the_folder_as_it_was(whimbrel, workdir: Path) -> None:
+    Path("birds.txt").write_text("a bird flies over birds " * 50)
+    whimbrel("tokenizer", "train", "birds.txt", "--vocab-size", "260", "--out-dir", "out")
+    Path("out/tokenizer.notes.json").write_text("mine")
+    Path("out/mine.txt").write_text("mine")
+    before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
+    Path("bad.jsonl").write_bytes(b"{")
+    assert whimbrel("prepare", "bad.jsonl", "--tokenizer", "out", "--out-dir", "out").code == 2
+    assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
+    Path("empty").mkdir()
+    assert whimbrel("prepare", "bad.jsonl", "--out-dir", "empty").code == 2
+    assert Path("empty").is_dir(), "it was there before"
+
+
+def test_a_full_disk_spares_the_tokenizer_that_was_there(
+    whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure comes after the manifest and some shards are written: they go, what was there stays."""
+    Path("birds.jsonl").write_bytes(GOOD * 100)
+    load_tokenizer().save("out")
+    before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
+    plain, calls = files.os.fsync, iter(range(10**6))
+
+    def nearly_full(descriptor: int) -> None:
+        if next(calls) > 6:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", nearly_full)
+    done = whimbrel("prepare", "birds.jsonl", "--tokenizer", "out", "--out-dir", "out", "--shard-size", "50")
+    assert "birds_train_00000" in done.err
+    assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
+
+
+def test_another_tokenizer_is_not_overwritten(whimbrel, workdir: Path) -> None:
+    Path("birds.txt").write_text("a bird flies over birds " * 50)
+    whimbrel("tokenizer", "train", "birds.txt", "--vocab-size", "260", "--out-dir", "out")
+    before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
+    done = whimbrel("prepare", "birds.txt", "--out-dir", "out")
+    assert done.code == 2
+    assert done.err.startswith("whimbrel: out/tokenizer.json is another tokenizer: name another --out_dir, or give")
+    assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
+    assert whimbrel("prepare", "birds.txt", "--tokenizer", "out", "--out-dir", "out").code == 0
+    assert {name: (Path("out") / name).read_bytes() for name in before} == before
+
+
+@pytest.mark.parametrize("place", ["birds.txt", "birds.txt/deep/er"])
+def test_a_place_that_is_a_file_is_refused_before_work(
+    place: str, whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("birds.txt").write_text("a bird")
+    monkeypatch.setattr("whimbrel.data.prepare._Job", lambda *_: pytest.fail("work began"))
+    done = whimbrel("prepare", "birds.txt", "--out_dir", place)
+    assert (done.code, len(done.err.splitlines())) == (2, 1)
+    assert f"out_dir={place} cannot be a folder: " in done.err
 
 
 def test_a_disk_that_fills_up_keeps_whole_shards_and_goes_on(
@@ -206,6 +264,24 @@ def test_verify_names_every_fault(whimbrel, workdir: Path) -> None:
     ):
         assert [line for line in done.err.splitlines() if line.startswith(f"fault {name}: ") and fault in line], name
     assert done.out.splitlines()[-1].startswith("2 sound, 6 faulty")
+
+
+def test_verify_knows_the_tokenizer(whimbrel, workdir: Path) -> None:
+    Path("birds.jsonl").write_bytes(GOOD * 100)
+    whimbrel("prepare", "birds.jsonl", "--out-dir", "out")
+    assert whimbrel("verify", "out").code == 0
+    file = Path("out/tokenizer.json")
+    for change, fault in (
+        (lambda: file.write_text("{}"), "is not a Hugging Face tokenizer.json"),
+        (lambda: train_tokenizer(["a bird"], 260).save("out"), "did not make these shards"),
+        (file.unlink, "is missing"),
+    ):
+        change()
+        done = whimbrel("verify", "out")
+        assert done.code == 2
+        assert done.err.startswith("fault tokenizer.json: out/tokenizer.json ")
+        assert fault in done.err
+        assert done.out.splitlines()[-1] == "1 sound, 1 faulty, 400 tokens"
 
 
 @pytest.mark.parametrize("content", ["[]", "5", "{", '{"tool": 5}', json.dumps({"shards": [{}]})])
