@@ -84,7 +84,7 @@ class TokenDataLoader:
         following = self._rows.after(self.position, self.world_size * self.B)
         batch = self._stage.take(self.position, following)
         before, self.position = self.epoch, following
-        if self.epoch > before:
+        if self.epoch > before and self._identity["split"] == "train":  # held-out tokens are meant to be read again
             get_logger(__name__).warning(
                 "epoch %d of the %d %s tokens begins", self.epoch, self.total_tokens, self._identity["split"]
             )

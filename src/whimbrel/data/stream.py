@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import os
 from pathlib import Path
@@ -66,9 +67,7 @@ def open_stream(
         vocab_size = manifest.tokenizer.vocab_size if vocab_size is None else vocab_size
         eot_id = manifest.tokenizer.eot_id if eot_id is None else eot_id
     else:
-        get_logger(__name__).warning(
-            "%s has no %s: its shards cannot be checked against one another", root, MANIFEST_FILE
-        )
+        _warn_unchecked(root)
     stream = TokenStream(paths, vocab_size)
     if manifest is not None:
         for record, shard in zip(manifest.of_split(split), stream.shards, strict=True):
@@ -79,6 +78,12 @@ def open_stream(
     if stream.shards[0][0] != eot_id:
         raise DataError(f"{paths[0]} opens with token {stream.shards[0][0]}, a split opens with end-of-text ({eot_id})")
     return stream, eot_id
+
+
+@functools.cache
+def _warn_unchecked(root: Path) -> None:
+    """Say once for each directory that it has no manifest."""
+    get_logger(__name__).warning("%s has no %s: its shards cannot be checked against one another", root, MANIFEST_FILE)
 
 
 def split_files(root: Path, split: str) -> list[Path]:

@@ -188,10 +188,13 @@ def test_names_without_a_split_are_all_training(tmp_path: Path) -> None:
         TokenDataLoader(tmp_path, 1, 4, split="val")
 
 
-def test_a_folder_without_manifest_gives_one_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    TokenDataLoader(folder, 1, 4)
+def test_a_folder_without_manifest_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_shard(tmp_path / "some_train_000000.bin", tokens_of_shards()[0])
+    write_shard(tmp_path / "some_val_000000.bin", tokens_of_shards()[0])
+    for split in ("train", "val"):
+        TokenDataLoader(tmp_path, 1, 4, split=split)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{folder} has no manifest.json: its shards cannot be checked against one another"
+        f"{tmp_path} has no manifest.json: its shards cannot be checked against one another"
     ]
 
 
