@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from whimbrel import __version__
 from whimbrel.base.errors import WhimbrelError
 from whimbrel.cli import doctor, generate, plot, prepare, tokenizer, train, verify
 
@@ -15,7 +17,6 @@ __all__ = ["app", "main"]
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
-    help="From raw text to a trained language model, on the hardware you have.",
     no_args_is_help=True,
     add_completion=False,
     context_settings={
@@ -23,6 +24,24 @@ app = typer.Typer(
         "help_option_names": ["-h", "--help"],
     },
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"whimbrel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Say it and stop.")
+    ] = False,
+) -> None:
+    """From raw text to a trained language model, on the hardware you have."""
+    del version  # its callback has done all
+
+
 app.command()(prepare.prepare)
 app.add_typer(tokenizer.app, name="tokenizer")
 app.command()(verify.verify)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from whimbrel.cli.words import unescaped
 from whimbrel.data.manifest import SHARD_SIZE, SPLITS
 
 __all__ = ["prepare"]
@@ -27,7 +28,12 @@ def prepare(
     val_tokens: Annotated[int, typer.Option(help="Tokens to hold out of SOURCE, whole documents by hash.")] = 0,
     tokenizer: Annotated[str, typer.Option(help="gpt2, a tokenizer.json, or a folder that holds one.")] = "gpt2",
     text_key: Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) that holds a document.")] = "text",
-    separator: Annotated[str | None, typer.Option(help="What parts the documents of a text file.")] = None,
+    separator: Annotated[
+        str | None,
+        typer.Option(
+            parser=unescaped, metavar="TEXT", help="What parts the documents of a text file; \\n is a line end."
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="First part of the shards' names. (default: from SOURCE)")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Threads that tokenise. (default: all cores)")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Tokenise on a ray cluster instead (extra `ray`).")] = False,

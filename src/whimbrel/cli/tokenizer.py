@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from whimbrel.cli.words import unescaped
+
 __all__ = ["app"]
 
 app = typer.Typer(help="Learn a tokenizer from text, or look at one.", no_args_is_help=True)
@@ -19,7 +21,12 @@ def train(
     vocab_size: Annotated[int, typer.Option(help="Number of ids, the 256 bytes and end-of-text included.")] = 32_768,
     min_frequency: Annotated[int, typer.Option(help="Merge no pair that occurs less often.")] = 2,
     text_key: Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) that holds a document.")] = "text",
-    separator: Annotated[str | None, typer.Option(help="What parts the documents of a text file.")] = None,
+    separator: Annotated[
+        str | None,
+        typer.Option(
+            parser=unescaped, metavar="TEXT", help="What parts the documents of a text file; \\n is a line end."
+        ),
+    ] = None,
 ) -> None:
     """Learn a byte-level BPE from text and save it in the Hugging Face form, which `transformers` opens too."""
     from whimbrel.data.sources import documents

@@ -21,10 +21,12 @@ __all__ = ["train"]
 def _list_settings(asked: bool) -> None:
     """Print every setting with its default and what it means."""
     from whimbrel.config import list_settings
+    from whimbrel.models import preset_names
     from whimbrel.train import RunConfig
 
     if asked:
-        print("--model.preset\n    Start from a named model, such as gpt2; the other settings of model change it.")
+        names = ", ".join(preset_names())
+        print(f"--model.preset\n    Start from a named model; the other settings of model change it. One of {names}.")
         for setting in list_settings(RunConfig):
             default = "" if setting.default in (None, "", ()) else f" (default {setting.default})"
             print(f"--{setting.name}{default}\n    {setting.doc}")
@@ -41,8 +43,8 @@ def train(
 ) -> None:
     """Train a model.
 
-    Any setting of the file can be given as --section.name=value. A run found in the output directory is resumed exactly
-    where its newest checkpoint left it; Ctrl-C finishes the step, saves and stops.
+    Any setting of the file can be given as --section.name=value, and none unsets it. A run found in the output
+    directory is resumed exactly where its newest checkpoint left it; Ctrl-C finishes the step, saves and stops.
     """
     from whimbrel.cli.training_view import LiveView, PlainView
     from whimbrel.train import load_run_config

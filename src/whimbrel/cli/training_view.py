@@ -25,6 +25,10 @@ class PlainView(Watcher):
         self._say(f"Gradient accumulation steps: {summary.accumulation}")
         if summary.resumed_from is not None:
             self._say(f"Resumed from: {summary.resumed_from} (step {summary.first_step})")
+        if summary.first_step >= summary.total_steps:
+            self._say(
+                f"Already at step {summary.first_step} of {summary.total_steps}: nothing to do; raise train.steps"
+            )
 
     def on_step(self, record: StepRecord) -> None:
         """One line per step."""

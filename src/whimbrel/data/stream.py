@@ -96,7 +96,8 @@ def split_files(root: Path, split: str) -> list[Path]:
     named = [path for path in every if any(f"_{name}_" in path.name for name in SPLITS)]
     chosen = [path for path in named if f"_{split}_" in path.name] if named or split != "train" else every
     if not chosen:
-        raise DataError(f"{root} holds no {split} shards (*_{split}_*.bin): make them with `whimbrel prepare`")
+        flag = " --val or --val-tokens" if split == "val" else ""
+        raise DataError(f"{root} holds no {split} shards (*_{split}_*.bin): make them with `whimbrel prepare`{flag}")
     return chosen
 
 

@@ -108,8 +108,9 @@ class Run:
             raise ConfigError(f"sample.every needs the tokenizer, and {config.data.path} holds no tokenizer.json")
         if newest is not None:
             run.load(newest)
-        with atomic_file(config.output_dir / "config.toml", "w") as file:
-            file.write(dump_toml(to_table(config)))
+        if run.loop.position.step < config.train.total_steps:
+            with atomic_file(config.output_dir / "config.toml", "w") as file:
+                file.write(dump_toml(to_table(config)))
         run.watchers = [JsonLog(config.output_dir / "log.jsonl", run.loop.position.step), run.last, *watchers]
         run.loop.watchers = run.watchers
         return run

@@ -83,6 +83,18 @@ def test_the_plain_log(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert any(line.startswith("Compile time: 0.00s") for line in lines)
 
 
+def test_a_finished_run_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("train", "recipe.toml", "--train.steps=1")
+    capsys.readouterr()
+    assert run("train", "recipe.toml", "--train.steps=1") == 0
+    assert "Already at step 1 of 1: nothing to do; raise train.steps" in capsys.readouterr().out
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert re.fullmatch(r"whimbrel \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
 def test_the_live_line(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")

@@ -200,7 +200,9 @@ def test_the_resolved_configuration_runs_again(make_run: MakeRun) -> None:
 
 def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on(make_run: MakeRun) -> None:
     run(make_run(schedule__name="constant"))
-    assert run(make_run(schedule__name="constant")).losses == []
+    written = (make_run().output_dir / "config.toml").read_text()
+    assert run(make_run(schedule__name="constant", train__steps=3, optim__lr=1.0)).losses == []
+    assert (make_run().output_dir / "config.toml").read_text() == written
     longer = run(make_run(schedule__name="constant", train__steps=8))
     assert [record.step for record in longer.records] == [6, 7]
 
