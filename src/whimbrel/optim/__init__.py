@@ -1,9 +1,18 @@
 """Optimizers and schedules: AdamW from torch, Muon, and the learning rate over a run."""
 
-from whimbrel.optim.build import build_optimizer
+from whimbrel.optim.build import build_optimizer, restore_optimizer
 from whimbrel.optim.config import OptimConfig, ScheduleConfig
 from whimbrel.optim.muon import Muon
 from whimbrel.optim.routing import Role, RoutedParameter
 from whimbrel.optim.schedule import lr_factor
 
-__all__ = ["Muon", "OptimConfig", "Role", "RoutedParameter", "ScheduleConfig", "build_optimizer", "lr_factor"]
+__all__ = [
+    "Muon",
+    "OptimConfig",
+    "Role",
+    "RoutedParameter",
+    "ScheduleConfig",
+    "build_optimizer",
+    "lr_factor",
+    "restore_optimizer",
+]

@@ -11,7 +11,7 @@ from whimbrel.optim.config import OptimConfig
 from whimbrel.optim.muon import Muon
 from whimbrel.optim.routing import RoutedParameter
 
-__all__ = ["build_optimizer"]
+__all__ = ["build_optimizer", "restore_optimizer"]
 
 
 def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter]) -> torch.optim.Optimizer:
@@ -30,6 +30,23 @@ def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter]) 
     return torch.optim.AdamW(
         list(groups.values()), lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None
     )
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> bool:
+    """Take over saved moments but keep this optimizer's own settings; False where the groups are not the same."""
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    theirs: list[dict[str, Any]] = saved["param_groups"]
+    if [_identity(group) for group in theirs] != [_identity(group) for group in own]:
+        return False
+    optimizer.load_state_dict(saved)
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
+    return True
+
+
+def _identity(group: dict[str, Any]) -> tuple[set[str], list[str]]:
+    """What must agree for moments to mean the same: the kinds of settings, which tell optimizers apart, and names."""
+    return set(group) - {"params"}, group["names"]
 
 
 def _settings(config: OptimConfig, item: RoutedParameter) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from whimbrel.checkpoint import (
 from whimbrel.config import dump_toml, to_table
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT, IGNORE_INDEX
+from whimbrel.optim import restore_optimizer
 from whimbrel.text import Tokenizer
 from whimbrel.train import assemble
 from whimbrel.train.config import RunConfig
@@ -120,18 +121,11 @@ class Run:
         load_weights(self.model, checkpoint / "model")
         self.batches.load_state_dict(read_component(checkpoint, "batches"))
         self.loop.position.load_state_dict(read_component(checkpoint, "position"))
-        optimizer, saved = self.loop.optimizer, read_component(checkpoint, "optimizer")
-        settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-        if [set(group) - {"params"} for group in saved["param_groups"]] != [set(group) for group in settings] or [
-            group["names"] for group in saved["param_groups"]
-        ] != [group["names"] for group in settings]:
+        if not restore_optimizer(self.loop.optimizer, read_component(checkpoint, "optimizer")):
             raise CheckpointError(
                 f"{checkpoint} holds the state of another optimizer, or of other parameter groups: keep optim.name, "
                 "optim.decay and which rates are given, or name another output_dir"
             )
-        optimizer.load_state_dict(saved)
-        for group, own in zip(optimizer.param_groups, settings, strict=True):
-            group.update(own)
 
     def parts(self) -> dict[str, Any]:
         """What a checkpoint holds besides the model."""
