@@ -150,6 +150,19 @@ def test_trace_shows_where_it_arose(folder: Path) -> None:
         main(["train", "none.toml", "--trace"])
 
 
+def test_what_nobody_foresaw_is_one_line_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise TypeError("two\nlines")
+
+    monkeypatch.setattr("whimbrel.train.train", broken)
+    assert run("train", "recipe.toml") == 1
+    assert capsys.readouterr().err == "whimbrel: unexpected TypeError: two lines (--trace shows where)\n"
+    with pytest.raises(TypeError, match="two"):
+        main(["train", "recipe.toml", "--trace"])
+
+
 def test_every_setting_is_listed_here_and_in_the_docs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train", "--settings") == 0
     listed = capsys.readouterr().out
