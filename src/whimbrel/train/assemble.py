@@ -30,6 +30,7 @@ __all__ = [
     "choose_micro_batch",
     "compile_blocks",
     "find_tokenizer",
+    "keep_compiled",
     "route_parameters",
 ]
 
@@ -44,10 +45,17 @@ def build_model(config: RunConfig, device: torch.device) -> GPT:
     return GPT(config.model).to(device)
 
 
-def compile_blocks(model: GPT) -> None:
-    """Compile the block: the first one for all, since they share their code; kept on disk for the next run."""
+def keep_compiled() -> None:
+    """Keep compiled code where the next run finds it, also after a restart; torch settles on /tmp once it is asked.
+
+    Call it before anything else of a run: building an optimizer is enough to make torch ask.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "whimbrel" / "compiled"
     os.environ.setdefault(COMPILE_CACHE, str(cache))
+
+
+def compile_blocks(model: GPT) -> None:
+    """Compile the block: the first one for all, since they share their code."""
     for block in model.blocks:
         block.compile()
 

@@ -83,6 +83,8 @@ class Run:
     @classmethod
     def prepare(cls, config: RunConfig, watchers: list[Watcher], sampler: Sampler | None) -> Run:
         """Assemble the parts and, where the output directory holds a checkpoint, put them into its state."""
+        if config.train.compile:
+            assemble.keep_compiled()
         device = choose_device(config.train.device)
         torch.set_float32_matmul_precision(config.train.matmul_precision)
         newest = latest_checkpoint(config.output_dir)

@@ -326,11 +326,17 @@ def test_bf16_follows_fp32(make_run: MakeRun, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_blocks_give_the_same_curve(make_run: MakeRun, tmp_path: Path) -> None:
-    plain = run(make_run(output_dir=tmp_path / "plain", train__steps=3))
+def test_compiled_blocks_give_the_same_curve_and_stay_on_disk(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "put back after the test")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     compiled = run(make_run(output_dir=tmp_path / "compiled", train__steps=3, train__compile=True))
+    plain = run(make_run(output_dir=tmp_path / "plain", train__steps=3))
     assert compiled.summary is not None
     assert compiled.summary.compile_seconds > 0
+    assert any((tmp_path / "cache" / "whimbrel" / "compiled").rglob("*.so"))
     for a, b in zip(plain.records, compiled.records, strict=True):
         assert a.loss == pytest.approx(b.loss, abs=1e-4)
 
