@@ -1,7 +1,16 @@
 """TOML and `--a.b=c` overrides to frozen dataclasses; a misspelt or ill-typed key is refused with the nearest name."""
 
 from whimbrel.config.overrides import apply_overrides
-from whimbrel.config.schema import Setting, build, check_known, field_docs, list_settings, nearest, to_table
+from whimbrel.config.schema import (
+    Setting,
+    build,
+    check_known,
+    convert,
+    field_docs,
+    list_settings,
+    nearest,
+    to_table,
+)
 from whimbrel.config.toml import dump_toml, load_toml
 
 __all__ = [
@@ -9,6 +18,7 @@ __all__ = [
     "apply_overrides",
     "build",
     "check_known",
+    "convert",
     "dump_toml",
     "field_docs",
     "list_settings",

@@ -1,7 +1,7 @@
 """Plain tables (what TOML gives) to dataclasses and back, strictly.
 
-Field types: bool, int, float, str, Path, Literal, tuple[X, ...], unions of those with None, and nested dataclasses. An
-int is taken for a float; nothing else is converted.
+Field types: bool, int, float, str, Path, Literal, tuple[X, ...], unions of those with None, nested dataclasses, and
+tuples of dataclasses (arrays of tables in TOML). An int is taken for a float; nothing else is converted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 from whimbrel.base.errors import ConfigError
 from whimbrel.config.overrides import Override
 
-__all__ = ["Setting", "build", "check_known", "field_docs", "list_settings", "nearest", "to_table"]
+__all__ = ["Setting", "build", "check_known", "convert", "field_docs", "list_settings", "nearest", "to_table"]
 
 T = TypeVar("T")
 Table = Mapping[str, Any]
@@ -33,7 +33,7 @@ def build(cls: type[T], table: Table, where: str = "") -> T:
     fields = {field.name: field for field in dataclasses.fields(cast(Any, cls)) if field.init}
     check_known(where, table, fields)
     hints = typing.get_type_hints(cls)
-    values = {name: _convert(hints[name], value, _join(where, name)) for name, value in table.items()}
+    values = {name: convert(hints[name], value, _join(where, name)) for name, value in table.items()}
     missing = [_join(where, f.name) for f in fields.values() if f.name not in values and _is_required(f)]
     if missing:
         raise ConfigError(f"missing setting {', '.join(missing)}: add it to the file or pass --{missing[0]}=VALUE")
@@ -47,14 +47,16 @@ def to_table(value: object) -> dict[str, Any]:
         item = getattr(value, field.name)
         if item is None:
             continue
-        if dataclasses.is_dataclass(item):
-            item = to_table(item)
-        elif isinstance(item, Path):
-            item = str(item)
-        elif isinstance(item, tuple):
-            item = list(item)
-        table[field.name] = item
+        table[field.name] = _to_plain(item)
     return table
+
+
+def _to_plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_table(value)
+    if isinstance(value, tuple):
+        return [_to_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def check_known(section: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -101,13 +103,14 @@ def list_settings(cls: type, section: str = "") -> Iterator[Setting]:
         name, kind = _join(section, field.name), hints[field.name]
         nested = next((k for k in (kind, *get_args(kind)) if dataclasses.is_dataclass(k)), None)
         if nested is not None:
-            yield from list_settings(cast(type, nested), name)
+            yield from list_settings(cast(type, nested), f"{name}[]" if get_origin(kind) is tuple else name)
         else:
             default = None if field.default is dataclasses.MISSING else field.default
             yield Setting(name, default, docs.get(field.name, ""))
 
 
-def _convert(kind: Any, value: Any, where: str) -> Any:
+def convert(kind: Any, value: Any, where: str) -> Any:
+    """`value` as the type `kind`, or a refusal that names the setting `where`, the value and what is allowed."""
     if isinstance(value, Override) and get_origin(kind) not in (Union, types.UnionType):
         value = value.text() if kind in (str, Path) else value.parsed()
     origin, arguments = get_origin(kind), get_args(kind)
@@ -126,7 +129,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         items = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         if len(items) != len(value):
             raise _wrong(where, value, f"a list of {len(items)} values")
-        return tuple(_convert(item, v, f"{where}[{i}]") for i, (item, v) in enumerate(zip(items, value, strict=True)))
+        return tuple(convert(item, v, f"{where}[{i}]") for i, (item, v) in enumerate(zip(items, value, strict=True)))
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise _wrong(where, value, "a table")
@@ -154,7 +157,7 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
     errors = []
     for kind in kinds:
         try:
-            return _convert(kind, value, where)
+            return convert(kind, value, where)
         except ConfigError as error:
             errors.append(error)
     raise errors[-1]

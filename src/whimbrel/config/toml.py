@@ -25,13 +25,26 @@ def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def dump_toml(table: Mapping[str, Any], header: str = "") -> str:
-    """TOML text for a table of scalars, lists of scalars and nested tables."""
+    """TOML text for a table of scalars, lists of scalars, nested tables and lists of tables."""
     lines = [f"[{header}]"] if header else []
-    nested = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    return _dump(table, header, lines)
+
+
+def _dump(table: Mapping[str, Any], header: str, lines: list[str]) -> str:
+    nested = {key: value for key, value in table.items() if isinstance(value, Mapping) or _is_tables(value)}
     lines += [f"{key} = {_scalar(value)}" for key, value in table.items() if key not in nested]
     parts = ["\n".join(lines)] if lines else []
-    parts += [dump_toml(value, f"{header}.{key}" if header else key).rstrip("\n") for key, value in nested.items()]
+    for key, value in nested.items():
+        name = f"{header}.{key}" if header else key
+        if isinstance(value, Mapping):
+            parts.append(dump_toml(value, name).rstrip("\n"))
+        else:
+            parts += [_dump(item, name, [f"[[{name}]]"]).rstrip("\n") for item in value]
     return "\n\n".join(parts) + "\n"
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
 def _scalar(value: Any) -> str:

@@ -53,22 +53,77 @@ class OptimConfig:
             raise ConfigError("optim.momentum_start and optim.momentum_warmup go together: give both or neither")
 
 
+Shape = Literal["linear", "cosine", "1-sqrt"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
     """The learning rate over the run, as a factor of its peak."""
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """After the warm-up: constant; linear or cosine fall to the end; wsd holds, then falls linearly over cooldown."""
-    warmup_steps: int = 0
-    """Steps over which the factor rises linearly from 1/warmup_steps to 1."""
+    name: Literal["constant", "linear", "cosine", "wsd", "cosine_with_restarts", "polynomial", "inverse_sqrt"] = (
+        "constant"
+    )
+    """After the warm-up: constant; wsd holds, then falls over cooldown; the others fall at once, each in its way."""
+    warmup_steps: int | float = 0
+    """Steps over which the factor rises to 1, or below 1 their share of the run, rounded up."""
+    warmup_start: float | None = None
+    """The factor of the first step of the warm-up, which ends just before 1; not given: 1/warmup_steps, to end at 1."""
+    warmup_shape: Shape | None = None
+    """How the factor rises from warmup_start; not given: linear."""
     cooldown: float = 0.2
     """With wsd: the last fraction of the run over which the factor falls."""
+    cooldown_steps: int | None = None
+    """With wsd: the steps over which the factor falls; not given: by cooldown."""
+    cooldown_shape: Shape | None = None
+    """With wsd: how the factor falls; not given: linear."""
+    stable_steps: int | None = None
+    """With wsd: steps between warm-up and cooldown, after which floor holds; not given: such that the run ends low."""
     floor: float = 0.0
     """The factor at the end of a falling schedule."""
+    cycles: float | None = None
+    """With a cosine, its waves, not given: half of one; with cosine_with_restarts, its falls, not given: one."""
+    power: float | None = None
+    """With polynomial: the power of the share of steps left; not given: 1."""
+    timescale: int | None = None
+    """With inverse_sqrt: the steps after which the factor has fallen by half the more; not given: warmup_steps."""
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ConfigError(f"schedule.warmup_steps = {self.warmup_steps} must not be negative")
-        for name in ("cooldown", "floor"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"schedule.{name} = {getattr(self, name)} must be between 0 and 1")
+        share = isinstance(self.warmup_steps, float)
+        if self.warmup_steps < 0 or (share and self.warmup_steps >= 1):
+            raise ConfigError(
+                f"schedule.warmup_steps = {self.warmup_steps} must be a whole number of steps or a share below 1"
+            )
+        for name in ("cooldown", "floor", "warmup_start"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ConfigError(f"schedule.{name} = {value} must be between 0 and 1")
+        for name in ("cooldown_steps", "stable_steps", "cycles", "power", "timescale"):
+            value = getattr(self, name)
+            if value is not None and (value < 0 or (value == 0 and name == "timescale")):
+                raise ConfigError(
+                    f"schedule.{name} = {value} must be {'above' if name == 'timescale' else 'at least'} 0"
+                )
+        for name, owners in _OWNERS.items():
+            if getattr(self, name) is not None and self.name not in owners:
+                raise ConfigError(
+                    f"schedule.{name} belongs to schedule.name = {' or '.join(owners)}, and the name is {self.name}"
+                )
+        if self.warmup_shape is not None and self.warmup_start is None:
+            raise ConfigError("schedule.warmup_shape is how the factor rises from schedule.warmup_start: give both")
+        if self.stable_steps is not None and self.cooldown_steps is None:
+            raise ConfigError("schedule.stable_steps is counted before schedule.cooldown_steps: give both")
+        if self.name == "wsd" and self.cycles is not None and self.cooldown_shape != "cosine":
+            raise ConfigError(
+                "schedule.cycles counts waves of a cosine: set schedule.cooldown_shape = 'cosine' with it"
+            )
+
+
+_OWNERS = {
+    "cooldown_steps": ("wsd",),
+    "cooldown_shape": ("wsd",),
+    "stable_steps": ("wsd",),
+    "cycles": ("cosine", "cosine_with_restarts", "wsd"),
+    "power": ("polynomial",),
+    "timescale": ("inverse_sqrt",),
+}
+"""Settings that only some schedules have: given to another, they would do nothing."""

@@ -14,6 +14,7 @@ __all__ = [
     "DivergenceConfig",
     "EarlyStoppingConfig",
     "EmaConfig",
+    "LoaderConfig",
     "LogConfig",
     "ResumeConfig",
     "SdpaBackend",
@@ -94,6 +95,11 @@ class TrainConfig:
             raise ConfigError("train.accumulation and train.tokens_per_step both say how large a step is: give one")
         if isinstance(self.recompute, float) and not 0 <= self.recompute <= 1:
             raise ConfigError(f"train.recompute = {self.recompute} must be none, full, selective or between 0 and 1")
+        if self.optimizer_in_backward and (self.clip is not None or (self.accumulation or 1) > 1):
+            raise ConfigError(
+                "train.optimizer_in_backward moves a parameter before the norm of all gradients and the next micro-batch "
+                f"are known: train.clip = {self.clip} must be left out and train.accumulation = {self.accumulation} be 1"
+            )
         if self.sdpa_set_priority and self.sdpa_backend is None:
             raise ConfigError("train.sdpa_set_priority = true needs train.sdpa_backend, the order to try: give it")
         if not 0 <= self.seed < 2**63:
@@ -106,12 +112,12 @@ class ValidationConfig:
 
     path: Path | None = None
     """Directory of the held-out shards; not given: those of split val in data.path, if there are any."""
-    every: int | None = None
-    """Validate after this many steps; not given: at the end only."""
+    every: int | float | None = None
+    """Validate after this many steps, or below 1 this share of the run; not given: at the end only."""
     each_epoch: bool = False
     """Validate after each pass over the training data."""
-    delay: int = 0
-    """No validation before this many steps."""
+    delay: float = 0.0
+    """No validation before this many steps; with each_epoch, epochs."""
     at_end: bool = True
     """Validate after the last step."""
     tokens: int | None = None
@@ -122,7 +128,8 @@ class ValidationConfig:
     """Sequences in one validation pass; not given: as in training."""
 
     def __post_init__(self) -> None:
-        check_positive("validation", self, "every", "tokens", "batches", "micro_batch")
+        check_interval("validation.every", self.every)
+        check_positive("validation", self, "tokens", "batches", "micro_batch")
         if self.delay < 0:
             raise ConfigError(f"validation.delay = {self.delay} must not be negative")
 
@@ -131,10 +138,12 @@ class ValidationConfig:
 class CheckpointConfig:
     """When the whole state is saved, and what stays of it."""
 
-    every: int | None = None
-    """Save after this many steps; not given: at the end only."""
+    every: int | float | None = None
+    """Save after this many steps, or below 1 this share of the run; not given: at the end only."""
     each_epoch: bool = False
     """Save after each pass over the training data."""
+    when_best: bool = False
+    """Save after each validation that is better than all before."""
     at_end: bool = True
     """Save after the last step, and when a signal stops the run."""
     keep: int | None = None
@@ -151,15 +160,16 @@ class CheckpointConfig:
     """Write on a thread of its own: training waits only for the copy of its state."""
 
     def __post_init__(self) -> None:
-        check_positive("checkpoint", self, "every", "keep", "best")
+        check_interval("checkpoint.every", self.every)
+        check_positive("checkpoint", self, "keep", "best")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """What is logged, and where. Every step's numbers are in log.jsonl whatever is set here."""
 
-    every: int | None = None
-    """Log the mean loss after this many steps, for callbacks that listen to on_log; not given: never."""
+    every: int | float | None = None
+    """Log the mean loss after this many steps, or below 1 this share of the run, for on_log; not given: never."""
     first: bool = False
     """Log the first step too."""
     each_epoch: bool = False
@@ -178,7 +188,8 @@ class LogConfig:
     """Record a trace of the steps from the first to before the second, for a browser's trace viewer."""
 
     def __post_init__(self) -> None:
-        check_positive("log", self, "every", "norms")
+        check_interval("log.every", self.every)
+        check_positive("log", self, "norms")
         if self.profile is not None and not 0 <= self.profile[0] < self.profile[1]:
             raise ConfigError(f"log.profile = {list(self.profile)} must be a step and a later one")
 
@@ -188,9 +199,32 @@ class ResumeConfig:
     """What of a checkpoint is taken up."""
 
     path: Path | None = None
-    """The checkpoint to go on from; not given: the newest whole one in output_dir, if there is one."""
+    """The checkpoint to go on from; not given: as latest says."""
+    latest: bool = True
+    """Go on from the newest whole checkpoint in output_dir, if there is one."""
     skip: tuple[str, ...] = ()
     """Components to leave as they are: optimizer, scheduler, dataset, rng, callbacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderConfig:
+    """How batches of a dataset (not of token shards, which need no workers) are fetched."""
+
+    workers: int = 0
+    """Processes that fetch batches; 0: the training process itself."""
+    pin_memory: bool = True
+    """Copy batches into pinned memory on the way to a GPU."""
+    prefetch_factor: int | None = None
+    """Batches that each worker fetches ahead; not given: 2."""
+    drop_last: bool = False
+    """Leave out a last batch that is not full."""
+
+    def __post_init__(self) -> None:
+        check_positive("loader", self, "prefetch_factor")
+        if self.workers < 0:
+            raise ConfigError(f"loader.workers = {self.workers} must not be negative")
+        if self.prefetch_factor is not None and not self.workers:
+            raise ConfigError(f"loader.prefetch_factor = {self.prefetch_factor} is for workers: set loader.workers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +300,8 @@ class TrainerConfig:
     """When the state is saved."""
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     """What of a checkpoint is taken up."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How batches of a dataset are fetched."""
     log: LogConfig = field(default_factory=LogConfig)
     """What is logged, and where."""
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
@@ -282,3 +318,9 @@ def check_positive(section: str, settings: object, *names: str) -> None:
         value = getattr(settings, name)
         if value is not None and value <= 0:
             raise ConfigError(f"{section}.{name} = {value} must be greater than 0")
+
+
+def check_interval(name: str, value: int | float | None) -> None:
+    """Refuse what is neither a number of steps nor a share of the run."""
+    if value is not None and (value <= 0 or (isinstance(value, float) and value >= 1)):
+        raise ConfigError(f"{name} = {value} must be a whole number of steps above 0, or a share of the run below 1")
