@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ __all__ = [
     "TrainerConfig",
     "ValidationConfig",
     "check_positive",
+    "steps_of",
 ]
 
 SdpaBackend = Literal["math", "flash", "efficient", "cudnn"]
@@ -95,11 +97,6 @@ class TrainConfig:
             raise ConfigError("train.accumulation and train.tokens_per_step both say how large a step is: give one")
         if isinstance(self.recompute, float) and not 0 <= self.recompute <= 1:
             raise ConfigError(f"train.recompute = {self.recompute} must be none, full, selective or between 0 and 1")
-        if self.optimizer_in_backward and (self.clip is not None or (self.accumulation or 1) > 1):
-            raise ConfigError(
-                "train.optimizer_in_backward moves a parameter before the norm of all gradients and the next micro-batch "
-                f"are known: train.clip = {self.clip} must be left out and train.accumulation = {self.accumulation} be 1"
-            )
         if self.sdpa_set_priority and self.sdpa_backend is None:
             raise ConfigError("train.sdpa_set_priority = true needs train.sdpa_backend, the order to try: give it")
         if not 0 <= self.seed < 2**63:
@@ -324,3 +321,8 @@ def check_interval(name: str, value: int | float | None) -> None:
     """Refuse what is neither a number of steps nor a share of the run."""
     if value is not None and (value <= 0 or (isinstance(value, float) and value >= 1)):
         raise ConfigError(f"{name} = {value} must be a whole number of steps above 0, or a share of the run below 1")
+
+
+def steps_of(every: float, total: int) -> int:
+    """Steps between two events: as given, or that share of the run."""
+    return int(every) if every >= 1 else max(1, math.ceil(every * total))

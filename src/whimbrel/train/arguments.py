@@ -1,0 +1,381 @@
+"""Training arguments with the names, defaults and sentinels of `transformers.TrainingArguments`.
+
+They are one of two doors: `translate.to_config` turns them into the settings that a TOML file gives too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import time
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.config import convert
+from whimbrel.precision import backend_names
+from whimbrel.train.settings import SdpaBackend
+
+__all__ = [
+    "BaseTrainingArguments",
+    "MinimalTrainingArguments",
+    "TrainingArguments",
+    "greater_is_better",
+    "lone_tokenizers",
+]
+
+DEFAULT_OUTPUT_DIR = "trainer_output"
+Interval = Literal["no", "steps", "epoch"]
+
+
+@dataclass
+class MinimalTrainingArguments:
+    """The arguments shared with `transformers`: checked when constructed, and again when a trainer takes them."""
+
+    output_dir: str | None = None
+    """The run directory; None: trainer_output."""
+    overwrite_output_dir: bool = False
+    """Begin anew: remove the run that is in output_dir."""
+    per_device_train_batch_size: int = 8
+    """Sequences in one forward pass."""
+    per_device_eval_batch_size: int = 8
+    """Sequences in one evaluation pass."""
+    num_train_epochs: float = 3.0
+    """Passes over the training data, where max_steps does not say how long the run is."""
+    max_steps: int = -1
+    """Optimizer steps of the whole run, whatever the epochs; -1: by num_train_epochs."""
+    learning_rate: float = 5e-5
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices and embeddings; biases and norms do not decay."""
+    adam_beta1: float = 0.9
+    """Decay rate of Adam's first moment."""
+    adam_beta2: float = 0.999
+    """Decay rate of Adam's second moment."""
+    adam_epsilon: float = 1e-8
+    """Adam's guard against division by zero."""
+    max_grad_norm: float = 1.0
+    """Largest norm of all gradients together; 0: no clipping."""
+    lr_scheduler_type: str = "linear"
+    """The learning rate over the run: a name of transformers that depends on the step alone, or wsd."""
+    lr_scheduler_kwargs: dict[str, Any] | str | None = None
+    """What that schedule takes besides, also as JSON; None: {}."""
+    warmup_steps: int | float = 0
+    """Steps over which the learning rate rises, or below 1 their share of the run."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches of one optimizer step."""
+    logging_strategy: Interval = "steps"
+    """When to log."""
+    logging_steps: int | float = 500
+    """Log after this many steps, or below 1 this share of the run."""
+    logging_first_step: bool = False
+    """Log the first step too."""
+    logging_dir: str | None = None
+    """Where TensorBoard's events go; None: a new folder in output_dir/runs."""
+    eval_strategy: Interval = "no"
+    """When to evaluate."""
+    eval_steps: int | float | None = None
+    """Evaluate after this many steps, or below 1 this share of the run; None: logging_steps."""
+    eval_delay: float = 0.0
+    """No evaluation before this many steps; with eval_strategy="epoch", epochs."""
+    save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
+    """When to save; best: after each evaluation that is better than all before."""
+    save_steps: int | float = 500
+    """Save after this many steps, or below 1 this share of the run."""
+    save_total_limit: int | None = None
+    """How many of the newest checkpoints stay; None: all."""
+    seed: int = 42
+    """Seed of the initial weights, of the order of a dataset, and of whatever else is drawn."""
+    dataloader_num_workers: int = 0
+    """Processes that fetch batches; 0: the training process itself."""
+    dataloader_pin_memory: bool = True
+    """Copy batches into pinned memory on the way to a GPU."""
+    dataloader_prefetch_factor: int | None = None
+    """Batches that each worker fetches ahead; None: 2."""
+    dataloader_drop_last: bool = False
+    """Leave out a last batch that is not full."""
+    torch_compile: bool = False
+    """Compile with torch.compile."""
+    torch_compile_backend: str | None = None
+    """The backend of torch.compile, which turns it on; None: inductor."""
+    torch_compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = (
+        None
+    )
+    """The mode of torch.compile, which turns it on; None: default."""
+    gradient_checkpointing: bool = False
+    """Compute the activations of each block again in backward."""
+    resume_from_checkpoint: bool | str | None = None
+    """The checkpoint to go on from; True or "latest": the newest whole one in output_dir; None: begin anew."""
+    use_cpu: bool = False
+    """Train on the CPU, whatever else there is."""
+
+    def __post_init__(self) -> None:
+        self._folder = f"{time.time_ns()}_{socket.gethostname()}"
+        self._filled: dict[str, tuple[Any, Any]] = {}
+        self.check()
+
+    def check(self) -> None:
+        """Refuse what cannot be used, convert what is another form of an allowed value, and fill the defaults.
+
+        Called on construction; arguments assigned later are checked when a trainer takes them.
+        """
+        for name, value in self.to_dict().items():
+            setattr(self, name, _converted(type(self), name, value))
+        self._filled.clear()
+        self._check_values()
+        self._fill_defaults()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments as they were given: a default that was filled in is None again (or what else was given)."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {name: given for name, (given, filled) in self._filled.items() if getattr(self, name) == filled}
+
+    def to_json_string(self) -> str:
+        """The arguments as they were given, as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def _check_values(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name, None)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} = {value} must be at least {least}")
+        for name in ("max_steps", "max_eval_steps"):
+            if getattr(self, name, -1) < 1 and getattr(self, name, -1) != -1:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1, or -1 for no limit of its own")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 0 and below 1")
+        if self.num_train_epochs <= 0:
+            raise ConfigError(f"num_train_epochs = {self.num_train_epochs} must be greater than 0")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed = {self.seed} must be at least 0 and below 2**63")
+        self._check_intervals()
+        if self.dataloader_prefetch_factor is not None and not self.dataloader_num_workers:
+            raise ConfigError(
+                f"dataloader_prefetch_factor = {self.dataloader_prefetch_factor} is for workers: set "
+                "dataloader_num_workers to at least 1 or leave it None"
+            )
+
+    def _check_intervals(self) -> None:
+        for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
+            value = getattr(self, name)
+            if isinstance(value, float) and value >= 1:
+                raise ConfigError(f"{name} = {value} must be a whole number of steps, or a share of the run below 1")
+            if value is not None and value <= 0 and name != "warmup_steps":
+                raise ConfigError(f"{name} = {value} must be greater than 0")
+        evaluates = self.eval_strategy == "steps" and self.eval_steps is None
+        for kind, unused in (("logging", not evaluates), ("eval", True), ("save", True)):
+            name, strategy = f"{kind}_steps", getattr(self, f"{kind}_strategy")
+            if unused and strategy != "steps" and getattr(self, name) != _default(name):
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)} needs {kind}_strategy='steps', and it is {strategy!r}: set one"
+                )
+        if self.eval_strategy == "no" and (self.eval_delay or self.save_strategy == "best"):
+            name = "eval_delay" if self.eval_delay else "save_strategy"
+            raise ConfigError(f"{name} = {getattr(self, name)!r} needs eval_strategy='steps' or 'epoch': set it")
+
+    def _fill_defaults(self) -> None:
+        compiles = self.torch_compile or self.torch_compile_backend is not None or self.torch_compile_mode is not None
+        self._fill("output_dir", DEFAULT_OUTPUT_DIR)
+        self._fill("logging_dir", str(Path(str(self.output_dir)) / "runs" / self._folder))
+        self._fill("lr_scheduler_kwargs", {})
+        self._fill("eval_steps", self.logging_steps if self.eval_strategy == "steps" else None)
+        self._fill("dataloader_prefetch_factor", 2 if self.dataloader_num_workers else None)
+        self._fill("torch_compile", compiles)
+        self._fill("torch_compile_backend", "inductor" if compiles else None)
+        self._fill("torch_compile_mode", "default" if compiles else None)
+
+    def _fill(self, name: str, default: Any) -> None:
+        """Give an argument that was left open its default, and remember that it was open."""
+        given = getattr(self, name)
+        if given in (None, False) and given != default:
+            self._filled[name] = (given, default)
+            setattr(self, name, default)
+
+
+@dataclass
+class BaseTrainingArguments(MinimalTrainingArguments):
+    """Those arguments, and what every trainer of ours takes besides."""
+
+    default_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+    """The dtype that a model is built in; None: torch's own."""
+    max_eval_steps: int = -1
+    """How many batches are evaluated at most; -1: all."""
+    preserve_best_model: bool = False
+    """Keep the best checkpoints, whatever save_total_limit says."""
+    best_model_metric: str = "loss"
+    """What best is measured by: a metric of evaluation, with or without eval_ before it."""
+    best_model_greater_is_better: bool | None = None
+    """Whether a greater metric is better; None: not for names with loss or perplexity in them, else yes."""
+    preserve_n_best: int = 1
+    """How many of the best checkpoints stay, with preserve_best_model."""
+    eval_on_save: bool = False
+    """Evaluate before each save."""
+    enable_activation_offloading: bool = False
+    """Keep activations in host memory between forward and backward."""
+    detect_anomaly: bool = False
+    """Name the operation whose gradient is NaN; slow."""
+    sdpa_backend: tuple[SdpaBackend, ...] | SdpaBackend | None = None
+    """Which attention kernels may be used, one or a list, names or members of SDPBackend; None: torch chooses."""
+    sdpa_set_priority: bool = False
+    """Try the kernels of sdpa_backend in the order given."""
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
+    """Precision of fp32 products: high lets a GPU use TF32; None: torch's own."""
+    dynamo_recompile_limit: int | None = None
+    """How often torch.compile may compile one function anew; None: torch's own."""
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
+    """Run forward and backward in 16 bits where that is safe; "no" becomes None."""
+    fp8_recipe: str | None = None
+    """How products are run in 8 bits; this version has no recipe."""
+    fp8_dim_alignment: int = 16
+    """Layers whose dimensions are no multiple of this are left out by fp8_recipe."""
+    qat_recipe: str | None = None
+    """How training anticipates quantisation; this version has no recipe."""
+
+    @property
+    def metric_for_best_model(self) -> str:
+        """What `transformers` calls best_model_metric."""
+        return self.best_model_metric
+
+    @property
+    def greater_is_better(self) -> bool:
+        """What `transformers` calls best_model_greater_is_better, inferred where it was not given."""
+        return greater_is_better(self.best_model_metric, self.best_model_greater_is_better)
+
+    @property
+    def load_best_model_at_end(self) -> bool:
+        """The name by which callbacks of `transformers` ask for preserve_best_model: the best is kept, not loaded."""
+        return self.preserve_best_model
+
+    def _check_values(self) -> None:
+        super()._check_values()
+        if self.mixed_precision == "no":
+            self.mixed_precision = None
+        if self.preserve_n_best != 1 and not self.preserve_best_model:
+            raise ConfigError(f"preserve_n_best = {self.preserve_n_best} needs preserve_best_model=True: set it")
+        if self.sdpa_set_priority and self.sdpa_backend is None:
+            raise ConfigError("sdpa_set_priority = True needs sdpa_backend, the order to try: give it")
+        if not self.best_model_metric:
+            raise ConfigError("best_model_metric = '' must be the name of a metric, such as 'loss'")
+        if self.fp8_recipe is not None and self.qat_recipe is not None:
+            raise ConfigError(
+                f"fp8_recipe = {self.fp8_recipe!r} and qat_recipe = {self.qat_recipe!r} exclude each other: give one"
+            )
+        for name in ("fp8_recipe", "qat_recipe"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} = {getattr(self, name)!r}: this version has no such recipe; leave it None")
+        if self.fp8_dim_alignment != _default("fp8_dim_alignment"):
+            raise ConfigError(
+                f"fp8_dim_alignment = {self.fp8_dim_alignment} is for fp8_recipe, which is None: leave it"
+            )
+
+
+@dataclass
+class TrainingArguments(BaseTrainingArguments):
+    """Every argument there is."""
+
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """After a loss or gradient norm that is not finite: stop, skip the step, or go back to the last checkpoint."""
+    recompute: float | Literal["none", "full", "selective"] = "none"
+    """Activations computed again in backward: full; selective (all but products); or the share of memory to keep."""
+    optimizer_in_backward: bool = False
+    """Move each parameter as soon as its gradient is there, and free it."""
+    compile_scope: Literal["block", "model"] = "block"
+    """With torch_compile: one block once, which the rest reuse, or the whole model in one graph."""
+    async_save: bool = True
+    """Write checkpoints on a thread of their own: training waits only for the copy of its state."""
+
+    def _check_values(self) -> None:
+        super()._check_values()
+        if isinstance(self.recompute, float) and not 0 <= self.recompute <= 1:
+            raise ConfigError(f"recompute = {self.recompute} must be none, full, selective or between 0 and 1")
+        if self.gradient_checkpointing and self.recompute not in ("none", "full"):
+            raise ConfigError(
+                f"gradient_checkpointing = True is recompute='full', and recompute = {self.recompute!r}: give one"
+            )
+        if self.optimizer_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):
+            raise ConfigError(
+                "optimizer_in_backward = True moves a parameter before the norm of all gradients and the next "
+                f"micro-batch are known: max_grad_norm = {self.max_grad_norm} must be 0 and "
+                f"gradient_accumulation_steps = {self.gradient_accumulation_steps} must be 1"
+            )
+
+
+_LEAST: dict[str, float] = {
+    "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
+    "learning_rate": 0, "weight_decay": 0, "adam_epsilon": 0, "max_grad_norm": 0, "warmup_steps": 0, "eval_delay": 0,
+    "save_total_limit": 1, "dataloader_num_workers": 0, "dataloader_prefetch_factor": 1, "preserve_n_best": 1,
+    "dynamo_recompile_limit": 1, "fp8_dim_alignment": 1,
+}  # fmt: skip
+
+
+def greater_is_better(metric: str, given: bool | None = None) -> bool:
+    """Whether a greater `metric` is better, as `given` or by its name: a loss or a perplexity should be small."""
+    return not any(word in metric for word in ("loss", "perplexity")) if given is None else given
+
+
+@contextlib.contextmanager
+def lone_tokenizers(workers: int) -> Iterator[None]:
+    """Inside, tokenizers start no threads of their own where there are loader workers, which are forked."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    if workers:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if workers and before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        elif workers:
+            os.environ["TOKENIZERS_PARALLELISM"] = str(before)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _default(name: str) -> Any:
+    return TrainingArguments.__dataclass_fields__[name].default
+
+
+def _converted(cls: type, name: str, value: Any) -> Any:
+    """The argument as its declared type, from any of the forms that `transformers` and torch take it in."""
+    if isinstance(value, SDPBackend) or (name == "sdpa_backend" and isinstance(value, list | tuple)):
+        names = backend_names(value)
+        value = names[0] if isinstance(value, SDPBackend) else names
+    elif isinstance(value, Enum):
+        value = value.value
+    elif isinstance(value, torch.dtype):
+        value = str(value).removeprefix("torch.")
+    elif isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if name == "lr_scheduler_kwargs":
+        return _keywords(value)
+    if name.endswith("_steps") and isinstance(value, float) and value >= 1 and value.is_integer():
+        value = int(value)
+    if name.endswith("_dir") and isinstance(value, str):
+        value = str(Path(value).expanduser())
+    return convert(_hints(cls)[name], value, name)
+
+
+def _keywords(value: Any) -> dict[str, Any] | None:
+    """Keywords given as a dict or as its JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"lr_scheduler_kwargs = {value!r} is not JSON: {error}") from error
+    if value is None or (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
+        return value
+    raise ConfigError(f"lr_scheduler_kwargs = {value!r} must be a dict of names and values, or None")
