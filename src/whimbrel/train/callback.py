@@ -12,7 +12,7 @@ __all__ = ["EVENTS", "Callbacks", "StopRequest", "TrainerCallback", "callback_na
 EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",
     "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_evaluate", "on_predict", "on_save", "on_log",
-    "on_prediction_step", "on_log_step", "on_train_metrics", "on_rewind",
+    "on_prediction_step", "on_log_step", "on_train_metrics", "on_sample", "on_rewind",
 )  # fmt: skip
 """Every event, all of which are dispatched."""
 
@@ -76,6 +76,9 @@ class TrainerCallback:
 
     def on_train_metrics(self, **event: Any) -> TrainerControl | None:
         """The numbers of a step are known, at most one step later: `metrics` with loss, grad_norm, tokens and more."""
+
+    def on_sample(self, **event: Any) -> TrainerControl | None:
+        """The model has written something for people to read: `text`, after `step` steps."""
 
     def on_rewind(self, **event: Any) -> TrainerControl | None:
         """The run went back to `step`: what was written past it no longer holds."""

@@ -1,0 +1,101 @@
+"""Curves for TensorBoard, in one folder over all sittings of a run."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whimbrel.base.errors import MissingExtraError
+from whimbrel.train.callback import TrainerCallback
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["TensorBoardCallback", "events_folder"]
+
+
+def events_folder(output_dir: Path) -> Path:
+    """Where a run's events are, or shall be: the folder of its earlier sittings, else `runs/{time_ns}_{host}`."""
+    earlier = sorted(path for path in (output_dir / "runs").glob("*_*") if path.is_dir())
+    return earlier[-1] if earlier else output_dir / "runs" / f"{time.time_ns()}_{socket.gethostname()}"
+
+
+class TensorBoardCallback(TrainerCallback):
+    """Every step's loss, learning rate, gradient norm and speed; evaluations, samples and logs.
+
+    A run that goes on tells TensorBoard to forget what lies past its checkpoint.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingExtraError("TensorBoard events", "tensorboard", "tensorboard") from error
+        self._writer_class = SummaryWriter
+        self._writer: SummaryWriter | None = None
+        self._folder: Path | None = None
+
+    def on_train_begin(self, **event: Any) -> None:
+        """Open the folder after the step that the run is at."""
+        if event["state"].is_world_process_zero:
+            config = event["trainer"].config
+            self._folder = config.log.dir or events_folder(config.output_dir)
+            self._open_after(event["state"].global_step)
+
+    def on_rewind(self, **event: Any) -> None:
+        """Forget what was written past the step that the run went back to."""
+        if self._writer is not None:
+            self._open_after(event["step"])
+
+    def on_train_metrics(self, **event: Any) -> None:
+        """The numbers of a step."""
+        metrics = dict(event["metrics"])
+        step, seconds = metrics.pop("step"), metrics.pop("seconds")
+        tokens = metrics.pop("tokens")
+        if tokens and seconds:
+            metrics["tokens_per_second"] = tokens / seconds
+        self._write("train", metrics, step)
+
+    def on_evaluate(self, **event: Any) -> None:
+        """The numbers of an evaluation, without the `eval_` that their panel says already."""
+        metrics = {key.removeprefix("eval_"): value for key, value in event["metrics"].items()}
+        self._write("eval", metrics, event["state"].global_step)
+
+    def on_log(self, **event: Any) -> None:
+        """Whatever else is logged."""
+        logs = event["logs"]
+        if not any(key.startswith("eval_") for key in logs):
+            self._write("log", logs, event["state"].global_step)
+
+    def on_sample(self, **event: Any) -> None:
+        """A text of the model."""
+        if self._writer is not None:
+            self._writer.add_text("sample", event["text"], event["step"])
+
+    def on_save(self, **event: Any) -> None:
+        """Have on disk what led to a checkpoint."""
+        del event
+        if self._writer is not None:
+            self._writer.flush()
+
+    def on_train_end(self, **event: Any) -> None:
+        """Let go of the file."""
+        del event
+        self._close()
+
+    def _open_after(self, step: int) -> None:
+        self._close()
+        self._writer = self._writer_class(str(self._folder), purge_step=step + 1)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, panel: str, numbers: dict[str, Any], step: int) -> None:
+        if self._writer is not None:
+            for name, value in numbers.items():
+                if isinstance(value, int | float):
+                    self._writer.add_scalar(f"{panel}/{name}", value, step)

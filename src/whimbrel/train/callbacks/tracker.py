@@ -1,0 +1,90 @@
+"""Experiment trackers: Weights & Biases, and trackio, which speaks its language."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import uuid
+from pathlib import Path
+from typing import Any, Literal
+
+from whimbrel.base.errors import MissingExtraError
+from whimbrel.config import to_table
+from whimbrel.train.callback import TrainerCallback
+
+__all__ = ["TrackerCallback"]
+
+PROJECT = "whimbrel"
+
+
+class TrackerCallback(TrainerCallback):
+    """Every step's numbers, evaluations and logs, under the name of the run directory.
+
+    A run that goes on is the same run there: its id is in the checkpoint. Without an account nothing is sent:
+    Weights & Biases then writes into the run directory, and trackio always keeps its own files.
+    """
+
+    def __init__(self, kind: Literal["trackio", "wandb"], project: str | None = None) -> None:
+        try:
+            self._module: Any = importlib.import_module(kind)
+        except ImportError as error:
+            raise MissingExtraError(f"logging to {kind}", kind, kind) from error
+        self.name = f"TrackerCallback-{kind}"
+        self._kind = kind
+        self._project = project or os.environ.get(f"{kind.upper()}_PROJECT", PROJECT)
+        self._id = uuid.uuid4().hex[:12]
+        self._run: Any = None
+
+    def on_train_begin(self, **event: Any) -> None:
+        """Open the run, or open it again."""
+        if event["state"].is_world_process_zero:
+            config = event["trainer"].config
+            self._run = self._open(Path(config.output_dir), to_table(config))
+
+    def on_train_metrics(self, **event: Any) -> None:
+        """The numbers of a step."""
+        metrics = dict(event["metrics"])
+        step = metrics.pop("step")
+        self._log({f"train/{name}": value for name, value in metrics.items()}, step)
+
+    def on_evaluate(self, **event: Any) -> None:
+        """The numbers of an evaluation."""
+        metrics = {f"eval/{name.removeprefix('eval_')}": value for name, value in event["metrics"].items()}
+        self._log(metrics, event["state"].global_step)
+
+    def on_log(self, **event: Any) -> None:
+        """Whatever else is logged."""
+        logs = event["logs"]
+        if not any(name.startswith("eval_") for name in logs):
+            self._log({f"log/{name}": value for name, value in logs.items()}, event["state"].global_step)
+
+    def on_train_end(self, **event: Any) -> None:
+        """Send or write what is left."""
+        del event
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which run it is."""
+        return {"id": self._id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Be that run."""
+        self._id = state["id"]
+
+    def _open(self, output_dir: Path, settings: dict[str, Any]) -> Any:
+        if self._kind == "trackio":
+            name = f"{output_dir.name}-{self._id}"
+            return self._module.init(project=self._project, name=name, config=settings, resume="allow", embed=False)
+        signed_in = self._module.api.api_key is not None
+        run = self._module.init(
+            project=self._project, name=output_dir.name, id=self._id, resume="allow", config=settings,
+            dir=str(output_dir), mode=os.environ.get("WANDB_MODE") or ("online" if signed_in else "offline"),
+        )  # fmt: skip
+        run.define_metric("*", step_metric="step")  # its own counter refuses to go back, and a resumed run does
+        return run
+
+    def _log(self, numbers: dict[str, Any], step: int) -> None:
+        if self._run is not None:
+            self._run.log({**numbers, "step": step})

@@ -1,0 +1,79 @@
+"""`log.jsonl`: one JSON object a line, of four kinds."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from whimbrel.base.errors import DataError
+from whimbrel.base.files import atomic_file
+
+__all__ = ["FIELDS", "last_step", "log_line", "read_log", "truncate_log"]
+
+FIELDS = {
+    "step": ("after", "loss", "tokens"),
+    "validation": ("after", "loss"),
+    "sample": ("after", "text"),
+    "log": ("after",),
+}
+"""What a line must have, by its kind. `after` is the number of steps done; `step` counts from 0, as it is printed."""
+
+BLOCK = 1 << 16
+
+
+def log_line(kind: str, after: int, fields: dict[str, Any]) -> str:
+    """One line; JSON has no word for a number that is not finite, so it becomes null."""
+    record = {"kind": kind, "after": after, **fields}
+    for key, value in record.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            record[key] = None
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """All lines; a last one cut short by a crash is left out."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number} is not JSON: {error}") from error
+        missing = _missing(record)
+        if missing is not None:
+            raise DataError(f"{path}:{number} is no line of a run's log: it has no '{missing}'")
+        records.append(record)
+    return records
+
+
+def truncate_log(path: Path, step: int) -> None:
+    """Drop what was written past `step` steps, and a line that a crash cut short; the file is there afterwards."""
+    kept = [] if not path.exists() else [line for line in read_log(path) if line["after"] <= step]
+    with atomic_file(path, "w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in kept)
+
+
+def last_step(path: Path) -> dict[str, Any] | None:
+    """The newest line of a step, looked for from the end: a long log is not read through."""
+    with path.open("rb") as file:
+        end, block = file.seek(0, os.SEEK_END), BLOCK
+        while True:
+            start = file.seek(max(0, end - block))
+            lines = file.read(end - start).split(b"\n")[1 if start else 0 : -1]
+            for line in reversed(lines):
+                if line.startswith(b'{"kind": "step"'):
+                    record: dict[str, Any] = json.loads(line)
+                    return record
+            if start == 0:
+                return None
+            block *= 4
+
+
+def _missing(record: object) -> str | None:
+    """What a line of the log lacks; None where it has all that its kind must have."""
+    if not isinstance(record, dict) or record.get("kind") not in FIELDS:
+        return "kind"
+    return next((key for key in FIELDS[record["kind"]] if key not in record), None)

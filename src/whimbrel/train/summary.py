@@ -1,0 +1,93 @@
+"""What is known of a run before its first step: what it is given, what it will need, what is on."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["MemoryEstimate", "RunSummary", "estimate_memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes that a run holds whatever its batch; activations come on top."""
+
+    weights: int
+    gradients: int
+    optimizer: int | None
+    """None where nobody knows before the first step, as with an optimizer from elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """What a person wants to read before the first step."""
+
+    device: str
+    device_name: str
+    parameters: int
+    trained_parameters: int
+    memory: MemoryEstimate
+    samples_per_step: int
+    tokens_per_step: int | None = None
+    """None where the data does not say how long its samples are."""
+    tokens_per_micro_batch: int | None = None
+    accumulation: int
+    total_steps: int
+    first_step: int = 0
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+    compile_seconds: float = 0.0
+    features: tuple[str, ...] = ()
+    """What is on, each in a word or two: `bf16`, `compiled blocks`, `asynchronous saves`, `EMA 0.999`."""
+    resumed_from: Path | None = None
+
+
+def estimate_memory(model: nn.Module, optimizer: Optimizer | None) -> MemoryEstimate:
+    """Bytes of the weights, of their gradients, and of the state that `optimizer` has or will have."""
+    weights = [*model.parameters(), *model.buffers()]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    state = None if optimizer is None else _state_bytes(optimizer)
+    return MemoryEstimate(weights=_bytes(weights), gradients=_bytes(trained), optimizer=state)
+
+
+def _state_bytes(optimizer: Optimizer) -> int | None:
+    """What the optimizer holds; before its first step, what a step on the meta device makes a twin of it hold."""
+    if not optimizer.state:
+        if not type(optimizer).__module__.startswith(("torch.optim.", "whimbrel.optim.")):
+            return None
+        try:
+            optimizer = _stepped_twin(optimizer)
+        except RuntimeError:  # its step looks at values, and there are none on the meta device
+            return None
+    return _bytes(value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+
+
+def _stepped_twin(optimizer: Optimizer) -> Optimizer:
+    """A copy that has made one step with parameters that take no memory; `optimizer` itself is left alone."""
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**group, "fused": False, "foreach": False, "params": [_ghost(parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    twin.step()
+    return twin
+
+
+def _ghost(parameter: Tensor) -> Tensor:
+    """A parameter with a gradient, of which only shape and dtype are real."""
+    ghost = torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
+    if parameter.requires_grad:
+        ghost.grad = torch.empty_like(ghost)
+    return ghost
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
