@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from whimbrel.artifacts.llama2c import load_llama2c
 from whimbrel.artifacts.sources import model_directory
 from whimbrel.artifacts.tables import read_table, write_table
-from whimbrel.artifacts.tensors import TensorFiles, write_tensors
+from whimbrel.artifacts.tensors import TensorFiles, write_tensor_files
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.files import atomic_directory
 from whimbrel.config import to_table
@@ -76,11 +77,12 @@ def save_model(
     tokenizer: Tokenizer | None = None,
     *,
     max_shard_size: int = 5 * 10**9,
+    state: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a directory that `transformers` opens too, whole or not at all, in files of at most `max_shard_size` bytes.
 
     A shape that `transformers` has is written as its own (`gpt2`, `llama`, ...); any other as `whimbrel`, which opens
-    there after `import whimbrel.hf`.
+    there after `import whimbrel.hf`. A `state`, parameters by name, is written in place of the model's own.
     """
     config = model.config
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
@@ -89,19 +91,14 @@ def save_model(
         )
     end_of_text = None if tokenizer is None else tokenizer.eot_id
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    weights = model.lm_head.weight.dtype
+    parameters = dict(model.named_parameters()) if state is None else state
+    weights = parameters["transformer.wte.weight"].dtype
     table = config_to_hf(config) | special | {"dtype": str(weights).removeprefix("torch.")}
-    parameters = dict(model.named_parameters())
-    by_name = {place.theirs: place for place in places(table["model_type"], config)}
-
-    def make(name: str) -> Tensor:
-        return _part(parameters, by_name[name]).detach().cpu().contiguous().clone()
-
+    tensors = {place.theirs: _part(parameters, place) for place in places(table["model_type"], config)}
     with atomic_directory(path) as folder:
         write_table(folder / CONFIG, table)
         write_table(folder / GENERATION, special)
-        sizes = {name: _part(parameters, place).nbytes for name, place in by_name.items()}
-        write_tensors(folder, sizes, make, max_shard_size=max_shard_size)
+        write_tensor_files(folder, tensors, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save(folder)
 
@@ -164,7 +161,7 @@ def _fill(model: GPT, files: TensorFiles, names: dict[str, Place]) -> None:
         part.copy_(stored)
 
 
-def _part(parameters: dict[str, torch.nn.Parameter], place: Place) -> Tensor:
+def _part(parameters: Mapping[str, Tensor], place: Place) -> Tensor:
     """A view of what `place` covers, in their orientation."""
     rows = parameters[place.ours][place.rows]
     return rows.T if place.transposed else rows

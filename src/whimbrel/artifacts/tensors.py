@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from whimbrel.artifacts.tables import read_table, write_table
-from whimbrel.base.errors import CheckpointError, WriteError
+from whimbrel.base.errors import CheckpointError
+from whimbrel.checkpoint import write_tensors
 
-__all__ = ["TensorFiles", "write_tensors"]
+__all__ = ["TensorFiles", "write_tensor_files"]
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -40,17 +40,13 @@ class TensorFiles:
             raise CheckpointError(f"{path} does not hold '{name}' as its index says: {error}") from error
 
 
-def write_tensors(
-    directory: Path, sizes: Mapping[str, int], make: Callable[[str], Tensor], *, max_shard_size: int
-) -> None:
-    """Write tensors of the given sizes in bytes, made as they are needed, in files of at most `max_shard_size` each."""
+def write_tensor_files(directory: Path, tensors: Mapping[str, Tensor], *, max_shard_size: int) -> None:
+    """Write tensors, views of any stride, in files of at most `max_shard_size` bytes each."""
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     shards = list(_shards(sizes, max_shard_size))
     names = [WHOLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(1, len(shards) + 1)]
     for shard, name in zip(shards, names, strict=True):
-        try:
-            save_file({tensor: make(tensor) for tensor in shard}, directory / name, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise WriteError(f"cannot write {directory / name}: {error}") from error
+        write_tensors(directory / name, {tensor: tensors[tensor] for tensor in shard})
     if len(shards) > 1:
         weight_map = {tensor: name for shard, name in zip(shards, names, strict=True) for tensor in shard}
         write_table(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})

@@ -16,6 +16,8 @@ __all__ = ["PARTIAL", "atomic_directory", "atomic_file", "remove_stale", "sha256
 
 PARTIAL = ".partial-"
 """What the temporary name of an unfinished file or folder starts with."""
+CHUNK = 4 * 2**20
+"""Bytes read at a time: few, so that a thread that hashes seldom asks for the interpreter."""
 
 
 @contextlib.contextmanager
@@ -24,7 +26,7 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
     target = Path(path)
     temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{target.name}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(target.parent)
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
@@ -39,21 +41,23 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
 
 
 @contextlib.contextmanager
-def atomic_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary folder; when the block ends it is fsynced and takes the name `path`, replacing nothing."""
+def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder; when the block ends it is fsynced and takes the name `path`.
+
+    It replaces nothing, or, with `replace`, a folder that stays in its place until the new one is ready.
+    """
     target = Path(path)
     temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{target.name}")
     try:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise WriteError(f"{target} exists and is not empty: name another directory or remove it first")
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        _make_folder(temporary)
         yield temporary
         _fsync_tree(temporary)
-        os.replace(temporary, target)
-        _fsync_directory(target.parent)
+        _take_place(temporary, target)
     except OSError as error:
-        raise _write_error(target, error) from error
+        raise _write_error(target, error, temporary) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -68,8 +72,35 @@ def remove_stale(folder: str | os.PathLike[str]) -> list[Path]:
 
 def sha256_file(path: str | os.PathLike[str]) -> str:
     """Hex digest of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            digest.update(chunk[:count])
+    return digest.hexdigest()
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing, each of them to stay."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        _fsync_directory(path.parent)
+
+
+def _take_place(temporary: Path, target: Path) -> None:
+    """Rename a finished folder to `target`; what was there stays until then, and comes back where the rename fails."""
+    aside = temporary.with_name(f"{temporary.name}-replaced")
+    if target.is_dir() and any(target.iterdir()):
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(target, aside)
+    try:
+        os.replace(temporary, target)
+    except OSError:
+        if aside.exists():
+            os.replace(aside, target)
+        raise
+    _fsync_directory(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _fsync_tree(folder: Path) -> None:
@@ -90,7 +121,7 @@ def _fsync_directory(folder: Path) -> None:
         os.close(handle)
 
 
-def _write_error(target: Path, error: OSError) -> WriteError:
+def _write_error(target: Path, error: OSError, temporary: Path | None = None) -> WriteError:
     if isinstance(error, WriteError):
-        return error
+        return WriteError(str(error) if temporary is None else str(error).replace(str(temporary), str(target)))
     return WriteError(f"cannot write {target}: {error.strerror or error}; nothing was left behind")

@@ -1,24 +1,33 @@
-"""Checkpoints that are whole or absent: a folder of components (tensors + JSON) under a manifest with checksums."""
+"""Checkpoints that are whole or absent: components (tensors + JSON) under a manifest with checksums."""
 
-from whimbrel.checkpoint.store import (
-    checkpoint_path,
-    latest_checkpoint,
-    list_checkpoints,
-    prune_checkpoints,
-    read_component,
-    verify_checkpoint,
-    write_checkpoint,
-)
+from whimbrel.checkpoint.component import DirectoryStateful, SharingPattern, StateComponent, Stateful
+from whimbrel.checkpoint.layout import checkpoint_path, latest_checkpoint, list_checkpoints
+from whimbrel.checkpoint.manager import CheckpointManager, Saved
+from whimbrel.checkpoint.manifest import Manifest, read_manifest
+from whimbrel.checkpoint.ranks import Ranks
+from whimbrel.checkpoint.reading import read_component, verify_checkpoint
+from whimbrel.checkpoint.rng import RNGState
+from whimbrel.checkpoint.tensors import read_tensors, write_tensors
 from whimbrel.checkpoint.tree import pack, unpack
 
 __all__ = [
+    "CheckpointManager",
+    "DirectoryStateful",
+    "Manifest",
+    "RNGState",
+    "Ranks",
+    "Saved",
+    "SharingPattern",
+    "StateComponent",
+    "Stateful",
     "checkpoint_path",
     "latest_checkpoint",
     "list_checkpoints",
     "pack",
-    "prune_checkpoints",
     "read_component",
+    "read_manifest",
+    "read_tensors",
     "unpack",
     "verify_checkpoint",
-    "write_checkpoint",
+    "write_tensors",
 ]

@@ -1,0 +1,299 @@
+"""`CheckpointManager`: saves, in the background if asked to, keeps what is worth keeping, and loads what is whole."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from whimbrel.base.errors import CheckpointError, ConfigError, WhimbrelError, WriteError
+from whimbrel.base.files import remove_stale
+from whimbrel.base.logging import get_logger
+from whimbrel.checkpoint.component import (
+    DirectoryStateful,
+    StateComponent,
+    check_components,
+    check_skipped,
+)
+from whimbrel.checkpoint.layout import checkpoint_path, list_checkpoints, place_of, step_folders
+from whimbrel.checkpoint.manifest import Manifest
+from whimbrel.checkpoint.ranks import Ranks
+from whimbrel.checkpoint.reading import absent_components, has_all_files, read_component, verify_checkpoint
+from whimbrel.checkpoint.replication import check_replication
+from whimbrel.checkpoint.retention import best_first, prune_checkpoints
+from whimbrel.checkpoint.snapshot import HostMemory
+from whimbrel.checkpoint.writing import Piece, write_checkpoint
+
+__all__ = ["CheckpointManager", "Saved"]
+
+logger = get_logger(__name__)
+
+RETRY_PAUSES = (1.0, 5.0, 15.0)
+"""Seconds to wait before each further attempt of a save that failed."""
+
+
+class Saved(NamedTuple):
+    """A checkpoint that is whole and on disk."""
+
+    step: int
+    path: Path
+
+
+class CheckpointManager:
+    """The checkpoints of one run, `RUN/checkpoints/step-00000500`.
+
+    Keeps the `keep` newest (None: all) and, besides them, the `best` best by metric. With `asynchronous`, a save holds
+    the caller up for the copy to host memory only; several ranks save together and always synchronously.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        *,
+        keep: int | None = None,
+        best: int | None = None,
+        greater_is_better: bool = False,
+        asynchronous: bool = False,
+        ranks: Ranks | None = None,
+        process_groups: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, value in {"keep": keep, "best": best}.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} = {value} checkpoints: give 1 or more, or None")
+        self.run = Path(run)
+        self._keep, self._best, self._greater_is_better = keep, best or 0, greater_is_better
+        self._ranks = ranks or Ranks()
+        self._groups = dict(process_groups or {})
+        self._memory = HostMemory()
+        background = asynchronous and self._ranks.world_size == 1
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
+        self._flight: Future[None] | None = None
+        self._failure: Exception | None = None
+        self._finished: deque[Saved] = deque()
+        self._own: set[int] = set()
+        self._damaged: set[Path] = set()
+
+    def reserve(self, components: Sequence[StateComponent]) -> None:
+        """Take the host memory that saves will need now, so that none has to wait for it.
+
+        Sizes are those of the state as it is: an optimizer has most of its own only after its first step.
+        """
+        check_components(components, self._groups)
+        for component in components:
+            self._memory.reserve(component.key, component.stateful.state_dict())
+
+    def save(
+        self,
+        step: int,
+        components: Sequence[StateComponent],
+        *,
+        metric: float | None = None,
+        about: Mapping[str, Any] | None = None,
+        path: Path | None = None,
+    ) -> Path:
+        """Save the state as it is now, as the checkpoint of `step` or at another `path`; say where.
+
+        Waits for a save in flight. A step that was saved before, and still looks whole, is not written again; what
+        else has its name (a damaged folder, a checkpoint of a course that the run has left) is replaced.
+        """
+        check_components(components, self._groups)
+        remembered = _plain({} if about is None else about)
+        self._settle()
+        target = checkpoint_path(self.run, step) if path is None else Path(path)
+        if self._ranks.broadcast(path is None and step in self._own and has_all_files(target)):
+            return target
+        if path is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise WriteError(f"{target} exists and is not empty: name another directory or remove it first")
+        pieces = [self._take(component) for component in components]
+        job = partial(self._write, target, step, pieces, None if metric is None else float(metric), remembered)
+        if path is None:
+            job = partial(self._write_and_prune, step, job)
+        self._failure = None
+        if self._writer is None:
+            self._attend(job)
+            self.wait()
+        else:
+            self._flight = self._writer.submit(self._attend, job)
+        return target
+
+    def finished(self) -> list[Saved]:
+        """The saves that became whole and durable since the last call."""
+        if not self._finished:
+            return []
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def wait(self) -> None:
+        """Return when nothing is in flight; raise what the last save failed with, if it did for good."""
+        self._settle()
+        if self._failure is not None:
+            raise self._failure
+
+    def load(
+        self, components: Sequence[StateComponent], path: Path | None = None, *, skip: Collection[str] = ()
+    ) -> Manifest:
+        """Put every component into the state of a checkpoint, of which every file has been verified before.
+
+        Without a path: the whole one of the highest step; those past it that are damaged are warned about.
+        """
+        check_components(components, self._groups)
+        check_skipped(skip, components)
+        self._settle()
+        wanted = [component for component in components if component.key not in skip]
+        optional = [component.key for component in components if not component.required]
+        choose = partial(self._choose, path, wanted, optional)
+        chosen, manifest = self._ranks.together(lambda: choose() if self._ranks.first else None)[0]  # type: ignore[misc]
+        stems = {component.key: place_of(component, self._ranks, self._groups).stem for component in wanted}
+        absent = absent_components(chosen, manifest, stems)
+        self._ranks.together(partial(_refuse_absent, chosen, manifest, wanted, absent))
+        for component in wanted:
+            if component.key in absent:
+                logger.warning("%s holds no '%s': going on without its state", chosen, component.key)
+            else:
+                _load(component, chosen, stems[component.key])
+        if chosen.parent == checkpoint_path(self.run, 0).parent:
+            self._own = {step for step in self._own if step < manifest.step} | {manifest.step}
+        return manifest
+
+    def newest(self) -> Path | None:
+        """The checkpoint of the highest step, but for those that are known to be damaged."""
+        found = [path for path in list_checkpoints(self.run).values() if path not in self._damaged]
+        return found[-1] if found else None
+
+    def best_metric(self) -> float | None:
+        """The metric of the best checkpoint on disk."""
+        ranked = best_first(self.run, greater_is_better=self._greater_is_better)
+        return ranked[0][0] if ranked else None
+
+    def best_checkpoint(self) -> Path | None:
+        """The best checkpoint on disk by its metric."""
+        ranked = best_first(self.run, greater_is_better=self._greater_is_better)
+        return ranked[0][1] if ranked else None
+
+    def close(self) -> None:
+        """Let the save in flight end and give all memory back. Raises nothing: `wait` is how to learn of a failure."""
+        self._settle()
+        if self._writer is not None:
+            self._writer.shutdown()
+        self._memory.release()
+
+    def _take(self, component: StateComponent) -> Piece:
+        """This rank's piece as it is now."""
+        place = place_of(component, self._ranks, self._groups)
+        state = component.stateful.state_dict()
+        checked = component.validate_replication and self._ranks.world_size > 1
+        snapshot = self._memory.copy(component.key, state) if place.writes or checked else None
+        if checked and snapshot is not None and component.validation_level != "none":
+            self._memory.arrived()
+            check_replication(component, snapshot, self._ranks)
+        return Piece(component, place, snapshot if place.writes else None)
+
+    def _write(self, target: Path, step: int, pieces: list[Piece], metric: float | None, about: dict[str, Any]) -> None:
+        """Write until it works, or has failed too often."""
+        self._memory.arrived()
+        attempt = partial(write_checkpoint, target, step, pieces, metric, about, self._ranks)
+        for pause in RETRY_PAUSES:
+            try:
+                attempt()
+                break
+            except OSError as error:
+                logger.warning("the save of step %d failed: %s; trying again in %g s", step, error, pause)
+                time.sleep(pause)
+        else:
+            attempt()
+        self._finished.append(Saved(step, target))
+
+    def _write_and_prune(self, step: int, write: Callable[[], None]) -> None:
+        if self._ranks.first:
+            self._sweep()
+        write()
+        self._own.add(step)
+        self._damaged.discard(checkpoint_path(self.run, step))
+        if self._keep is not None and self._ranks.first:
+            prune_checkpoints(
+                self.run,
+                step,
+                keep=self._keep,
+                best=self._best,
+                greater_is_better=self._greater_is_better,
+                damaged=self._damaged,
+            )
+
+    def _sweep(self) -> None:
+        """Remove what interrupted saves left."""
+        try:
+            remove_stale(self.run / "checkpoints")
+        except OSError as error:
+            logger.warning("cannot remove what an interrupted save left: %s", error)
+
+    def _settle(self) -> None:
+        """Wait for the save in flight."""
+        if self._flight is not None:
+            wait_for([self._flight])
+            self._flight = None
+
+    def _attend(self, job: Callable[[], None]) -> None:
+        """Do a save; a failure is kept for `wait`, and nothing else comes of it."""
+        try:
+            job()
+        except Exception as error:
+            self._failure = error
+            logger.warning("gave up on a checkpoint: %s", error)
+
+    def _choose(
+        self, path: Path | None, wanted: Sequence[StateComponent], optional: Collection[str]
+    ) -> tuple[Path, Manifest]:
+        """The checkpoint to load: the one named, or the newest that is whole."""
+        if path is not None:
+            return Path(path), _verify(Path(path), wanted, optional)
+        faults = []
+        for candidate in reversed(step_folders(self.run).values()):
+            try:
+                return candidate, _verify(candidate, wanted, optional)
+            except CheckpointError as error:
+                faults.append(str(error))
+                self._damaged.add(candidate)
+                logger.warning("passed over: %s", error)
+        raise CheckpointError(f"{self.run} has no whole checkpoint{'; ' if faults else ''}{'; '.join(faults)}")
+
+
+def _verify(path: Path, wanted: Sequence[StateComponent], optional: Collection[str]) -> Manifest:
+    manifest = verify_checkpoint(path, optional)
+    for component in wanted:
+        if component.required and component.key not in manifest.components:
+            raise CheckpointError(f"{path} was written without the component '{component.key}'")
+    return manifest
+
+
+def _refuse_absent(path: Path, manifest: Manifest, wanted: Sequence[StateComponent], absent: Collection[str]) -> None:
+    """Every rank must find its piece of what is required."""
+    for component in wanted:
+        if component.required and component.key in absent:
+            count = len(manifest.components[component.key].ranks)
+            raise CheckpointError(f"{path} holds no '{component.key}' for this rank: {count} ranks wrote it")
+
+
+def _load(component: StateComponent, path: Path, stem: str) -> None:
+    try:
+        if isinstance(component.stateful, DirectoryStateful):
+            component.stateful.load_directory(path / stem)
+        else:
+            component.stateful.load_state_dict(read_component(path, stem))
+    except WhimbrelError:
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise CheckpointError(f"{path}: the state of '{component.key}' does not fit: {words}") from error
+
+
+def _plain(about: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        table: dict[str, Any] = json.loads(json.dumps(dict(about)))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"what a checkpoint is to remember about its run must be plain JSON: {error}") from error
+    return table

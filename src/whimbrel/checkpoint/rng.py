@@ -1,0 +1,63 @@
+"""The state of every random generator of a process."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from whimbrel.base.errors import CheckpointError
+from whimbrel.base.logging import get_logger
+
+__all__ = ["RNGState"]
+
+logger = get_logger(__name__)
+
+GENERATOR = "MT19937"
+
+
+class RNGState:
+    """Python's, NumPy's and torch's global generators, the last on the CPU and on every CUDA device in use."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where all of them are, as plain values and byte tensors."""
+        return {
+            "python": random.getstate(),
+            "numpy": _numpy_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put all of them there; says so where the machine has another number of devices."""
+        random.setstate(state["python"])
+        numpy = state["numpy"]
+        np.random.set_state(
+            (GENERATOR, np.array(numpy["key"], np.uint32), numpy["pos"], numpy["has_gauss"], numpy["gauss"])
+        )
+        torch.set_rng_state(state["torch"])
+        devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        if devices != len(state["cuda"]):
+            logger.warning(
+                "the checkpoint holds the random state of %d CUDA devices and %d are in use: what is random on the "
+                "others goes another way",
+                len(state["cuda"]),
+                devices,
+            )
+        for device, saved in enumerate(state["cuda"][:devices]):
+            torch.cuda.set_rng_state(saved, device)
+
+
+def _numpy_state() -> dict[str, Any]:
+    state = np.random.get_state(legacy=False)
+    if state["bit_generator"] != GENERATOR:
+        raise CheckpointError(f"NumPy's global generator is not {GENERATOR}: its state cannot be saved")
+    inner = state["state"]
+    return {
+        "key": inner["key"].tolist(),
+        "pos": int(inner["pos"]),
+        "has_gauss": int(state["has_gauss"]),
+        "gauss": float(state["gauss"]),
+    }
