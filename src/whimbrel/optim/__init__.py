@@ -1,12 +1,15 @@
 """Optimizers and schedules: AdamW from torch, Muon, and the learning rate over a run."""
 
 from whimbrel.optim.build import build_optimizer, restore_optimizer
-from whimbrel.optim.config import OptimConfig, ScheduleConfig
+from whimbrel.optim.config import GroupConfig, OptimConfig, ScheduleConfig
+from whimbrel.optim.in_backward import InBackward, step_in_backward
 from whimbrel.optim.muon import Muon
-from whimbrel.optim.routing import Role, RoutedParameter
+from whimbrel.optim.routing import Role, RoutedParameter, route_parameters
 from whimbrel.optim.schedule import Schedule, lr_factor, whole_steps
 
 __all__ = [
+    "GroupConfig",
+    "InBackward",
     "Muon",
     "OptimConfig",
     "Role",
@@ -16,5 +19,7 @@ __all__ = [
     "build_optimizer",
     "lr_factor",
     "restore_optimizer",
+    "route_parameters",
+    "step_in_backward",
     "whole_steps",
 ]

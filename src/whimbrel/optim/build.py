@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from whimbrel.base.errors import ConfigError
 from whimbrel.optim.config import OptimConfig
 from whimbrel.optim.muon import Muon
 from whimbrel.optim.routing import RoutedParameter
@@ -16,6 +18,11 @@ __all__ = ["build_optimizer", "restore_optimizer"]
 
 def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter]) -> torch.optim.Optimizer:
     """The optimizer over `parameters`, one group for each learning rate, decay and rule; `peak_lr` in each group."""
+    for own in config.groups:
+        if not any(re.search(own.pattern, item.name) for item in parameters):
+            raise ConfigError(
+                f"optim.groups has the pattern {own.pattern!r}, which is in no parameter's name: correct it"
+            )
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for item in parameters:
         settings = _settings(config, item)
@@ -51,12 +58,16 @@ def _identity(group: dict[str, Any]) -> tuple[set[str], list[str]]:
 
 def _settings(config: OptimConfig, item: RoutedParameter) -> dict[str, Any]:
     """The group settings that `item` falls under."""
+    group = next((own for own in config.groups if re.search(own.pattern, item.name)), None)
     own = {"hidden": None, "embedding": config.embedding_lr, "head": config.head_lr, "scalar": config.scalar_lr}[
         item.role
     ]
     lr = config.lr if own is None else own
+    lr = lr if group is None or group.lr is None else group.lr
     decays = {"all": True, "matrices": item.parameter.ndim >= 2, "hidden": item.role == "hidden"}[config.decay]
-    settings: dict[str, Any] = {"lr": lr, "peak_lr": lr, "weight_decay": config.weight_decay if decays else 0.0}
+    decay = config.weight_decay if decays else 0.0
+    decay = decay if group is None or group.weight_decay is None else group.weight_decay
+    settings: dict[str, Any] = {"lr": lr, "peak_lr": lr, "weight_decay": decay}
     if config.name == "muon":
         settings["rule"] = "muon" if item.role == "hidden" and item.parameter.ndim == 2 else "adam"
         settings["momentum"] = config.momentum

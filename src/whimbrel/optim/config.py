@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.config import build, to_table
 
-__all__ = ["OptimConfig", "ScheduleConfig"]
+__all__ = ["GroupConfig", "OptimConfig", "ScheduleConfig", "Shape"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """Settings of their own for the parameters whose names a pattern is found in."""
+
+    pattern: str
+    """A regular expression, searched for in the names of parameters; the first group that has a name keeps it."""
+    lr: float | None = None
+    """Peak learning rate; not given: as for the others."""
+    weight_decay: float | None = None
+    """Decoupled weight decay; not given: as for the others."""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"optim.groups has the pattern {self.pattern!r}, no regular expression: {error}"
+            ) from error
+        for name in ("lr", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"optim.groups has {name} = {value} for {self.pattern!r}: it must not be negative")
+        if self.lr is None and self.weight_decay is None:
+            raise ConfigError(f"optim.groups sets nothing for {self.pattern!r}: give it lr or weight_decay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +66,8 @@ class OptimConfig:
     """Muon's momentum at the first step, rising to momentum over momentum_warmup steps; not given: momentum."""
     momentum_warmup: int = 0
     """Over how many steps Muon's momentum rises."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Settings of their own for some parameters, by name: `[[optim.groups]]` tables."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "embedding_lr", "head_lr", "scalar_lr", "eps", "weight_decay", "momentum_warmup"):
@@ -51,6 +81,10 @@ class OptimConfig:
             raise ConfigError(f"optim.momentum_start = {self.momentum_start} must be at least 0 and below 1")
         if (self.momentum_start is None) != (self.momentum_warmup == 0):
             raise ConfigError("optim.momentum_start and optim.momentum_warmup go together: give both or neither")
+
+    def named(self, name: str) -> OptimConfig:
+        """These settings, for another optimizer."""
+        return build(OptimConfig, to_table(self) | {"name": name}, "optim")
 
 
 Shape = Literal["linear", "cosine", "1-sqrt"]

@@ -86,7 +86,7 @@ def _height(config: ScheduleConfig, step: int, warmup: int, total: int) -> float
             falls = (1.0 if config.cycles is None else config.cycles) * ((step - warmup) / max(falling, 1))
             return _shaped("cosine", 1.0 - falls % 1.0) if step < end else 0.0
         case "polynomial":
-            return left ** (1.0 if config.power is None else config.power)
+            return math.pow(left, 1.0 if config.power is None else config.power)
         case "wsd":
             return _shaped(config.cooldown_shape, left, config.cycles)
         case _:

@@ -47,13 +47,16 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks a model is a stack of: those it names itself, else the members of its largest ModuleList."""
     if isinstance(model, HasBlocks):
         return list(model.blocks)
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    stacks: list[nn.ModuleList] = [
+        module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)
+    ]
     if not stacks:
         raise ConfigError(
             f"{type(model).__name__} has no blocks: neither an attribute `blocks` nor a ModuleList, so it can be "
             "neither recomputed nor compiled block by block"
         )
-    return list(max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters())))
+    sizes = [sum(p.numel() for p in stack.parameters()) for stack in stacks]
+    return list(stacks[sizes.index(max(sizes))])
 
 
 def recompute(model: nn.Module, mode: str | float, *, compiled: bool = False) -> None:
@@ -75,7 +78,7 @@ def recompute(model: nn.Module, mode: str | float, *, compiled: bool = False) ->
     if mode != "none":
         for block in find_blocks(model):
             if not getattr(block, "recomputes", False):
-                block.__class__ = _recomputing(type(block), selective=mode == "selective")
+                block.__class__ = _recomputing(block.__class__, mode == "selective")
 
 
 def memory_budget(mode: str | float) -> AbstractContextManager[Any]:
@@ -84,12 +87,12 @@ def memory_budget(mode: str | float) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
     import torch._functorch.config as functorch  # the compiler's own settings, so only where they are needed
 
-    patched: AbstractContextManager[Any] = functorch.patch(activation_memory_budget=mode)  # type: ignore[attr-defined]
+    patched: AbstractContextManager[Any] = functorch.patch(activation_memory_budget=mode)
     return patched
 
 
 @cache
-def _recomputing(cls: type[nn.Module], *, selective: bool) -> type[nn.Module]:
+def _recomputing(cls: Any, selective: bool) -> Any:
     """A subclass of `cls` whose forward keeps little for backward; one for each class, so that its code is shared."""
     settings: dict[str, Any] = {"use_reentrant": False}
     if selective:

@@ -38,7 +38,7 @@ def torch_switches(
         if detect_anomaly:
             before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
             restore.callback(torch.autograd.set_detect_anomaly, *before)
-            torch.autograd.set_detect_anomaly(True)  # noqa: FBT003
+            torch.autograd.set_detect_anomaly(True)
         if recompile_limit is not None:
             import torch._dynamo as dynamo  # a second to import, so only where it is needed
 

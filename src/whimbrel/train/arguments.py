@@ -25,13 +25,13 @@ from torch.nn.attention import SDPBackend
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import convert
 from whimbrel.precision import backend_names
+from whimbrel.train.metric import greater_is_better
 from whimbrel.train.settings import SdpaBackend
 
 __all__ = [
     "BaseTrainingArguments",
     "MinimalTrainingArguments",
     "TrainingArguments",
-    "greater_is_better",
     "lone_tokenizers",
 ]
 
@@ -304,6 +304,10 @@ class TrainingArguments(BaseTrainingArguments):
             raise ConfigError(
                 f"gradient_checkpointing = True is recompute='full', and recompute = {self.recompute!r}: give one"
             )
+        if self.compile_scope != "block" and not (
+            self.torch_compile or self.torch_compile_backend or self.torch_compile_mode
+        ):
+            raise ConfigError(f"compile_scope = {self.compile_scope!r} needs torch_compile=True: set it")
         if self.optimizer_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):
             raise ConfigError(
                 "optimizer_in_backward = True moves a parameter before the norm of all gradients and the next "
@@ -318,11 +322,6 @@ _LEAST: dict[str, float] = {
     "save_total_limit": 1, "dataloader_num_workers": 0, "dataloader_prefetch_factor": 1, "preserve_n_best": 1,
     "dynamo_recompile_limit": 1, "fp8_dim_alignment": 1,
 }  # fmt: skip
-
-
-def greater_is_better(metric: str, given: bool | None = None) -> bool:
-    """Whether a greater `metric` is better, as `given` or by its name: a loss or a perplexity should be small."""
-    return not any(word in metric for word in ("loss", "perplexity")) if given is None else given
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -23,7 +22,6 @@ __all__ = [
     "TrainerConfig",
     "ValidationConfig",
     "check_positive",
-    "steps_of",
 ]
 
 SdpaBackend = Literal["math", "flash", "efficient", "cudnn"]
@@ -129,6 +127,8 @@ class ValidationConfig:
         check_positive("validation", self, "tokens", "batches", "micro_batch")
         if self.delay < 0:
             raise ConfigError(f"validation.delay = {self.delay} must not be negative")
+        if self.delay and self.every is None and not self.each_epoch:
+            raise ConfigError(f"validation.delay = {self.delay} puts off validation.every or each_epoch: set one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,8 +321,3 @@ def check_interval(name: str, value: int | float | None) -> None:
     """Refuse what is neither a number of steps nor a share of the run."""
     if value is not None and (value <= 0 or (isinstance(value, float) and value >= 1)):
         raise ConfigError(f"{name} = {value} must be a whole number of steps above 0, or a share of the run below 1")
-
-
-def steps_of(every: float, total: int) -> int:
-    """Steps between two events: as given, or that share of the run."""
-    return int(every) if every >= 1 else max(1, math.ceil(every * total))

@@ -1,0 +1,117 @@
+"""An optimizer that moves each parameter during backward, as soon as its gradient is whole, and frees the gradient.
+
+Only one parameter's gradient exists at a time. The price: nothing may depend on all gradients together (clipping,
+accumulated micro-batches, skipping a step), since weights have moved before they are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whimbrel.base.errors import OptimizerError
+
+__all__ = ["InBackward", "step_in_backward"]
+
+
+def step_in_backward(optimizer: torch.optim.Optimizer) -> InBackward:
+    """Have backward itself step `optimizer`, one parameter at a time; undone by `remove()`."""
+    return InBackward(optimizer)
+
+
+class InBackward(torch.optim.Optimizer):
+    """Stands in for the optimizer it steps: same groups, same state, and a state dict that either of them loads."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise OptimizerError("LBFGS moves all parameters together: it cannot step in backward, use another")
+        self.optimizer = optimizer
+        self.defaults = optimizer.defaults
+        self._share()
+        self._norms: dict[Tensor, Tensor] = {}
+        self._begun = False
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(group, index))
+            for group in range(len(self.param_groups))
+            for index, parameter in enumerate(self.param_groups[group]["params"])
+            if parameter.requires_grad
+        ]
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """The end of a step: backward has moved the weights already."""
+        loss = None if closure is None else closure()
+        self._begun = False
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The end of a step; gradients are gone already."""
+        self._begun = False
+
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients of the last step together, each measured before it was freed."""
+        norms = [self._norms[p] for group in self.param_groups for p in group["params"] if p in self._norms]
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of the optimizer itself."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The state of a run that stepped in backward, or of one that did not."""
+        self.optimizer.load_state_dict(state_dict)
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: a group must be there before backward is told to step it."""
+        raise OptimizerError("a group cannot be added once backward steps the optimizer: add it before")
+
+    def remove(self) -> torch.optim.Optimizer:
+        """Let backward be; the optimizer, to be stepped as usual again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        return self.optimizer
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+    def _hook(self, group: int, index: int) -> Callable[[Tensor], None]:
+        def move(parameter: Tensor) -> None:
+            self._move(self.param_groups[group], index, parameter)
+
+        return move
+
+    def _move(self, group: dict[str, Any], index: int, parameter: Tensor) -> None:
+        """Step a group of one: the optimizer sees nothing but this parameter."""
+        if not self._begun:
+            self._norms.clear()
+            self._begun = True
+        if parameter in self._norms:
+            raise OptimizerError(
+                f"a parameter of the shape {tuple(parameter.shape)} got a second gradient in one step, and stepping in "
+                "backward has used the first: accumulate no micro-batches, or call step() after each backward"
+            )
+        if parameter.grad is None:
+            return
+        self._norms[parameter] = torch.linalg.vector_norm(parameter.grad)
+        count = len(group["params"])
+        alone = {
+            name: [value[index]] if isinstance(value, list) and len(value) == count else value
+            for name, value in group.items()
+        }
+        settings = {name: value for name, value in alone.items() if name != "params"}
+        self.optimizer.param_groups = [dict(alone)]
+        try:
+            self.optimizer.step()
+            (stepped,) = self.optimizer.param_groups
+        finally:
+            self.optimizer.param_groups = self.param_groups
+        if {name: value for name, value in stepped.items() if name != "params"} != settings:
+            raise OptimizerError(
+                f"{type(self.optimizer).__name__} keeps state for whole groups: it cannot step in backward, use another"
+            )
+        parameter.grad = None

@@ -1,0 +1,108 @@
+"""`lr_scheduler_type` and its keywords, as `transformers` names them, and the settings they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.config import build, check_known, nearest
+from whimbrel.optim import ScheduleConfig
+
+__all__ = ["SCHEDULER_TYPES", "schedule_arguments", "schedule_settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Type:
+    """A schedule under its name in `transformers`: our name, what it sets, its keywords and those it cannot miss."""
+
+    name: str
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    keywords: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+
+
+FROM_ZERO = {"warmup_start": 0.0}
+SCHEDULER_TYPES = {
+    "linear": _Type("linear", FROM_ZERO),
+    "cosine": _Type("cosine", FROM_ZERO, {"num_cycles": "cycles"}),
+    "cosine_with_restarts": _Type("cosine_with_restarts", FROM_ZERO, {"num_cycles": "cycles"}),
+    "cosine_with_min_lr": _Type(
+        "cosine",
+        FROM_ZERO,
+        {"num_cycles": "cycles", "min_lr_rate": "floor", "min_lr": "floor"},
+        needs=("min_lr", "min_lr_rate"),
+    ),
+    "polynomial": _Type("polynomial", FROM_ZERO, {"lr_end": "floor"}),
+    "constant": _Type("constant"),
+    "constant_with_warmup": _Type("constant", FROM_ZERO),
+    "inverse_sqrt": _Type("inverse_sqrt", FROM_ZERO),
+    "warmup_stable_decay": _Type(
+        "wsd",
+        {"warmup_start": 0.0, "cooldown_shape": "cosine"},
+        {
+            "num_decay_steps": "cooldown_steps",
+            "num_stable_steps": "stable_steps",
+            "warmup_type": "warmup_shape",
+            "decay_type": "cooldown_shape",
+            "min_lr_ratio": "floor",
+            "num_cycles": "cycles",
+        },
+        needs=("num_decay_steps",),
+    ),
+    "wsd": _Type("wsd"),
+}
+"""The schedules of `transformers` that are functions of the step alone, and our own wsd. Any setting of
+ScheduleConfig is a keyword too; `warmup_start=None` begins the warm-up at 1/warmup_steps instead of 0."""
+
+RATES = ("lr_end", "min_lr")
+"""Keywords that are learning rates; the settings are factors of the peak."""
+DEFAULT_LR_END = 1e-7
+OPEN = {f.name for f in dataclasses.fields(ScheduleConfig)} - {"name", "warmup_steps"}
+
+
+def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | float, lr: float) -> ScheduleConfig:
+    """The settings that `lr_scheduler_type`, `lr_scheduler_kwargs`, `warmup_steps` and `learning_rate` stand for."""
+    if kind not in SCHEDULER_TYPES:
+        hint = nearest(kind, SCHEDULER_TYPES)
+        allowed = ", ".join(SCHEDULER_TYPES)
+        raise ConfigError(f"lr_scheduler_type = {kind!r} is not one of {allowed}{hint if '?' in hint else ''}")
+    chosen = SCHEDULER_TYPES[kind]
+    check_known("lr_scheduler_kwargs", keywords, {*chosen.keywords, *OPEN})
+    if chosen.needs and not any(name in keywords for name in (*chosen.needs, "cooldown_steps", "floor")):
+        raise ConfigError(f"lr_scheduler_type = {kind!r} needs {' or '.join(chosen.needs)} in lr_scheduler_kwargs")
+    if kind == "constant" and warmup:
+        raise ConfigError(
+            f"warmup_steps = {warmup}, and lr_scheduler_type = 'constant' has no warm-up: use 'constant_with_warmup'"
+        )
+    settings: dict[str, Any] = {"name": chosen.name, "warmup_steps": warmup, **chosen.sets}
+    if kind == "polynomial":
+        keywords = {"lr_end": DEFAULT_LR_END} | dict(keywords) if "floor" not in keywords else keywords
+    given: dict[str, str] = {}
+    for keyword, value in keywords.items():
+        setting = chosen.keywords.get(keyword, keyword)
+        if setting in given:
+            raise ConfigError(f"lr_scheduler_kwargs gives {given[setting]} and {keyword}, which are one: leave one out")
+        given[setting] = keyword
+        settings[setting] = value / lr if keyword in RATES and isinstance(value, int | float) and lr else value
+    if kind == "warmup_stable_decay" and "warmup_start" not in keywords:
+        settings["warmup_start"] = settings.get("floor", 0.0)
+    try:
+        return build(ScheduleConfig, settings, "schedule")
+    except ConfigError as error:
+        raise ConfigError(
+            f"lr_scheduler_type = {kind!r} with lr_scheduler_kwargs = {dict(keywords)}: {error}"
+        ) from error
+
+
+def schedule_arguments(config: ScheduleConfig) -> tuple[str, dict[str, Any], int | float]:
+    """The inverse: `lr_scheduler_type`, `lr_scheduler_kwargs` and `warmup_steps` that stand for these settings."""
+    plain = config.name == "constant" and not config.warmup_steps and config.warmup_start is None
+    kind = "constant_with_warmup" if config.name == "constant" and not plain else str(config.name)
+    sets = {f.name: f.default for f in dataclasses.fields(ScheduleConfig)} | dict(SCHEDULER_TYPES[kind].sets)
+    keywords = {name: getattr(config, name) for name in sorted(OPEN) if getattr(config, name) != sets[name]}
+    if kind == "polynomial":
+        keywords["floor"] = config.floor
+    return kind, keywords, config.warmup_steps
