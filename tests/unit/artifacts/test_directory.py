@@ -133,10 +133,20 @@ def test_nothing_is_overwritten_and_nothing_half_written(model, saved, tmp_path,
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("whimbrel.artifacts.tensors.save_file", full)
+    monkeypatch.setattr("whimbrel.artifacts.tensors.write_tensors", full)
     with pytest.raises(WriteError, match="No space left on device"):
         save_model(model, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_copy_of_the_weights_is_written_in_place_of_the_model(model, tmp_path):
+    kept = {name: parameter.detach().clone() + 1 for name, parameter in model.named_parameters()}
+    save_model(model, tmp_path / "copy", state=kept)
+    loaded = dict(load_model(tmp_path / "copy").named_parameters())
+    vocabulary = model.config.vocab_size
+    for name, parameter in kept.items():
+        rows = slice(vocabulary) if name in ("transformer.wte.weight", "lm_head.weight") else slice(None)
+        assert torch.equal(loaded[name][rows], parameter[rows])
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(model, tmp_path):

@@ -8,13 +8,30 @@ import pytest
 import torch
 
 import whimbrel
-from whimbrel.artifacts import model_directory
+from whimbrel.artifacts import load_weights, model_directory
 from whimbrel.base.errors import CheckpointError, ConfigError
-from whimbrel.checkpoint import checkpoint_path, write_checkpoint
+from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent, checkpoint_path
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.text import Tokenizer, train_tokenizer
 
 SHAPE = GPTConfig(context_length=8, vocab_size=300, num_layers=1, embd_size=8, num_heads=1)
+
+
+class Saveable:
+    def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
+        self.model, self.tokenizer = model, tokenizer
+
+    def state_dict(self):
+        return dict(self.model.named_parameters())
+
+    def load_state_dict(self, state):
+        self.model.load_state_dict(state, strict=False)
+
+    def save_directory(self, state, folder):
+        whimbrel.save_model(self.model, folder, self.tokenizer, state=state)
+
+    def load_directory(self, folder):
+        load_weights(self.model, folder)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +49,8 @@ def tokenizer() -> Tokenizer:
 def run(models, tokenizer, tmp_path) -> Path:
     """A run with three checkpoints, of which the newest is not whole."""
     for step, model in models.items():
-        write_checkpoint(tmp_path, step, {}, lambda path, model=model: whimbrel.save_model(model, path, tokenizer), {})
+        component = StateComponent("model", Saveable(model, tokenizer), SharingPattern.GLOBAL)
+        CheckpointManager(tmp_path).save(step, [component])
     (checkpoint_path(tmp_path, 15) / "manifest.json").unlink()
     return tmp_path
 

@@ -82,3 +82,41 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
 def test_sha256(tmp_path: Path) -> None:
     (tmp_path / "abc").write_bytes(b"abc")
     assert sha256_file(tmp_path / "abc").startswith("ba7816bf8f01cfea")
+
+
+def test_a_folder_that_may_be_replaced_stays_until_the_new_one_is_ready(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "old").write_text("old")
+    with pytest.raises(KeyError), atomic_directory(tmp_path / "there", replace=True):
+        raise KeyError
+    with atomic_directory(tmp_path / "there", replace=True) as folder:
+        (folder / "new").write_text("new")
+        assert os.listdir(tmp_path / "there") == ["old"]
+    assert os.listdir(tmp_path / "there") == ["new"]
+    assert os.listdir(tmp_path) == ["there"]
+
+
+def test_a_folder_comes_back_where_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "old").write_text("old")
+    replace, calls = os.replace, []
+
+    def broken(source: Path, target: Path) -> None:
+        calls.append(source)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(WriteError, match=r"cannot write .*/there: Input/output error"):
+        with atomic_directory(tmp_path / "there", replace=True) as folder:
+            (folder / "new").write_text("new")
+    assert os.listdir(tmp_path / "there") == ["old"]
+
+
+def test_a_fault_deep_inside_names_the_folder_as_the_user_knows_it(tmp_path: Path) -> None:
+    with pytest.raises(WriteError) as caught, atomic_directory(tmp_path / "made") as folder:
+        raise WriteError(f"cannot write {folder / 'model'}: full")
+    assert str(caught.value) == f"cannot write {tmp_path / 'made' / 'model'}: full"

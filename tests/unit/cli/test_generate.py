@@ -9,11 +9,12 @@ import torch
 
 from whimbrel.artifacts import save_model
 from whimbrel.base.errors import CheckpointError, ConfigError, RequestError
-from whimbrel.checkpoint import write_checkpoint
+from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
 from whimbrel.cli.generate import generate
 from whimbrel.generate import generate as tokens_after
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.text import load_tokenizer
+from whimbrel.train.model_state import model_state
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,8 @@ def test_a_run_gives_its_newest_checkpoint(model, directory, tmp_path, capsys):
     tokenizer = load_tokenizer("gpt2")
     older = GPT(model.config)
     for step, saved in ((5, older), (10, model)):
-        write_checkpoint(tmp_path, step, {}, lambda path, saved=saved: save_model(saved, path, tokenizer), {})
+        component = StateComponent("model", model_state(saved, tokenizer), SharingPattern.GLOBAL)
+        CheckpointManager(tmp_path).save(step, [component])
     for source in (tmp_path, directory):
         generate(source, "To be", max_new_tokens=8, temperature=0, device="cpu")
     from_run, from_model = capsys.readouterr().out.split("To be")[1:]
