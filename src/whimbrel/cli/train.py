@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 if TYPE_CHECKING:
     from whimbrel.models import GPT
@@ -37,6 +34,9 @@ def train(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="The run as a TOML file, such as configs/shakespeare-cpu.toml.")],
     plain: Annotated[bool, typer.Option("--plain", help="One line per step, also on a terminal.")] = False,
+    exit_143: Annotated[
+        bool, typer.Option("--exit-143", help="Exit with 143, not 0, when a signal ended the run.")
+    ] = False,
     settings: Annotated[
         bool, typer.Option("--settings", is_eager=True, callback=_list_settings, help="List every setting and stop.")
     ] = False,
@@ -46,39 +46,20 @@ def train(
     Any setting of the file can be given as --section.name=value, and none unsets it. A run found in the output
     directory is resumed exactly where its newest checkpoint left it; Ctrl-C finishes the step, saves and stops.
     """
-    from whimbrel.cli.training_view import LiveView, PlainView
     from whimbrel.train import load_run_config
     from whimbrel.train import train as run
+    from whimbrel.train.callbacks import ControlCallback, DrainOnSignal, JsonLogCallback, ProgressCallback
 
     del settings  # its callback has done all
     loaded = load_run_config(config, context.args)
-    console = Console()
-    view = LiveView(console) if console.is_terminal and not plain else PlainView()
-    asked = _StopRequest()
-    try:
-        result = run(loaded, watchers=[view], sampler=_sampler(loaded), stopping=asked)
-    finally:
-        view.close()
-    if asked() and result.step < loaded.train.total_steps:
-        saved = f"saved in {result.checkpoint}" if result.checkpoint else "nothing to save yet"
-        print(f"Stopped at step {result.step}, {saved}: run the same command to go on")
-
-
-class _StopRequest:
-    """True once SIGINT or SIGTERM has come; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self._asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
-
-    def __call__(self) -> bool:
-        return self._asked
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self._asked = True
-        signal.signal(number, signal.SIG_DFL)
+    drain = DrainOnSignal()
+    run(
+        loaded,
+        callbacks=[JsonLogCallback(), ProgressCallback(plain=plain), drain, ControlCallback()],
+        sampler=_sampler(loaded),
+    )
+    if drain.signal is not None and exit_143:
+        raise typer.Exit(143)
 
 
 def _sampler(config: RunConfig) -> Sampler:

@@ -1,20 +1,34 @@
-"""A run: its configuration, its parts, the loop, and those who look on."""
+"""Training: the trainer and its arguments, callbacks and control; runs described by a TOML file."""
 
+from whimbrel.train.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
+from whimbrel.train.callback import StopRequest, TrainerCallback
 from whimbrel.train.config import RunConfig, load_run_config
-from whimbrel.train.loop import Loop, Position
-from whimbrel.train.run import Sampler, train
-from whimbrel.train.watch import RunResult, RunSummary, StepRecord, Watcher, read_log
+from whimbrel.train.evaluation import Prediction
+from whimbrel.train.log import read_log
+from whimbrel.train.outputs import logits_from_outputs, loss_and_logits_from_outputs, loss_from_outputs
+from whimbrel.train.run import RunTrainer, Sampler, train
+from whimbrel.train.state import TrainerControl, TrainerState, TrainOutput
+from whimbrel.train.trainer import BaseTrainer, Trainer
 
 __all__ = [
-    "Loop",
-    "Position",
+    "BaseTrainer",
+    "BaseTrainingArguments",
+    "MinimalTrainingArguments",
+    "Prediction",
     "RunConfig",
-    "RunResult",
-    "RunSummary",
+    "RunTrainer",
     "Sampler",
-    "StepRecord",
-    "Watcher",
+    "StopRequest",
+    "TrainOutput",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "TrainingArguments",
     "load_run_config",
+    "logits_from_outputs",
+    "loss_and_logits_from_outputs",
+    "loss_from_outputs",
     "read_log",
     "train",
 ]

@@ -1,48 +1,55 @@
-"""The parts of a run, one `build_x` each. The order of wraps is fixed here: initialise -> device -> compile."""
+"""The parts of a trainer, one `build_x` each. The order of wraps is fixed in `place_model`: dtype -> device ->
+recompute -> compile; a checkpoint is loaded after all of them."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.data import TokenDataLoader, read_manifest
+from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.models import GPT
-from whimbrel.optim import Role, RoutedParameter, build_optimizer, lr_factor
-from whimbrel.text import Tokenizer, load_tokenizer
-from whimbrel.train.batching import accumulation_steps, default_micro_batch
-from whimbrel.train.config import RunConfig
-from whimbrel.train.device import Stopwatch
-from whimbrel.train.loop import Loop, Position
+from whimbrel.optim import (
+    RoutedParameter,
+    Schedule,
+    build_optimizer,
+    lr_factor,
+    restore_optimizer,
+    route_parameters,
+    step_in_backward,
+)
+from whimbrel.parallel import find_blocks, recompute
+from whimbrel.train.loop import Scheduler
+from whimbrel.train.settings import TrainerConfig
 
 __all__ = [
-    "build_batches",
-    "build_loop",
-    "build_model",
-    "build_validation",
-    "choose_micro_batch",
-    "compile_blocks",
-    "find_tokenizer",
+    "OptimizerState",
+    "build_optimizer_of",
+    "build_scheduler",
+    "compile_model",
+    "flops_per_token",
     "keep_compiled",
-    "route_parameters",
+    "place_model",
+    "seed_everything",
 ]
 
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-GRADIENT_AND_STATE_BYTES = 12
-"""Per parameter: an fp32 gradient and Adam's two moments."""
+OptimizerChoice = Optimizer | str | Callable[..., Optimizer] | None
+SchedulerChoice = Scheduler | str | None
 
 
-def build_model(config: RunConfig, device: torch.device) -> GPT:
-    """The model with its initial weights, drawn on the CPU so that a seed means the same on every device."""
-    torch.manual_seed(config.train.seed)
-    return GPT(config.model).to(device)
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def keep_compiled() -> None:
@@ -54,125 +61,109 @@ def keep_compiled() -> None:
     os.environ.setdefault(COMPILE_CACHE, str(cache))
 
 
-def compile_blocks(model: GPT) -> None:
-    """Compile the block: the first one for all, since they share their code."""
-    for block in model.blocks:
-        block.compile()
+def place_model(model: nn.Module, config: TrainerConfig, device: torch.device) -> None:
+    """Bring a model to its device and wrap it; weights stay the ones it has."""
+    model.to(device)
+    if config.train.recompute != "none":
+        recompute(model, config.train.recompute, compiled=config.train.compile)
+    if config.train.compile:
+        compile_model(model, config)
 
 
-def build_batches(config: RunConfig, device: torch.device, micro_batch: int) -> TokenDataLoader:
-    """The loader of the training tokens; one that the model has no row for is refused when it is read."""
-    return TokenDataLoader(
-        config.data.path,
-        micro_batch,
-        config.sequence_length,
-        device=device,
-        seed=config.data.shuffle_seed,
-        documents=config.data.documents,
-        vocab_size=config.model.vocab_size,
-    )
+def compile_model(model: nn.Module, config: TrainerConfig) -> None:
+    """Compile in place. With the scope "block" the first block is compiled for all, since they share their code."""
+    settings = {"backend": config.train.compile_backend, "mode": config.train.compile_mode}
+    if settings["mode"] == "default":
+        del settings["mode"]  # given with others than inductor, torch refuses it
+    for part in find_blocks(model) if config.train.compile_scope == "block" else [model]:
+        part.compile(**settings)
 
 
-def build_validation(config: RunConfig, device: torch.device, micro_batch: int) -> TokenDataLoader | None:
-    """The loader of the held-out tokens, in the order they lie; None where there are none and none were asked for."""
-    path = config.validation.path or config.data.path
-    asked = config.validation.path is not None or config.validation.every is not None
-    if not asked and not any(path.glob("*_val_*.bin")):
-        return None
-    loader = TokenDataLoader(
-        path,
-        config.validation.micro_batch or micro_batch,
-        config.sequence_length,
-        split="val",
-        device=device,
-        documents="join" if config.data.documents == "join" else "mask",
-        vocab_size=config.model.vocab_size,
-    )
-    tokens = config.validation.tokens or loader.total_tokens
-    if min(tokens, loader.total_tokens - 1) < loader.T:
-        raise ConfigError(
-            f"validation has {tokens} tokens in {path}, fewer than one sequence of {loader.T}: hold out more, or lower "
-            "data.sequence_length"
-        )
-    return loader
+def build_optimizer_of(model: nn.Module, config: TrainerConfig, choice: OptimizerChoice) -> Optimizer:
+    """The optimizer that was given or named, or the one that the settings describe."""
+    if isinstance(choice, Optimizer):
+        optimizer = choice
+    elif callable(choice):
+        optimizer = choice([p for p in model.parameters() if p.requires_grad])
+    else:
+        settings = config.optim if choice is None else config.optim.named(choice)
+        optimizer = build_optimizer(settings, routed(model))
+    return step_in_backward(optimizer) if config.train.optimizer_in_backward else optimizer
 
 
-def find_tokenizer(config: RunConfig, eot_id: int) -> Tokenizer | None:
-    """The tokenizer that the shards were made with, for checkpoints to carry; None where it is not known."""
-    path = config.data.path
-    manifest, gpt2 = read_manifest(path), load_tokenizer("gpt2")
-    tokenizer = load_tokenizer(path) if (path / "tokenizer.json").exists() else gpt2
-    vocab_size = tokenizer.vocab_size if manifest is None else manifest.tokenizer.vocab_size
-    if manifest is None and tokenizer.eot_id != eot_id:
-        return None
-    if manifest is not None and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
-        if tokenizer is gpt2:
-            return None
-        raise DataError(f"{path / 'tokenizer.json'} is not the tokenizer that its shards were made with: restore it")
-    if vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"{path} was made with a vocabulary of {vocab_size} tokens and model.vocab_size is "
-            f"{config.model.vocab_size}: set --model.vocab_size={vocab_size}, or prepare with another tokenizer"
-        )
-    return tokenizer
+def routed(model: nn.Module) -> list[RoutedParameter]:
+    """Each parameter with its role; our own model also tells which matrices are fused in one."""
+    splits: dict[str, tuple[int, ...]] = {}
+    if isinstance(model, GPT):
+        shape = model.config
+        q, kv = shape.num_heads * shape.head_width, shape.kv_heads * shape.head_width
+        for name, _ in model.named_parameters():
+            if "c_attn" in name and name.endswith("weight"):
+                splits[name] = (q, kv, kv)
+            elif "c_fc" in name and name.endswith("weight") and shape.gated_mlp:
+                splits[name] = (shape.mlp_width, shape.mlp_width)
+    return route_parameters(model, splits)
 
 
-def build_autocast(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What forward passes run under."""
-    if config.train.precision == "fp32":
-        return contextlib.nullcontext
-    return partial(torch.autocast, device.type, dtype=torch.bfloat16)
+def build_scheduler(
+    optimizer: Optimizer, config: TrainerConfig, total: int, choice: SchedulerChoice
+) -> Scheduler:
+    """The scheduler that was given or named, or the one that the settings describe."""
+    if choice is not None and not isinstance(choice, str):
+        return choice
+    schedule = config.schedule if choice is None else config.schedule.named(choice)
+    return Schedule(optimizer, lambda step: lr_factor(schedule, step, total))
 
 
-def build_loop(config: RunConfig, model: GPT, batches: TokenDataLoader, device: torch.device) -> Loop:
-    """The loop over these parts."""
-    return Loop(
-        model=model,
-        optimizer=build_optimizer(config.optim, route_parameters(model)),
-        batches=batches,
-        accumulation=accumulation_steps(config.train.tokens_per_step, batches.B, config.sequence_length),
-        total_steps=config.train.total_steps,
-        lr=config.optim.lr,
-        lr_factor=lambda step: lr_factor(config.schedule, step, config.train.total_steps),
-        autocast=build_autocast(config, device),
-        stopwatch=Stopwatch(device),
-        position=Position(),
-        clip=config.train.clip,
-        documents=None if config.data.documents == "join" else batches.documents_of,
-    )
+def flops_per_token(model: nn.Module, num_tokens: int) -> float:
+    """Operations of one pass forth and back per token: 6 per parameter, and attention where its shape is known."""
+    if isinstance(model, GPT):
+        return model.flops_per_token(num_tokens)
+    shape = getattr(model, "config", None)
+    layers, width = getattr(shape, "num_hidden_layers", 0), getattr(shape, "hidden_size", 0)
+    attention = 12 * layers * width * num_tokens if isinstance(layers, int) and isinstance(width, int) else 0
+    return 6 * sum(p.numel() for p in model.parameters()) + attention
 
 
-def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device) -> int:
-    """The micro-batch asked for, or the one that fits beside gradients, optimizer and a chunk of logits."""
-    if config.train.micro_batch is not None:
-        return config.train.micro_batch
-    return default_micro_batch(
-        config.model,
-        config.train.tokens_per_step,
-        config.sequence_length,
-        device,
-        itemsize=2 if config.train.precision == "bf16" else 4,
-        reserve=GRADIENT_AND_STATE_BYTES * model.num_parameters() + 2 * 2**30,
-    )
+class OptimizerState:
+    """An optimizer in a checkpoint: its moments are taken up, its settings stay those of this run."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and groups."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up moments; those of another optimizer, or of other groups, are refused."""
+        if all("names" in group for group in self._optimizer.param_groups):
+            if not restore_optimizer(self._optimizer, state):
+                raise CheckpointError(
+                    "the checkpoint holds the state of another optimizer, or of other parameter groups: keep "
+                    "optim.name, optim.decay and which rates are given, name another output_dir, or leave it out with "
+                    "--resume.skip=optimizer"
+                )
+            return
+        try:
+            self._optimizer.load_state_dict(state)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"the checkpoint holds the state of another optimizer: {error}") from error
 
 
-def route_parameters(model: GPT) -> list[RoutedParameter]:
-    """Each parameter of a GPT with its role, and the matrices that are fused in it."""
-    config = model.config
-    q, kv = config.num_heads * config.head_width, config.kv_heads * config.head_width
-    routed = []
-    for name, parameter in model.named_parameters():
-        role: Role = "hidden"
-        splits: tuple[int, ...] = ()
-        if parameter.ndim < 2:
-            role = "scalar"
-        elif "wte" in name or "wpe" in name:
-            role = "embedding"
-        elif "lm_head" in name:
-            role = "head"
-        elif "c_attn" in name:
-            splits = (q, kv, kv)
-        elif "c_fc" in name and config.gated_mlp:
-            splits = (config.mlp_width, config.mlp_width)
-        routed.append(RoutedParameter(name, parameter, role, splits))
-    return routed
+def check_modes(config: TrainerConfig, accumulation: int, scaled: bool) -> None:
+    """Refuse settings that do not go together."""
+    train = config.train
+    if not train.optimizer_in_backward:
+        return
+    for wrong, name in (
+        (accumulation > 1, f"{accumulation} micro-batches a step"),
+        (train.clip is not None, f"train.clip = {train.clip} (max_grad_norm)"),
+        (train.on_nonfinite == "skip", "train.on_nonfinite = skip"),
+        (scaled, "train.precision = fp16"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"train.optimizer_in_backward moves weights before the whole gradient is known, which does not go "
+                f"with {name}: turn one of them off"
+            )

@@ -1,126 +1,136 @@
-"""The loop: steps, and nothing else."""
+"""The loop: one optimizer step, and the numbers it leaves behind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from whimbrel.base.errors import TrainingError
-from whimbrel.models import IGNORE_INDEX
+from whimbrel.precision import PrecisionPlan
+from whimbrel.train.batches import Batches, token_count
 from whimbrel.train.device import Stopwatch
-from whimbrel.train.watch import StepRecord, Watcher
+from whimbrel.train.outputs import Objective
 
-__all__ = ["Batches", "Loop", "Position"]
-
-
-class Batches(Protocol):
-    """Where micro-batches come from."""
-
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, already on the device."""
+__all__ = ["Loop", "NonFinite", "Scheduler", "StepMetrics"]
 
 
-@dataclass(slots=True)
-class Position:
-    """How far a run is: all that a resume restores besides the state of the parts."""
+class Scheduler(Protocol):
+    """What sets learning rates."""
 
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+    def step(self) -> None:
+        """Set the rates of the next step."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The numbers, by name."""
-        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
+    def get_last_lr(self) -> list[float]:
+        """The rates in force, one for each group."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `state` says."""
-        self.step, self.tokens, self.seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
+
+class NonFinite(Exception):
+    """A step whose loss or gradient norm is not finite; the trainer decides what becomes of the run."""
+
+    def __init__(self, step: int, loss: float, norm: float) -> None:
+        super().__init__(f"step {step} has the loss {loss} and the gradient norm {norm}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """The numbers of a finished step; `step` is how many were done with it."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    skipped: bool
 
 
 @dataclass(slots=True)
 class Loop:
-    """Runs steps. Owns no files, processes or dtype rules; those come in ready-made."""
+    """Runs steps. Owns no files, processes or dtype rules; those come in ready-made.
+
+    Nothing in a step waits for the device: its numbers are on their way when it returns, and `settle` hands them over
+    once they have arrived. Skipping steps that are not finite is the exception, since the choice must be made first.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    scheduler: Scheduler
     batches: Batches
+    objective: Objective
+    precision: PrecisionPlan
     accumulation: int
-    total_steps: int
-    lr: float
-    lr_factor: Callable[[int], float]
-    autocast: Callable[[], AbstractContextManager[Any]]
     stopwatch: Stopwatch
-    position: Position
+    tell: Callable[[str], None]
+    """Tells the callbacks of an event inside a step."""
+    lr: Callable[[], float]
+    """The learning rate to report."""
     clip: float | None = None
-    documents: Callable[[Tensor], Tensor | None] | None = None
-    watchers: Sequence[Watcher] = ()
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     _pending: list[_Pending] = field(default_factory=list)
+    _mark: Any = None
 
-    def run(self, until: int, stopping: Callable[[], bool] = lambda: False) -> None:
-        """Step until the position is `until` or `stopping` says so; every record has been seen when this returns."""
-        mark = self.stopwatch.mark()
-        while self.position.step < until and not stopping():
-            self._pending.append(self._step(mark))
-            mark = self._pending[-1].end
-            self._report(keep=1)  # the step before: its numbers are there, or nearly, while this one still runs
-        self._report(keep=0)
-
-    def _step(self, start: Any) -> _Pending:
-        """One optimizer step; nothing here waits for the device."""
-        factor = self.lr_factor(self.position.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
-        micro_batches = [self.batches.next_batch() for _ in range(self.accumulation)]
-        valid = torch.stack([(y != IGNORE_INDEX).sum() for _, y in micro_batches]).sum().clamp(min=1)
-        loss = torch.zeros((), device=valid.device)
-        for x, y in micro_batches:
-            with self.autocast():
-                part = self.model(x, y, loss_divisor=valid, **self.extras(x)).loss
-            part.backward()
+    def step(self, number: int) -> int | None:
+        """One optimizer step, to be the `number`th; the tokens it took, or None where the pass had ended."""
+        start = self.stopwatch.mark() if self._mark is None else self._mark
+        micro_batches = []
+        while len(micro_batches) < self.accumulation and (batch := self.batches.next_batch()) is not None:
+            micro_batches.append(batch)
+        if not micro_batches:
+            return None
+        counts = [self.objective.count(batch) for batch in micro_batches]
+        total = torch.stack(counts).sum().clamp(min=1)
+        loss = torch.zeros((), device=total.device)
+        for index, (batch, count) in enumerate(zip(micro_batches, counts, strict=True), start=1):
+            with self.precision.autocast():
+                part = self.objective.loss(batch, total, count)
+            self.precision.scale(part).backward()
             loss += part.detach()
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        if self.clip is not None:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
-        self.optimizer.step()
+            if index < len(micro_batches):
+                self.tell("on_substep_end")
+        norm = self._finish_gradients()
+        lr = self.lr()
+        self.tell("on_pre_optimizer_step")
+        skipped = self.on_nonfinite == "skip" and not bool((loss + norm).isfinite())
+        if not skipped:
+            self.precision.step(self.optimizer)
+            self.tell("on_optimizer_step")
+        self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        tokens = sum(y.numel() for _, y in micro_batches)
-        self.position.step += 1
-        self.position.tokens += tokens
-        return _Pending(self.position.step - 1, _to_host(loss, norm), factor, tokens, start, self.stopwatch.mark())
+        tokens = sum(token_count(batch) for batch in micro_batches)
+        self._mark = self.stopwatch.mark()
+        self._pending.append(_Pending(number, _to_host(loss, norm), lr, tokens, start, self._mark, skipped))
+        return tokens
 
-    def extras(self, x: Tensor) -> dict[str, Tensor | None]:
-        """What the model is given besides a batch."""
-        return {} if self.documents is None else {"documents": self.documents(x)}
-
-    def _report(self, keep: int) -> None:
-        """Hand over all finished steps but the last `keep`."""
+    def settle(self, keep: int, report: Callable[[StepMetrics], None]) -> None:
+        """Hand over all steps but the last `keep`; what is not finite is raised, unless it was skipped."""
         while len(self._pending) > keep:
             done = self._pending.pop(0)
             seconds = self.stopwatch.seconds(done.start, done.end)
             loss, norm = (float(value) for value in done.numbers)
-            self.position.seconds += seconds
-            if not done.numbers.isfinite().all():
+            overflow = self.precision.scaler is not None  # its norm may be infinite: it then skips the step itself
+            sound = done.numbers[:1] if overflow else done.numbers
+            if not done.skipped and not bool(sound.isfinite().all()):
                 self._pending.clear()
-                raise TrainingError(
-                    f"step {done.step} has the loss {loss} and the gradient norm {norm}: lower optim.lr or set "
-                    "train.clip; nothing was saved since"
-                )
-            record = StepRecord(
-                step=done.step,
-                total=self.total_steps,
-                loss=loss,
-                lr=self.lr * done.factor,
-                grad_norm=norm,
-                seconds=seconds,
-                tokens=done.tokens,
-            )
-            for watcher in self.watchers:
-                watcher.on_step(record)
+                raise NonFinite(done.step, loss, norm)
+            report(StepMetrics(done.step, loss, norm, done.lr, done.tokens, seconds, done.skipped))
+
+    def pause(self) -> None:
+        """Something else than a step comes next: its time is not the next step's."""
+        self._mark = None
+
+    def _finish_gradients(self) -> Tensor:
+        """Unscale, measure and clip."""
+        self.precision.unscale(self.optimizer)
+        measured = getattr(self.optimizer, "grad_norm", None)
+        if measured is not None:  # stepped in backward: the gradients are gone
+            return measured()
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        if self.clip is not None:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
+        return norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +139,11 @@ class _Pending:
 
     step: int
     numbers: Tensor
-    factor: float
+    lr: float
     tokens: int
     start: Any
     end: Any
+    skipped: bool
 
 
 def _to_host(loss: Tensor, norm: Tensor) -> Tensor:

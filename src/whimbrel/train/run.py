@@ -1,41 +1,44 @@
-"""A run from its configuration to its last checkpoint: resume, step, validate, sample, save."""
+"""The TOML door: a run's configuration to a trainer over token shards, and on to its last checkpoint."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from whimbrel import __version__
-from whimbrel.artifacts import load_weights, save_model
-from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.files import atomic_file
 from whimbrel.base.logging import get_logger
-from whimbrel.checkpoint import (
-    latest_checkpoint,
-    list_checkpoints,
-    prune_checkpoints,
-    read_component,
-    verify_checkpoint,
-    write_checkpoint,
-)
-from whimbrel.config import dump_toml, to_table
-from whimbrel.data import TokenDataLoader
-from whimbrel.models import GPT, IGNORE_INDEX
-from whimbrel.optim import restore_optimizer
+from whimbrel.checkpoint import latest_checkpoint, read_manifest
+from whimbrel.config import dump_toml, load_toml, to_table
+from whimbrel.models import GPT
 from whimbrel.text import Tokenizer
-from whimbrel.train import assemble
+from whimbrel.train import recipe
+from whimbrel.train.arguments import MinimalTrainingArguments
+from whimbrel.train.batches import TokenBatches
+from whimbrel.train.batching import accumulation_steps
+from whimbrel.train.callbacks import (
+    DivergenceCallback,
+    EarlyStoppingCallback,
+    EmaCallback,
+    MemoryCallback,
+    NormsCallback,
+    ProfilerCallback,
+    SampleCallback,
+    TensorBoardCallback,
+    TrackerCallback,
+)
 from whimbrel.train.config import RunConfig
-from whimbrel.train.device import choose_device, device_name, peak_flops, peak_memory
-from whimbrel.train.loop import Loop
-from whimbrel.train.watch import JsonLog, RunResult, RunSummary, StepRecord, Watcher
+from whimbrel.train.device import choose_device
+from whimbrel.train.state import TrainOutput
+from whimbrel.train.trainer import Trainer
+from whimbrel.train.translate import from_config
 
-__all__ = ["Sampler", "train"]
+__all__ = ["RunTrainer", "Sampler", "train"]
 
 Sampler = Callable[[GPT, Tokenizer, int], str]
 """Writes a text with the model as it is after so many steps."""
@@ -44,216 +47,147 @@ logger = get_logger(__name__)
 
 
 def train(
-    config: RunConfig,
-    *,
-    watchers: Sequence[Watcher] = (),
-    sampler: Sampler | None = None,
-    stopping: Callable[[], bool] = lambda: False,
-) -> RunResult:
-    """Run `config` to its end or until `stopping`; a run already in its output directory is gone on with, exactly."""
-    run = Run.prepare(config, list(watchers), sampler)
-    run.start()
-    while run.loop.position.step < config.train.total_steps and not stopping():
-        run.loop.run(run.next_stop(), stopping)
-        run.after_steps(stopped=stopping())
-    if stopping() and run.loop.position.step > 0:
-        run.save()  # the request may have come while something else than a step was running
-    return run.finish()
+    config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: Sampler | None = None
+) -> TrainOutput:
+    """Run `config` to its end; a run already in its output directory is gone on with, exactly."""
+    return RunTrainer(config, callbacks=callbacks, sampler=sampler).train()
 
 
-@dataclass(slots=True)
-class Run:
-    """The assembled parts of one run and what they have reached."""
+class RunTrainer(Trainer):
+    """A trainer made from a configuration: GPT over token shards.
+
+    `callbacks` replaces those that watch any trainer; what the configuration asks for is added to them.
+    """
 
     config: RunConfig
-    device: torch.device
-    model: GPT
-    batches: TokenDataLoader
-    loop: Loop
-    validation: TokenDataLoader | None
-    tokenizer: Tokenizer | None
-    resumed_from: Path | None
-    watchers: list[Watcher]
-    sampler: Sampler | None
-    compile_seconds: float = 0.0
-    validation_loss: float | None = None
-    checkpoint: Path | None = None
-    last: _LastStep = field(default_factory=lambda: _LastStep())
 
-    @classmethod
-    def prepare(cls, config: RunConfig, watchers: list[Watcher], sampler: Sampler | None) -> Run:
-        """Assemble the parts and, where the output directory holds a checkpoint, put them into its state."""
-        if config.train.compile:
-            assemble.keep_compiled()
+    def __init__(
+        self, config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: Sampler | None = None
+    ) -> None:
         device = choose_device(config.train.device)
-        torch.set_float32_matmul_precision(config.train.matmul_precision)
-        newest = latest_checkpoint(config.output_dir)
-        config = _with_recorded_micro_batch(config, None if newest is None else verify_checkpoint(newest))
-        model = assemble.build_model(config, device)
-        micro_batch = assemble.choose_micro_batch(config, model, device)
-        config = replace(config, train=replace(config.train, micro_batch=micro_batch, device=str(device)))
-        batches = assemble.build_batches(config, device, micro_batch)
-        run = cls(
-            config=config,
-            device=device,
-            model=model,
-            batches=batches,
-            loop=assemble.build_loop(config, model, batches, device),
-            validation=assemble.build_validation(config, device, micro_batch),
-            tokenizer=assemble.find_tokenizer(config, batches.eot_id),
-            resumed_from=newest,
-            watchers=watchers,
-            sampler=sampler,
+        config = _with_recorded_micro_batch(config)
+        model = recipe.build_model(config, device)
+        micro_batch = recipe.choose_micro_batch(config, model, device)
+        batches = recipe.build_batches(config, device, micro_batch)
+        self.given = replace(config, train=replace(config.train, micro_batch=micro_batch, device=str(device)))
+        self.resolved = _resolved(self.given, TokenBatches(batches))
+        tokenizer = recipe.find_tokenizer(config, batches.eot_id)
+        super().__init__(
+            from_config(self.resolved),
+            model,
+            train_dataset=batches,
+            eval_dataset=recipe.build_validation(config, device, micro_batch),
+            processing_class=tokenizer,
+            callbacks=[
+                *(self.default_callbacks() if callbacks is None else callbacks),
+                *_callbacks(config, tokenizer, sampler),
+            ],
         )
-        if sampler is None and config.sample.every is not None:
-            raise ConfigError("sample.every is set but nothing here can write samples: pass sampler= or leave it out")
-        if config.sample.every is not None and run.tokenizer is None:
-            raise ConfigError(f"sample.every needs the tokenizer, and {config.data.path} holds no tokenizer.json")
-        if newest is not None:
-            run.load(newest)
-        if run.loop.position.step < config.train.total_steps:
-            with atomic_file(config.output_dir / "config.toml", "w") as file:
-                file.write(dump_toml(to_table(config)))
-        run.watchers = [JsonLog(config.output_dir / "log.jsonl", run.loop.position.step), run.last, *watchers]
-        run.loop.watchers = run.watchers
-        return run
 
-    def load(self, checkpoint: Path) -> None:
-        """Put every part into the state that a checkpoint holds; the optimizer's settings stay those of this run."""
-        load_weights(self.model, checkpoint / "model")
-        self.batches.load_state_dict(read_component(checkpoint, "batches"))
-        self.loop.position.load_state_dict(read_component(checkpoint, "position"))
-        if not restore_optimizer(self.loop.optimizer, read_component(checkpoint, "optimizer")):
-            raise CheckpointError(
-                f"{checkpoint} holds the state of another optimizer, or of other parameter groups: keep optim.name, "
-                "optim.decay and which rates are given, or name another output_dir"
-            )
+    def _make_config(self, args: MinimalTrainingArguments) -> RunConfig:
+        """The configuration itself: the arguments were made from it, for callbacks to read."""
+        del args
+        return self.resolved
 
-    def parts(self) -> dict[str, Any]:
-        """What a checkpoint holds besides the model."""
-        return {"optimizer": self.loop.optimizer, "batches": self.batches, "position": self.loop.position}
+    def _about(self) -> dict[str, Any]:
+        return super()._about() | {"micro_batch": self.config.train.micro_batch}
 
-    def start(self) -> None:
-        """Compile, so that no step is timed with it, and tell the watchers what is about to run."""
-        config, loop = self.config, self.loop
-        if config.train.compile and loop.position.step < config.train.total_steps:
-            assemble.compile_blocks(self.model)
-            self.compile_seconds = self._warm_up()
-        summary = RunSummary(
-            device=self.device.type,
-            device_name=device_name(self.device),
-            parameters=self.model.num_parameters(),
-            tokens_per_step=config.train.tokens_per_step,
-            micro_batch=self.batches.B,
-            sequence_length=self.batches.T,
-            accumulation=loop.accumulation,
-            total_steps=config.train.total_steps,
-            first_step=loop.position.step,
-            flops_per_token=self.model.flops_per_token(self.batches.T),
-            peak_flops=peak_flops(self.device),
-            compile_seconds=self.compile_seconds,
-            resumed_from=None if self.resumed_from is None else str(self.resumed_from),
-        )
-        for watcher in self.watchers:
-            watcher.on_start(summary)
+    def _resume(self) -> None:
+        """Resume, and write down the settings that hold from here on."""
+        super()._resume()
+        path = self.config.output_dir / "config.toml"
+        if self.state.global_step >= self.state.max_steps:
+            return
+        if self.resumed_from is not None and path.exists():
+            for change in _changes(load_toml(path), to_table(self.given)):
+                logger.warning("changed since the run began: %s", change)
+        with atomic_file(path, "w") as file:
+            file.write(dump_toml(to_table(self.given)))
 
-    def next_stop(self) -> int:
-        """The next step after which something besides stepping is due."""
-        step, total = self.loop.position.step, self.config.train.total_steps
-        periods = (self.config.validation.every, self.config.sample.every, self.config.checkpoint.every)
-        return min([total, *((step // every + 1) * every for every in periods if every is not None)])
-
-    def after_steps(self, *, stopped: bool) -> None:
-        """Validate, sample and save, each where it is due; stopped early, save as well and do nothing more."""
-        step = self.loop.position.step
-        final = step == self.config.train.total_steps
-
-        def due(every: int | None) -> bool:
-            return every is not None and step % every == 0
-
-        if self.validation is not None and (due(self.config.validation.every) or final):
-            self.validation_loss = self.validate(self.validation)
-            for watcher in self.watchers:
-                watcher.on_validation(step, self.validation_loss)
-        if self.sampler is not None and self.tokenizer is not None and due(self.config.sample.every):
-            text = self.sampler(self.model, self.tokenizer, step)
-            for watcher in self.watchers:
-                watcher.on_sample(step, text)
-        if due(self.config.checkpoint.every) or final or stopped:
-            self.save()
-
-    @torch.no_grad()
-    def validate(self, batches: TokenDataLoader) -> float:
-        """Loss over the held-out sequences, each counted once whatever the batch size."""
-        left = min(self.config.validation.tokens or batches.total_tokens, batches.total_tokens - 1) // batches.T
-        batches.reset()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        count = torch.zeros((), dtype=torch.int64, device=self.device)
-        while left > 0:
-            x, y = batches.next_batch()
-            y[left:] = IGNORE_INDEX
-            left -= batches.B
-            with self.loop.autocast():
-                loss = self.model(x, y, loss_divisor=1.0, **self.loop.extras(x)).loss
-            total += loss
-            count += (y != IGNORE_INDEX).sum()
-        return float(total / count)
-
-    def save(self) -> None:
-        """Write a checkpoint of this step, unless it is there."""
-        step, directory = self.loop.position.step, self.config.output_dir
-        if step not in list_checkpoints(directory):
-            states = {key: part.state_dict() for key, part in self.parts().items()}
-            about = {"whimbrel": __version__, "torch": str(torch.__version__), "micro_batch": self.batches.B}
-            path = write_checkpoint(directory, step, states, self._write_model, about)
-            self.checkpoint = path
-            for watcher in self.watchers:
-                watcher.on_checkpoint(step, path)
-            if self.config.checkpoint.keep is not None:
-                prune_checkpoints(directory, self.config.checkpoint.keep)
-
-    def finish(self) -> RunResult:
-        """Tell the watchers how it ended."""
-        position = self.loop.position
-        result = RunResult(
-            step=position.step, tokens=position.tokens, seconds=position.seconds, compile_seconds=self.compile_seconds,
-            train_loss=self.last.loss, validation_loss=self.validation_loss, peak_memory=peak_memory(self.device),
-            checkpoint=self.checkpoint or self.resumed_from,
-        )  # fmt: skip
-        for watcher in self.watchers:
-            watcher.on_end(result)
-        return result
-
-    def _write_model(self, path: Path) -> None:
-        save_model(self.model, path, tokenizer=self.tokenizer)
-
-    def _warm_up(self) -> float:
-        """Seconds until one pass forth and back has been compiled and run; leaves no trace in the model."""
+    def _warm_up(self) -> None:
+        """Compile with one pass forth and back, so that no step is timed with it; leaves no trace in the model."""
+        assert self.optimizer is not None and self.model is not None
+        if not self.config.train.compile:
+            return
         start = time.perf_counter()
-        x = torch.zeros(self.batches.B, self.batches.T, dtype=torch.int64, device=self.device)
-        with self.loop.autocast():
-            loss: Tensor = self.model(x, x, **self.loop.extras(x)).loss
+        loader = self.train_dataset
+        x = torch.zeros(loader.B, loader.T, dtype=torch.int64, device=self.device)
+        objective, ones = self._objective(loader), torch.ones((), device=self.device)
+        with self.precision.autocast():
+            loss = objective.loss((x, x), ones, ones)
         loss.backward()
-        self.loop.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return time.perf_counter() - start
+        self.compile_seconds = time.perf_counter() - start
 
 
-def _with_recorded_micro_batch(config: RunConfig, manifest: Mapping[str, Any] | None) -> RunConfig:
+def _resolved(config: RunConfig, batches: TokenBatches) -> RunConfig:
+    """The same run with its length in steps and its steps in micro-batches."""
+    train = config.train
+    assert train.micro_batch is not None
+    accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length)
+    if train.tokens is not None:
+        steps = train.tokens // config.tokens_per_step
+    else:
+        steps = train.steps if train.steps is not None else batches.steps_for(train.epochs or 0.0, accumulation)
+    return replace(
+        config,
+        train=replace(
+            train, steps=steps, tokens=None, epochs=None, tokens_per_step=None, accumulation=accumulation
+        ),
+    )
+
+
+def _with_recorded_micro_batch(config: RunConfig) -> RunConfig:
     """A resumed run that names no micro-batch goes on with the one it had, so that free memory changes no sum."""
-    recorded = None if manifest is None else manifest.get("micro_batch")
-    if config.train.micro_batch is not None or not isinstance(recorded, int):
+    newest = None if config.overwrite_output_dir else config.resume.path or latest_checkpoint(config.output_dir)
+    if config.train.micro_batch is not None or newest is None:
         return config
-    if config.train.tokens_per_step % (recorded * config.sequence_length):
+    recorded = read_manifest(newest).about.get("micro_batch")
+    if not isinstance(recorded, int) or config.tokens_per_step % (recorded * config.sequence_length):
         return config
     return replace(config, train=replace(config.train, micro_batch=recorded))
 
 
-class _LastStep(Watcher):
-    """Remembers the newest training loss."""
+def _callbacks(config: RunConfig, tokenizer: Tokenizer | None, sampler: Sampler | None) -> list[Any]:
+    """The callbacks that the configuration asks for."""
+    log, found = config.log, []
+    if config.sample.every is not None:
+        if sampler is None:
+            raise ConfigError("sample.every is set but nothing here can write samples: pass sampler= or leave it out")
+        if tokenizer is None:
+            raise ConfigError(f"sample.every needs the tokenizer, and {config.data.path} holds no tokenizer.json")
+        found.append(SampleCallback(lambda model, step: sampler(model, tokenizer, step), config.sample.every))
+    if config.ema.decay is not None:
+        found.append(EmaCallback(config.ema.decay, config.ema.every))
+    if config.divergence.action is not None:
+        found.append(DivergenceCallback(config.divergence))
+    if config.early_stopping.patience is not None:
+        checkpoint = config.checkpoint
+        found.append(
+            EarlyStoppingCallback(
+                config.early_stopping.patience, config.early_stopping.threshold, checkpoint.metric,
+                checkpoint.greater_is_better,
+            )
+        )  # fmt: skip
+    if log.norms is not None:
+        found.append(NormsCallback(log.norms))
+    if log.profile is not None:
+        found.append(ProfilerCallback(*log.profile))
+    if log.tensorboard:
+        found.append(TensorBoardCallback())
+    found += [TrackerCallback(kind) for kind in ("wandb", "trackio") if getattr(log, kind)]
+    return found
 
-    loss: float | None = None
 
-    def on_step(self, record: StepRecord) -> None:
-        self.loss = record.loss
+def _changes(before: dict[str, Any], now: dict[str, Any], section: str = "") -> list[str]:
+    """Settings that differ between two tables, in words."""
+    found = []
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) or isinstance(new, dict):
+            found += _changes(old or {}, new or {}, f"{section}{name}.")
+        elif old != new:
+            found.append(f"{section}{name} was {old} and is {new}")
+    return found

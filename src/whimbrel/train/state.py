@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["TrainOutput", "TrainerControl", "TrainerState"]
+__all__ = ["Tally", "TrainOutput", "TrainerControl", "TrainerState"]
 
 
 class TrainOutput(NamedTuple):
@@ -50,7 +50,7 @@ class TrainerControl:
 
 @dataclass(slots=True, kw_only=True)
 class TrainerState:
-    """How far a run is and what it has seen; what a resume restores of it is `TrainerState.saved`."""
+    """How far a run is and what it has seen."""
 
     logging_steps: int = 0
     eval_steps: int = 0
@@ -66,6 +66,7 @@ class TrainerState:
     total_flos: float = 0.0
     log_history: list[dict[str, Any]] = field(default_factory=list)
     best_metric: float | None = None
+    best_global_step: int | None = None
     best_model_checkpoint: str | None = None
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
@@ -75,3 +76,28 @@ class TrainerState:
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain data."""
         return dataclasses.asdict(self)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the steps of a run that a resume takes up, so that means and totals come out as if it never broke."""
+
+    steps: int = 0
+    loss: float = 0.0
+    unlogged_steps: int = 0
+    unlogged_loss: float = 0.0
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, loss: float, grad_norm: float, lr: float, seconds: float) -> None:
+        """Count a finished step."""
+        self.steps, self.unlogged_steps = self.steps + 1, self.unlogged_steps + 1
+        self.loss, self.unlogged_loss = self.loss + loss, self.unlogged_loss + loss
+        self.grad_norm, self.lr, self.seconds = grad_norm, lr, self.seconds + seconds
+
+    def take_logs(self) -> dict[str, float]:
+        """The mean loss since it was last asked for, with the newest norm and rate."""
+        logs = {"loss": self.unlogged_loss / self.unlogged_steps, "grad_norm": self.grad_norm, "learning_rate": self.lr}
+        self.unlogged_steps, self.unlogged_loss = 0, 0.0
+        return logs

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["MemoryEstimate", "RunSummary", "estimate_memory"]
+from whimbrel.train.settings import TrainerConfig
+
+__all__ = ["MemoryEstimate", "RunSummary", "estimate_memory", "features"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,3 +93,24 @@ def _ghost(parameter: Tensor) -> Tensor:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def features(config: TrainerConfig) -> tuple[str, ...]:
+    """What is on, each in a word or two."""
+    train, checkpoint = config.train, config.checkpoint
+    words = {
+        train.precision: train.precision != "fp32",
+        f"compiled {train.compile_scope}": train.compile,
+        f"recompute {train.recompute}": train.recompute != "none",
+        "activations in host memory": train.activation_offloading,
+        "optimizer in backward": train.optimizer_in_backward,
+        "deterministic": train.deterministic,
+        "anomaly detection": train.detect_anomaly,
+        f"non-finite steps: {train.on_nonfinite}": train.on_nonfinite != "stop",
+        "asynchronous saves": checkpoint.asynchronous,
+        f"EMA {config.ema.decay}": config.ema.decay is not None,
+        "early stopping": config.early_stopping.patience is not None,
+        f"divergence: {config.divergence.action}": config.divergence.action is not None,
+        "TensorBoard": config.log.tensorboard,
+    }
+    return tuple(word for word, on in words.items() if on)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import tomllib
@@ -19,39 +18,47 @@ from whimbrel.base.errors import CheckpointError, ConfigError, DataError, Traini
 from whimbrel.checkpoint import latest_checkpoint, list_checkpoints, read_component
 from whimbrel.models import GPT
 from whimbrel.text import Tokenizer, load_tokenizer
-from whimbrel.train import RunConfig, RunSummary, StepRecord, Watcher, read_log, train
-from whimbrel.train.run import Run
+from whimbrel.train import RunConfig, RunTrainer, TrainerCallback, read_log, train
+from whimbrel.train.callbacks import JsonLogCallback
+from whimbrel.train.summary import RunSummary
 
 MakeRun = Callable[..., RunConfig]
 
 
-class Seen(Watcher):
-    """Keeps what a run says."""
+class Seen(TrainerCallback):
+    """Keeps what a run says; with `stop_after`, asks for the end after so many steps."""
 
-    def __init__(self) -> None:
-        self.losses: list[str] = []
-        self.records: list[StepRecord] = []
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.records: list[dict[str, Any]] = []
         self.validation: list[tuple[int, float]] = []
         self.samples: list[tuple[int, str]] = []
         self.summary: RunSummary | None = None
+        self.stop_after = stop_after
 
-    def on_start(self, summary: RunSummary) -> None:
-        self.summary = summary
+    @property
+    def losses(self) -> list[str]:
+        return [record["loss"].hex() for record in self.records]
 
-    def on_step(self, record: StepRecord) -> None:
-        self.losses.append(record.loss.hex())
-        self.records.append(record)
+    def on_train_begin(self, **event: Any) -> None:
+        self.summary = event["summary"]
 
-    def on_validation(self, step: int, loss: float) -> None:
-        self.validation.append((step, loss))
+    def on_step_end(self, **event: Any) -> None:
+        if event["state"].global_step == self.stop_after:
+            event["control"].should_training_stop = True
 
-    def on_sample(self, step: int, text: str) -> None:
-        self.samples.append((step, text))
+    def on_train_metrics(self, **event: Any) -> None:
+        self.records.append(event["metrics"])
+
+    def on_evaluate(self, **event: Any) -> None:
+        self.validation.append((event["state"].global_step, event["metrics"]["eval_loss"]))
+
+    def on_sample(self, **event: Any) -> None:
+        self.samples.append((event["step"], event["text"]))
 
 
-def run(config: RunConfig, **keywords: Any) -> Seen:
-    seen = Seen()
-    train(config, watchers=[seen], **keywords)
+def run(config: RunConfig, seen: Seen | None = None, **keywords: Any) -> Seen:
+    seen = seen or Seen()
+    train(config, callbacks=[JsonLogCallback(), seen], **keywords)
     return seen
 
 
@@ -69,19 +76,9 @@ def timeless(log: Path) -> list[dict[str, Any]]:
 def test_stopped_and_resumed_is_bit_identical(make_run: MakeRun, tmp_path: Path, optimizer: str) -> None:
     settings = {"optim__name": optimizer, "train__clip": 1.0, "validation__every": 3, "checkpoint__every": 2}
     whole = run(make_run(output_dir=tmp_path / "whole", **settings))
-    count = 0
-
-    def stop_after(steps: int) -> Callable[[], bool]:
-        def stopping() -> bool:
-            nonlocal count
-            count += 1
-            return count > steps
-
-        return stopping
-
-    broken, first = make_run(output_dir=tmp_path / "broken", **settings), Seen()
-    train(broken, watchers=[first], stopping=stop_after(3))
-    assert 0 < len(first.losses) < 6
+    broken = make_run(output_dir=tmp_path / "broken", **settings)
+    first = run(broken, Seen(stop_after=3))
+    assert len(first.losses) == 3
     second = run(broken)
     assert first.losses + second.losses == whole.losses
     assert timeless(tmp_path / "broken" / "log.jsonl") == timeless(tmp_path / "whole" / "log.jsonl")
@@ -98,14 +95,14 @@ def test_a_crash_between_checkpoints_repeats_its_steps_and_mends_the_log(make_ru
     settings = {"checkpoint__every": 2, "validation__every": 2}
     run(make_run(output_dir=tmp_path / "whole", **settings))
 
-    class Crash(Watcher):
-        def on_step(self, record: StepRecord) -> None:
-            if record.step == 4:
+    class Crash(Seen):
+        def on_train_metrics(self, **event: Any) -> None:
+            if event["metrics"]["step"] == 5:
                 raise KeyboardInterrupt
 
     config = make_run(output_dir=tmp_path / "broken", **settings)
     with pytest.raises(KeyboardInterrupt):
-        train(config, watchers=[Crash()])
+        run(config, Crash())
     assert list(list_checkpoints(config.output_dir)) == [2, 4]
     with (config.output_dir / "log.jsonl").open("a") as file:
         file.write('{"kind": "step", "aft')  # the line that was being written
@@ -125,15 +122,15 @@ def test_accumulation_changes_nothing(make_run: MakeRun, tmp_path: Path, documen
         seen = run(config)
         assert seen.summary is not None
         assert seen.summary.accumulation == 8 // micro_batch
-        losses.append([record.loss for record in seen.records])
+        losses.append([record["loss"] for record in seen.records])
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert losses[2] == pytest.approx(losses[0], abs=1e-5)
 
 
 def test_the_loss_falls_and_validation_agrees(make_run: MakeRun) -> None:
     seen = run(make_run(train__steps=60, optim__lr=1e-2, validation__every=30))
-    assert seen.records[0].loss == pytest.approx(math.log(300), abs=0.2)
-    assert seen.records[-1].loss < 4.2
+    assert seen.records[0]["loss"] == pytest.approx(math.log(300), abs=0.2)
+    assert seen.records[-1]["loss"] < 4.2
     assert [step for step, _ in seen.validation] == [30, 60]
     assert seen.validation[1][1] < seen.validation[0][1] < math.log(300)
 
@@ -179,7 +176,7 @@ def test_clipping_bounds_what_the_optimizer_sees(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", watched)
     seen = run(make_run(**{"train__clip": clip} if clip else {}))
-    reported = [record.grad_norm for record in seen.records]
+    reported = [record["grad_norm"] for record in seen.records]
     assert min(reported) > 0.125
     assert norms == pytest.approx([0.125] * 6 if clip else reported, rel=1e-4)
 
@@ -204,7 +201,7 @@ def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on(make_run: Mak
     assert run(make_run(schedule__name="constant", train__steps=3, optim__lr=1.0)).losses == []
     assert (make_run().output_dir / "config.toml").read_text() == written
     longer = run(make_run(schedule__name="constant", train__steps=8))
-    assert [record.step for record in longer.records] == [6, 7]
+    assert [record["step"] for record in longer.records] == [7, 8]
 
 
 def test_only_the_newest_checkpoints_are_kept(make_run: MakeRun) -> None:
@@ -246,13 +243,22 @@ def test_another_model_is_not_resumed(make_run: MakeRun) -> None:
         run(make_run(model__num_layers=3))
 
 
-def test_a_damaged_checkpoint_is_not_resumed(make_run: MakeRun) -> None:
-    config = make_run()
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    make_run: MakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(make_run(output_dir=tmp_path / "whole"))
+    config = make_run(checkpoint__every=4)
     run(config)
     newest = latest_checkpoint(config.output_dir)
     assert newest is not None
     (newest / "optimizer.safetensors").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"damaged: optimizer\.safetensors has changed"):
+    again = run(config)
+    assert [record["step"] for record in again.records] == [5, 6]
+    assert "optimizer.safetensors" in caplog.text
+    assert timeless(config.output_dir / "log.jsonl") == timeless(tmp_path / "whole" / "log.jsonl")
+    for path in list_checkpoints(config.output_dir).values():
+        (path / "manifest.json").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
         run(config)
 
 
@@ -273,24 +279,24 @@ def test_shards_with_another_tokenizer_beside_them_are_refused(make_run: MakeRun
 
 def test_a_stop_during_validation_is_saved(make_run: MakeRun) -> None:
     class StopThere(Seen):
-        stop = False
+        def on_evaluate(self, **event: Any) -> None:
+            event["control"].should_training_stop = True
 
-        def on_validation(self, step: int, loss: float) -> None:
-            self.stop = True
-
-    config, seen = make_run(validation__every=2), StopThere()
-    result = train(config, watchers=[seen], stopping=lambda: seen.stop)
-    assert result.step == 2
+    config = make_run(validation__every=2)
+    assert train(config, callbacks=[StopThere()]).global_step == 2
     assert list(list_checkpoints(config.output_dir)) == [2]
 
 
 def test_a_resumed_run_obeys_its_new_optimizer_settings(make_run: MakeRun) -> None:
     run(make_run(schedule__name="constant", optim__lr=1e-3))
     changed = make_run(schedule__name="constant", optim__lr=1e-5, optim__weight_decay=0.5, train__steps=8)
-    state = Run.prepare(changed, [], None)
-    assert {(g["lr"], g["peak_lr"]) for g in state.loop.optimizer.param_groups} == {(1e-5, 1e-5)}
-    assert {g["weight_decay"] for g in state.loop.optimizer.param_groups} == {0.0, 0.5}
-    assert [record.lr for record in run(changed).records] == [1e-5] * 2
+    trainer, seen = RunTrainer(changed, callbacks=[]), Seen()
+    trainer.add_callback(seen)
+    trainer.train()
+    assert trainer.optimizer is not None
+    assert {(g["lr"], g["peak_lr"]) for g in trainer.optimizer.param_groups} == {(1e-5, 1e-5)}
+    assert {g["weight_decay"] for g in trainer.optimizer.param_groups} == {0.0, 0.5}
+    assert [record["lr"] for record in seen.records] == [1e-5] * 2
 
 
 def test_the_state_of_another_optimizer_is_refused(make_run: MakeRun) -> None:
@@ -309,7 +315,7 @@ def test_a_resumed_run_keeps_the_micro_batch_it_chose(make_run: MakeRun, monkeyp
     second = run(free(8)).summary
     assert first is not None
     assert second is not None
-    assert first.micro_batch == second.micro_batch == 8
+    assert first.tokens_per_micro_batch == second.tokens_per_micro_batch == 8 * 32
 
 
 def test_the_seed_decides_the_weights(make_run: MakeRun, tmp_path: Path) -> None:
@@ -322,7 +328,7 @@ def test_bf16_follows_fp32(make_run: MakeRun, tmp_path: Path) -> None:
     bf16 = run(make_run(output_dir=tmp_path / "bf16", train__precision="bf16"))
     assert fp32.losses != bf16.losses
     for a, b in zip(fp32.records, bf16.records, strict=True):
-        assert a.loss == pytest.approx(b.loss, abs=0.02)
+        assert a["loss"] == pytest.approx(b["loss"], abs=0.02)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -338,16 +344,4 @@ def test_compiled_blocks_give_the_same_curve_and_stay_on_disk(
     assert compiled.summary.compile_seconds > 0
     assert any((tmp_path / "cache" / "whimbrel" / "compiled").rglob("*.so"))
     for a, b in zip(plain.records, compiled.records, strict=True):
-        assert a.loss == pytest.approx(b.loss, abs=1e-4)
-
-
-def test_a_log_line_that_is_no_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl").write_text(json.dumps({"kind": "step"}) + "\nnonsense\n")
-    with pytest.raises(DataError, match=r"log\.jsonl:1 is no line of a run's log: it has no 'after'"):
-        read_log(tmp_path / "log.jsonl")
-    (tmp_path / "log.jsonl").write_text("nonsense\n")
-    with pytest.raises(DataError, match=r"log\.jsonl:1 is not JSON"):
-        read_log(tmp_path / "log.jsonl")
-    (tmp_path / "log.jsonl").write_text("3\n")
-    with pytest.raises(DataError, match=r"log\.jsonl:1 is no line of a run's log: it has no 'kind'"):
-        read_log(tmp_path / "log.jsonl")
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)

@@ -44,6 +44,7 @@ class ProfilerCallback(TrainerCallback):
         if self._profile is not None:
             own, self._profile = self._profile, None
             own.stop()
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
             target = Path(output_dir) / f"trace-{self._first}-{self._end}.json.gz"
             partial = target.with_name(f"{PARTIAL}{target.name}")
             own.export_chrome_trace(str(partial))

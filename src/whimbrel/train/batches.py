@@ -1,0 +1,290 @@
+"""Micro-batches out of any dataset, with a cursor that a resume goes back to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.base.seeds import derive_seed
+from whimbrel.data import TokenDataLoader
+from whimbrel.models import IGNORE_INDEX
+from whimbrel.train.settings import LoaderConfig
+
+__all__ = ["Batches", "DatasetBatches", "TokenBatches", "collate", "held_out", "make_batches", "token_count"]
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Batches(Protocol):
+    """Where micro-batches come from."""
+
+    def begin(self, epoch: int) -> None:
+        """Go to the start of a pass, or stay where a resume has put the cursor in it."""
+
+    def next_batch(self) -> Any | None:
+        """The next one, on the device; None where the pass has ended."""
+
+    def exhausted(self) -> bool:
+        """Whether the pass has ended."""
+
+    def steps_for(self, epochs: float, accumulation: int) -> int:
+        """Optimizer steps that so many passes take."""
+
+    @property
+    def epoch(self) -> float:
+        """Passes done, with the part of the one under way."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a cursor."""
+
+
+class TokenBatches:
+    """Token shards: a cyclic stream, so a step may cross from one pass into the next and a pass never ends."""
+
+    def __init__(self, loader: TokenDataLoader) -> None:
+        self.loader = loader
+
+    def begin(self, epoch: int) -> None:
+        """Nothing to do: the stream goes on."""
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets."""
+        return self.loader.next_batch()
+
+    def exhausted(self) -> bool:
+        """Never."""
+        return False
+
+    def steps_for(self, epochs: float, accumulation: int) -> int:
+        """Whole steps that cover so many passes."""
+        loader = self.loader
+        tokens = accumulation * loader.B * loader.T * loader.world_size
+        return max(1, -int(-epochs * loader.total_tokens // tokens))
+
+    @property
+    def epoch(self) -> float:
+        """Tokens read over tokens there are."""
+        return self.loader.position / self.loader.total_tokens
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's cursor."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a cursor of the same stream."""
+        self.loader.load_state_dict(state)
+
+
+class DatasetBatches:
+    """A dataset of dicts or pairs, indexed (shuffled anew in each pass, from the seed) or iterable (in its order)."""
+
+    def __init__(
+        self, dataset: Any, batch_size: int, device: torch.device, *,
+        collate: Collate, seed: int = 0, shuffle: bool = True, loader: LoaderConfig,
+    ) -> None:  # fmt: skip
+        self.dataset, self.batch_size, self.device = dataset, batch_size, device
+        self.indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        self._collate, self._seed, self._shuffle, self._loader = collate, seed, shuffle, loader
+        self._epoch, self._taken = 0, 0
+        self._batches: Iterator[Any] | None = None
+        self._ahead: list[Any] = []
+        self._cursor: dict[str, Any] | None = None
+        if not self.indexed and loader.workers > 1 and not hasattr(dataset, "num_shards"):
+            raise ConfigError(
+                f"an iterable dataset gives each of {loader.workers} workers every example: set dataloader_num_workers "
+                "(loader.workers) to 0 or 1, or give one that shards itself and says so by num_shards"
+            )
+        if self.indexed and len(self) == 0:
+            raise DataError(
+                f"the dataset has {len(dataset)} examples, less than one batch of {batch_size}: give more, or turn "
+                "dataloader_drop_last off"
+            )
+
+    def __len__(self) -> int:
+        if not self.indexed:
+            raise TypeError("an iterable dataset has no length")
+        count, rest = divmod(len(self.dataset), self.batch_size)
+        return count + (rest > 0 and not self._loader.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass from its start."""
+        self.rewind()
+        while (batch := self.next_batch()) is not None:
+            yield batch
+
+    def rewind(self) -> None:
+        """Go to the start of the first pass."""
+        self._epoch, self._taken, self._batches, self._cursor = 0, 0, None, None
+        self._ahead.clear()
+
+    def begin(self, epoch: int) -> None:
+        """Start the pass, unless the cursor is in it already."""
+        if epoch != self._epoch:
+            self._epoch, self._taken, self._batches, self._cursor = epoch, 0, None, None
+            self._ahead.clear()
+
+    def next_batch(self) -> Any | None:
+        """The next micro-batch, or None at the end of the pass."""
+        if self.exhausted():
+            return None
+        self._taken += 1
+        return to_device(self._ahead.pop(), self.device)
+
+    def exhausted(self) -> bool:
+        """Whether the pass has ended; fetches the next batch to know."""
+        if not self._ahead:
+            batches = self._open() if self._batches is None else self._batches
+            self._cursor = self._dataset_state()
+            self._ahead = list(itertools.islice(batches, 1))
+        return not self._ahead
+
+    def steps_for(self, epochs: float, accumulation: int) -> int:
+        """Optimizer steps of so many passes; what is left over at the end of a pass makes a step too."""
+        if not self.indexed:
+            raise ConfigError("the length of an iterable dataset is not known: give max_steps (train.steps)")
+        return max(1, -int(-epochs * -(-len(self) // accumulation) // 1))
+
+    @property
+    def epoch(self) -> float:
+        """Passes done and the part of this one; only whole passes where the length is not known."""
+        return self._epoch + (self._taken / len(self) if self.indexed else 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which pass, how many batches of it were used, and the dataset's own state where it has one."""
+        state = {"epoch": self._epoch, "taken": self._taken, "batch_size": self.batch_size}
+        own = self._cursor if self._ahead else self._dataset_state()
+        return state if own is None else state | {"dataset": own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a cursor; another batch size is taken up at the example where the saved one stopped, or refused."""
+        examples = state["taken"] * state["batch_size"]
+        if examples % self.batch_size:
+            raise DataError(
+                f"the checkpoint is {examples} examples into its pass, which is no multiple of the batch size "
+                f"{self.batch_size}: go on with {state['batch_size']}"
+            )
+        self.rewind()
+        self._epoch, self._taken = int(state["epoch"]), examples // self.batch_size
+        if self._keeps_state and "dataset" in state:
+            self._cursor = state["dataset"]
+
+    @property
+    def _keeps_state(self) -> bool:
+        """A dataset's own state is right only where no worker process reads ahead of us."""
+        return not self.indexed and hasattr(self.dataset, "state_dict") and self._loader.workers == 0
+
+    def _dataset_state(self) -> dict[str, Any] | None:
+        if self._batches is None:
+            return self._cursor
+        return self.dataset.state_dict() if self._keeps_state else None
+
+    def _open(self) -> Iterator[Any]:
+        """Batches from the cursor on."""
+        workers = self._loader.workers
+        shared: dict[str, Any] = {
+            "collate_fn": self._collate, "num_workers": workers,
+            "pin_memory": self._loader.pin_memory and self.device.type == "cuda",
+            "prefetch_factor": self._loader.prefetch_factor if workers else None,
+            "generator": torch.Generator().manual_seed(derive_seed(self._seed, "workers", str(self._epoch))),
+        }  # fmt: skip
+        if self.indexed:
+            self._batches = iter(DataLoader(self.dataset, batch_sampler=self._order()[self._taken :], **shared))
+            return self._batches
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self._epoch)
+        skipped = self._taken
+        if self._cursor is not None:
+            self.dataset.load_state_dict(self._cursor)
+            skipped = 0
+        loader = DataLoader(self.dataset, batch_size=self.batch_size, drop_last=self._loader.drop_last, **shared)
+        self._batches = itertools.islice(iter(loader), skipped, None)
+        return self._batches
+
+    def _order(self) -> list[list[int]]:
+        """The examples of each batch of this pass."""
+        count = len(self.dataset)
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, "epoch", str(self._epoch)))
+        order = torch.randperm(count, generator=generator).tolist() if self._shuffle else list(range(count))
+        return [order[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self))]
+
+
+def make_batches(
+    dataset: Any, batch_size: int, device: torch.device, *,
+    collate: Collate, seed: int, shuffle: bool, loader: LoaderConfig,
+) -> TokenBatches | DatasetBatches:  # fmt: skip
+    """The batches of whatever was given as a dataset."""
+    if isinstance(dataset, TokenDataLoader):
+        if batch_size != dataset.B:
+            raise ConfigError(
+                f"the token loader gives batches of B = {dataset.B} and the batch size is set to {batch_size}: make "
+                "them equal"
+            )
+        return TokenBatches(dataset)
+    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+        raise ConfigError(
+            f"a {type(dataset).__name__} is no dataset: give a TokenDataLoader, a sequence or an iterable of dicts"
+        )
+    return DatasetBatches(
+        dataset, batch_size, device, collate=collate, seed=seed, shuffle=shuffle, loader=loader
+    )
+
+
+def held_out(loader: TokenDataLoader, tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first `tokens` (None: all) of a stream as batches, each sequence once whatever the batch size."""
+    left = min(tokens or loader.total_tokens, loader.total_tokens - 1) // loader.T
+    loader.reset()
+    while left > 0:
+        x, y = loader.next_batch()
+        y[left:] = IGNORE_INDEX
+        left -= loader.B
+        yield x, y
+
+
+def collate(examples: list[Any]) -> Any:
+    """Stack examples: mappings by key (`label` becomes `labels`), pairs by place; numbers and lists become tensors."""
+    first = examples[0]
+    if isinstance(first, Mapping):
+        named = {key: _stack([example[key] for example in examples], key) for key in first}
+        return {("labels" if key in ("label", "label_ids") else key): value for key, value in named.items()}
+    if isinstance(first, Sequence) and not isinstance(first, str):
+        return tuple(_stack(list(column), str(place)) for place, column in enumerate(zip(*examples, strict=True)))
+    raise DataError(f"an example is a {type(first).__name__}: give dicts or pairs of tensors, or a data_collator")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on the device, copied while the host goes on."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(to_device(value, device) for value in batch)
+    return batch
+
+
+def token_count(batch: Any) -> int:
+    """Tokens that went in; for inputs that are no tokens, examples."""
+    inputs = batch.get("input_ids", batch.get("idx")) if isinstance(batch, Mapping) else batch[0]
+    if isinstance(inputs, Tensor) and not inputs.is_floating_point():
+        return inputs.numel()
+    tensors = batch.values() if isinstance(batch, Mapping) else batch
+    return next((len(value) for value in tensors if isinstance(value, Tensor) and value.ndim), 0)
+
+
+def _stack(values: list[Any], name: str) -> Tensor:
+    try:
+        return torch.stack([torch.as_tensor(value) for value in values])
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"'{name}' cannot be stacked ({' '.join(str(error).split())[:120]}): give tensors of one shape, or a "
+            "data_collator that pads"
+        ) from error

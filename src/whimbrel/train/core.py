@@ -1,0 +1,230 @@
+"""What every trainer holds: arguments, parts, callbacks, and a state that is saved and loaded as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.checkpoint import CheckpointManager, RNGState, SharingPattern, StateComponent
+from whimbrel.checkpoint import checkpoint_path as find_checkpoint
+from whimbrel.config import to_table
+from whimbrel.precision import PrecisionPlan
+from whimbrel.train import assemble
+from whimbrel.train.arguments import MinimalTrainingArguments, greater_is_better
+from whimbrel.train.batches import DatasetBatches, TokenBatches, collate
+from whimbrel.train.callback import Callbacks, StopRequest
+from whimbrel.train.device import choose_device
+from whimbrel.train.loop import Scheduler
+from whimbrel.train.model_state import export_model, model_state
+from whimbrel.train.outputs import LossFunction
+from whimbrel.train.settings import TrainerConfig
+from whimbrel.train.state import Tally, TrainerControl, TrainerState
+from whimbrel.train.translate import to_config
+
+__all__ = ["TrainerCore"]
+
+SAVED = ("global_step", "epoch_start_step", "raw_epoch", "num_input_tokens_seen", "total_flos")
+"""What of the trainer's state a resume cannot do without."""
+HISTORY = ("epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint")
+"""What it takes up as well, where the checkpoint has it."""
+
+
+class TrainerCore:
+    """The constructor, callbacks, log and checkpoints of a trainer; `BaseTrainer` adds training and evaluation.
+
+    `optimizers` gives an optimizer and a scheduler as objects, by name, or (the optimizer) as a function of the
+    parameters. A `callbacks` list replaces `default_callbacks()`.
+    """
+
+    def __init__(
+        self,
+        args: MinimalTrainingArguments,
+        model: nn.Module | None = None,
+        *,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[[], nn.Module] | None = None,
+        callbacks: Iterable[Any] | None = None,
+        compute_loss_func: LossFunction | None = None,
+        optimizers: tuple[assemble.OptimizerChoice, assemble.SchedulerChoice] = (None, None),
+    ) -> None:
+        if model is None and model_init is None:
+            raise ConfigError("a trainer needs a model: give model, or model_init, which makes one")
+        self.args, self.config = args, self._make_config(args)
+        self.device = choose_device(self.config.train.device)
+        self.model, self.model_init = model, model_init
+        self.data_collator = data_collator or collate
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.processing_class, self.loss_fn = processing_class, compute_loss_func
+        self.state, self.control, self.tally = TrainerState(), TrainerControl(), Tally()
+        self.callbacks = Callbacks(self.default_callbacks() if callbacks is None else callbacks)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.lr_scheduler: Scheduler | None = None
+        self.train_dataloader: TokenBatches | DatasetBatches | None = None
+        self.eval_dataloader: TokenBatches | DatasetBatches | None = None
+        self.precision = PrecisionPlan(self.config.train.precision, self.device)
+        self.is_local_process_zero, self.is_world_process_zero, self.num_processes = True, True, 1
+        self.resumed_from: Path | None = None
+        self.compile_seconds = 0.0
+        checkpoint = self.config.checkpoint
+        self.checkpoint_manager = CheckpointManager(
+            self.config.output_dir,
+            keep=checkpoint.keep,
+            best=checkpoint.best,
+            greater_is_better=self._greater_is_better,
+            asynchronous=checkpoint.asynchronous,
+            process_groups=self.get_process_groups(),
+        )
+        self._optimizers, self._placed = optimizers, False
+        self._last_metric: tuple[int, float] | None = None
+        self.tell("on_init_end")
+
+    @classmethod
+    def default_callbacks(cls) -> list[Any]:
+        """The callbacks of a trainer that is given none."""
+        return []
+
+    # Callbacks
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback; a class is instantiated."""
+        self.callbacks.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Take out a callback, by exact class or by identity, and return it; None where there is none."""
+        return self.callbacks.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Take out a callback."""
+        self.callbacks.pop(callback)
+
+    def tell(self, event: str, **keywords: Any) -> TrainerControl:
+        """Dispatch an event to the callbacks; the control that holds afterwards."""
+        self.control = self.callbacks.dispatch(
+            event, self.control, args=self.args, state=self.state,
+            model=None if self.model is None else self.unwrapped_model(), processing_class=self.processing_class,
+            optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, train_dataloader=self.train_dataloader,
+            eval_dataloader=self.eval_dataloader, trainer=self, **keywords,
+        )  # fmt: skip
+        return self.control
+
+    def log(self, logs: dict[str, Any]) -> TrainerControl:
+        """Add to the history and tell the callbacks."""
+        entry = {**logs, "epoch": self.state.epoch, "step": self.state.global_step}
+        self.state.log_history.append(entry)
+        return self.tell("on_log", logs={**logs, "epoch": self.state.epoch})
+
+    @property
+    def stopped_by(self) -> StopRequest | None:
+        """The first callback that asked for the end."""
+        return self.callbacks.stopped_by
+
+    @property
+    def _greater_is_better(self) -> bool:
+        checkpoint = self.config.checkpoint
+        return greater_is_better(checkpoint.metric, checkpoint.greater_is_better)
+
+    # Saving and loading
+
+    def unwrapped_model(self) -> nn.Module:
+        """The model as it was given, without what compiling or sharding put around it."""
+        assert self.model is not None
+        return getattr(self.model, "_orig_mod", self.model)
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write weights and processing_class, nothing else; over files of these names only with overwrite_output_dir."""
+        if self.model is None:
+            raise ConfigError("there is no model to save yet: model_init makes it when training begins")
+        target = self.config.output_dir if output_dir is None else Path(output_dir)
+        export_model(
+            self.unwrapped_model(), self.processing_class, target, overwrite=self.config.overwrite_output_dir
+        )
+
+    def save_checkpoint(self, checkpoint_path: str | Path | None = None) -> Path:
+        """Save the whole state; with async_save the files follow, and `on_save` tells when they are there."""
+        metric = None
+        if self._last_metric is not None and self._last_metric[0] == self.state.global_step:
+            metric = self._last_metric[1]
+        path = self.checkpoint_manager.save(
+            self.state.global_step, self.get_state_components(), metric=metric, about=self._about(),
+            path=None if checkpoint_path is None else Path(checkpoint_path),
+        )  # fmt: skip
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(path)
+        return path
+
+    def load_checkpoint(self, checkpoint_path: str | Path | None = None) -> Path:
+        """Load the whole state; None: the newest whole checkpoint. What does not fit stops with its name."""
+        manager, path = self.checkpoint_manager, None if checkpoint_path is None else Path(checkpoint_path)
+        manifest = manager.load(self.get_state_components(), path, skip=self.config.resume.skip)
+        self.resumed_from = path or find_checkpoint(manager.run, manifest.step)
+        return self.resumed_from
+
+    def rewind(self) -> int:
+        """Go back to the newest checkpoint but for the data, which goes on; gives the step."""
+        components = [part for part in self.get_state_components() if part.key not in ("dataset", "rng")]
+        epoch = self.state.raw_epoch
+        self.checkpoint_manager.load(components)
+        self.state.raw_epoch, self.state.epoch_start_step = epoch, min(self.state.epoch_start_step, self.state.global_step)
+        return self.state.global_step
+
+    def get_state_components(self) -> list[StateComponent]:
+        """All that a checkpoint holds, in order."""
+        assert self.model is not None
+        one, own = SharingPattern.GLOBAL, SharingPattern.PER_RANK
+        parts = [
+            StateComponent("model", model_state(self.unwrapped_model(), self.processing_class), one),
+            StateComponent("trainer", self, one),
+            StateComponent("rng", RNGState(), own, required=False),
+            StateComponent("callbacks", self.callbacks, one, required=False),
+        ]
+        if self.optimizer is not None:
+            state = assemble.OptimizerState(self.optimizer)
+            parts.insert(1, StateComponent("optimizer", state, one, required=False))
+            parts.insert(2, StateComponent("scheduler", self.lr_scheduler, one, required=False))
+        if self.train_dataloader is not None:
+            pattern = self._get_dataset_sharing_pattern()
+            parts.insert(-2, StateComponent("dataset", self.train_dataloader, pattern, required=False))
+        return parts
+
+    def _get_dataset_sharing_pattern(self) -> SharingPattern:
+        return SharingPattern.GLOBAL
+
+    def get_process_groups(self) -> dict[str, Any]:
+        """Groups of processes that components can be shared in, by name."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the run is, its history, its sums and, under fp16, the scale of the loss."""
+        state: dict[str, Any] = {name: getattr(self.state, name) for name in (*SAVED, *HISTORY)}
+        state["tally"] = dataclasses.asdict(self.tally)
+        if self.precision.scaler is not None:
+            state["grad_scaler"] = self.precision.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where `state` is."""
+        for name in (*SAVED, *(name for name in HISTORY if name in state)):
+            setattr(self.state, name, state[name])
+        self.tally = Tally(**state.get("tally", {}))
+        if self.precision.scaler is not None and "grad_scaler" in state:
+            self.precision.load_state_dict(state["grad_scaler"])
+
+    def _make_config(self, args: MinimalTrainingArguments) -> TrainerConfig:
+        """The settings that the arguments come down to."""
+        return to_config(args)
+
+    def _about(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says of the run."""
+        settings = json.dumps(to_table(self.config), sort_keys=True)
+        return {"config_hash": hashlib.sha256(settings.encode()).hexdigest()}

@@ -1,0 +1,160 @@
+"""The model in a checkpoint: always a directory that `transformers` opens, where the model is of a kind it knows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from whimbrel.artifacts import load_weights, save_model
+from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.base.files import atomic_directory
+from whimbrel.checkpoint import DirectoryStateful, write_tensors
+from whimbrel.models import GPT
+from whimbrel.text import Tokenizer
+
+__all__ = ["export_model", "model_state"]
+
+
+class _Pretrained(Protocol):
+    """What `transformers` models and tokenizers have."""
+
+    def save_pretrained(self, folder: str, **settings: Any) -> Any:
+        """Write oneself into a folder."""
+
+
+def model_state(model: nn.Module, processing_class: Any = None) -> DirectoryStateful:
+    """The state of a model as a checkpoint keeps it."""
+    if isinstance(model, GPT):
+        return GPTState(model, processing_class)
+    return PretrainedState(model, processing_class) if hasattr(model, "save_pretrained") else ModuleState(model)
+
+
+def export_model(model: nn.Module, processing_class: Any, target: Path, *, overwrite: bool) -> None:
+    """Put the files of a model directory into `target`; files of these names are replaced only if told to."""
+    state = model_state(model, processing_class)
+    target.mkdir(parents=True, exist_ok=True)
+    staged = target / ".model"
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        with atomic_directory(staged) as folder:
+            state.save_directory(state.state_dict(), folder)
+        taken = [path.name for path in staged.iterdir() if (target / path.name).exists()]
+        if taken and not overwrite:
+            raise ConfigError(
+                f"{target} holds a model already ({taken[0]}): set overwrite_output_dir=True to replace it, or name "
+                "another directory"
+            )
+        for path in sorted(staged.iterdir()):
+            os.replace(path, target / path.name)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+class GPTState:
+    """Our model: written in the layout of its family."""
+
+    def __init__(self, model: GPT, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The parameters, a tied one once."""
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over parameters."""
+        self._model.load_state_dict(state, strict=False)
+
+    def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """A model directory of `state`."""
+        own = self._tokenizer if isinstance(self._tokenizer, Tokenizer) else None
+        save_model(self._model, folder, own, state=state)
+        if own is None and self._tokenizer is not None:
+            self._tokenizer.save_pretrained(str(folder))
+
+    def load_directory(self, folder: Path) -> None:
+        """The weights of a model directory, in place."""
+        load_weights(self._model, folder)
+
+
+class PretrainedState:
+    """A model of `transformers`: written and named by itself."""
+
+    def __init__(self, model: nn.Module, processing_class: _Pretrained | None) -> None:
+        self._model, self._processing_class = model, processing_class
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers, tied ones under each of their names."""
+        return dict(self._model.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over parameters and buffers."""
+        self._model.load_state_dict(state)
+
+    def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """What `save_pretrained` writes, of `state` instead of the weights in use."""
+        self._model.save_pretrained(str(folder), state_dict=dict(state))  # type: ignore[operator]
+        if self._processing_class is not None:
+            self._processing_class.save_pretrained(str(folder))
+
+    def load_directory(self, folder: Path) -> None:
+        """The weights, bit for bit; a layout that differs from the module's is read by `from_pretrained`."""
+        stored: dict[str, Tensor] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            stored |= load_file(path)
+        own = self._model.state_dict()
+        places = {name: tensor.data_ptr() for name, tensor in own.items()}
+        filled = {places[name] for name in stored if name in places}
+        if set(stored) <= set(own) and set(places.values()) == filled:
+            self._model.load_state_dict(stored, strict=False)
+            return
+        loaded = type(self._model).from_pretrained(str(folder), dtype="auto")  # type: ignore[attr-defined]
+        self._model.load_state_dict(loaded.state_dict())
+
+
+class ModuleState:
+    """Any other module: its state dict in one safetensors file."""
+
+    FILE = "model.safetensors"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers."""
+        return dict(self._model.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over parameters and buffers."""
+        self._model.load_state_dict(state)
+
+    def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """One file; tensors that share their memory are written once."""
+        folder.mkdir(exist_ok=True)
+        write_tensors(folder / self.FILE, self._once(state))
+
+    def load_directory(self, folder: Path) -> None:
+        """Fill the module; a file of another shape is refused."""
+        stored = load_file(folder / self.FILE)
+        if set(stored) != set(self._once(self._model.state_dict())):
+            odd = sorted(set(stored) ^ set(self._once(self._model.state_dict())))
+            raise CheckpointError(f"{folder} is not of this model: '{odd[0]}' is in one and not in the other")
+        try:
+            self._model.load_state_dict(stored, strict=False)
+        except RuntimeError as error:
+            raise CheckpointError(f"{folder} is not of this model: {' '.join(str(error).split())}") from error
+
+    def _once(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`state` without the later names of a tensor that has several."""
+        seen: set[int] = set()
+        names = []
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                names.append(name)
+            seen.add(id(tensor))
+        return {name: state[name] for name in names}

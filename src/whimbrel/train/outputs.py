@@ -1,0 +1,162 @@
+"""What models return, and how a batch becomes a loss: every part is a share of one mean over all targets of a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whimbrel.base.errors import DataError
+from whimbrel.models import IGNORE_INDEX
+
+__all__ = ["Objective", "logits_from_outputs", "loss_and_logits_from_outputs", "loss_from_outputs"]
+
+LossFunction = Callable[..., Tensor]
+"""`(outputs, labels, num_items_in_batch=N) -> loss`: its part of the mean over the N targets of a whole step."""
+Batch = tuple[Tensor, Tensor] | Mapping[str, Any]
+
+
+def logits_from_outputs(outputs: Any) -> Tensor:
+    """The logits: the outputs themselves where they are a tensor, their `.logits`, or the second of a pair."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    logits = getattr(outputs, "logits", None)
+    if logits is None and isinstance(outputs, tuple) and len(outputs) == 2:
+        logits = outputs[1]
+    if isinstance(logits, Tensor):
+        return logits
+    raise DataError(f"a {type(outputs).__name__} has no logits: a model returns a tensor, (loss, logits) or .logits")
+
+
+def loss_from_outputs(outputs: Any) -> Tensor:
+    """The loss: the outputs' `.loss`, or the first of a tuple. A tensor alone is logits, and refused."""
+    loss = None
+    if not isinstance(outputs, Tensor):
+        loss = getattr(outputs, "loss", None)
+        if loss is None and isinstance(outputs, tuple) and outputs:
+            loss = outputs[0]
+    if isinstance(loss, Tensor):
+        return loss
+    raise DataError(f"a {type(outputs).__name__} has no loss: a model returns (loss, logits) or .loss")
+
+
+def loss_and_logits_from_outputs(outputs: Any) -> tuple[Tensor, Tensor]:
+    """Both, from a pair or from two attributes."""
+    named = getattr(outputs, "loss", None) is not None and getattr(outputs, "logits", None) is not None
+    if named or (isinstance(outputs, tuple) and len(outputs) == 2):
+        return loss_from_outputs(outputs), logits_from_outputs(outputs)
+    raise DataError(f"a {type(outputs).__name__} is not a loss and logits: return a pair, or .loss and .logits")
+
+
+@dataclass(slots=True)
+class Objective:
+    """Makes the loss of a micro-batch as its share of a step.
+
+    A pair is `(idx, targets)`, targets already shifted. A mapping goes in as keywords; its `labels` are shifted by the
+    model, or here where the model returns no loss and they follow a sequence. `compute` replaces the model's own loss.
+    """
+
+    model: nn.Module
+    compute: LossFunction | None = None
+    extras: Callable[[Tensor], dict[str, Any]] = lambda _: {}
+    _takes: frozenset[str] = field(init=False)
+    _takes_all: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        parameters = inspect.signature(self.model.forward).parameters
+        self._takes = frozenset(parameters)
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    def count(self, batch: Batch) -> Tensor:
+        """How many targets count."""
+        targets = self._targets(batch)
+        if targets is None:
+            return torch.ones((), dtype=torch.int64, device=next(self.model.parameters()).device)
+        if targets.is_floating_point():
+            return torch.tensor(targets.shape[0], device=targets.device)
+        return (targets != IGNORE_INDEX).sum()
+
+    def loss(self, batch: Batch, total: Tensor, count: Tensor) -> Tensor:
+        """The sum over this batch's `count` targets, divided by the `total` of the step."""
+        own, labels, outputs = self._forward(batch, total)
+        if own is not None:
+            return own
+        if self.compute is not None:
+            return self.compute(outputs, labels, num_items_in_batch=total)
+        if _has_loss(outputs):
+            # A mean over no target is 0/0: `where` lets neither its value nor its gradient through.
+            mean = loss_from_outputs(outputs)
+            return torch.where(count > 0, mean, 0.0) * (count / total)
+        if labels is None:
+            raise DataError(
+                f"{type(self.model).__name__} returned no loss and the batch has no labels: add them to the batch, "
+                "return a loss, or give compute_loss_func"
+            )
+        return cross_entropy(logits_from_outputs(outputs), labels) / total
+
+    def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The logits of a batch, and its labels where it has them."""
+        if isinstance(batch, Mapping):
+            return logits_from_outputs(self.model(**self._accepted(batch))), batch.get("labels")
+        return logits_from_outputs(self.model(batch[0], **self.extras(batch[0]))), batch[1]
+
+    def _forward(self, batch: Batch, total: Tensor) -> tuple[Tensor | None, Tensor | None, Any]:
+        """(the finished share where the model divides by itself, the labels for a loss made here, the outputs)."""
+        if not isinstance(batch, Mapping):
+            x, y = batch
+            if self.compute is not None:
+                return None, y, self.model(x, **self.extras(x))
+            if "loss_divisor" in self._takes:
+                return self.model(x, y, loss_divisor=total, **self.extras(x)).loss, None, None
+            outputs = self.model(x, y) if len(self._takes) > 1 else self.model(x)
+            return None, y, outputs
+        labels = batch.get("labels")
+        if self.compute is not None and labels is not None:
+            batch = {key: value for key, value in batch.items() if key != "labels"}
+        outputs = self.model(**self._accepted(batch))
+        return None, labels if self.compute is not None else self._shifted(labels), outputs
+
+    def _accepted(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch as the model takes it: labels are left out where it has no place for them, nothing else is."""
+        if self._takes_all:
+            return batch
+        if unknown := [key for key in batch if key not in self._takes and key != "labels"]:
+            raise DataError(
+                f"{type(self.model).__name__} takes {', '.join(sorted(self._takes))}, and the batch has "
+                f"'{unknown[0]}': rename the column, drop it, or give a data_collator"
+            )
+        return {key: value for key, value in batch.items() if key in self._takes}
+
+    def _targets(self, batch: Batch) -> Tensor | None:
+        if not isinstance(batch, Mapping):
+            return batch[1]
+        return self._shifted(batch.get("labels", batch.get("targets")), shifts="labels" in batch)
+
+    def _shifted(self, labels: Tensor | None, *, shifts: bool = True) -> Tensor | None:
+        """Labels that are scored: of a sequence all but the first, unless the model says that it does not shift."""
+        kind = getattr(self.model, "loss_type", None)
+        if labels is None or labels.ndim < 2 or not shifts or kind not in (None, "ForCausalLM"):
+            return labels
+        return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The fp32 sum over targets that are not -100."""
+    if logits.shape[:-1] != targets.shape:
+        raise DataError(f"logits of shape {list(logits.shape)} do not go with labels of shape {list(targets.shape)}")
+    return F.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+
+
+def _has_loss(outputs: Any) -> bool:
+    if isinstance(outputs, Tensor):
+        return False
+    if hasattr(outputs, "loss"):
+        return outputs.loss is not None
+    return isinstance(outputs, tuple) and len(outputs) > 0 and isinstance(outputs[0], Tensor)

@@ -1,0 +1,96 @@
+"""What a run's configuration names: its model, its token shards, its tokenizer, and how many sequences fit in a pass."""
+
+from __future__ import annotations
+
+import torch
+
+from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.data import TokenDataLoader, read_manifest
+from whimbrel.models import GPT
+from whimbrel.precision import torch_switches
+from whimbrel.text import Tokenizer, load_tokenizer
+from whimbrel.train.batching import default_micro_batch
+from whimbrel.train.config import RunConfig
+
+__all__ = ["build_batches", "build_model", "build_validation", "choose_micro_batch", "find_tokenizer"]
+
+GRADIENT_AND_STATE_BYTES = 12
+"""Per parameter: an fp32 gradient and Adam's two moments."""
+
+
+def build_model(config: RunConfig, device: torch.device) -> GPT:
+    """The model with its initial weights, drawn on the CPU so that a seed means the same on every device."""
+    torch.manual_seed(config.train.seed)
+    with torch_switches(default_dtype=config.train.default_dtype):
+        return GPT(config.model).to(device)
+
+
+def build_batches(config: RunConfig, device: torch.device, micro_batch: int) -> TokenDataLoader:
+    """The loader of the training tokens; one that the model has no row for is refused when it is read."""
+    return TokenDataLoader(
+        config.data.path,
+        micro_batch,
+        config.sequence_length,
+        device=device,
+        seed=config.data.shuffle_seed,
+        documents=config.data.documents,
+        vocab_size=config.model.vocab_size,
+    )
+
+
+def build_validation(config: RunConfig, device: torch.device, micro_batch: int) -> TokenDataLoader | None:
+    """The loader of the held-out tokens, in the order they lie; None where there are none and none were asked for."""
+    path = config.validation.path or config.data.path
+    asked = config.validation.path is not None or config.validation.every is not None
+    if not asked and not any(path.glob("*_val_*.bin")):
+        return None
+    loader = TokenDataLoader(
+        path,
+        config.validation.micro_batch or micro_batch,
+        config.sequence_length,
+        split="val",
+        device=device,
+        documents="join" if config.data.documents == "join" else "mask",
+        vocab_size=config.model.vocab_size,
+    )
+    tokens = config.validation.tokens or loader.total_tokens
+    if min(tokens, loader.total_tokens - 1) < loader.T:
+        raise ConfigError(
+            f"validation has {tokens} tokens in {path}, fewer than one sequence of {loader.T}: hold out more, or lower "
+            "data.sequence_length"
+        )
+    return loader
+
+
+def find_tokenizer(config: RunConfig, eot_id: int) -> Tokenizer | None:
+    """The tokenizer that the shards were made with, for checkpoints to carry; None where it is not known."""
+    path = config.data.path
+    manifest, gpt2 = read_manifest(path), load_tokenizer("gpt2")
+    tokenizer = load_tokenizer(path) if (path / "tokenizer.json").exists() else gpt2
+    vocab_size = tokenizer.vocab_size if manifest is None else manifest.tokenizer.vocab_size
+    if manifest is None and tokenizer.eot_id != eot_id:
+        return None
+    if manifest is not None and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
+        if tokenizer is gpt2:
+            return None
+        raise DataError(f"{path / 'tokenizer.json'} is not the tokenizer that its shards were made with: restore it")
+    if vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"{path} was made with a vocabulary of {vocab_size} tokens and model.vocab_size is "
+            f"{config.model.vocab_size}: set --model.vocab_size={vocab_size}, or prepare with another tokenizer"
+        )
+    return tokenizer
+
+
+def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device) -> int:
+    """The micro-batch asked for, or the one that fits beside gradients, optimizer and a chunk of logits."""
+    if config.train.micro_batch is not None:
+        return config.train.micro_batch
+    return default_micro_batch(
+        config.model,
+        config.tokens_per_step,
+        config.sequence_length,
+        device,
+        itemsize=4 if config.train.precision == "fp32" else 2,
+        reserve=GRADIENT_AND_STATE_BYTES * model.num_parameters() + 2 * 2**30,
+    )

@@ -1,0 +1,49 @@
+"""Reading a log, from the front and from the back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from whimbrel.base.errors import DataError
+from whimbrel.train.log import BLOCK, last_step, log_line, read_log, truncate_log
+
+
+def step_line(step: int, loss: float) -> str:
+    return log_line("step", step, {"loss": loss, "tokens": 1})
+
+
+def test_the_last_step_is_found_from_the_end(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("")
+    assert last_step(log) is None
+    steps = "".join(step_line(n, n / 7) for n in range(1, 3001))
+    text = log_line("sample", 3000, {"text": "x" * 3 * BLOCK})
+    log.write_text(steps + text + '{"kind": "step", "after": 3001')
+    assert log.stat().st_size > 4 * BLOCK
+    assert last_step(log) == [line for line in read_log(log) if line["kind"] == "step"][-1]
+
+
+def test_a_truncated_log_is_the_log_of_that_step(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    lines = [step_line(n, 0.1 * n) for n in range(1, 6)]
+    log.write_text("".join(lines) + lines[0][:9])
+    truncate_log(log, 3)
+    assert log.read_text() == "".join(lines[:3])
+    truncate_log(tmp_path / "new.jsonl", 3)
+    assert (tmp_path / "new.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"kind": "step"}\n', "1 is no line of a run's log: it has no 'after'"),
+        ('{"kind": "step", "after": 1, "loss": 1, "tokens": 1}\nnonsense\n', "2 is not JSON"),
+        ("3\n", "1 is no line of a run's log: it has no 'kind'"),
+    ],
+)
+def test_a_log_of_something_else_is_refused(tmp_path: Path, text: str, fault: str) -> None:
+    (tmp_path / "log.jsonl").write_text(text)
+    with pytest.raises(DataError, match=fault):
+        read_log(tmp_path / "log.jsonl")

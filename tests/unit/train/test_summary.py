@@ -1,0 +1,51 @@
+"""The memory that a run will need is what it then needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from whimbrel.optim.muon import Muon
+from whimbrel.train.summary import estimate_memory
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        lambda params: torch.optim.AdamW(params, fused=True),
+        torch.optim.SGD,
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        Muon,
+        lambda params: Muon([{"params": list(params), "rule": "adam"}]),
+    ],
+)
+def test_the_estimate_before_the_first_step_is_what_is_held_after_it(make: Callable[[Any], torch.optim.Optimizer]):
+    model = nn.Linear(64, 32, bias=False)
+    optimizer = make(model.parameters())
+    before = estimate_memory(model, optimizer)
+    assert not optimizer.state
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    assert estimate_memory(model, optimizer) == before
+    held = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    assert (before.weights, before.gradients, before.optimizer) == (8192, 8192, held)
+
+
+def test_frozen_parameters_have_no_gradients_and_buffers_are_held_too():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
+    model[0].requires_grad_(False)
+    memory = estimate_memory(model, torch.optim.SGD(model.parameters()))
+    assert (memory.weights, memory.gradients, memory.optimizer) == (256 + 4 * 32 + 8, 64, 0)
+
+
+def test_an_optimizer_from_elsewhere_is_not_guessed_at():
+    class Own(torch.optim.AdamW):
+        pass
+
+    model = nn.Linear(4, 4)
+    assert estimate_memory(model, Own(model.parameters())).optimizer is None
