@@ -61,7 +61,13 @@ def test_numbers_that_json_is_said_not_to_have() -> None:
 )  # fmt: skip
 def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     matrix = torch.randint(0, 2, (3, 5)).to(dtype)
-    state = {"matrix": matrix, "column": matrix.T[1:], "number": matrix[0, 0], "none": matrix[:0], "byte": torch.ones(1)}
+    state = {
+        "matrix": matrix,
+        "column": matrix.T[1:],
+        "number": matrix[0, 0],
+        "none": matrix[:0],
+        "byte": torch.ones(1),
+    }
     back = there_and_back(state, tmp_path)
     for name, tensor in state.items():
         assert back[name].dtype == tensor.dtype

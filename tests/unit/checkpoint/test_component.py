@@ -1,0 +1,82 @@
+"""Components say what is wrong with them in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.checkpoint import CheckpointManager, DirectoryStateful, RNGState, SharingPattern, StateComponent
+from whimbrel.checkpoint.layout import place_of
+from whimbrel.checkpoint.ranks import Ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"key": "a/b"}, "'a/b' cannot name a file"),
+        ({"key": "manifest"}, "'manifest' cannot name a file"),
+        ({"validation_level": "some"}, "'some' is not one of none, quick, tensor, full"),
+        ({"validate_replication": True}, "GLOBAL: only a REPLICATED one can be checked"),
+        ({"sharing_pattern": SharingPattern.PER_GROUP}, "PER_GROUP and process_group_name go together"),
+        ({"process_group_name": "tensor"}, "PER_GROUP and process_group_name go together"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict, message: str) -> None:
+    given = {"key": "x", "stateful": RNGState(), "sharing_pattern": SharingPattern.GLOBAL} | settings
+    with pytest.raises(ConfigError, match=message):
+        StateComponent(**given)
+
+
+def test_components_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    one = StateComponent("rng", RNGState(), SharingPattern.PER_RANK)
+    group = StateComponent("model", RNGState(), SharingPattern.PER_GROUP, process_group_name="tensr")
+    manager = CheckpointManager(tmp_path, process_groups={"tensor": None, "pipe": None})
+    for act in (lambda given: manager.save(1, given), manager.load, manager.reserve):
+        with pytest.raises(ConfigError, match="component key 'rng' occurs twice"):
+            act([one, one])
+        with pytest.raises(ConfigError, match="unknown process group 'tensr': did you mean 'tensor'"):
+            act([one, group])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "group", "stem"),
+    [
+        (SharingPattern.GLOBAL, None, "x"),
+        (SharingPattern.REPLICATED, None, "x"),
+        (SharingPattern.PER_RANK, None, "x.rank-00000"),
+        (SharingPattern.PER_NODE, None, "x.node-00000"),
+        (SharingPattern.PER_GROUP, "g", "x.group-00000"),
+    ],
+)
+def test_alone_a_process_writes_everything(pattern: SharingPattern, group: str | None, stem: str, tmp_path) -> None:
+    component = StateComponent("x", torch.nn.Linear(2, 1), pattern, process_group_name=group)
+    assert place_of(component, Ranks(), {"g": None}) == (stem, True)
+    manager = CheckpointManager(tmp_path, process_groups={"g": None})
+    path = manager.save(1, [component])
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", f"{stem}.json", f"{stem}.safetensors"]
+    fresh = torch.nn.Linear(2, 1)
+    manager.load([StateComponent("x", fresh, pattern, process_group_name=group)])
+    assert torch.equal(fresh.weight, component.stateful.weight)
+
+
+def test_a_part_with_a_folder_is_told_by_its_methods() -> None:
+    class Plain:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    class Foldered(Plain):
+        def save_directory(self, state, folder):
+            pass
+
+        def load_directory(self, folder):
+            pass
+
+    assert not isinstance(Plain(), DirectoryStateful)
+    assert isinstance(Foldered(), DirectoryStateful)

@@ -1,0 +1,80 @@
+"""Which checkpoints stay."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from whimbrel.checkpoint import CheckpointManager, checkpoint_path, list_checkpoints, read_manifest
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "greater", "metrics", "left"),
+    [
+        (None, 1, False, [3, 2, 1], [1, 2, 3]),
+        (2, None, False, [3, 2, 1, 0], [3, 4]),
+        (1, 1, False, [3, 0.0, 2, 5], [2, 4]),
+        (1, 1, True, [0.0, -1, -2, -3], [1, 4]),
+        (1, 2, False, [5, 1, 4, 3, 9], [2, 4, 5]),
+        (1, 2, True, [5, 1, 4, 3, 0], [1, 3, 5]),
+        (1, 1, False, [math.nan, 7, math.nan, math.nan], [2, 4]),
+        (1, 1, True, [math.nan, None, None], [3]),
+        (1, 1, False, [2, 2, 2], [1, 3]),
+        (3, 1, False, [1, 2, 3, 4], [1, 2, 3, 4]),
+    ],
+)
+def test_the_newest_and_the_best_stay(tmp_path: Path, parts, keep, best, greater, metrics, left) -> None:
+    manager = CheckpointManager(tmp_path, keep=keep, best=best, greater_is_better=greater)
+    for step, metric in enumerate(metrics, 1):
+        manager.save(step, parts(1.0), metric=metric)
+        assert manager.newest() == checkpoint_path(tmp_path, step)
+    assert list(list_checkpoints(tmp_path)) == left
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [f"step-{step:08d}" for step in left]
+
+
+def test_the_best_is_read_from_disk(tmp_path: Path, parts) -> None:
+    manager = CheckpointManager(tmp_path)
+    assert manager.best_metric() is manager.best_checkpoint() is None
+    for step, metric in enumerate([0.5, 0.0, math.nan, None], 1):
+        manager.save(step, parts(1.0), metric=metric)
+    again = CheckpointManager(tmp_path)
+    assert (again.best_metric(), again.best_checkpoint()) == (0.0, checkpoint_path(tmp_path, 2))
+    upwards = CheckpointManager(tmp_path, greater_is_better=True)
+    assert (upwards.best_metric(), upwards.best_checkpoint()) == (0.5, checkpoint_path(tmp_path, 1))
+
+
+def test_what_lies_ahead_of_a_run_that_went_back_is_let_be(tmp_path: Path, parts) -> None:
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(2, parts(2.0))
+    manager._keep = None
+    manager.save(9, parts(9.0))
+    manager.load(parts(0.0), checkpoint_path(tmp_path, 2))
+    manager._keep = 1
+    manager.save(3, parts(3.0))
+    assert list(list_checkpoints(tmp_path)) == [3, 9]
+
+
+def test_old_checkpoints_that_cannot_be_removed_do_not_fail_a_save(tmp_path: Path, parts, monkeypatch, caplog) -> None:
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, parts(1.0))
+
+    def stuck(path: Path) -> None:
+        (path / "manifest.json").unlink()
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("whimbrel.checkpoint.retention.remove_checkpoint", stuck)
+        manager.save(2, parts(2.0))
+    assert "cannot remove the old checkpoint" in caplog.text
+    assert manager.newest() == checkpoint_path(tmp_path, 2)
+    manager.save(3, parts(3.0))
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000003"]
+
+
+def test_a_manifest_remembers_the_metric(tmp_path: Path, parts) -> None:
+    manager = CheckpointManager(tmp_path)
+    assert read_manifest(manager.save(1, parts(1.0), metric=0)).metric == 0.0
+    assert read_manifest(manager.save(2, parts(1.0))).metric is None

@@ -1,0 +1,82 @@
+"""Random numbers go on where they were, after a way through a file."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from whimbrel.checkpoint import CheckpointManager, RNGState, SharingPattern, StateComponent
+
+
+def draw() -> list:
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.standard_normal(),
+        *torch.rand(3).tolist(),
+        *torch.randn(1).tolist(),
+        *torch.randperm(5).tolist(),
+    ]
+
+
+@pytest.fixture
+def components() -> list[StateComponent]:
+    return [StateComponent("rng", RNGState(), SharingPattern.PER_RANK)]
+
+
+@pytest.mark.parametrize("drawn_before", range(3))
+def test_every_generator_goes_on(tmp_path: Path, components, drawn_before: int) -> None:
+    for _ in range(drawn_before):  # normal numbers come in pairs, of which one is kept
+        draw()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, components)
+    expected = [draw() for _ in range(3)]
+    manager.load(components)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_another_number_of_devices_is_told(caplog) -> None:
+    state = RNGState().state_dict()
+    extra = torch.zeros(16, dtype=torch.uint8)
+    RNGState().load_state_dict(state | {"cuda": [*state["cuda"], extra]})
+    assert "random state" in caplog.text
+
+
+@pytest.mark.gpu
+def test_every_cuda_device_goes_on(tmp_path: Path, components) -> None:
+    devices = range(torch.cuda.device_count())
+    torch.cuda.init()
+    for device in devices:
+        torch.rand(3, device=f"cuda:{device}")
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, components)
+    expected = [torch.rand(5, device=f"cuda:{device}").tolist() for device in devices]
+    manager.load(components)
+    assert [torch.rand(5, device=f"cuda:{device}").tolist() for device in devices] == expected
+
+
+@pytest.mark.gpu
+def test_a_save_from_a_device_holds_the_state_of_its_moment(tmp_path: Path) -> None:
+    """Copies wait for work queued before them, and work queued after waits for the copies."""
+    module = torch.nn.Linear(2048, 2048, bias=False, device="cuda")
+    components = [StateComponent("model", module, SharingPattern.GLOBAL)]
+    manager = CheckpointManager(tmp_path, asynchronous=True)
+    manager.reserve(components)
+    assert manager._memory._blocks["model"].is_pinned()
+    with torch.no_grad():
+        for step in range(1, 6):
+            for _ in range(50):
+                module.weight @ module.weight
+            module.weight.fill_(float(step))
+            manager.save(step, components)
+            module.weight.fill_(-1.0)
+    manager.wait()
+    for step in range(1, 6):
+        manager.load(components, tmp_path / "checkpoints" / f"step-{step:08d}")
+        assert bool((module.weight == step).all())
+    manager.close()
