@@ -26,7 +26,9 @@ class EarlyStoppingCallback(TrainerCallback):
     @property
     def reason(self) -> str:
         """Why it asks, for people."""
-        return f"{self._metric} has not been better than {self._best} for {self._waited} of {self._patience} evaluations"
+        return (
+            f"{self._metric} has not been better than {self._best} for {self._waited} of {self._patience} evaluations"
+        )
 
     def on_evaluate(self, **event: Any) -> None:
         """Compare; NaN is better than nothing and nothing else."""

@@ -86,5 +86,7 @@ class TrackerCallback(TrainerCallback):
         return run
 
     def _log(self, numbers: dict[str, Any], step: int) -> None:
-        if self._run is not None:
+        if self._run is not None and self._kind == "trackio":
+            self._run.log(numbers, step=step)
+        elif self._run is not None:
             self._run.log({**numbers, "step": step})

@@ -1,0 +1,111 @@
+"""A small stand-in for the trainer: a real model, real steps, the real dispatcher, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from whimbrel.train.callback import Callbacks
+from whimbrel.train.settings import LogConfig, TrainConfig, TrainerConfig
+from whimbrel.train.state import TrainerControl, TrainerState, TrainOutput
+from whimbrel.train.summary import RunSummary, estimate_memory
+
+
+class Run:
+    """Learns a linear map; `step` does one step, or tells of a given loss without doing one."""
+
+    def __init__(self, output_dir: Path, callbacks: Iterable[object], steps: int = 10, log: LogConfig | None = None):
+        self.config = TrainerConfig(output_dir=output_dir, train=TrainConfig(steps=steps), log=log or LogConfig())
+        self.device = torch.device("cpu")
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.state = TrainerState(max_steps=steps)
+        self.control = TrainerControl()
+        self.callbacks = Callbacks(callbacks)
+        self.checkpoint: Path | None = None
+        self.saved_models: dict[Path, dict[str, torch.Tensor]] = {}
+
+    def tell(self, event: str, **own: Any) -> TrainerControl:
+        self.control = self.callbacks.dispatch(
+            event, self.control, args=None, state=self.state, model=self.model, processing_class=None,
+            optimizer=self.optimizer, lr_scheduler=None, train_dataloader=None, eval_dataloader=None, trainer=self,
+            **own,
+        )  # fmt: skip
+        return self.control
+
+    def log(self, logs: dict[str, Any]) -> TrainerControl:
+        self.state.log_history.append(logs)
+        return self.tell("on_log", logs=logs)
+
+    def save_model(self, path: Path) -> None:
+        self.saved_models[path] = {name: value.clone() for name, value in self.model.state_dict().items()}
+        path.mkdir(parents=True)
+
+    def begin(self, first_step: int = 0, **summary: Any) -> Run:
+        self.state.global_step = first_step
+        known = {
+            "device": "cpu", "device_name": "cpu", "parameters": 49, "trained_parameters": 49, "accumulation": 2,
+            "memory": estimate_memory(self.model, self.optimizer), "samples_per_step": 32, "tokens_per_step": 256,
+            "tokens_per_micro_batch": 128, "total_steps": self.state.max_steps, "first_step": first_step,
+        }  # fmt: skip
+        self.tell("on_train_begin", summary=RunSummary(**{**known, **summary}))
+        return self
+
+    def step(self, loss: float | None = None, **metrics: Any) -> float:
+        self.tell("on_step_begin")
+        if loss is None:
+            x = torch.randn(16, 4)
+            error = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
+            error.backward()
+            loss = error.item()
+        self.tell("on_pre_optimizer_step")
+        self.optimizer.step()
+        self.tell("on_optimizer_step")
+        self.optimizer.zero_grad()
+        self.state.global_step += 1
+        self.state.num_input_tokens_seen += 256
+        self.tell("on_step_end")
+        numbers = {"loss": loss, "grad_norm": 0.5, "lr": 1e-3, "tokens": 256, "seconds": 0.5, "skipped": False}
+        self.tell("on_train_metrics", metrics={"step": self.state.global_step, **numbers, **metrics})
+        return loss
+
+    def evaluate(self, **metrics: float) -> None:
+        named = {f"eval_{name}": value for name, value in metrics.items()}
+        self.log(named)
+        self.tell("on_evaluate", metrics=named)
+
+    def save(self) -> dict[str, Any]:
+        self.checkpoint = self.config.output_dir / "checkpoints" / f"step-{self.state.global_step:08d}"
+        self.tell("on_save", checkpoint=self.checkpoint, step=self.state.global_step)
+        return self.callbacks.state_dict()
+
+    def end(self) -> TrainOutput:
+        metrics = {
+            "train_seconds": 0.5 * self.state.global_step, "compile_seconds": 0.0, "peak_memory": 2**30,
+            "num_input_tokens_seen": self.state.num_input_tokens_seen,
+        }  # fmt: skip
+        output = TrainOutput(self.state.global_step, 1.0, metrics)
+        self.tell("on_train_end", output=output, checkpoint=self.checkpoint, stopped_by=self.callbacks.stopped_by)
+        return output
+
+    def fail(self) -> None:
+        self.tell("on_train_end", output=None, checkpoint=None, stopped_by=None)
+
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """A run with the given callbacks in `tmp_path / "run"`."""
+
+    def make(*callbacks: object, **settings: Any) -> Run:
+        return Run(tmp_path / "run", callbacks, **settings)
+
+    return make

@@ -1,0 +1,103 @@
+"""Losses of real training, good and bad."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from whimbrel.train.callbacks import DivergenceCallback
+from whimbrel.train.settings import DivergenceConfig
+
+
+def losses_of_training(lr: float, steps: int = 300) -> list[float]:
+    """A small network that learns to classify noisy points by SGD, batches of 4: falling and very noisy losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+    rule = torch.randn(8, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(4, 8)
+        loss = nn.functional.cross_entropy(model(x), (x @ rule).argmax(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+GOOD = losses_of_training(lr=0.1)
+BAD = GOOD[:100] + losses_of_training(lr=30.0)[:200]  # the rate was raised on the way
+
+
+def alarm(make_run: Any, callback: DivergenceCallback, losses: list[float]) -> int | None:
+    """After which loss the run is to end."""
+    run = make_run(callback, steps=len(losses)).begin()
+    for step, loss in enumerate(losses):
+        run.step(loss=loss)
+        if run.control.ends_training:
+            return step
+    return None
+
+
+DETECTORS = [
+    pytest.param({"threshold": 1.0}, id="ema"),
+    pytest.param({"detector": "window", "threshold": 1.0, "window": 10}, id="window"),
+]
+
+
+@pytest.mark.parametrize("settings", DETECTORS)
+def test_a_noisy_falling_loss_is_no_alarm(make_run: Any, settings: dict[str, Any]) -> None:
+    assert sum(GOOD[-50:]) < 0.7 * sum(GOOD[:50])
+    rises = [later - now for now, later in zip(GOOD, GOOD[1:], strict=False)]
+    assert max(rises) > 1.0  # a step alone often rises by more than the threshold
+    assert alarm(make_run, DivergenceCallback(DivergenceConfig(action="stop", **settings)), GOOD) is None
+
+
+@pytest.mark.parametrize("settings", DETECTORS)
+def test_the_first_steps_are_no_alarm(make_run: Any, settings: dict[str, Any]) -> None:
+    start = [11.0, 11.4, 10.9, 11.3, 10.6, 9.9, 9.1, 8.8, 9.3, 8.1, 8.4, 7.7]
+    assert alarm(make_run, DivergenceCallback(DivergenceConfig(action="stop", **settings)), start) is None
+
+
+@pytest.mark.parametrize("settings", DETECTORS)
+def test_a_loss_that_runs_away_is_noticed_soon(make_run: Any, settings: dict[str, Any]) -> None:
+    callback = DivergenceCallback(DivergenceConfig(action="abort", **settings))
+    step = alarm(make_run, callback, BAD)
+    assert step is not None
+    assert 100 <= step < 120
+    assert callback.reason is not None
+    assert f"at step {step}" in callback.reason
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("settings", DETECTORS)
+def test_what_is_not_finite_is_divergence_at_once(make_run: Any, settings: dict[str, Any], loss: float) -> None:
+    callback = DivergenceCallback(DivergenceConfig(action="stop", **settings))
+    assert alarm(make_run, callback, [loss]) == 0
+    assert callback.reason == f"the loss of step 0 is {loss}"
+
+
+@pytest.mark.parametrize("settings", DETECTORS)
+def test_a_resume_changes_nothing(make_run: Any, settings: dict[str, Any]) -> None:
+    config = DivergenceConfig(action="stop", **settings)
+    whole = alarm(make_run, DivergenceCallback(config), BAD)
+    first, second = DivergenceCallback(config), DivergenceCallback(config)
+    assert alarm(make_run, first, BAD[:95]) is None
+    second.load_state_dict(first.state_dict())
+    assert alarm(make_run, second, BAD[95:]) == (whole or 0) - 95
+
+
+@pytest.mark.parametrize(("action", "kind"), [("stop", "stop"), ("abort", "abort")])
+def test_what_it_asks_for(make_run: Any, action: Any, kind: str) -> None:
+    run = make_run(DivergenceCallback(DivergenceConfig(action=action))).begin()
+    run.step(loss=math.nan)
+    assert run.callbacks.stopped_by == ("DivergenceCallback", "on_train_metrics", kind)
+
+
+def test_off_unless_asked(make_run: Any) -> None:
+    assert alarm(make_run, DivergenceCallback(DivergenceConfig()), [math.nan]) is None

@@ -1,0 +1,159 @@
+"""What a person sees."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from whimbrel.train.callback import TrainerCallback
+from whimbrel.train.callbacks import EarlyStoppingCallback, ProgressCallback
+from whimbrel.train.summary import MemoryEstimate
+
+
+def plain() -> tuple[ProgressCallback, io.StringIO]:
+    out = io.StringIO()
+    return ProgressCallback(Console(file=out, width=40)), out
+
+
+def test_the_plain_lines(make_run: Any, tmp_path: Path) -> None:
+    callback, out = plain()
+    run = make_run(callback, steps=2).begin(features=("bf16", "compiled blocks"))
+    run.step(loss=2.25)
+    run.evaluate(loss=1.5, accuracy=0.25)
+    run.tell("on_sample", text="O [bold]Romeo[/]\n:smile:", step=1)
+    run.save()
+    run.step(loss=2.0)
+    run.end()
+    assert out.getvalue().splitlines() == [
+        "Using device: cpu",
+        "Total batch size: 256",
+        "Tokens per micro-batch: 128",
+        "Gradient accumulation steps: 2",
+        "Model: 49 parameters on cpu",
+        "Steps: 2 (512 tokens)",
+        "Memory: 0.00 GiB weights + 0.00 GiB gradients + 0.00 GiB optimizer state; activations come on top",
+        "With: bf16, compiled blocks",
+        "step:0/2 train_loss:2.2500 train_time:500ms token/s:512.00",
+        "validation after step 1: loss 1.5000  accuracy 0.2500",
+        "sample after step 1:",
+        "O [bold]Romeo[/]",
+        ":smile:",
+        "",
+        f"checkpoint after step 1: {tmp_path}/run/checkpoints/step-00000001",
+        "step:1/2 train_loss:2.0000 train_time:500ms token/s:512.00",
+        "Total time: 1.00s (0.02 minutes)",
+        "Total tokens processed: 512",
+        "Average tokens/sec: 512.00",
+        "Compile time: 0.00s (not in the total)",
+        "Peak memory: 1.00 GiB",
+    ]
+
+
+def test_data_that_has_no_tokens_is_counted_in_samples(make_run: Any) -> None:
+    callback, out = plain()
+    memory = MemoryEstimate(weights=2**30, gradients=2**29, optimizer=None)
+    run = make_run(callback, steps=1).begin(tokens_per_step=None, trained_parameters=9, memory=memory)
+    run.step(loss=2.0, tokens=0)
+    run.state.num_input_tokens_seen = 0
+    run.end()
+    text = out.getvalue()
+    assert "Total batch size: 32 samples\n" in text
+    assert "Steps: 1\n" in text
+    assert "49 parameters on cpu, 40 of them frozen" in text
+    assert "1.00 GiB weights + 0.50 GiB gradients + optimizer state, not known yet" in text
+    assert "step:0/1 train_loss:2.0000 train_time:500ms\n" in text
+    assert "token" not in text.partition("Total batch size")[2]
+
+
+def test_where_a_run_goes_on_and_that_it_is_over(make_run: Any) -> None:
+    callback, out = plain()
+    make_run(callback, steps=3).begin(3, resumed_from=Path("run/checkpoints/step-00000003")).end()
+    assert "Resumed from: run/checkpoints/step-00000003 (step 3)" in out.getvalue()
+    assert "Already at step 3 of 3: nothing to do; raise train.steps" in out.getvalue()
+
+
+def test_who_asked_for_the_end_and_why(make_run: Any, tmp_path: Path) -> None:
+    callback, out = plain()
+    run = make_run(EarlyStoppingCallback(patience=1), callback).begin()
+    run.step(loss=1.0)
+    run.evaluate(loss=1.0)
+    run.evaluate(loss=1.25)
+    run.save()
+    run.end()
+    assert out.getvalue().splitlines()[-2:] == [
+        "EarlyStoppingCallback asked to stop (on_evaluate): loss has not been better than 1.0 for 1 of 1 evaluations",
+        f"Stopped at step 1, saved in {tmp_path}/run/checkpoints/step-00000001: run the same command to go on",
+    ]
+
+
+def test_an_abort_says_what_is_left(make_run: Any) -> None:
+    class Impatient(TrainerCallback):
+        name = "me"
+
+        def on_step_end(self, **event: Any) -> None:
+            event["control"].should_abort_without_save = True
+
+    callback, out = plain()
+    run = make_run(Impatient(), callback).begin()
+    run.step(loss=1.0)
+    run.end()
+    assert out.getvalue().splitlines()[-2:] == [
+        "me asked to abort (on_step_end)",
+        "Aborted at step 1, nothing saved: there is no checkpoint",
+    ]
+
+
+def terminal() -> tuple[ProgressCallback, io.StringIO]:
+    out = io.StringIO()
+    return ProgressCallback(Console(file=out, force_terminal=True, width=160, legacy_windows=False)), out
+
+
+def without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+def test_the_live_line(make_run: Any) -> None:
+    callback, out = terminal()
+    run = make_run(callback, steps=2).begin(flops_per_token=1e9, peak_flops=1e12)
+    run.step(loss=2.0)
+    run.evaluate(loss=1.0)
+    run.step(loss=1.5)
+    run.end()
+    text = without_colours(out.getvalue())
+    assert re.search(r"step 2/2  loss 1\.5000  lr 1\.00e-03  norm 0\.50  512 tok/s  MFU 51\.2%  \d+\.\d GiB", text)
+    assert "validation after step 1: loss 1.0000" in text
+    assert "step:0/2" not in text
+    assert text.count("Total tokens processed: 512") == 1
+
+
+def test_the_live_line_is_taken_down_when_a_run_fails(make_run: Any) -> None:
+    callback, out = terminal()
+    run = make_run(callback, steps=2).begin()
+    run.step(loss=2.0)
+    run.fail()
+    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1
+    assert "Total time" not in out.getvalue()
+
+
+def test_plain_lines_on_a_terminal_if_asked(make_run: Any) -> None:
+    out = io.StringIO()
+    callback = ProgressCallback(Console(file=out, force_terminal=True), plain=True)
+    run = make_run(callback, steps=1).begin()
+    run.step(loss=2.0)
+    run.end()
+    assert "\x1b" not in out.getvalue()
+    assert "step:0/1 train_loss:2.0000" in out.getvalue()
+
+
+def test_one_process_speaks_for_all(make_run: Any) -> None:
+    callback, out = plain()
+    run = make_run(callback)
+    run.state.is_world_process_zero = False
+    run.tell("on_init_end")
+    run.begin().step(loss=1.0)
+    run.end()
+    assert out.getvalue() == ""

@@ -1,0 +1,92 @@
+"""TensorBoard's own reader sees one curve, whatever happened to the run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whimbrel.base.errors import MissingExtraError
+from whimbrel.train.callbacks import TensorBoardCallback
+from whimbrel.train.callbacks.tensorboard import events_folder
+from whimbrel.train.settings import LogConfig
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    reading = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = reading.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def go(make_run: Any, first: int, last: int, sitting: int = 0, **settings: Any) -> None:
+    run = make_run(TensorBoardCallback(), steps=9, **settings).begin(first)
+    for step in range(first, last):
+        run.step(loss=float(step + 100 * sitting))
+        if run.state.global_step % 3 == 0:
+            run.evaluate(loss=0.25, accuracy=0.5)
+            run.log({"grad_norm/a": 2.0, "epoch": 0.5})
+            run.tell("on_sample", text="O Romeo", step=run.state.global_step)
+    run.end()
+
+
+def test_every_step_evaluation_and_log(make_run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    go(make_run, 0, 3)
+    seen = curves(events_folder(tmp_path / "run"))
+    assert seen["train/loss"] == [(1, 0.0), (2, 1.0), (3, 2.0)]
+    assert seen["train/tokens_per_second"] == [(1, 512.0), (2, 512.0), (3, 512.0)]
+    assert [step for step, _ in seen["train/lr"]] == [step for step, _ in seen["train/grad_norm"]] == [1, 2, 3]
+    assert seen["eval/loss"] == [(3, 0.25)]
+    assert seen["eval/accuracy"] == [(3, 0.5)]
+    assert seen["log/grad_norm/a"] == [(3, 2.0)]
+    assert not any("eval_" in tag for tag in seen)
+
+
+def test_two_resumes_leave_one_curve_without_what_no_longer_holds(make_run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    go(make_run, 0, 7, sitting=0)
+    go(make_run, 3, 8, sitting=1)  # went on from step 3: steps 4 to 7 of before no longer hold
+    go(make_run, 6, 9, sitting=2)
+    assert len(list((tmp_path / "run" / "runs").iterdir())) == 1
+    seen = curves(events_folder(tmp_path / "run"))
+    own = [(1, 0.0), (2, 1.0), (3, 2.0), (4, 103.0), (5, 104.0), (6, 105.0), (7, 206.0), (8, 207.0), (9, 208.0)]
+    assert seen["train/loss"] == own
+    assert seen["eval/loss"] == [(3, 0.25), (6, 0.25), (9, 0.25)]
+
+
+def test_a_run_that_begins_anew_shows_nothing_of_before(make_run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    go(make_run, 0, 7)
+    go(make_run, 0, 2, sitting=1)
+    assert curves(events_folder(tmp_path / "run"))["train/loss"] == [(1, 100.0), (2, 101.0)]
+
+
+def test_going_back(make_run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run = make_run(TensorBoardCallback()).begin()
+    for loss in (3.0, 2.0, 9.0):
+        run.step(loss=loss)
+    run.state.global_step = 2
+    run.tell("on_rewind", step=2)
+    run.step(loss=1.5)
+    run.end()
+    assert curves(events_folder(tmp_path / "run"))["train/loss"] == [(1, 3.0), (2, 2.0), (3, 1.5)]
+
+
+def test_a_folder_of_ones_own(make_run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    go(make_run, 0, 1, log=LogConfig(dir=tmp_path / "events"))
+    assert curves(tmp_path / "events")["train/loss"] == [(1, 0.0)]
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(MissingExtraError, match=r"TensorBoard events needs the package 'tensorboard': pip install"):
+        TensorBoardCallback()

@@ -1,0 +1,80 @@
+"""Weights & Biases and trackio, as they are, without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whimbrel.base.errors import MissingExtraError
+from whimbrel.train.callbacks import TrackerCallback
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
+def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    monkeypatch.setitem(sys.modules, kind, None)
+    with pytest.raises(MissingExtraError, match=rf"logging to {kind} needs the package '{kind}': pip install"):
+        TrackerCallback(kind)
+
+
+SITTING = """
+import json, sys
+from pathlib import Path
+from types import SimpleNamespace
+from whimbrel.train.callbacks import TrackerCallback
+from whimbrel.train.settings import TrainConfig, TrainerConfig
+from whimbrel.train.state import TrainerState
+
+kind, folder, first, last = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+callback = TrackerCallback(kind)
+if (folder / "state.json").exists():
+    callback.load_state_dict(json.loads((folder / "state.json").read_text()))
+config = TrainerConfig(output_dir=folder / "run", train=TrainConfig(steps=9))
+event = {"state": TrainerState(global_step=first, max_steps=9), "trainer": SimpleNamespace(config=config)}
+(folder / "run").mkdir(exist_ok=True)
+callback.on_train_begin(**event)
+for step in range(first + 1, last + 1):
+    metrics = {"step": step, "loss": 1 / step, "lr": 1e-3, "grad_norm": 1.0, "tokens": 8, "seconds": 0.5}
+    callback.on_train_metrics(**event, metrics=metrics)
+callback.on_log(**event, logs={"eval_loss": 0.5})
+callback.on_evaluate(**event, metrics={"eval_loss": 0.5})
+(folder / "state.json").write_text(json.dumps(callback.state_dict()))
+callback.on_train_end(**event)
+"""
+
+
+def sitting(kind: str, folder: Path, first: int, last: int) -> str:
+    """One process that trains from step to step, offline; what it printed."""
+    unset = {"WANDB_API_KEY", "WANDB_MODE", "HF_TOKEN"}
+    own = {"TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1", "HOME": str(folder), "NETRC": "/dev/null"}
+    environment = {key: value for key, value in os.environ.items() if key not in unset} | own
+    words = [sys.executable, "-c", SITTING, kind, str(folder), str(first), str(last)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, cwd=folder, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_wandb_without_an_account_writes_into_the_run_and_goes_on_as_the_same_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    sitting("wandb", tmp_path, 0, 3)
+    sitting("wandb", tmp_path, 2, 4)
+    folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1  # the id
+
+
+def test_trackio_goes_on_as_the_same_run(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    sitting("trackio", tmp_path, 0, 3)
+    sitting("trackio", tmp_path, 2, 4)
+    code = "import trackio; (run,) = trackio.Api().runs('whimbrel'); print(run.name)"
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert done.stdout.split() == [f"run-{state['id']}"]
