@@ -77,8 +77,9 @@ def recompute(model: nn.Module, mode: str | float, *, compiled: bool = False) ->
         return
     if mode != "none":
         for block in find_blocks(model):
-            if not getattr(block, "recomputes", False):
-                block.__class__ = _recomputing(block.__class__, mode == "selective")
+            kind: Any = type(block)
+            if not getattr(kind, "recomputes", False):
+                block.__class__ = _recomputing(kind, mode == "selective")
 
 
 def memory_budget(mode: str | float) -> AbstractContextManager[Any]:

@@ -1,0 +1,206 @@
+"""Arguments by the names of transformers: their defaults, their refusals, and what transformers makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.models import GPTConfig
+from whimbrel.train.arguments import (
+    BaseTrainingArguments,
+    MinimalTrainingArguments,
+    TrainingArguments,
+    lone_tokenizers,
+)
+
+CLASSES = [MinimalTrainingArguments, BaseTrainingArguments, TrainingArguments]
+
+
+def hf_fields() -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    return {field.name: field.default for field in dataclasses.fields(transformers.TrainingArguments)}
+
+
+def test_names_and_defaults_are_those_of_transformers() -> None:
+    theirs = hf_fields()
+    ours = {field.name: field.default for field in dataclasses.fields(MinimalTrainingArguments)}
+    assert set(ours) - set(theirs) <= {"overwrite_output_dir", "logging_dir"}  # which later versions dropped
+    assert {name: value for name, value in ours.items() if name in theirs and theirs[name] != value} == {}
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"eval_strategy": "steps", "save_strategy": "best", "dataloader_num_workers": 2, "warmup_steps": 0.1},
+        {"torch_compile_mode": "max-autotune", "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}},
+    ],
+)
+def test_the_dict_builds_the_arguments_of_transformers(cls: type, given: dict[str, Any], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    known = hf_fields()
+    values = cls(output_dir=str(tmp_path), use_cpu=True, **given).to_dict()
+    theirs = transformers.TrainingArguments(**{name: value for name, value in values.items() if name in known})
+    assert theirs.learning_rate == 5e-5
+    assert all(getattr(theirs, name) == value for name, value in given.items())
+
+
+def test_enums_of_transformers_are_taken() -> None:
+    utils = pytest.importorskip("transformers.trainer_utils")
+    args = TrainingArguments(
+        eval_strategy=utils.IntervalStrategy.EPOCH,
+        save_strategy=utils.SaveStrategy.BEST,
+        lr_scheduler_type=utils.SchedulerType.COSINE,
+    )
+    assert (args.eval_strategy, args.save_strategy, args.lr_scheduler_type) == ("epoch", "best", "cosine")
+    assert args.eval_strategy == utils.IntervalStrategy.EPOCH  # as its callbacks compare
+
+
+def test_defaults_are_filled_and_given_values_remembered(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), eval_strategy="steps", dataloader_num_workers=3, torch_compile=True)
+    assert re.fullmatch(rf"{tmp_path}/runs/\d{{16,}}_{re.escape(socket.gethostname())}", str(args.logging_dir))
+    assert (args.lr_scheduler_kwargs, args.eval_steps, args.dataloader_prefetch_factor) == ({}, 500, 2)
+    assert (args.torch_compile_backend, args.torch_compile_mode) == ("inductor", "default")
+    open_names = ("logging_dir", "lr_scheduler_kwargs", "eval_steps", "dataloader_prefetch_factor")
+    assert [args.to_dict()[name] for name in (*open_names, "torch_compile_backend", "torch_compile_mode")] == [None] * 6
+
+
+def test_nothing_is_filled_where_it_has_no_use() -> None:
+    args = TrainingArguments()
+    assert args.output_dir == "trainer_output"
+    assert (args.dataloader_prefetch_factor, args.eval_steps) == (None, None)
+    assert (args.torch_compile_backend, args.torch_compile_mode) == (None, None)
+
+
+def test_a_compile_mode_turns_compilation_on_and_leaves_the_backend() -> None:
+    args = TrainingArguments(torch_compile_mode="reduce-overhead")
+    assert (args.torch_compile, args.torch_compile_backend) == (True, "inductor")
+    assert args.to_dict()["torch_compile"] is False
+
+
+def test_changed_arguments_are_checked_again_and_keep_their_folder() -> None:
+    args = TrainingArguments(dataloader_num_workers=2)
+    folder = args.logging_dir
+    args.dataloader_num_workers = 0
+    args.check()
+    assert (args.dataloader_prefetch_factor, args.logging_dir) == (None, folder)
+    args.learning_rate = -1.0
+    with pytest.raises(ConfigError, match="learning_rate"):
+        args.check()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"eval_strategy": "step"}, r"eval_strategy = 'step' is not one of no, steps, epoch: did you mean 'steps'\?"),
+        ({"save_strategy": 3}, "save_strategy = 3 is not one of no, steps, epoch, best"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size = 0 must be at least 1"),
+        ({"per_device_train_batch_size": "8"}, "per_device_train_batch_size = '8' must be a whole number"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0 must be at least 1"),
+        ({"num_train_epochs": 0}, "num_train_epochs = 0.0 must be greater than 0"),
+        ({"max_steps": 0}, "max_steps = 0 must be at least 1, or -1"),
+        ({"max_eval_steps": -2}, "max_eval_steps = -2 must be at least 1, or -1"),
+        ({"learning_rate": float("nan")}, "learning_rate = nan must be a finite number"),
+        ({"adam_beta2": 1.0}, "adam_beta2 = 1.0 must be at least 0 and below 1"),
+        ({"logging_steps": 1.5}, "logging_steps = 1.5 must be a whole number of steps, or a share"),
+        ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps = 0 must be greater than 0"),
+        ({"eval_steps": 10}, "eval_steps = 10 needs eval_strategy='steps', and it is 'no'"),
+        ({"save_strategy": "epoch", "save_steps": 10}, "save_steps = 10 needs save_strategy='steps'"),
+        ({"logging_strategy": "no", "logging_steps": 10}, "logging_steps = 10 needs logging_strategy='steps'"),
+        ({"eval_delay": 5}, "eval_delay = 5.0 needs eval_strategy='steps' or 'epoch'"),
+        ({"save_strategy": "best"}, "save_strategy = 'best' needs eval_strategy"),
+        ({"seed": -1}, "seed = -1 must be at least 0"),
+        ({"dataloader_prefetch_factor": 4}, "dataloader_prefetch_factor = 4 is for workers"),
+        ({"torch_compile_mode": "fastest"}, "torch_compile_mode = 'fastest' is not one of default"),
+        ({"compile_scope": "model"}, "compile_scope = 'model' needs torch_compile=True"),
+        ({"lr_scheduler_kwargs": "{"}, "lr_scheduler_kwargs = '{' is not JSON"),
+        ({"lr_scheduler_kwargs": [1]}, "lr_scheduler_kwargs = \\[1\\] must be a dict"),
+        ({"default_dtype": "int8"}, "default_dtype = 'int8' is not one of float32, float64, bfloat16, float16"),
+        ({"mixed_precision": "fp8"}, "mixed_precision = 'fp8' is not one of no, bf16, fp16"),
+        ({"preserve_n_best": 3}, "preserve_n_best = 3 needs preserve_best_model=True"),
+        ({"sdpa_backend": "flas"}, r"sdpa_backend = 'flas' is not one of math, .*did you mean 'flash'\?"),
+        ({"sdpa_backend": ["math", "x"]}, "sdpa_backend = 'x' is not one of math, flash, efficient, cudnn"),
+        ({"sdpa_set_priority": True}, "sdpa_set_priority = True needs sdpa_backend"),
+        ({"float32_matmul_precision": "low"}, "float32_matmul_precision = 'low' is not one of highest, high, medium"),
+        ({"fp8_recipe": "rowwise", "qat_recipe": "int4-weight-only"}, "fp8_recipe = 'rowwise' and qat_recipe = "),
+        ({"fp8_recipe": "rowwise"}, "fp8_recipe = 'rowwise': this version has no such recipe"),
+        ({"qat_recipe": "int4-weight-only"}, "qat_recipe = 'int4-weight-only': this version has no such recipe"),
+        ({"fp8_dim_alignment": 0}, "fp8_dim_alignment = 0 must be at least 1"),
+        ({"fp8_dim_alignment": 32}, "fp8_dim_alignment = 32 is for fp8_recipe"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite = 'ignore' is not one of stop, skip, rollback"),
+        ({"recompute": "ful"}, r"recompute = 'ful' is not one of none, full, selective: did you mean 'full'\?"),
+        ({"recompute": 1.5}, "recompute = 1.5 must be none, full, selective or between 0 and 1"),
+        (
+            {"gradient_checkpointing": True, "recompute": "selective"},
+            "gradient_checkpointing = True is recompute='full'",
+        ),
+        ({"optimizer_in_backward": True}, "max_grad_norm = 1.0 must be 0"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        TrainingArguments(**given)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_forms_of_a_value_are_converted(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        output_dir=tmp_path,  # type: ignore[arg-type]
+        mixed_precision="no",
+        default_dtype=torch.bfloat16,  # type: ignore[arg-type]
+        sdpa_backend=[SDPBackend.FLASH_ATTENTION, "math"],  # type: ignore[arg-type]
+        logging_steps=10.0,
+        lr_scheduler_kwargs='{"power": 2.0}',
+        recompute=1,
+    )
+    assert (args.output_dir, args.mixed_precision, args.default_dtype) == (str(tmp_path), None, "bfloat16")
+    assert (args.sdpa_backend, args.logging_steps, args.recompute) == (("flash", "math"), 10, 1.0)
+    assert type(args.logging_steps) is int
+    assert args.lr_scheduler_kwargs == {"power": 2.0}
+    assert TrainingArguments(sdpa_backend=SDPBackend.MATH).sdpa_backend == "math"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "greater"),
+    [("loss", None, False), ("eval_perplexity", None, False), ("accuracy", None, True), ("loss", True, True)],
+)
+def test_aliases_for_callbacks(metric: str, given: bool | None, greater: bool) -> None:
+    args = BaseTrainingArguments(
+        best_model_metric=metric, best_model_greater_is_better=given, preserve_best_model=greater
+    )
+    assert (args.metric_for_best_model, args.greater_is_better, args.load_best_model_at_end) == (
+        metric,
+        greater,
+        greater,
+    )
+    with pytest.raises(AttributeError):
+        args.metric_for_best_model = "other"  # type: ignore[misc]
+
+
+def test_json() -> None:
+    args = TrainingArguments(sdpa_backend=("flash",), eval_strategy="epoch")
+    assert json.loads(args.to_json_string()) == args.to_dict() | {"sdpa_backend": ["flash"]}
+    assert json.loads(GPTConfig(num_layers=3).to_json_string())["num_layers"] == 3
+
+
+@pytest.mark.parametrize("before", [None, "true"])
+def test_tokenizers_stay_out_of_the_way_of_workers(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    if before:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
+    with lone_tokenizers(0):
+        assert os.environ.get("TOKENIZERS_PARALLELISM") == before
+    with lone_tokenizers(2):
+        assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == before
