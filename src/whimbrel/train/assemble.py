@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.config import build, to_table
 from whimbrel.models import GPT
 from whimbrel.optim import (
     RoutedParameter,
@@ -43,6 +44,7 @@ __all__ = [
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 OptimizerChoice = Optimizer | str | Callable[..., Optimizer] | None
 SchedulerChoice = Scheduler | str | None
+T = TypeVar("T")
 
 
 def seed_everything(seed: int) -> None:
@@ -86,7 +88,7 @@ def build_optimizer_of(model: nn.Module, config: TrainerConfig, choice: Optimize
     elif callable(choice):
         optimizer = choice([p for p in model.parameters() if p.requires_grad])
     else:
-        settings = config.optim if choice is None else config.optim.named(choice)
+        settings = config.optim if choice is None else _named(config.optim, choice, "optim")
         optimizer = build_optimizer(settings, routed(model))
     return step_in_backward(optimizer) if config.train.optimizer_in_backward else optimizer
 
@@ -111,8 +113,13 @@ def build_scheduler(
     """The scheduler that was given or named, or the one that the settings describe."""
     if choice is not None and not isinstance(choice, str):
         return choice
-    schedule = config.schedule if choice is None else config.schedule.named(choice)
+    schedule = config.schedule if choice is None else _named(config.schedule, choice, "schedule")
     return Schedule(optimizer, lambda step: lr_factor(schedule, step, total))
+
+
+def _named(settings: T, name: str, section: str) -> T:
+    """The same settings under another name, which must be a known one."""
+    return build(type(settings), to_table(settings) | {"name": name}, section)
 
 
 def flops_per_token(model: nn.Module, num_tokens: int) -> float:

@@ -207,6 +207,7 @@ class Driver:
             ) from fault
         self._rollbacks += 1
         step = trainer.rewind()
+        trainer.control.should_log = trainer.control.should_evaluate = trainer.control.should_save = False
         self._done.clear()
         self._loop.pause()
         logger.warning("%s: went back to step %d, and on with the data that comes next", fault, step)
