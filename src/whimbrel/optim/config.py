@@ -151,6 +151,10 @@ class ScheduleConfig:
                 "schedule.cycles counts waves of a cosine: set schedule.cooldown_shape = 'cosine' with it"
             )
 
+    def named(self, name: str) -> ScheduleConfig:
+        """These settings, for another schedule."""
+        return build(ScheduleConfig, to_table(self) | {"name": name}, "schedule")
+
 
 _OWNERS = {
     "cooldown_steps": ("wsd",),

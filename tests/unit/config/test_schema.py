@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import apply_overrides, build, dump_toml, field_docs, load_toml, to_table
+from whimbrel.config import apply_overrides, build, dump_toml, field_docs, list_settings, load_toml, to_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class Outer:
     """A switch."""
     inner: Inner = field(default_factory=Inner)
     """A part."""
+    parts: tuple[Inner, ...] = ()
+    """Parts."""
 
 
 def test_a_table_becomes_a_dataclass_and_back() -> None:
@@ -53,12 +55,23 @@ def test_a_table_becomes_a_dataclass_and_back() -> None:
     assert build(Outer, tomllib.loads(dump_toml(to_table(value)))) == value
 
 
+def test_an_array_of_tables_becomes_a_tuple_of_dataclasses_and_back() -> None:
+    text = 'path = "p"\n\n[[parts]]\nrate = 1\n\n[[parts]]\nkind = "cosine"\n'
+    value = build(Outer, tomllib.loads(text))
+    assert value.parts == (Inner(rate=1.0), Inner(kind="cosine"))
+    assert build(Outer, tomllib.loads(dump_toml(to_table(value)))) == value
+    names = [setting.name for setting in list_settings(Outer)]
+    assert {"inner.rate", "parts[].rate"} <= set(names)
+    with pytest.raises(ConfigError, match=r"parts\[1\].rate = 'x' must be a number"):
+        build(Outer, {"path": "p", "parts": [{}, {"rate": "x"}]})
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
         ({"path": "p", "stesp": 3}, r"unknown setting 'stesp': did you mean 'steps'\?"),
         ({"path": "p", "inner": {"kid": "x"}}, r"unknown setting 'inner.kid': did you mean 'kind'\?"),
-        ({"path": "p", "qqqqqq": 1}, r"unknown setting 'qqqqqq': known are inner, names, on, path, steps"),
+        ({"path": "p", "qqqqqq": 1}, r"unknown setting 'qqqqqq': known are inner, names, on, parts, path, steps"),
         ({"path": "p", "steps": "3"}, r"steps = '3' must be a whole number"),
         ({"path": "p", "steps": True}, r"steps = True must be a whole number"),
         ({"path": "p", "steps": 3.0}, r"steps = 3.0 must be a whole number"),
@@ -82,7 +95,7 @@ def test_bad_tables_are_refused_in_one_line(table: dict[str, object], message: s
 def test_field_docs() -> None:
     docs = field_docs(Outer)
     assert docs["steps"] == "How many steps."
-    assert set(docs) == {"path", "steps", "names", "on", "inner"}
+    assert set(docs) == {"path", "steps", "names", "on", "inner", "parts"}
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.optim import ScheduleConfig, lr_factor
+from whimbrel.optim import Schedule, ScheduleConfig, lr_factor, whole_steps
 
 
 def curve(total: int = 10, **settings: object) -> list[float]:
@@ -39,7 +40,62 @@ def test_wsd_holds_then_falls() -> None:
     assert curve(name="wsd", cooldown=0.0) == [1.0] * 10
 
 
-@pytest.mark.parametrize("settings", [{"warmup_steps": -1}, {"cooldown": 1.5}, {"floor": -0.1}])
+def test_warm_up_as_a_share_of_the_run_and_from_a_start() -> None:
+    assert curve(warmup_steps=0.35) == curve(warmup_steps=4)
+    assert curve(warmup_steps=4, warmup_start=0.0)[:5] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert curve(warmup_steps=2, warmup_start=0.5, warmup_shape="cosine")[:3] == [0.5, 0.75, 1.0]
+
+
+def test_a_cooldown_by_steps_and_by_shape() -> None:
+    assert curve(name="wsd", cooldown_steps=4) == curve(name="wsd", cooldown=0.4)
+    assert curve(name="wsd", cooldown_steps=4, cooldown_shape="1-sqrt")[8] == pytest.approx(1 - 0.5**0.5, abs=1e-6)
+    assert curve(name="wsd", cooldown_steps=2, stable_steps=3, floor=0.1)[2:7] == [1, 1, 0.55, 0.1, 0.1]
+
+
+def test_whole_steps() -> None:
+    assert (whole_steps(7, 100), whole_steps(0.031, 100)) == (7, 4)
+
+
+def test_a_schedule_sets_each_group_from_its_own_peak() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (1.0, 3.0)]
+    groups[1]["peak_lr"] = 0.3
+    optimizer = torch.optim.SGD(groups)
+    schedule = Schedule(optimizer, lambda step: 1 / (step + 1))
+    assert schedule.get_last_lr() == [1.0, 0.3]
+    schedule.step()
+    assert schedule.get_last_lr() == [0.5, 0.15]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.15]
+
+
+def test_a_schedule_resumes_where_it_was() -> None:
+    def make() -> Schedule:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        return Schedule(optimizer, lambda step: lr_factor(ScheduleConfig(name="cosine"), step, 10))
+
+    schedule, other = make(), make()
+    for _ in range(4):
+        schedule.step()
+    assert schedule.state_dict() == {"step": 4}
+    other.load_state_dict(schedule.state_dict())
+    assert other.get_last_lr() == schedule.get_last_lr() == [0.1 * lr_factor(ScheduleConfig(name="cosine"), 4, 10)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"warmup_steps": -1},
+        {"warmup_steps": 1.5},
+        {"cooldown": 1.5},
+        {"floor": -0.1},
+        {"warmup_start": 2.0},
+        {"warmup_shape": "cosine"},
+        {"power": 2.0},
+        {"name": "linear", "cooldown_steps": 3},
+        {"name": "wsd", "stable_steps": 3},
+        {"name": "wsd", "cycles": 1.0},
+        {"name": "inverse_sqrt", "timescale": 0},
+    ],
+)
 def test_bad_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="schedule\\."):
         ScheduleConfig(**settings)  # type: ignore[arg-type]
