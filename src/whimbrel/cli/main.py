@@ -10,7 +10,7 @@ import typer
 
 from whimbrel import __version__
 from whimbrel.base.errors import WhimbrelError
-from whimbrel.cli import doctor, generate, plot, prepare, tokenizer, train, verify
+from whimbrel.cli import compare, control, doctor, generate, plot, prepare, runs, tokenizer, train, verify
 
 __all__ = ["app", "main"]
 
@@ -46,7 +46,10 @@ app.command()(prepare.prepare)
 app.add_typer(tokenizer.app, name="tokenizer")
 app.command()(verify.verify)
 app.command(context_settings=OVERRIDES)(train.train)
+app.command()(runs.runs)
+app.command()(control.control)
 app.command()(plot.plot)
+app.command()(compare.compare)
 app.command()(generate.generate)
 app.command()(doctor.doctor)
 

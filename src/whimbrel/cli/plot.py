@@ -1,13 +1,19 @@
-"""`whimbrel plot RUN [RUN...]`: the loss curves of runs as a picture."""
+"""`whimbrel plot RUN [RUN...]`: the curves of runs as a picture."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["plot"]
+
+PANELS = {"loss": "loss", "lr": "learning rate", "norm": "gradient norm", "speed": "tokens/s"}
 
 
 def plot(
@@ -16,11 +22,12 @@ def plot(
         Path | None, typer.Option(help="The picture, .png or .svg; not given: loss.png in the first run.")
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Put tokens, not steps, on the x-axis.")] = False,
+    what: Annotated[str, typer.Option(help="Which panels, and in which order.")] = ",".join(PANELS),
 ) -> None:
-    """Draw training and validation loss."""
-    from whimbrel.base.errors import DataError, MissingExtraError
+    """Draw training and validation loss, learning rate, gradient norm and speed."""
+    from whimbrel.base.errors import ConfigError, DataError, MissingExtraError
     from whimbrel.base.files import atomic_file
-    from whimbrel.train import read_log
+    from whimbrel.train.log import log_of, read_log
 
     try:
         from matplotlib.figure import Figure
@@ -28,40 +35,52 @@ def plot(
     except ImportError as error:
         raise MissingExtraError("a picture", "matplotlib", "plot") from error
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for run in runs:
-        log = run / "log.jsonl" if run.is_dir() else run
-        if not log.is_file():
-            raise DataError(f"{run} is not a run: it has no log.jsonl")
-        lines = read_log(log)
-        seen, x_of = 0, {0: 0}
-        for line in lines:
-            if line["kind"] == "step":
-                seen += line["tokens"] if tokens else 1
-                x_of[line["after"]] = seen
-        points = {
-            kind: [(x_of[i["after"]], i["loss"]) for i in lines if i["kind"] == kind] for kind in ("step", "validation")
-        }
-        if not points["step"]:
-            raise DataError(f"{log} holds no steps: nothing to draw")
-        name = log.parent.name if log.name == "log.jsonl" else log.stem
-        (drawn,) = axes.plot(*zip(*points["step"], strict=True), linewidth=1.2, alpha=0.8, label=f"{name}, train")
-        if points["validation"]:
-            axes.plot(
-                *zip(*points["validation"], strict=True),
-                "o--",
-                markersize=4,
-                color=drawn.get_color(),
-                label=f"{name}, validation",
-            )
-    axes.set(xlabel="tokens" if tokens else "step", ylabel="loss")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=0.3)
-    axes.legend()
+    panels = [name.strip() for name in what.split(",")]
+    if unknown := [name for name in panels if name not in PANELS]:
+        raise ConfigError(f"--what={what} names '{unknown[0]}': the panels are {', '.join(PANELS)}")
     target = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "loss.png"
     if target.suffix not in (".png", ".svg"):
         raise DataError(f"cannot draw {target}: the picture ends in .png or .svg")
+    columns = 1 if len(panels) == 1 else 2
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(8, 4.5) if columns == 1 else (12, 3.5 * rows), layout="constrained")
+    grid: list[Axes] = [figure.add_subplot(rows, columns, place) for place in range(1, len(panels) + 1)]
+    for run in runs:
+        log = log_of(run)
+        lines = read_log(log)
+        if not any(line["kind"] == "step" for line in lines):
+            raise DataError(f"{log} holds no steps: nothing to draw")
+        name = log.parent.name if log.name == "log.jsonl" else log.stem
+        for axes, panel in zip(grid, panels, strict=True):
+            _draw(axes, panel, lines, name, tokens=tokens)
+    for axes, panel in zip(grid, panels, strict=True):
+        axes.set(xlabel="tokens" if tokens else "step", ylabel=PANELS[panel])
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.3)
+    grid[0].legend()
     with atomic_file(target) as file:
         figure.savefig(file, format=target.suffix[1:], dpi=130)
     print(f"Wrote {target}")
+
+
+def _draw(axes: Axes, panel: str, lines: list[dict[str, Any]], name: str, *, tokens: bool) -> None:
+    """The curve of one run in one panel; a number that was not finite, null in the log, is a gap."""
+    seen, x_of = 0, {0: 0}
+    steps = [line for line in lines if line["kind"] == "step"]
+    for line in steps:
+        seen += line["tokens"] if tokens else 1
+        x_of[line["after"]] = seen
+    values = [_value(panel, line) for line in steps]
+    label = f"{name}, train" if panel == "loss" else name
+    (drawn,) = axes.plot(list(x_of.values())[1:], values, linewidth=1.2, alpha=0.8, label=label)
+    held_out = [line for line in lines if line["kind"] == "validation"]
+    if panel == "loss" and held_out:
+        points = [x_of[line["after"]] for line in held_out], [_value("loss", line) for line in held_out]
+        axes.plot(*points, "o--", markersize=4, color=drawn.get_color(), label=f"{name}, validation")
+
+
+def _value(panel: str, line: dict[str, Any]) -> float:
+    if panel == "speed":
+        return line["tokens"] / line["seconds"] if line.get("seconds") else math.nan
+    value = line.get({"norm": "grad_norm"}.get(panel, panel))
+    return math.nan if value is None else float(value)

@@ -11,7 +11,7 @@ from typing import Any
 from whimbrel.base.errors import DataError
 from whimbrel.base.files import atomic_file
 
-__all__ = ["FIELDS", "last_step", "log_line", "read_log", "truncate_log"]
+__all__ = ["FIELDS", "last_step", "log_line", "log_of", "read_log", "truncate_log"]
 
 FIELDS = {
     "step": ("after", "loss", "tokens"),
@@ -31,6 +31,14 @@ def log_line(kind: str, after: int, fields: dict[str, Any]) -> str:
         if isinstance(value, float) and not math.isfinite(value):
             record[key] = None
     return json.dumps(record, allow_nan=False) + "\n"
+
+
+def log_of(run: Path) -> Path:
+    """The log of a run, which is named by its directory or by the log itself."""
+    log = run / "log.jsonl" if run.is_dir() else run
+    if not log.is_file():
+        raise DataError(f"{run} is not a run: it has no log.jsonl")
+    return log
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -53,7 +54,7 @@ DETECTORS = [
 @pytest.mark.parametrize("settings", DETECTORS)
 def test_a_noisy_falling_loss_is_no_alarm(make_run: Any, settings: dict[str, Any]) -> None:
     assert sum(GOOD[-50:]) < 0.7 * sum(GOOD[:50])
-    rises = [later - now for now, later in zip(GOOD, GOOD[1:], strict=False)]
+    rises = [later - now for now, later in itertools.pairwise(GOOD)]
     assert max(rises) > 1.0  # a step alone often rises by more than the threshold
     assert alarm(make_run, DivergenceCallback(DivergenceConfig(action="stop", **settings)), GOOD) is None
 
