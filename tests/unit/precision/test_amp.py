@@ -1,0 +1,104 @@
+"""Mixed precision plans: what runs in 16 bits, and a scale that outlives a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from whimbrel.base.errors import PrecisionError
+from whimbrel.precision import PrecisionPlan
+
+CPU = torch.device("cpu")
+
+
+def step(plan: PrecisionPlan, net: nn.Linear, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
+    with plan.autocast():
+        loss = net(torch.ones(2, 4)).float().mean() * factor
+    plan.scale(loss).backward()
+    plan.unscale(optimizer)
+    plan.step(optimizer)
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_products_run_in_the_plans_dtype_and_weights_stay(precision: str, dtype: torch.dtype) -> None:
+    plan, net = PrecisionPlan(precision, CPU), nn.Linear(4, 4)  # type: ignore[arg-type]
+    with plan.autocast():
+        assert net(torch.ones(2, 4)).dtype == dtype
+    assert net.weight.dtype == torch.float32
+    assert net(torch.ones(2, 4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_without_a_scaler_nothing_is_scaled_or_kept(precision: str) -> None:
+    plan, net = PrecisionPlan(precision, CPU), nn.Linear(4, 4)  # type: ignore[arg-type]
+    loss = torch.tensor(3.0)
+    assert plan.scale(loss) is loss
+    assert (plan.scaler, plan.state_dict()) == (None, {})
+    before = net.weight.detach().clone()
+    step(plan, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    torch.testing.assert_close(before - net.weight.detach(), torch.full((4, 4), 0.025))
+
+
+def test_fp16_gradients_are_unscaled_and_an_overflow_is_a_skip() -> None:
+    plan, net = PrecisionPlan("fp16", CPU), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    before = net.weight.detach().clone()
+    step(plan, net, optimizer)
+    torch.testing.assert_close(before - net.weight.detach(), torch.full((4, 4), 0.025))
+    moved, scale = net.weight.detach().clone(), plan.state_dict()["scale"]
+    step(plan, net, optimizer, factor=1e35)
+    assert torch.equal(net.weight, moved)
+    assert plan.state_dict()["scale"] == scale / 2
+
+
+def test_a_skipped_step_lets_the_next_be_unscaled() -> None:
+    plan, net = PrecisionPlan("fp16", CPU), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    plan.scale(net(torch.ones(2, 4)).sum()).backward()
+    plan.unscale(optimizer)
+    plan.skip()
+    optimizer.zero_grad()
+    step(plan, net, optimizer)
+
+
+def test_the_scale_is_taken_up_by_another_plan() -> None:
+    plan, net = PrecisionPlan("fp16", CPU), nn.Linear(4, 4)
+    step(plan, net, torch.optim.SGD(net.parameters(), lr=0.1), factor=1e35)
+    other = PrecisionPlan("fp16", CPU)
+    other.load_state_dict(copy.deepcopy(plan.state_dict()))
+    assert other.state_dict() == plan.state_dict() != PrecisionPlan("fp16", CPU).state_dict()
+    other.load_state_dict({})  # of a run in another precision
+    assert other.state_dict() == plan.state_dict()
+
+
+def test_unknown_precisions_are_refused() -> None:
+    with pytest.raises(PrecisionError, match="precision = 'fp8' is not one of fp32, bf16, fp16"):
+        PrecisionPlan("fp8", CPU)  # type: ignore[arg-type]
+
+
+def test_an_old_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(PrecisionError, match=r"needs a GPU of compute capability 8.0, and this one has 7.5: use fp16"):
+        PrecisionPlan("bf16", torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_on_a_gpu(precision: str) -> None:
+    device = torch.device("cuda")
+    plan, net = PrecisionPlan(precision, device), nn.Linear(4, 4, device=device)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    before = net.weight.detach().clone()
+    with plan.autocast():
+        loss = net(torch.ones(2, 4, device=device)).float().sum()
+    plan.scale(loss).backward()
+    plan.unscale(optimizer)
+    plan.step(optimizer)
+    assert not torch.equal(before, net.weight)
