@@ -16,7 +16,7 @@ from whimbrel.train.arguments import DEFAULT_OUTPUT_DIR, MinimalTrainingArgument
 from whimbrel.train.schedules import schedule_arguments, schedule_settings
 from whimbrel.train.settings import TrainerConfig
 
-__all__ = ["REFUSED", "TABLE", "UNEXPRESSED", "Row", "from_config", "to_config"]
+__all__ = ["REFUSED", "Row", "TABLE", "UNEXPRESSED", "from_config", "to_config"]
 
 Every = int | float | None
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
