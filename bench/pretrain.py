@@ -28,8 +28,9 @@ from torch.nn import functional as F
 from record import record
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.train import RunConfig, RunSummary, StepRecord, Watcher, load_run_config, train
+from whimbrel.train import RunConfig, TrainerCallback, load_run_config, train
 from whimbrel.train.device import choose_device, device_name, peak_flops
+from whimbrel.train.summary import RunSummary
 
 RECIPE = Path(__file__).parent.parent / "configs" / "gpt2-baseline-20m.toml"
 PLAIN_BATCH = 32
@@ -96,7 +97,7 @@ def run_plain(config: RunConfig, device: torch.device, steps: int) -> dict[str, 
     compiled = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)
     loader = TokenDataLoader(config.data.path, PLAIN_BATCH, config.sequence_length, device=device)
-    accumulation = config.train.tokens_per_step // (PLAIN_BATCH * config.sequence_length)
+    accumulation = config.tokens_per_step // (PLAIN_BATCH * config.sequence_length)
     losses, seconds = [], []
     torch.cuda.reset_peak_memory_stats()
     for _ in range(steps):
@@ -119,28 +120,33 @@ def run_plain(config: RunConfig, device: torch.device, steps: int) -> dict[str, 
     return {
         "losses": losses,
         "step_seconds": typical,
-        "tokens_per_second": config.train.tokens_per_step / typical,
+        "tokens_per_second": config.tokens_per_step / typical,
         "compile_seconds_cold": seconds[0] - typical,
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
 
 
-class Collect(Watcher):
+class Collect(TrainerCallback):
     """Keeps what a run of ours says."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.summary: RunSummary | None = None
+        self.validation_loss: float | None = None
 
-    def on_start(self, summary: RunSummary) -> None:
-        """Keep the summary, and count memory from here."""
-        self.summary = summary
+    def on_train_begin(self, **event: Any) -> None:
+        """Keep the summary."""
+        self.summary = event["summary"]
 
-    def on_step(self, record: StepRecord) -> None:
+    def on_train_metrics(self, **event: Any) -> None:
         """Keep the loss and the time."""
-        self.losses.append(record.loss)
-        self.seconds.append(record.seconds)
+        self.losses.append(event["metrics"]["loss"])
+        self.seconds.append(event["metrics"]["seconds"])
+
+    def on_evaluate(self, **event: Any) -> None:
+        """Keep the held-out loss."""
+        self.validation_loss = event["metrics"]["eval_loss"]
 
 
 def run_ours(config: RunConfig) -> dict[str, Any]:
@@ -148,18 +154,18 @@ def run_ours(config: RunConfig) -> dict[str, Any]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     seen = Collect()
-    result = train(config, watchers=[seen])
+    result = train(config, callbacks=[seen])
     assert seen.summary is not None
     typical = sorted(seen.seconds[1:])[len(seen.seconds[1:]) // 2]
     return {
         "losses": seen.losses,
         "step_seconds": typical,
-        "tokens_per_second": config.train.tokens_per_step / typical,
-        "compile_seconds": result.compile_seconds,
-        "peak_memory_gib": (result.peak_memory or 0) / 2**30,
-        "micro_batch": seen.summary.micro_batch,
+        "tokens_per_second": config.tokens_per_step / typical,
+        "compile_seconds": result.metrics["compile_seconds"],
+        "peak_memory_gib": result.metrics["peak_memory"] / 2**30,
+        "micro_batch": (seen.summary.tokens_per_micro_batch or 0) // config.sequence_length,
         "flops_per_token": seen.summary.flops_per_token,
-        "validation_loss": result.validation_loss,
+        "validation_loss": seen.validation_loss,
     }
 
 

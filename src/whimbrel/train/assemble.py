@@ -1,5 +1,6 @@
 """The parts of a trainer, one `build_x` each. The order of wraps is fixed in `place_model`: dtype -> device ->
-recompute -> compile; a checkpoint is loaded after all of them."""
+recompute -> compile; a checkpoint is loaded after all of them.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +39,7 @@ __all__ = [
     "flops_per_token",
     "keep_compiled",
     "place_model",
+    "routed_parameters",
     "seed_everything",
 ]
 
@@ -89,11 +91,11 @@ def build_optimizer_of(model: nn.Module, config: TrainerConfig, choice: Optimize
         optimizer = choice([p for p in model.parameters() if p.requires_grad])
     else:
         settings = config.optim if choice is None else _named(config.optim, choice, "optim")
-        optimizer = build_optimizer(settings, routed(model))
+        optimizer = build_optimizer(settings, routed_parameters(model))
     return step_in_backward(optimizer) if config.train.optimizer_in_backward else optimizer
 
 
-def routed(model: nn.Module) -> list[RoutedParameter]:
+def routed_parameters(model: nn.Module) -> list[RoutedParameter]:
     """Each parameter with its role; our own model also tells which matrices are fused in one."""
     splits: dict[str, tuple[int, ...]] = {}
     if isinstance(model, GPT):
@@ -107,9 +109,7 @@ def routed(model: nn.Module) -> list[RoutedParameter]:
     return route_parameters(model, splits)
 
 
-def build_scheduler(
-    optimizer: Optimizer, config: TrainerConfig, total: int, choice: SchedulerChoice
-) -> Scheduler:
+def build_scheduler(optimizer: Optimizer, config: TrainerConfig, total: int, choice: SchedulerChoice) -> Scheduler:
     """The scheduler that was given or named, or the one that the settings describe."""
     if choice is not None and not isinstance(choice, str):
         return choice

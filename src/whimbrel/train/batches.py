@@ -233,9 +233,7 @@ def make_batches(
         raise ConfigError(
             f"a {type(dataset).__name__} is no dataset: give a TokenDataLoader, a sequence or an iterable of dicts"
         )
-    return DatasetBatches(
-        dataset, batch_size, device, collate=collate, seed=seed, shuffle=shuffle, loader=loader
-    )
+    return DatasetBatches(dataset, batch_size, device, collate=collate, seed=seed, shuffle=shuffle, loader=loader)
 
 
 def held_out(loader: TokenDataLoader, tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -18,11 +18,12 @@ from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.config import to_table
 from whimbrel.precision import PrecisionPlan
 from whimbrel.train import assemble
-from whimbrel.train.arguments import MinimalTrainingArguments, greater_is_better
+from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.batches import DatasetBatches, TokenBatches, collate
 from whimbrel.train.callback import Callbacks, StopRequest
 from whimbrel.train.device import choose_device
 from whimbrel.train.loop import Scheduler
+from whimbrel.train.metric import greater_is_better
 from whimbrel.train.model_state import export_model, model_state
 from whimbrel.train.outputs import LossFunction
 from whimbrel.train.settings import TrainerConfig
@@ -142,13 +143,11 @@ class TrainerCore:
         return getattr(self.model, "_orig_mod", self.model)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write weights and processing_class, nothing else; over files of these names only with overwrite_output_dir."""
+        """Write weights and processing_class alone; over files of their names only with overwrite_output_dir."""
         if self.model is None:
             raise ConfigError("there is no model to save yet: model_init makes it when training begins")
         target = self.config.output_dir if output_dir is None else Path(output_dir)
-        export_model(
-            self.unwrapped_model(), self.processing_class, target, overwrite=self.config.overwrite_output_dir
-        )
+        export_model(self.unwrapped_model(), self.processing_class, target, overwrite=self.config.overwrite_output_dir)
 
     def save_checkpoint(self, checkpoint_path: str | Path | None = None) -> Path:
         """Save the whole state; with async_save the files follow, and `on_save` tells when they are there."""
@@ -175,7 +174,10 @@ class TrainerCore:
         components = [part for part in self.get_state_components() if part.key not in ("dataset", "rng")]
         epoch = self.state.raw_epoch
         self.checkpoint_manager.load(components)
-        self.state.raw_epoch, self.state.epoch_start_step = epoch, min(self.state.epoch_start_step, self.state.global_step)
+        self.state.raw_epoch, self.state.epoch_start_step = (
+            epoch,
+            min(self.state.epoch_start_step, self.state.global_step),
+        )
         return self.state.global_step
 
     def get_state_components(self) -> list[StateComponent]:
@@ -188,7 +190,7 @@ class TrainerCore:
             StateComponent("rng", RNGState(), own, required=False),
             StateComponent("callbacks", self.callbacks, one, required=False),
         ]
-        if self.optimizer is not None:
+        if self.optimizer is not None and self.lr_scheduler is not None:
             state = assemble.OptimizerState(self.optimizer)
             parts.insert(1, StateComponent("optimizer", state, one, required=False))
             parts.insert(2, StateComponent("scheduler", self.lr_scheduler, one, required=False))

@@ -12,7 +12,7 @@ from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import CheckpointManager
 from whimbrel.optim import whole_steps
 from whimbrel.train.batches import Batches
-from whimbrel.train.loop import Loop, NonFinite, StepMetrics
+from whimbrel.train.loop import Loop, NonFiniteError, StepMetrics
 from whimbrel.train.settings import TrainerConfig
 from whimbrel.train.state import Tally, TrainerControl, TrainerState
 
@@ -76,7 +76,7 @@ class Driver:
             while state.global_step < state.max_steps and not trainer.control.ends_training:
                 try:
                     epoch_ended = self._step()
-                except NonFinite as fault:
+                except NonFiniteError as fault:
                     self._recover(fault)
                     break
                 if epoch_ended:
@@ -84,7 +84,7 @@ class Driver:
         if self._stepped and not trainer.control.should_abort_without_save:
             try:
                 self._obey(final=True)
-            except NonFinite as fault:
+            except NonFiniteError as fault:
                 self._recover(fault, final=True)
 
     def _step(self) -> bool:
@@ -169,7 +169,9 @@ class Driver:
         before_save = trainer.control.should_save and (config.evaluate or config.best is not None)
         if (trainer.control.should_evaluate or before_save) and trainer.can_evaluate and self._first("evaluate"):
             trainer.evaluate()
-            trainer.control.should_save |= config.when_best and trainer.state.best_global_step == trainer.state.global_step
+            trainer.control.should_save |= (
+                config.when_best and trainer.state.best_global_step == trainer.state.global_step
+            )
         trainer.control.should_evaluate = False
 
     def _save(self) -> None:
@@ -193,7 +195,7 @@ class Driver:
                            metrics.grad_norm)  # fmt: skip
         self._trainer.tell("on_train_metrics", metrics=dataclasses.asdict(metrics))
 
-    def _recover(self, fault: NonFinite, *, final: bool = False) -> None:
+    def _recover(self, fault: NonFiniteError, *, final: bool = False) -> None:
         """Stop, or go back to the newest checkpoint and on with the data that comes next."""
         trainer = self._trainer
         if trainer.config.train.on_nonfinite != "rollback":

@@ -25,7 +25,11 @@ class Prediction(NamedTuple):
 
 
 def mean_loss(
-    objective: Objective, batches: Iterable[Any], precision: PrecisionPlan, limit: int | None, tell: Callable[[], None]
+    objective: Objective,
+    batches: Iterable[Any],
+    precision: PrecisionPlan,
+    limit: int | None,
+    tell: Callable[[], object],
 ) -> float:
     """The mean over all targets of at most `limit` batches, whatever the size of a batch."""
     total: Tensor | None = None
@@ -41,7 +45,7 @@ def mean_loss(
 
 
 def predictions(
-    objective: Objective, batches: Iterable[Any], precision: PrecisionPlan, tell: Callable[[], None]
+    objective: Objective, batches: Iterable[Any], precision: PrecisionPlan, tell: Callable[[], object]
 ) -> tuple[Tensor, Tensor | None]:
     """All logits and labels, on the host; sequences of unequal length are filled up, labels with -100."""
     logits, labels = [], []

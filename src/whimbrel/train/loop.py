@@ -9,12 +9,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from whimbrel.optim import InBackward
 from whimbrel.precision import PrecisionPlan
 from whimbrel.train.batches import Batches, token_count
 from whimbrel.train.device import Stopwatch
 from whimbrel.train.outputs import Objective
 
-__all__ = ["Loop", "NonFinite", "Scheduler", "StepMetrics"]
+__all__ = ["Loop", "NonFiniteError", "Scheduler", "StepMetrics"]
 
 
 class Scheduler(Protocol):
@@ -26,8 +27,14 @@ class Scheduler(Protocol):
     def get_last_lr(self) -> list[float]:
         """The rates in force, one for each group."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is."""
 
-class NonFinite(Exception):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where `state` says."""
+
+
+class NonFiniteError(Exception):
     """A step whose loss or gradient norm is not finite; the trainer decides what becomes of the run."""
 
     def __init__(self, step: int, loss: float, norm: float) -> None:
@@ -63,7 +70,7 @@ class Loop:
     precision: PrecisionPlan
     accumulation: int
     stopwatch: Stopwatch
-    tell: Callable[[str], None]
+    tell: Callable[[str], object]
     """Tells the callbacks of an event inside a step."""
     lr: Callable[[], float]
     """The learning rate to report."""
@@ -75,7 +82,7 @@ class Loop:
     def step(self, number: int) -> int | None:
         """One optimizer step, to be the `number`th; the tokens it took, or None where the pass had ended."""
         start = self.stopwatch.mark() if self._mark is None else self._mark
-        micro_batches = []
+        micro_batches: list[Any] = []
         while len(micro_batches) < self.accumulation and (batch := self.batches.next_batch()) is not None:
             micro_batches.append(batch)
         if not micro_batches:
@@ -114,7 +121,7 @@ class Loop:
             sound = done.numbers[:1] if overflow else done.numbers
             if not done.skipped and not bool(sound.isfinite().all()):
                 self._pending.clear()
-                raise NonFinite(done.step, loss, norm)
+                raise NonFiniteError(done.step, loss, norm)
             report(StepMetrics(done.step, loss, norm, done.lr, done.tokens, seconds, done.skipped))
 
     def pause(self) -> None:
@@ -124,9 +131,8 @@ class Loop:
     def _finish_gradients(self) -> Tensor:
         """Unscale, measure and clip."""
         self.precision.unscale(self.optimizer)
-        measured = getattr(self.optimizer, "grad_norm", None)
-        if measured is not None:  # stepped in backward: the gradients are gone
-            return measured()
+        if isinstance(self.optimizer, InBackward):
+            return self.optimizer.grad_norm()  # the gradients are gone
         norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if self.clip is not None:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)

@@ -149,9 +149,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The fp32 sum over targets that are not -100."""
     if logits.shape[:-1] != targets.shape:
         raise DataError(f"logits of shape {list(logits.shape)} do not go with labels of shape {list(targets.shape)}")
-    return F.cross_entropy(
-        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def _has_loss(outputs: Any) -> bool:

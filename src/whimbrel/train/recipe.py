@@ -1,4 +1,4 @@
-"""What a run's configuration names: its model, its token shards, its tokenizer, and how many sequences fit in a pass."""
+"""What a configuration names: the model, token shards, tokenizer, and how many sequences fit in a pass."""
 
 from __future__ import annotations
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_file
 from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import latest_checkpoint, read_manifest
@@ -25,7 +24,6 @@ from whimbrel.train.callbacks import (
     DivergenceCallback,
     EarlyStoppingCallback,
     EmaCallback,
-    MemoryCallback,
     NormsCallback,
     ProfilerCallback,
     SampleCallback,
@@ -46,9 +44,7 @@ Sampler = Callable[[GPT, Tokenizer, int], str]
 logger = get_logger(__name__)
 
 
-def train(
-    config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: Sampler | None = None
-) -> TrainOutput:
+def train(config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: Sampler | None = None) -> TrainOutput:
     """Run `config` to its end; a run already in its output directory is gone on with, exactly."""
     return RunTrainer(config, callbacks=callbacks, sampler=sampler).train()
 
@@ -106,7 +102,7 @@ class RunTrainer(Trainer):
 
     def _warm_up(self) -> None:
         """Compile with one pass forth and back, so that no step is timed with it; leaves no trace in the model."""
-        assert self.optimizer is not None and self.model is not None
+        assert self.optimizer is not None
         if not self.config.train.compile:
             return
         start = time.perf_counter()
@@ -133,9 +129,7 @@ def _resolved(config: RunConfig, batches: TokenBatches) -> RunConfig:
         steps = train.steps if train.steps is not None else batches.steps_for(train.epochs or 0.0, accumulation)
     return replace(
         config,
-        train=replace(
-            train, steps=steps, tokens=None, epochs=None, tokens_per_step=None, accumulation=accumulation
-        ),
+        train=replace(train, steps=steps, tokens=None, epochs=None, tokens_per_step=None, accumulation=accumulation),
     )
 
 
@@ -152,13 +146,16 @@ def _with_recorded_micro_batch(config: RunConfig) -> RunConfig:
 
 def _callbacks(config: RunConfig, tokenizer: Tokenizer | None, sampler: Sampler | None) -> list[Any]:
     """The callbacks that the configuration asks for."""
-    log, found = config.log, []
+    log = config.log
+    found: list[Any] = []
     if config.sample.every is not None:
         if sampler is None:
             raise ConfigError("sample.every is set but nothing here can write samples: pass sampler= or leave it out")
         if tokenizer is None:
             raise ConfigError(f"sample.every needs the tokenizer, and {config.data.path} holds no tokenizer.json")
-        found.append(SampleCallback(lambda model, step: sampler(model, tokenizer, step), config.sample.every))
+        found.append(
+            SampleCallback(lambda model, step: sampler(cast(GPT, model), tokenizer, step), config.sample.every)
+        )
     if config.ema.decay is not None:
         found.append(EmaCallback(config.ema.decay, config.ema.every))
     if config.divergence.action is not None:

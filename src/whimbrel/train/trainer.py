@@ -29,6 +29,7 @@ from whimbrel.train.device import Stopwatch, device_name, peak_flops, peak_memor
 from whimbrel.train.driver import Driver
 from whimbrel.train.evaluation import Prediction, mean_loss, predictions
 from whimbrel.train.loop import Loop
+from whimbrel.train.metric import find_metric
 from whimbrel.train.outputs import Objective
 from whimbrel.train.state import Tally, TrainerControl, TrainerState, TrainOutput
 from whimbrel.train.summary import RunSummary, estimate_memory, features
@@ -47,7 +48,7 @@ class BaseTrainer(TrainerCore):
             raise ConfigError("train() needs train_dataset: give it to the trainer")
         if resume_from_checkpoint is not None:
             latest = resume_from_checkpoint in (True, "latest")
-            path = None if latest or resume_from_checkpoint is False else Path(resume_from_checkpoint)
+            path = None if latest or isinstance(resume_from_checkpoint, bool) else Path(resume_from_checkpoint)
             self.config = replace(self.config, resume=replace(self.config.resume, latest=latest, path=path))
         with self._torch_settings():
             self._prepare(self.train_dataset, self.eval_dataset)
@@ -84,7 +85,7 @@ class BaseTrainer(TrainerCore):
 
     def _train_loop(self) -> TrainOutput:
         """Drive the loop; callbacks let go of what they hold also when it fails."""
-        assert self.model is not None and self.train_dataloader is not None
+        assert self.train_dataloader is not None
         loop = self._make_loop()
         per_token = assemble.flops_per_token(self.unwrapped_model(), self._sequence_length())
         driver = Driver(self, loop, self.train_dataloader, lambda tokens: per_token * tokens)
@@ -99,11 +100,15 @@ class BaseTrainer(TrainerCore):
             if not ended:
                 self.checkpoint_manager.close()
                 self.tell("on_train_end", output=None, checkpoint=None, stopped_by=self.stopped_by)
-        self.tell("on_train_end", output=output, checkpoint=self.checkpoint_manager.newest(), stopped_by=self.stopped_by)
+        self.tell(
+            "on_train_end", output=output, checkpoint=self.checkpoint_manager.newest(), stopped_by=self.stopped_by
+        )
         return output
 
     def _make_loop(self) -> Loop:
-        assert self.model is not None and self.optimizer is not None and self.lr_scheduler is not None
+        assert self.model is not None
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
         assert self.train_dataloader is not None
         config, scheduler = self.config, self.lr_scheduler
         peaks = [group.get("peak_lr") for group in self.optimizer.param_groups]
@@ -204,11 +209,7 @@ class BaseTrainer(TrainerCore):
 
     def _compare(self, metrics: dict[str, float]) -> None:
         """Remember the metric that best is measured by, and whether it is the best so far."""
-        name = self.config.checkpoint.metric
-        value = metrics.get(name, metrics.get(f"eval_{name}"))
-        if value is None:
-            known = ", ".join(sorted(metrics))
-            raise ConfigError(f"checkpoint.metric (best_model_metric) = {name!r} is not measured: there are {known}")
+        value = find_metric(metrics, self.config.checkpoint.metric)
         self._last_metric = self.state.global_step, value
         best = self.state.best_metric
         better = best is None or (value > best if self._greater_is_better else value < best)
@@ -300,7 +301,8 @@ class BaseTrainer(TrainerCore):
         """Tokens of a training sequence, as the loader or the first example says; 0 where neither does."""
         if isinstance(self.train_dataloader, TokenBatches):
             return self.train_dataloader.loader.T
-        dataset = self.train_dataloader.dataset if self.train_dataloader is not None else ()
+        assert self.train_dataloader is not None
+        dataset = self.train_dataloader.dataset
         example = dataset[0] if hasattr(dataset, "__getitem__") else None
         inputs = example.get("input_ids") if isinstance(example, Mapping) else None
         return 0 if inputs is None else len(inputs)

@@ -52,6 +52,10 @@ def take(batches: DatasetBatches, count: int, epoch: int = 0) -> list[tuple[int,
     return found
 
 
+def flat(found: list[tuple[int, list[int]]], epoch: int) -> list[int]:
+    return [value for number, values in found if number == epoch for value in values]
+
+
 SOURCES = {
     "list": lambda: listed(10),
     "iterable": lambda: Counting(10),
@@ -66,7 +70,7 @@ def test_a_cursor_goes_back_to_the_very_batch(name: str, workers: int) -> None:
     if workers and name in ("datasets", "stateful"):
         pytest.skip("the library's own workers are slow to start; the iterable stands for them")
     whole = take(make(SOURCES[name](), workers=workers), 8)
-    assert sorted(sum((values for epoch, values in whole if epoch == 0), [])) == list(range(10))
+    assert sorted(flat(whole, 0)) == list(range(10))
     for stop in range(8):
         first = make(SOURCES[name](), workers=workers)
         begun = take(first, stop)
@@ -86,7 +90,7 @@ def test_looking_ahead_does_not_move_the_cursor() -> None:
 
 def test_each_pass_has_its_own_order_and_every_example_once() -> None:
     found = take(make(listed(10)), 6)
-    passes = [sum((values for epoch, values in found if epoch == number), []) for number in (0, 1)]
+    passes = [flat(found, number) for number in (0, 1)]
     assert [sorted(values) for values in passes] == [list(range(10))] * 2
     assert passes[0] != passes[1]
     assert [len(values) for _, values in found] == [4, 4, 2] * 2

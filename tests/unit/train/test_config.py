@@ -12,7 +12,7 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.config import list_settings
 from whimbrel.models import GPT, GPTConfig, preset
 from whimbrel.train import RunConfig, load_run_config
-from whimbrel.train.assemble import route_parameters
+from whimbrel.train.assemble import routed_parameters
 from whimbrel.train.batching import accumulation_steps, default_micro_batch
 from whimbrel.train.device import choose_device
 
@@ -23,21 +23,21 @@ MakeRun = Callable[..., RunConfig]
 def test_every_recipe_loads(root: Path, recipe: str) -> None:
     config = load_run_config(root / "configs" / f"{recipe}.toml")
     assert config.output_dir == Path("runs") / recipe
-    accumulation_steps(config.train.tokens_per_step, config.train.micro_batch or 1, config.sequence_length)
+    accumulation_steps(config.tokens_per_step, config.train.micro_batch or 1, config.sequence_length)
 
 
 def test_the_baseline_is_the_plain_recipe(root: Path) -> None:
     config = load_run_config(root / "configs" / "gpt2-baseline-20m.toml")
     assert config.model == preset("gpt2-baseline")
-    assert (config.train.total_steps, config.train.tokens_per_step) == (38, 524_288)
+    assert (config.train.steps, config.tokens_per_step) == (38, 524_288)
     assert (config.optim.lr, config.optim.betas, config.optim.eps) == (3e-4, (0.9, 0.999), 1e-8)
     assert (config.optim.weight_decay, config.optim.decay) == (0.01, "all")
     assert (config.train.clip, config.schedule.name, config.schedule.warmup_steps) == (None, "constant", 0)
 
 
 def test_both_20m_recipes_read_the_same_tokens(root: Path) -> None:
-    recipes = [load_run_config(root / "configs" / f"gpt2-{name}-20m.toml").train for name in ("baseline", "fast")]
-    assert {recipe.total_steps * recipe.tokens_per_step for recipe in recipes} == {19_922_944}
+    baseline, fast = [load_run_config(root / "configs" / f"gpt2-{name}-20m.toml") for name in ("baseline", "fast")]
+    assert (baseline.train.steps or 0) * baseline.tokens_per_step == fast.train.tokens == 19_922_944
 
 
 def test_a_preset_is_filled_in_and_can_be_changed(root: Path) -> None:
@@ -50,19 +50,25 @@ def test_a_preset_is_filled_in_and_can_be_changed(root: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train__tokens": 512}, "exactly one of train.steps and train.tokens"),
+        ({"train__tokens": 512}, "exactly one of train.steps, train.tokens and train.epochs"),
         ({"train__steps": 0}, "train.steps = 0 must be greater than 0"),
         ({"train__micro_batch": -1}, "train.micro_batch = -1 must be greater than 0"),
         ({"data__sequence_length": 64}, "data.sequence_length = 64 is longer than model.context_length = 32"),
         ({"checkpoint__keep": 0}, "checkpoint.keep = 0 must be greater than 0"),
-        ({"validation__every": 0}, "validation.every = 0 must be greater than 0"),
+        ({"validation__every": 0}, "validation.every = 0 must be a whole number of steps above 0"),
         ({"data__sequence_length": 0}, "data.sequence_length = 0 must be greater than 0"),
         ({"validation__tokens": -5}, "validation.tokens = -5 must be greater than 0"),
         ({"sample__temperature": -1.0}, "sample.temperature = -1.0 must not be negative"),
         ({"sample__max_new_tokens": 0}, "sample.max_new_tokens = 0 must be greater than 0"),
         ({"train__seed": 2**64}, "train.seed = 18446744073709551616 must be at least 0"),
         ({"model__preset": 3}, "model.preset = 3 must be a text"),
-        ({"train__precision": "fp16"}, "train.precision = 'fp16' is not one of fp32, bf16"),
+        ({"train__precision": "fp8"}, "train.precision = 'fp8' is not one of fp32, bf16, fp16"),
+        ({"train__accumulation": 2}, "train.accumulation and train.tokens_per_step both say how large a step is"),
+        ({"train__sdpa_set_priority": True}, "train.sdpa_set_priority = true needs train.sdpa_backend"),
+        ({"train__recompute": 1.5}, "train.recompute = 1.5 must be none, full, selective or between 0 and 1"),
+        ({"ema__decay": 1.0}, "ema.decay = 1.0 must be between 0 and 1"),
+        ({"log__profile": [3, 2]}, r"log.profile = \[3, 2\] must be a step and a later one"),
+        ({"divergence__slow": 0.5}, "divergence.fast = 0.1 must be above divergence.slow = 0.5"),
         ({"optim__name": "adam"}, "optim.name = 'adam' is not one of adamw, muon: did you mean 'adamw'"),
     ],
 )
@@ -120,7 +126,7 @@ def test_every_parameter_is_routed() -> None:
         num_layers=1, embd_size=32, num_heads=4, num_kv_heads=2, vocab_size=100, context_length=8, tied_head=False,
         gated_mlp=True, mlp_size=48,
     )  # fmt: skip
-    routed = {item.name: item for item in route_parameters(GPT(config))}
+    routed = {item.name: item for item in routed_parameters(GPT(config))}
     assert routed["transformer.wte.weight"].role == routed["transformer.wpe.weight"].role == "embedding"
     assert routed["lm_head.weight"].role == "head"
     assert routed["transformer.h.0.ln_1.weight"].role == "scalar"

@@ -95,9 +95,7 @@ def test_parts_add_up_to_one_big_batch(kind: type[Tagger], compute: bool) -> Non
     objective = Objective(model, own if compute else None)
     small = batches()
     big = {key: torch.cat([batch[key] for batch in small]) for key in small[0]}
-    expected = F.cross_entropy(
-        model.table(big["input_ids"])[:, :-1].flatten(0, 1), big["labels"][:, 1:].flatten()
-    )
+    expected = F.cross_entropy(model.table(big["input_ids"])[:, :-1].flatten(0, 1), big["labels"][:, 1:].flatten())
     expected.backward()
     gradient = model.table.weight.grad
     assert gradient is not None

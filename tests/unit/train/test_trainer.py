@@ -47,8 +47,8 @@ def net(dropout: float = 0.0) -> Net:
 def args(tmp_path: Path) -> Args:
     def make(**changes: Any) -> TrainingArguments:
         settings = {
-            "output_dir": str(tmp_path / "run"), "max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 0.05,
-            "use_cpu": True, "logging_steps": 2, "save_strategy": "no", "lr_scheduler_type": "constant",
+            "output_dir": str(tmp_path / "run"), "max_steps": 8, "per_device_train_batch_size": 4,
+            "learning_rate": 0.05, "use_cpu": True, "logging_steps": 2, "save_strategy": "no", "lr_scheduler_type": "constant",
         }  # fmt: skip
         return TrainingArguments(**settings | changes)
 
@@ -128,15 +128,14 @@ def test_leftover_micro_batches_make_a_step(args: Args) -> None:
 
 
 def test_the_epoch_fraction_is_right_under_accumulation(args: Args) -> None:
+    seen: list[float] = []
+
     class Epochs(TrainerCallback):
-        seen: list[float] = []
-
         def on_step_end(self, **event: Any) -> None:
-            self.seen.append(event["state"].epoch)
+            seen.append(event["state"].epoch)
 
-    Epochs.seen = []
     fit(args(max_steps=5, gradient_accumulation_steps=4), train_dataset=data(24), callbacks=[Epochs])
-    assert Epochs.seen == pytest.approx([4 / 6, 1.0, 1 + 4 / 6, 2.0, 2 + 4 / 6])
+    assert seen == pytest.approx([4 / 6, 1.0, 1 + 4 / 6, 2.0, 2 + 4 / 6])
 
 
 def test_max_steps_overrides_epochs_and_an_epoch_can_be_ended(args: Args) -> None:
@@ -280,7 +279,7 @@ def test_a_resumed_run_is_bit_identical_with_dropout_and_epochs(args: Args, tmp_
     drawn = (random.random(), np.random.rand(), torch.rand(1))
     for at in (3, 7):
         with pytest.raises(KeyboardInterrupt):
-            _, losses = fit(
+            fit(
                 settings("broken"), net(0.3), train_dataset=data(22), eval_dataset=data(6), callbacks=[Break(at)],
                 resume=True,
             )  # fmt: skip
@@ -302,7 +301,7 @@ def test_a_resumed_run_is_bit_identical_with_dropout_and_epochs(args: Args, tmp_
 
 def test_resume_takes_true_latest_or_a_path(args: Args, tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2}
-    whole, reference = fit(args(**settings, output_dir=str(tmp_path / "whole")))
+    _, reference = fit(args(**settings, output_dir=str(tmp_path / "whole")))
     for resume, first in ((True, 8), ("latest", 8), (str(tmp_path / "whole/checkpoints/step-00000004"), 4)):
         again, losses = fit(args(**settings, output_dir=str(tmp_path / "whole")), resume=resume)
         assert again.resumed_from is not None
@@ -310,7 +309,7 @@ def test_resume_takes_true_latest_or_a_path(args: Args, tmp_path: Path) -> None:
         assert losses.hex[: 8 - first] == reference.hex[first:]
     with pytest.raises(ConfigError, match=r"holds a run with step-00000008: resume_from_checkpoint=True goes on"):
         fit(args(**settings, output_dir=str(tmp_path / "whole")))
-    anew, losses = fit(args(**settings, output_dir=str(tmp_path / "whole"), overwrite_output_dir=True))
+    _, losses = fit(args(**settings, output_dir=str(tmp_path / "whole"), overwrite_output_dir=True))
     assert losses.hex == reference.hex
     with pytest.raises(CheckpointError, match="no whole checkpoint|cannot be read"):
         fit(args(output_dir=str(tmp_path / "none")), resume=str(tmp_path / "none" / "checkpoints"))
@@ -318,7 +317,7 @@ def test_resume_takes_true_latest_or_a_path(args: Args, tmp_path: Path) -> None:
 
 def test_a_component_can_be_left_out(args: Args, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
-    trainer, _ = fit(args(**settings))
+    fit(args(**settings))
     folder = Path(args().output_dir or "") / "checkpoints" / "step-00000004"
     for path in folder.glob("optimizer.*"):
         path.unlink()
