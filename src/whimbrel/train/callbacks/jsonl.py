@@ -30,8 +30,8 @@ class JsonLogCallback(TrainerCallback):
             self._open_after(event["step"])
 
     def on_train_metrics(self, **event: Any) -> None:
-        """A line for every step."""
-        metrics = dict(event["metrics"])
+        """A line for every step; that it was not skipped goes without saying."""
+        metrics = {key: value for key, value in event["metrics"].items() if value is not False}
         done = metrics.pop("step")
         named = {"step": done - 1, "total": event["state"].max_steps}
         for key in ("loss", "lr", "grad_norm", "seconds", "tokens"):

@@ -134,7 +134,7 @@ def _head(summary: RunSummary) -> Iterator[str]:
 
 def _memory(memory: MemoryEstimate) -> str:
     parts = [(memory.weights, "weights"), (memory.gradients, "gradients"), (memory.optimizer, "optimizer state")]
-    known = [f"{_gib(size)} {what}" for size, what in parts if size is not None]
+    known = [f"{_size(size)} {what}" for size, what in parts if size is not None]
     return " + ".join(known) + ("" if memory.optimizer is not None else " + optimizer state, not known yet")
 
 
@@ -180,6 +180,11 @@ def _ending(stop: StopRequest, reason: str | None, step: int, checkpoint: Path |
     else:
         saved = f"saved in {checkpoint}" if checkpoint else "nothing to save yet"
         yield f"Stopped at step {step}, {saved}: run the same command to go on"
+
+
+def _size(size: int) -> str:
+    """In the unit that fits."""
+    return _gib(size) if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def _gib(size: int, digits: int = 2) -> str:

@@ -97,5 +97,5 @@ class TensorBoardCallback(TrainerCallback):
     def _write(self, panel: str, numbers: dict[str, Any], step: int) -> None:
         if self._writer is not None:
             for name, value in numbers.items():
-                if isinstance(value, int | float):
+                if isinstance(value, int | float) and not isinstance(value, bool):
                     self._writer.add_scalar(f"{panel}/{name}", value, step)

@@ -45,7 +45,7 @@ class TrackerCallback(TrainerCallback):
         """The numbers of a step."""
         metrics = dict(event["metrics"])
         step = metrics.pop("step")
-        self._log({f"train/{name}": value for name, value in metrics.items()}, step)
+        self._log({f"train/{name}": value for name, value in metrics.items() if value is not False}, step)
 
     def on_evaluate(self, **event: Any) -> None:
         """The numbers of an evaluation."""

@@ -30,11 +30,18 @@ def test_a_line_for_every_step_evaluation_sample_and_log(make_run: Any, tmp_path
     run.end()
     assert read_log(tmp_path / "run" / "log.jsonl") == [
         {"kind": "step", "after": 1, "step": 0, "total": 6, "loss": 2.0, "lr": 1e-3, "grad_norm": 0.5, "seconds": 0.5,
-         "tokens": 256, "skipped": False},
+         "tokens": 256},
         {"kind": "validation", "after": 1, "loss": 1.5, "eval_accuracy": 0.0},
         {"kind": "sample", "after": 1, "text": "Ay, me!\n"},
         {"kind": "log", "after": 1, "norm/a": 0.25, "epoch": 0.5},
     ]  # fmt: skip
+
+
+def test_a_step_that_was_skipped_says_so(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(JsonLogCallback()).begin()
+    run.step(loss=math.inf, skipped=True)
+    run.end()
+    assert read_log(tmp_path / "run" / "log.jsonl")[0]["skipped"] is True
 
 
 def test_a_run_that_goes_on_has_the_log_of_one_that_never_stopped(make_run: Any, tmp_path: Path) -> None:

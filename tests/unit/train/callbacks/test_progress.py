@@ -35,7 +35,7 @@ def test_the_plain_lines(make_run: Any, tmp_path: Path) -> None:
         "Gradient accumulation steps: 2",
         "Model: 49 parameters on cpu",
         "Steps: 2 (512 tokens)",
-        "Memory: 0.00 GiB weights + 0.00 GiB gradients + 0.00 GiB optimizer state; activations come on top",
+        "Memory: 0.0 MiB weights + 0.0 MiB gradients + 0.0 MiB optimizer state; activations come on top",
         "With: bf16, compiled blocks",
         "step:0/2 train_loss:2.2500 train_time:500ms token/s:512.00",
         "validation after step 1: loss 1.5000  accuracy 0.2500",
@@ -64,7 +64,7 @@ def test_data_that_has_no_tokens_is_counted_in_samples(make_run: Any) -> None:
     assert "Total batch size: 32 samples\n" in text
     assert "Steps: 1\n" in text
     assert "49 parameters on cpu, 40 of them frozen" in text
-    assert "1.00 GiB weights + 0.50 GiB gradients + optimizer state, not known yet" in text
+    assert "1.00 GiB weights + 512.0 MiB gradients + optimizer state, not known yet" in text
     assert "step:0/1 train_loss:2.0000 train_time:500ms\n" in text
     assert "token" not in text.partition("Total batch size")[2]
 

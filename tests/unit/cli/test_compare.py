@@ -1,0 +1,92 @@
+"""`whimbrel compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from whimbrel.cli.main import main
+from whimbrel.train.log import log_line
+
+
+def write_run(folder: Path, losses: list[float], *, lr: float = 1e-3, tokens: int = 100) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(f'output_dir = "{folder}"\n[optim]\nlr = {lr}\n[train]\nseed = 1\n')
+    with (folder / "log.jsonl").open("w") as file:
+        for step, loss in enumerate(losses):
+            numbers = {"lr": lr, "grad_norm": 1.0, "seconds": 0.5, "tokens": tokens}
+            file.write(log_line("step", step + 1, {"step": step, "total": len(losses), "loss": loss, **numbers}))
+            if step % 2:
+                file.write(log_line("validation", step + 1, {"loss": loss + 0.5}))
+
+
+def compare(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
+    """The table, each row by its columns."""
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *words])
+    assert not ended.value.code
+    return [[cell for cell in line.split("  ") if cell.strip()] for line in capsys.readouterr().out.splitlines()]
+
+
+def cells(table: list[list[str]], name: str) -> list[str]:
+    (row,) = [[cell.strip() for cell in row] for row in table if row and row[0].strip() == name]
+    return row[1:]
+
+
+def test_runs_side_by_side(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("runs/a"), [4.0, 3.0, 2.0, 2.5])
+    write_run(Path("runs/b"), [4.0, 3.5, 1.0], lr=2e-3, tokens=200)
+    table = compare(capsys, "runs/a", "runs/b")
+    assert cells(table, "settings that differ") == ["runs/a", "runs/b"]
+    assert cells(table, "optim.lr") == ["0.001", "0.002"]
+    assert not any("seed" in cell or "output_dir" in cell for row in table for cell in row)
+    assert cells(table, "steps") == ["4", "3"]
+    assert cells(table, "tokens") == ["400", "600"]
+    assert cells(table, "train loss, last") == ["2.5000", "1.0000"]
+    assert cells(table, "train loss, best") == ["2.0000 after 3", "1.0000 after 3"]
+    assert cells(table, "validation loss, last") == ["3.0000", "4.0000"]
+    assert cells(table, "validation loss, best") == ["3.0000 after 4", "4.0000 after 2"]
+    assert cells(table, "tokens/s") == ["200", "400"]
+    assert cells(table, "time in steps") == ["2.0 s", "1.5 s"]
+    assert cells(table, "train loss by 400 tokens") == ["2.5000", "3.5000"]
+    assert cells(table, "validation loss by 400 tokens") == ["3.0000", "4.0000"]
+    assert cells(table, "losses beside the first run's") == ["-", "differ from step 1 on"]
+
+
+def test_equal_to_the_bit_or_not(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("a"), [4.0, 0.3, float("nan")])
+    write_run(Path("b"), [4.0, 0.3, float("nan")])
+    write_run(Path("c"), [4.0, 0.1 + 0.2, 1.0])  # the next float after 0.3
+    write_run(Path("d"), [4.0])
+    table = compare(capsys, "a", "b", "c", "d")
+    same = ["the same in all 3 steps", "differ from step 1 on", "the same in all 1 steps"]
+    assert cells(table, "losses beside the first run's") == ["-", *same]
+    assert cells(table, "train loss, last") == ["not finite", "not finite", "1.0000", "4.0000"]
+    assert cells(table, "train loss, best")[0] == "0.3000 after 2"
+    assert not any(row and row[0].startswith("settings") for row in table)
+    assert cells(table, "train loss by 100 tokens") == ["4.0000"] * 4
+
+
+def test_a_long_table_is_not_cut_in_a_pipe(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"runs/{'long' * 12}-{number}" for number in range(4)]
+    for name in names:
+        write_run(Path(name), [1.0])
+    assert [cell.strip() for cell in compare(capsys, *names)[0]] == names
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["a"], "compare needs two runs or more: only a was given"),
+        (["a", "b"], "b is not a run: it has no log.jsonl"),
+        (["a", "empty"], "empty/log.jsonl holds no steps: nothing to compare"),
+    ],
+)
+def test_a_fault_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+    write_run(Path("a"), [1.0])
+    write_run(Path("empty"), [])
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *words])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"whimbrel: {line}\n"

@@ -1,0 +1,119 @@
+"""`whimbrel control` with a real training in another process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from whimbrel.checkpoint import latest_checkpoint
+from whimbrel.cli.main import main
+from whimbrel.data.prepare import prepare
+from whimbrel.text import train_tokenizer
+from whimbrel.train.control import Endpoint
+from whimbrel.train.log import last_step, read_log
+
+RECIPE = """
+output_dir = "run"
+[model]
+context_length = 32
+vocab_size = 300
+num_layers = 1
+embd_size = 16
+num_heads = 2
+[data]
+path = "shards"
+[train]
+steps = 1000000
+tokens_per_step = 64
+device = "cpu"
+"""
+
+
+@pytest.fixture
+def folder(workdir: Path, shakespeare: str) -> Path:
+    text = shakespeare[:20_000]
+    (workdir / "text.txt").write_text(text)
+    prepare(["text.txt"], "shards", train_tokenizer([text], 300), name="tiny", separator="\n\n", val_tokens=800)
+    (workdir / "recipe.toml").write_text(RECIPE)
+    return workdir
+
+
+def start() -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def wait_until(job: subprocess.Popen[str], there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not there():
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def control(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["control", *words])
+    assert not ended.value.code, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_a_training_is_watched_saved_and_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, log = folder / "run", folder / "run" / "log.jsonl"
+    job = start()
+    wait_until(job, lambda: Endpoint.read(run) is not None and last_step(log) is not None)
+    status = dict(re.split(r"\s{2,}", line.strip()) for line in control(capsys, "run", "status").splitlines())
+    assert status["process"] == str(job.pid)
+    assert re.fullmatch(r"\d+/1000000", status["step"])
+    assert {"loss", "lr", "tokens/s", "time left"} <= status.keys()
+    assert "saves after the step under way" in control(capsys, "run", "save")
+    wait_until(job, lambda: latest_checkpoint(run) is not None)
+    first = latest_checkpoint(run)
+    assert "without an evaluation" in control(capsys, "run", "save-stop")
+    out, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, out
+    assert "ControlCallback asked to stop (on_step_end): whimbrel control save-stop" in out
+    assert re.search(r"Stopped at step \d+, saved in run/checkpoints/step-\d+: run the same command to go on", out)
+    last = latest_checkpoint(run)
+    assert last is not None
+    assert last != first
+    assert read_log(log)[-1]["after"] == int(last.name.removeprefix("step-"))
+    assert not any(line["kind"] == "validation" for line in read_log(log))
+    assert Endpoint.read(run) is None
+
+
+@pytest.mark.parametrize(("verb", "validated", "saved"), [("stop", True, True), ("abort", False, False)])
+def test_the_two_other_ends(
+    folder: Path, capsys: pytest.CaptureFixture[str], verb: str, validated: bool, saved: bool
+) -> None:
+    run, log = folder / "run", folder / "run" / "log.jsonl"
+    job = start()
+    wait_until(job, lambda: Endpoint.read(run) is not None and last_step(log) is not None)
+    control(capsys, "run", verb)
+    out, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, out
+    assert f"ControlCallback asked to {verb}" in out
+    assert any(line["kind"] == "validation" for line in read_log(log)) is validated
+    assert (latest_checkpoint(run) is not None) is saved
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run", "die"], "'die' is nothing to ask of a run: status, save, stop, save-stop, abort are"),
+        (["run", "stop"], "run is not running: it has no endpoint.json"),
+    ],
+)
+def test_a_fault_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["control", *words])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"whimbrel: {line}\n"

@@ -1,0 +1,72 @@
+"""`whimbrel plot`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from whimbrel.cli.main import main
+from whimbrel.train.log import log_line
+
+
+def write_run(folder: Path, steps: int, tokens: int = 64) -> None:
+    folder.mkdir()
+    with (folder / "log.jsonl").open("w") as file:
+        for step in range(steps):
+            loss = float("nan") if step == 2 else 3 / (step + 1)
+            numbers = {"lr": 1e-3, "grad_norm": 1.0, "seconds": 0.5, "tokens": tokens}
+            file.write(log_line("step", step + 1, {"step": step, "total": steps, "loss": loss, **numbers}))
+            if step % 2:
+                file.write(log_line("log", step + 1, {"weight_norm/a": 1.0}))
+                file.write(log_line("validation", step + 1, {"loss": 2.0}))
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["plot", *words])
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(autouse=True)
+def folder(workdir: Path) -> Path:
+    pytest.importorskip("matplotlib")
+    write_run(workdir / "a", 6)
+    write_run(workdir / "b", 4, tokens=128)
+    return workdir
+
+
+def test_all_panels_of_all_runs(folder: Path) -> None:
+    assert run("a", "b/log.jsonl", "--out", "curves.svg") == 0
+    text = (folder / "curves.svg").read_text()
+    for words in ("loss", "learning rate", "gradient norm", "tokens/s", "a, train", "a, validation", "b, train"):
+        assert f"<!-- {words} -->" in text
+    assert text.count("<!-- step -->") == 4
+
+
+def test_some_panels_over_tokens(folder: Path) -> None:
+    assert run("a", "--what", "speed", "--tokens", "--out", "curves.svg") == 0
+    text = (folder / "curves.svg").read_text()
+    assert "<!-- tokens/s -->" in text
+    assert text.count("<!-- tokens -->") == 1
+    assert "<!-- loss -->" not in text
+
+
+def test_the_picture_of_a_run_lies_in_it(folder: Path) -> None:
+    assert run("a") == 0
+    assert (folder / "a" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["a", "--what", "loss,weight"], "--what=loss,weight names 'weight': the panels are loss, lr, norm, speed"),
+        (["a", "--out", "a.gif"], "cannot draw a.gif: the picture ends in .png or .svg"),
+        (["c"], "c is not a run: it has no log.jsonl"),
+        (["empty"], "empty/log.jsonl holds no steps: nothing to draw"),
+    ],
+)
+def test_a_fault_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+    write_run(folder / "empty", 0)
+    assert run(*words) == 2
+    assert capsys.readouterr().err == f"whimbrel: {line}\n"

@@ -1,0 +1,77 @@
+"""`whimbrel runs`."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from whimbrel.cli.main import main
+from whimbrel.train.control import ControlServer, Endpoint
+from whimbrel.train.log import log_line
+
+
+def write_run(folder: Path, steps: int, total: int) -> None:
+    folder.mkdir(parents=True)
+    lines = [
+        log_line("step", n, {"step": n - 1, "total": total, "loss": 3 / n, "tokens": 1}) for n in range(1, steps + 1)
+    ]
+    (folder / "log.jsonl").write_text("".join(lines))
+
+
+def rows(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:
+    with pytest.raises(SystemExit) as ended:
+        main(["runs", *words])
+    assert not ended.value.code
+    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["run", "state", "step", "loss", "checkpoint", "age"]
+    return {line[0]: line[1:] for line in lines[1:]}
+
+
+def test_every_state_a_run_can_be_in(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, steps in {"done": 6, "stopped": 3, "new": 0, "killed": 2, "alive": 1, "far": 1}.items():
+        write_run(workdir / "runs" / name, steps, total=6)
+    log = workdir / "runs" / "done" / "log.jsonl"
+    os.utime(log, (time.time() - 7300,) * 2)
+    Endpoint(host="elsewhere.example", port=9, token="t", pid=1).write(workdir / "runs" / "far")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    Endpoint(host=socket.gethostname(), port=port, token="t", pid=1).write(workdir / "runs" / "killed")
+    server = ControlServer(workdir / "runs" / "alive", lambda verb: {"status": {}})
+    try:
+        found = rows(capsys)
+    finally:
+        server.close()
+    assert found["runs/done"] == ["finished", "6/6", "0.5000", "-", "2 h"]
+    states = {name: (row[0], row[1]) for name, row in found.items()}
+    assert states == {
+        "runs/done": ("finished", "6/6"),
+        "runs/stopped": ("stopped", "3/6"),
+        "runs/new": ("stopped", "0/?"),
+        "runs/killed": ("dead", "2/6"),
+        "runs/alive": ("running", "1/6"),
+        "runs/far": ("elsewhere", "1/6"),
+    }
+
+
+def test_folders_and_runs_may_be_named(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(workdir / "a" / "one", 1, 1)
+    write_run(workdir / "a" / "group" / "two", 1, 1)
+    write_run(workdir / "b", 1, 1)
+    assert rows(capsys, "a", "b", "a/one").keys() == {"a/one", "a/group/two", "b"}
+
+
+def test_no_runs_and_no_folder(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "empty").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["runs", "empty"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == "no runs in empty\n"
+    with pytest.raises(SystemExit) as ended:
+        main(["runs"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "whimbrel: no folder runs: name the folders that hold your runs\n"
