@@ -23,6 +23,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.base.logging import get_logger
 from whimbrel.config import convert
 from whimbrel.precision import backend_names
 from whimbrel.train.metric import greater_is_better
@@ -34,6 +35,8 @@ __all__ = [
     "TrainingArguments",
     "lone_tokenizers",
 ]
+
+logger = get_logger(__name__)
 
 DEFAULT_OUTPUT_DIR = "trainer_output"
 Interval = Literal["no", "steps", "epoch"]
@@ -171,16 +174,19 @@ class MinimalTrainingArguments:
         for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
             value = getattr(self, name)
             if isinstance(value, float) and value >= 1:
-                raise ConfigError(f"{name} = {value} must be a whole number of steps, or a share of the run below 1")
+                if not value.is_integer():
+                    raise ConfigError(f"{name} = {value} must be a whole number, or a share of the run below 1")
+                setattr(self, name, int(value))
             if value is not None and value <= 0 and name != "warmup_steps":
                 raise ConfigError(f"{name} = {value} must be greater than 0")
         evaluates = self.eval_strategy == "steps" and self.eval_steps is None
         for kind, unused in (("logging", not evaluates), ("eval", True), ("save", True)):
             name, strategy = f"{kind}_steps", getattr(self, f"{kind}_strategy")
             if unused and strategy != "steps" and getattr(self, name) != _default(name):
-                raise ConfigError(
-                    f"{name} = {getattr(self, name)} needs {kind}_strategy='steps', and it is {strategy!r}: set one"
-                )
+                logger.warning(
+                    "%s = %s has no effect: it needs %s_strategy='steps', and that is %r",
+                    name, getattr(self, name), kind, strategy,
+                )  # fmt: skip
         if self.eval_strategy == "no" and (self.eval_delay or self.save_strategy == "best"):
             name = "eval_delay" if self.eval_delay else "save_strategy"
             raise ConfigError(f"{name} = {getattr(self, name)!r} needs eval_strategy='steps' or 'epoch': set it")

@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whimbrel.base.errors import CheckpointError, ConfigError
-from whimbrel.config import build, to_table
 from whimbrel.models import GPT
 from whimbrel.optim import (
     RoutedParameter,
@@ -46,7 +45,6 @@ __all__ = [
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 OptimizerChoice = Optimizer | str | Callable[..., Optimizer] | None
 SchedulerChoice = Scheduler | str | None
-T = TypeVar("T")
 
 
 def seed_everything(seed: int) -> None:
@@ -90,7 +88,7 @@ def build_optimizer_of(model: nn.Module, config: TrainerConfig, choice: Optimize
     elif callable(choice):
         optimizer = choice([p for p in model.parameters() if p.requires_grad])
     else:
-        settings = config.optim if choice is None else _named(config.optim, choice, "optim")
+        settings = config.optim if choice is None else config.optim.named(choice)
         optimizer = build_optimizer(settings, routed_parameters(model))
     return step_in_backward(optimizer) if config.train.optimizer_in_backward else optimizer
 
@@ -113,13 +111,8 @@ def build_scheduler(optimizer: Optimizer, config: TrainerConfig, total: int, cho
     """The scheduler that was given or named, or the one that the settings describe."""
     if choice is not None and not isinstance(choice, str):
         return choice
-    schedule = config.schedule if choice is None else _named(config.schedule, choice, "schedule")
+    schedule = config.schedule if choice is None else config.schedule.named(choice)
     return Schedule(optimizer, lambda step: lr_factor(schedule, step, total))
-
-
-def _named(settings: T, name: str, section: str) -> T:
-    """The same settings under another name, which must be a known one."""
-    return build(type(settings), to_table(settings) | {"name": name}, section)
 
 
 def flops_per_token(model: nn.Module, num_tokens: int) -> float:

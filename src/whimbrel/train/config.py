@@ -10,7 +10,7 @@ from typing import Any, Literal
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import apply_overrides, build, load_toml, to_table
 from whimbrel.models import GPTConfig, preset
-from whimbrel.train.settings import TrainerConfig, check_positive
+from whimbrel.train.settings import LoaderConfig, TrainerConfig, check_positive
 
 __all__ = ["DataConfig", "RunConfig", "SampleConfig", "load_run_config", "run_config"]
 
@@ -73,6 +73,8 @@ class RunConfig(TrainerConfig):
                 f"data.sequence_length = {self.sequence_length} is longer than model.context_length = "
                 f"{self.model.context_length}: lower one or raise the other"
             )
+        if self.loader != LoaderConfig():
+            raise ConfigError("[loader] is for datasets in Python: token shards are read without workers; leave it out")
         if train.accumulation is not None and train.micro_batch is None:
             raise ConfigError("train.accumulation counts micro-batches: give train.micro_batch with it")
         if train.tokens is not None and train.tokens % self.tokens_per_step:

@@ -27,7 +27,7 @@ from whimbrel.base.files import PARTIAL
 from whimbrel.train.callback import TrainerCallback
 from whimbrel.train.state import TrainerControl
 
-__all__ = ["VERBS", "ControlCallback", "ControlServer", "Endpoint", "ask", "liveness"]
+__all__ = ["ControlCallback", "ControlServer", "Endpoint", "VERBS", "ask", "liveness"]
 
 VERBS = {
     "status": "how it is",

@@ -146,7 +146,7 @@ class Driver:
             trainer.control.should_evaluate |= evaluates
             trainer.control.should_save |= config.checkpoint.at_end
         asked = trainer.control.should_log or trainer.control.should_evaluate or trainer.control.should_save
-        self._loop.settle(0 if asked else 1, self._report)
+        self._loop.settle(0 if asked or final else 1, self._report)
         if asked:
             self._loop.pause()
             self._log()

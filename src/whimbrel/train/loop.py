@@ -101,7 +101,9 @@ class Loop:
         lr = self.lr()
         self.tell("on_pre_optimizer_step")
         skipped = self.on_nonfinite == "skip" and not bool((loss + norm).isfinite())
-        if not skipped:
+        if skipped:
+            self.precision.skip()
+        else:
             self.precision.step(self.optimizer)
             self.tell("on_optimizer_step")
         self.scheduler.step()

@@ -54,6 +54,7 @@ class TrainerState:
 
     logging_steps: int = 0
     eval_steps: int = 0
+    save_steps: int = 0
     train_batch_size: int = 0
     max_steps: int = 0
     num_train_epochs: float = 0.0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from whimbrel.optim import InBackward
 from whimbrel.train.settings import TrainerConfig
 
 __all__ = ["MemoryEstimate", "RunSummary", "estimate_memory", "features"]
@@ -61,6 +62,8 @@ def estimate_memory(model: nn.Module, optimizer: Optimizer | None) -> MemoryEsti
 
 def _state_bytes(optimizer: Optimizer) -> int | None:
     """What the optimizer holds; before its first step, what a step on the meta device makes a twin of it hold."""
+    if isinstance(optimizer, InBackward):
+        optimizer = optimizer.optimizer
     if not optimizer.state:
         if not type(optimizer).__module__.startswith(("torch.optim.", "whimbrel.optim.")):
             return None

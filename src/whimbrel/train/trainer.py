@@ -265,6 +265,7 @@ class BaseTrainer(TrainerCore):
             num_train_epochs=config.train.epochs or 0.0,
             logging_steps=whole_steps(config.log.every, total) if config.log.every else 0,
             eval_steps=whole_steps(config.validation.every, total) if config.validation.every else 0,
+            save_steps=whole_steps(config.checkpoint.every, total) if config.checkpoint.every else 0,
             train_batch_size=config.train.micro_batch or 0,
             max_eval_steps=config.validation.batches or -1,
             is_local_process_zero=self.is_local_process_zero,

@@ -113,11 +113,8 @@ def test_changed_arguments_are_checked_again_and_keep_their_folder() -> None:
         ({"max_eval_steps": -2}, "max_eval_steps = -2 must be at least 1, or -1"),
         ({"learning_rate": float("nan")}, "learning_rate = nan must be a finite number"),
         ({"adam_beta2": 1.0}, "adam_beta2 = 1.0 must be at least 0 and below 1"),
-        ({"logging_steps": 1.5}, "logging_steps = 1.5 must be a whole number of steps, or a share"),
+        ({"logging_steps": 1.5}, "logging_steps = 1.5 must be a whole number, or a share"),
         ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps = 0 must be greater than 0"),
-        ({"eval_steps": 10}, "eval_steps = 10 needs eval_strategy='steps', and it is 'no'"),
-        ({"save_strategy": "epoch", "save_steps": 10}, "save_steps = 10 needs save_strategy='steps'"),
-        ({"logging_strategy": "no", "logging_steps": 10}, "logging_steps = 10 needs logging_strategy='steps'"),
         ({"eval_delay": 5}, "eval_delay = 5.0 needs eval_strategy='steps' or 'epoch'"),
         ({"save_strategy": "best"}, "save_strategy = 'best' needs eval_strategy"),
         ({"seed": -1}, "seed = -1 must be at least 0"),
@@ -204,3 +201,22 @@ def test_tokenizers_stay_out_of_the_way_of_workers(before: str | None, monkeypat
     with lone_tokenizers(2):
         assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
     assert os.environ.get("TOKENIZERS_PARALLELISM") == before
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"eval_steps": 10}, "eval_steps"),
+        ({"save_strategy": "epoch", "save_steps": 10}, "save_steps"),
+        ({"logging_strategy": "no", "logging_steps": 10}, "logging_steps"),
+    ],
+)
+def test_steps_without_their_strategy_are_warned_about(
+    given: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    TrainingArguments(output_dir="out", **given)
+    assert f"{name} = 10 has no effect" in caplog.text
+
+
+def test_whole_floats_are_steps() -> None:
+    assert TrainingArguments(output_dir="out", logging_steps=10.0).logging_steps == 10
