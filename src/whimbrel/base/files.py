@@ -51,8 +51,10 @@ def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> 
     try:
         if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise WriteError(f"{target} exists and is not empty: name another directory or remove it first")
-        shutil.rmtree(temporary, ignore_errors=True)
-        _make_folder(temporary)
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        _make_folder(target.parent)
+        temporary.mkdir()
         yield temporary
         _fsync_tree(temporary)
         _take_place(temporary, target)

@@ -1,0 +1,68 @@
+"""The fault lanes: a sample in `make test`, every point with WHIMBREL_SOAK=1."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOAK = os.environ.get("WHIMBREL_SOAK") == "1"
+HERE = Path(__file__).parent
+
+Lane = Callable[[str], list[str | None]]
+
+
+@pytest.fixture(scope="session")
+def stride() -> int:
+    """Of how many crash points one is tried."""
+    return 1 if SOAK else 12
+
+
+@pytest.fixture(scope="session")
+def corruptions() -> int:
+    """How many checkpoints are damaged."""
+    return 2000 if SOAK else 200
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that counts, kills and fails."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("the fault lanes need Linux and a C compiler (cc)")
+    library = tmp_path_factory.mktemp("shim") / "shim.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, HERE / "shim.c", "-ldl"], check=True)
+    return library
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The counts, for docs/reliability.md."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "faults":
+                terminalreporter.write_line(value)
+
+
+@pytest.fixture
+def run_lane(shim: Path, stride: int, tmp_path: Path, record_property: Callable[[str, object], None]) -> Lane:
+    """Run a lane in a process under the shim: for each point None, or what went wrong."""
+
+    def run(lane: str) -> list[str | None]:
+        environment = os.environ | {"LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, HERE / "lane.py", lane, tmp_path, str(stride)],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        found = json.loads(done.stdout)
+        record_property("faults", f"{lane}: {len(found)} points")
+        return found
+
+    return run

@@ -1,0 +1,181 @@
+"""Checkpoints damaged at random: each is found out before anything is loaded, and the one before it takes its place."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whimbrel.base.errors import CheckpointError
+from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent, checkpoint_path
+
+STEPS = (10, 20, 30)
+OPTIONAL = "optimizer"
+
+
+class Spy:
+    """A part that remembers what it was given."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.given: list[float] = []
+
+    def state_dict(self) -> Any:
+        return {"w": torch.full((40,), self.value), "value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.given.append(state["value"])
+
+
+class Foldered(Spy):
+    def save_directory(self, state: Any, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text('{"the same": "at every step"}')
+        (folder / "weights.bin").write_bytes(state["w"].numpy().tobytes())
+
+    def load_directory(self, folder: Path) -> None:
+        self.given.append(
+            float(torch.frombuffer(bytearray((folder / "weights.bin").read_bytes()), dtype=torch.float32)[0])
+        )
+
+
+def parts(value: float) -> list[StateComponent]:
+    return [
+        StateComponent("model", Foldered(value), SharingPattern.GLOBAL),
+        StateComponent(OPTIONAL, Spy(value), SharingPattern.GLOBAL, required=False),
+        StateComponent("trainer", Spy(value), SharingPattern.GLOBAL),
+        StateComponent("rng", Spy(value), SharingPattern.PER_RANK),
+    ]
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def change(edit: Callable[[bytearray, random.Random], bytearray | bytes]) -> Callable[[Path, random.Random], None]:
+    def act(run: Path, dice: random.Random) -> None:
+        file = _any_file(_any_step(run, dice), dice)
+        file.write_bytes(edit(bytearray(file.read_bytes()), dice))
+
+    return act
+
+
+def _any_step(run: Path, dice: random.Random) -> Path:
+    return checkpoint_path(run, dice.choice((*STEPS, *STEPS[-1:] * 3)))  # the newest most often
+
+
+def _any_file(path: Path, dice: random.Random) -> Path:
+    return dice.choice([file for file in sorted(path.rglob("*")) if file.is_file()])
+
+
+def flip(content: bytearray, dice: random.Random) -> bytearray:
+    content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+    return content
+
+
+def clear(content: bytearray, dice: random.Random) -> bytearray:
+    start = dice.randrange(len(content))
+    content[start : start + dice.randint(1, 64)] = bytes(len(content[start : start + 64]))
+    return content
+
+
+def swap(run: Path, dice: random.Random) -> None:
+    one, other = (checkpoint_path(run, step) for step in dice.sample(STEPS, 2))
+    name = _any_file(one, dice).relative_to(one)
+    kept = (one / name).read_bytes()
+    (one / name).write_bytes((other / name).read_bytes())
+    (other / name).write_bytes(kept)
+
+
+def swap_manifests(run: Path, dice: random.Random) -> None:
+    one, other = (checkpoint_path(run, step) / "manifest.json" for step in dice.sample(STEPS, 2))
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+
+
+def rename(run: Path, dice: random.Random) -> None:
+    _any_step(run, dice).rename(checkpoint_path(run, dice.choice((5, 15, 25, 31, 99_999_999))))
+
+
+def exchange(run: Path, dice: random.Random) -> None:
+    one, other = (checkpoint_path(run, step) for step in dice.sample(STEPS, 2))
+    aside = one.rename(one.with_name("aside"))
+    other.rename(one)
+    aside.rename(other)
+
+
+def copy_as_newer(run: Path, dice: random.Random) -> None:
+    shutil.copytree(_any_step(run, dice), checkpoint_path(run, 40))
+
+
+DAMAGE: dict[str, Callable[[Path, random.Random], Any]] = {
+    "truncate": change(lambda content, dice: content[: dice.randrange(len(content))]),
+    "flip": change(flip),
+    "append": change(lambda content, dice: content + dice.randbytes(dice.randint(1, 9))),
+    "clear": change(clear),
+    "remove": lambda run, dice: _any_file(_any_step(run, dice), dice).unlink(),
+    "swap": swap,
+    "swap manifests": swap_manifests,
+    "rename": rename,
+    "exchange": exchange,
+    "copy as newer": copy_as_newer,
+}
+
+
+def expected(run: Path, pristine: dict[str, dict[str, bytes]]) -> tuple[int, bool]:
+    """The newest step whose folder is as it was, and whether its optional part is there; found byte by byte."""
+    for path in sorted((run / "checkpoints").iterdir(), reverse=True):
+        was, now = pristine.get(path.name), contents(path)
+        lost = set(was or ()) - set(now)
+        spared = all(name.startswith(f"{OPTIONAL}.") for name in lost)
+        if was is not None and spared and now == {name: content for name, content in was.items() if name not in lost}:
+            return int(path.name.removeprefix("step-")), not lost
+    raise LookupError("nothing whole is left")
+
+
+@pytest.mark.timeout(1800)
+def test_no_damage_is_ever_loaded(
+    tmp_path: Path, corruptions: int, caplog: pytest.LogCaptureFixture, record_property
+) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    for step in STEPS:
+        CheckpointManager(base).save(step, parts(float(step)))
+    pristine = {path.name: contents(path) for path in (base / "checkpoints").iterdir()}
+    seen = dict.fromkeys(DAMAGE, 0)
+    for number in range(corruptions):
+        dice = random.Random(number)
+        how = list(DAMAGE)[number % len(DAMAGE)]
+        shutil.copytree(base, run)
+        DAMAGE[how](run, dice)
+        step, with_optional = expected(run, pristine)
+        _check(run, step, with_optional, caplog, f"{how}, seed {number}")
+        seen[how] += step != STEPS[-1] or not with_optional
+        shutil.rmtree(run)
+    record_property("faults", f"corruption: {corruptions} points; the newest was lost to {sum(seen.values())}")
+    assert [how for how, count in seen.items() if count == 0 and how != "copy as newer"] == []
+
+
+def _check(run: Path, step: int, with_optional: bool, caplog: pytest.LogCaptureFixture, what: str) -> None:
+    caplog.clear()
+    components = parts(0.0)
+    with caplog.at_level(logging.WARNING):
+        loaded = CheckpointManager(run).load(components)
+    given = [component.stateful.given for component in components]
+    assert loaded.step == step, what
+    assert given == [[step], [step] if with_optional else [], [step], [step]], what
+    newer = [path for path in (run / "checkpoints").iterdir() if int(path.name.removeprefix("step-")) > step]
+    assert len(caplog.records) == len(newer) + (not with_optional), what
+    for path in newer:
+        assert str(path) in caplog.text, what
+        untouched = parts(0.0)
+        with pytest.raises(CheckpointError) as caught:
+            CheckpointManager(run).load(untouched, path)
+        assert "\n" not in str(caught.value), what
+        assert [component.stateful.given for component in untouched] == [[], [], [], []], what

@@ -1,0 +1,51 @@
+"""A process that is killed, or a disk that fails, at any call of a save: a whole checkpoint is always there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.mark.parametrize("how", ["killed", "killed in the background", "killed over a damaged one"])
+def test_killed_at_any_call_of_a_save_a_whole_checkpoint_is_left(how: str, run_lane) -> None:
+    found = run_lane(how)
+    assert len(found) >= 5
+    assert [fault for fault in found if fault is not None] == []
+
+
+@pytest.mark.parametrize("how", ["full disk once", "full disk", "broken disk once", "broken disk"])
+def test_a_disk_that_fails_at_any_call_of_a_save_costs_nothing_that_was_there(how: str, run_lane) -> None:
+    found = run_lane(how)
+    assert len(found) >= 5
+    assert [fault for fault in found if fault is not None] == []
+
+
+def test_all_is_on_disk_before_it_is_named_and_named_before_the_old_one_goes(run_lane, tmp_path: Path) -> None:
+    """What a power cut needs: the order of syncs, renames and removals, not only that they happen."""
+    folder = tmp_path / "base" / "checkpoints"
+    dirty: set[Path] = set()
+    placed = named = removed = False
+    for line in run_lane("notes"):
+        word, path, to = line.split("\t")
+        path = Path(path)
+        if word in ("fsync", "fdatasync"):
+            dirty.discard(path)
+            placed = placed or (named and path == folder)
+        elif word.startswith("rename"):
+            if Path(to) == folder / "step-00000003":
+                assert {file for file in dirty if file.is_relative_to(path)} == set()
+                named = True
+            dirty = {Path(to) / file.relative_to(path) if file.is_relative_to(path) else file for file in dirty}
+            dirty |= {path.parent, Path(to).parent}
+        elif word in ("unlink", "unlinkat", "rmdir"):
+            dirty -= {path}
+            if path.is_relative_to(folder / "step-00000001"):
+                assert placed
+                removed = True
+        else:
+            dirty |= {path, path.parent} if word.startswith(("open", "mkdir")) else {path}
+    assert placed
+    assert removed
