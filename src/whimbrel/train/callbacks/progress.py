@@ -88,7 +88,7 @@ class ProgressCallback(TrainerCallback):
             return
         for line in _sums(output.metrics):
             self._say(line)
-        if stop is not None:
+        if stop is not None and output.global_step < self._summary.total_steps:
             asker = event["trainer"].callbacks.named().get(stop.callback)
             for line in _ending(stop, getattr(asker, "reason", None), output.global_step, event["checkpoint"]):
                 self._say(line)

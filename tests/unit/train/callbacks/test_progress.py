@@ -90,6 +90,17 @@ def test_who_asked_for_the_end_and_why(make_run: Any, tmp_path: Path) -> None:
     ]
 
 
+def test_a_stop_at_the_last_step_changes_nothing(make_run: Any) -> None:
+    callback, out = plain()
+    run = make_run(EarlyStoppingCallback(patience=1), callback, steps=1).begin()
+    run.step(loss=1.0)
+    run.evaluate(loss=1.0)
+    run.evaluate(loss=1.25)
+    assert run.callbacks.stopped_by is not None
+    run.end()
+    assert out.getvalue().splitlines()[-1] == "Peak memory: 1.00 GiB"
+
+
 def test_an_abort_says_what_is_left(make_run: Any) -> None:
     class Impatient(TrainerCallback):
         name = "me"
