@@ -65,13 +65,13 @@ def build_validation(config: RunConfig, device: torch.device, micro_batch: int) 
 def find_tokenizer(config: RunConfig, eot_id: int) -> Tokenizer | None:
     """The tokenizer that the shards were made with, for checkpoints to carry; None where it is not known."""
     path = config.data.path
-    manifest, gpt2 = read_manifest(path), load_tokenizer("gpt2")
-    tokenizer = load_tokenizer(path) if (path / "tokenizer.json").exists() else gpt2
+    manifest, beside = read_manifest(path), (path / "tokenizer.json").exists()
+    tokenizer = load_tokenizer(path if beside else "gpt2")
     vocab_size = tokenizer.vocab_size if manifest is None else manifest.tokenizer.vocab_size
     if manifest is None and tokenizer.eot_id != eot_id:
         return None
     if manifest is not None and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
-        if tokenizer is gpt2:
+        if not beside:
             return None
         raise DataError(f"{path / 'tokenizer.json'} is not the tokenizer that its shards were made with: restore it")
     if vocab_size > config.model.vocab_size:
