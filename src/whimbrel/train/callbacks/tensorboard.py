@@ -87,6 +87,8 @@ class TensorBoardCallback(TrainerCallback):
 
     def _open_after(self, step: int) -> None:
         self._close()
+        assert self._folder is not None
+        _outlast(self._folder)
         self._writer = self._writer_class(str(self._folder), purge_step=step + 1)
 
     def _close(self) -> None:
@@ -99,3 +101,9 @@ class TensorBoardCallback(TrainerCallback):
             for name, value in numbers.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     self._writer.add_scalar(f"{panel}/{name}", value, step)
+
+
+def _outlast(folder: Path) -> None:
+    """Wait, if need be, for the next second: TensorBoard reads files by name, and the names begin with the second."""
+    seconds = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
+    time.sleep(min(1.0, max(0.0, max(seconds, default=0) + 1 - time.time())))

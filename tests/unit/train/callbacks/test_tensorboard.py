@@ -90,3 +90,17 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"TensorBoard events needs the package 'tensorboard': pip install"):
         TensorBoardCallback()
+
+
+def test_many_sittings_in_quick_succession_are_read_in_their_order(make_run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run = make_run(TensorBoardCallback(), steps=9).begin()
+    for sitting in range(3):
+        run.state.global_step = 1
+        run.tell("on_rewind", step=1)
+        run.step(loss=float(sitting))
+    run.end()
+    folder = events_folder(tmp_path / "run")
+    assert curves(folder)["train/loss"] == [(2, 2.0)]
+    seconds = [path.name.split(".")[3] for path in folder.iterdir()]
+    assert len(set(seconds)) == len(seconds) == 4
