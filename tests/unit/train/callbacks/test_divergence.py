@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from whimbrel.train.callbacks import DivergenceCallback
+from whimbrel.train.log import read_log
 from whimbrel.train.settings import DivergenceConfig
 
 
@@ -102,3 +104,14 @@ def test_what_it_asks_for(make_run: Any, action: Any, kind: str) -> None:
 
 def test_off_unless_asked(make_run: Any) -> None:
     assert alarm(make_run, DivergenceCallback(DivergenceConfig()), [math.nan]) is None
+
+
+@pytest.mark.parametrize("detector", ["ema", "window"])
+@pytest.mark.parametrize("name", ["gpt2-baseline-20m", "gpt2-fast-20m"])
+def test_our_published_runs_raise_no_alarm(make_run: Any, root: Path, name: str, detector: Any) -> None:
+    """One of them leaps from 5 to 10.6 and comes back by itself."""
+    lines = read_log(root / "bench" / "results" / f"{name}.jsonl")
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
+    assert alarm(make_run, DivergenceCallback(DivergenceConfig(action="stop", detector=detector)), losses) is None
+    ruined = losses + [losses[-1] + 6.0] * 20
+    assert alarm(make_run, DivergenceCallback(DivergenceConfig(action="stop", detector=detector)), ruined) is not None
