@@ -33,7 +33,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) install --constraint constraints.txt --editable '.[dev,hf,hub,plot,ray]'
+	$(PIP) install --constraint constraints.txt --editable '.[dev,hf,hub,plot,ray,tensorboard]'
 	@touch $@
 
 constraints: $(VENV)/test.stamp  ## write constraints.txt anew from what .venv holds
