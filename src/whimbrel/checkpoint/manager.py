@@ -160,6 +160,14 @@ class CheckpointManager:
             self._own = {step for step in self._own if step < manifest.step} | {manifest.step}
         return manifest
 
+    def tidy(self, step: int) -> None:
+        """Clear away what a killed process left: unfinished writes, and what its save of `step` was to remove."""
+        self._settle()
+        if self._ranks.first:
+            self._sweep(self.run)
+            self._sweep(self.run / "checkpoints")
+        self._prune(step)
+
     def newest(self) -> Path | None:
         """The checkpoint of the highest step, but for those that are known to be damaged."""
         found = [path for path in list_checkpoints(self.run).values() if path not in self._damaged]
@@ -210,26 +218,30 @@ class CheckpointManager:
 
     def _write_and_prune(self, step: int, write: Callable[[], None]) -> None:
         if self._ranks.first:
-            self._sweep()
+            self._sweep(self.run / "checkpoints")
         write()
         self._own.add(step)
         self._damaged.discard(checkpoint_path(self.run, step))
+        self._prune(step)
+
+    def _prune(self, newest: int) -> None:
+        """Remove what need not be kept beside the checkpoint of step `newest`."""
         if self._keep is not None and self._ranks.first:
             prune_checkpoints(
                 self.run,
-                step,
+                newest,
                 keep=self._keep,
                 best=self._best,
                 greater_is_better=self._greater_is_better,
                 damaged=self._damaged,
             )
 
-    def _sweep(self) -> None:
-        """Remove what interrupted saves left."""
+    def _sweep(self, folder: Path) -> None:
+        """Remove what interrupted writes left."""
         try:
-            remove_stale(self.run / "checkpoints")
+            remove_stale(folder)
         except OSError as error:
-            logger.warning("cannot remove what an interrupted save left: %s", error)
+            logger.warning("cannot remove what an interrupted write left: %s", error)
 
     def _settle(self) -> None:
         """Wait for the save in flight."""

@@ -154,13 +154,12 @@ class TrainerCore:
         metric = None
         if self._last_metric is not None and self._last_metric[0] == self.state.global_step:
             metric = self._last_metric[1]
-        path = self.checkpoint_manager.save(
-            self.state.global_step, self.get_state_components(), metric=metric, about=self._about(),
-            path=None if checkpoint_path is None else Path(checkpoint_path),
-        )  # fmt: skip
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(path)
-        return path
+        path, step = None if checkpoint_path is None else Path(checkpoint_path), self.state.global_step
+        if self.state.best_global_step == step:
+            self.state.best_model_checkpoint = str(path or find_checkpoint(self.checkpoint_manager.run, step))
+        return self.checkpoint_manager.save(
+            step, self.get_state_components(), metric=metric, about=self._about(), path=path
+        )
 
     def load_checkpoint(self, checkpoint_path: str | Path | None = None) -> Path:
         """Load the whole state; None: the newest whole checkpoint. What does not fit stops with its name."""

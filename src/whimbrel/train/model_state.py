@@ -36,9 +36,15 @@ def model_state(model: nn.Module, processing_class: Any = None) -> DirectoryStat
 
 
 def export_model(model: nn.Module, processing_class: Any, target: Path, *, overwrite: bool) -> None:
-    """Put the files of a model directory into `target`; files of these names are replaced only if told to."""
+    """Put the files of a model directory into `target`; files of these names are replaced only if told to.
+
+    A directory that is not there yet appears whole.
+    """
     state = model_state(model, processing_class)
-    target.mkdir(parents=True, exist_ok=True)
+    if not target.exists():
+        with atomic_directory(target) as folder:
+            state.save_directory(state.state_dict(), folder)
+        return
     staged = target / ".model"
     shutil.rmtree(staged, ignore_errors=True)
     try:

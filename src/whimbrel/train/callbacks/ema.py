@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from whimbrel.base.errors import CheckpointError
+from whimbrel.base.files import remove_stale
 from whimbrel.train.callback import TrainerCallback
 
 __all__ = ["EmaCallback"]
@@ -54,6 +55,7 @@ class EmaCallback(TrainerCallback):
         state, output_dir = event["state"], Path(event["trainer"].config.output_dir)
         target = output_dir / "ema" / f"step-{state.global_step:08d}"
         if event.get("output") is not None and state.is_world_process_zero and not target.exists():
+            remove_stale(target.parent)
             with self.swapped(event["model"]):
                 event["trainer"].save_model(target)
 

@@ -1,0 +1,91 @@
+"""What a process that was killed leaves behind, and how the next one on the same run deals with it."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from whimbrel.base.errors import WriteError
+from whimbrel.base.files import PARTIAL
+from whimbrel.checkpoint import list_checkpoints, read_component
+from whimbrel.train import RunConfig, RunTrainer, train
+from whimbrel.train.callbacks import JsonLogCallback
+from whimbrel.train.model_state import GPTState
+
+MakeRun = Callable[..., RunConfig]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def run(config: RunConfig) -> None:
+    train(config, callbacks=[JsonLogCallback()])
+
+
+def test_pruning_that_was_cut_short_after_the_last_save_is_finished(make_run: MakeRun) -> None:
+    config = make_run(checkpoint__every=1, checkpoint__keep=2)
+    run(config)
+    folder = config.output_dir / "checkpoints"
+    expected = names(folder)
+    assert expected == ["step-00000005", "step-00000006"]
+    shutil.copytree(folder / "step-00000005", folder / "step-00000004")  # was to be removed
+    shutil.copytree(folder / "step-00000005", folder / "step-00000003")  # was being removed
+    (folder / "step-00000003" / "manifest.json").unlink()
+    run(config)
+    assert names(folder) == expected
+
+
+def test_files_that_were_being_written_are_cleared_away(make_run: MakeRun) -> None:
+    config = make_run()
+    run(config)
+    expected = names(config.output_dir)
+    for name in (f"{PARTIAL}1-config.toml", f"{PARTIAL}1-log.jsonl", f"{PARTIAL}x7f2a"):
+        (config.output_dir / name).write_text("half of i")
+    (config.output_dir / "checkpoints" / f"{PARTIAL}1-step-00000004").mkdir()
+    run(config)
+    assert names(config.output_dir) == expected
+    assert names(config.output_dir / "checkpoints") == ["step-00000006"]
+
+
+def test_the_mean_of_the_weights_that_was_being_written_is_written_again(make_run: MakeRun) -> None:
+    config = make_run(ema__decay=0.9)
+    run(config)
+    folder = config.output_dir / "ema"
+    weights = (folder / "step-00000006" / "model.safetensors").read_bytes()
+    (folder / "step-00000006").rename(folder / f"{PARTIAL}1-step-00000006")
+    run(config)
+    assert names(folder) == ["step-00000006"]
+    assert (folder / "step-00000006" / "model.safetensors").read_bytes() == weights
+
+
+def test_a_new_model_directory_is_whole_or_absent(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = RunTrainer(make_run(), callbacks=[])
+    save = GPTState.save_directory
+
+    def fail_at_the_end(self: GPTState, state: dict[str, Tensor], folder: Path) -> None:
+        save(self, state, folder)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(WriteError, match="No space left"):
+        patch.setattr(GPTState, "save_directory", fail_at_the_end)
+        trainer.save_model(tmp_path / "model")
+    assert not list(tmp_path.glob("*model*"))
+    trainer.save_model(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_knows_that_it_is_the_best(make_run: MakeRun) -> None:
+    """Otherwise a run that goes on from it would not, and differ from one that was never broken."""
+    config = make_run(validation__every=2, checkpoint__every=2)
+    run(config)
+    for step, path in list_checkpoints(config.output_dir).items():
+        state = read_component(path, "trainer")
+        assert (state["best_global_step"], state["best_model_checkpoint"]) == (step, str(path))
