@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from whimbrel.base.errors import ConfigError, RequestError
+from whimbrel.base.errors import RequestError
 from whimbrel.base.files import PARTIAL
 from whimbrel.train.callback import TrainerCallback
 from whimbrel.train.state import TrainerControl
@@ -181,17 +181,12 @@ class ControlCallback(TrainerCallback):
         self._checkpoint: str | None = None
 
     def on_train_begin(self, **event: Any) -> None:
-        """Listen, unless another process runs in the same directory."""
+        """Listen."""
         self._state = event["state"]
         if self._state.is_world_process_zero:
-            run = Path(event["trainer"].config.output_dir)
-            if liveness(run) == "running":
-                raise ConfigError(
-                    f"{run} is the directory of a run that is running: name another output_dir, or stop it"
-                )
             self._requests.clear()
             self.ends_without_evaluation, self.reason = False, None
-            self._server = ControlServer(run, self._answer)
+            self._server = ControlServer(Path(event["trainer"].config.output_dir), self._answer)
 
     def on_train_metrics(self, **event: Any) -> None:
         """Remember the newest numbers for whoever asks."""

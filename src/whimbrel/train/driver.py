@@ -145,16 +145,21 @@ class Driver:
             trainer.control.should_log |= config.log.every is not None or config.log.each_epoch
             trainer.control.should_evaluate |= evaluates
             trainer.control.should_save |= config.checkpoint.at_end
-        asked = trainer.control.should_log or trainer.control.should_evaluate or trainer.control.should_save
-        self._loop.settle(0 if asked or final else 1, self._report)
-        if asked:
-            self._loop.pause()
+        if final or trainer.control.should_log or trainer.control.should_evaluate or trainer.control.should_save:
+            self.settle()
             self._log()
             self._evaluate()
             self._save()
+        else:
+            self._loop.settle(1, self._report)
         for saved in trainer.checkpoint_manager.finished():
             self._rollbacks = 0
             trainer.tell("on_save", checkpoint=saved.path, step=saved.step)
+
+    def settle(self) -> None:
+        """Wait for the numbers of every step so far: something else than a step comes next."""
+        self._loop.settle(0, self._report)
+        self._loop.pause()
 
     def _log(self) -> None:
         trainer = self._trainer

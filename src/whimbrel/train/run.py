@@ -24,6 +24,7 @@ from whimbrel.train.callbacks import (
     DivergenceCallback,
     EarlyStoppingCallback,
     EmaCallback,
+    MemoryCallback,
     NormsCallback,
     ProfilerCallback,
     SampleCallback,
@@ -168,6 +169,8 @@ def _callbacks(config: RunConfig, tokenizer: Tokenizer | None, sampler: Sampler 
                 checkpoint.greater_is_better,
             )
         )  # fmt: skip
+    if log.every is not None:
+        found.append(MemoryCallback())
     if log.norms is not None:
         found.append(NormsCallback(log.norms))
     if log.profile is not None:

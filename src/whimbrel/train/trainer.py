@@ -24,6 +24,7 @@ from whimbrel.train.arguments import lone_tokenizers
 from whimbrel.train.batches import DatasetBatches, TokenBatches, held_out, make_batches
 from whimbrel.train.callbacks import ControlCallback, DrainOnSignal, JsonLogCallback, ProgressCallback
 from whimbrel.train.columns import drop_unused_columns
+from whimbrel.train.control import liveness
 from whimbrel.train.core import TrainerCore
 from whimbrel.train.device import Stopwatch, device_name, peak_flops, peak_memory
 from whimbrel.train.driver import Driver
@@ -41,6 +42,8 @@ logger = get_logger(__name__)
 
 class BaseTrainer(TrainerCore):
     """Assembles parts and runs them: dataloaders, model, optimizer, schedule, checkpoints, callbacks."""
+
+    _driver: Driver | None = None
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
         """Run to the last step, or until someone asks for the end. Resume: None, True or "latest", or a path."""
@@ -88,7 +91,7 @@ class BaseTrainer(TrainerCore):
         assert self.train_dataloader is not None
         loop = self._make_loop()
         per_token = assemble.flops_per_token(self.unwrapped_model(), self._sequence_length())
-        driver = Driver(self, loop, self.train_dataloader, lambda tokens: per_token * tokens)
+        driver = self._driver = Driver(self, loop, self.train_dataloader, lambda tokens: per_token * tokens)
         start, ended = time.perf_counter(), False
         try:
             self.tell("on_train_begin", summary=self._summary())
@@ -104,6 +107,11 @@ class BaseTrainer(TrainerCore):
             "on_train_end", output=output, checkpoint=self.checkpoint_manager.newest(), stopped_by=self.stopped_by
         )
         return output
+
+    def settle(self) -> None:
+        """Wait for the numbers of every step so far; for callbacks that do something slow or print something."""
+        if self._driver is not None:
+            self._driver.settle()
 
     def _make_loop(self) -> Loop:
         assert self.model is not None
@@ -285,6 +293,10 @@ class BaseTrainer(TrainerCore):
     def _resume(self) -> None:
         """Load the checkpoint that was asked for; a run that nobody asked to go on with is neither mixed nor lost."""
         config, newest = self.config, self.checkpoint_manager.newest()
+        if liveness(config.output_dir) == "running":
+            raise ConfigError(
+                f"{config.output_dir} is the directory of a run that is running: name another output_dir, or stop it"
+            )
         if config.resume.path is not None:
             self.load_checkpoint(config.resume.path)
         elif config.overwrite_output_dir:
@@ -297,6 +309,7 @@ class BaseTrainer(TrainerCore):
                 f"{config.output_dir} holds a run with {newest.name}: resume_from_checkpoint=True goes on with it, "
                 "overwrite_output_dir=True begins anew, or name another output_dir"
             )
+        self.checkpoint_manager.tidy(self.state.global_step)
 
     def _sequence_length(self) -> int:
         """Tokens of a training sequence, as the loader or the first example says; 0 where neither does."""

@@ -16,6 +16,7 @@ from whimbrel.base.errors import CheckpointError, ConfigError, TrainingError
 from whimbrel.checkpoint import SharingPattern, list_checkpoints
 from whimbrel.train import BaseTrainer, Trainer, TrainerCallback, TrainingArguments
 from whimbrel.train.callback import EVENTS
+from whimbrel.train.callbacks import ControlCallback
 
 Args = Callable[..., TrainingArguments]
 
@@ -48,7 +49,8 @@ def args(tmp_path: Path) -> Args:
     def make(**changes: Any) -> TrainingArguments:
         settings = {
             "output_dir": str(tmp_path / "run"), "max_steps": 8, "per_device_train_batch_size": 4,
-            "learning_rate": 0.05, "use_cpu": True, "logging_steps": 2, "save_strategy": "no", "lr_scheduler_type": "constant",
+            "learning_rate": 0.05, "use_cpu": True, "logging_steps": 2, "save_strategy": "no",
+            "lr_scheduler_type": "constant",
         }  # fmt: skip
         return TrainingArguments(**settings | changes)
 
@@ -482,6 +484,17 @@ def test_what_a_trainer_cannot_do_is_said(args: Args) -> None:
         BaseTrainer(args(), net()).evaluate()
     with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
         args(gradient_accumulation_steps=0)
+
+
+def test_two_jobs_do_not_share_a_directory(args: Args) -> None:
+    class Second(TrainerCallback):
+        def on_step_end(self, **event: Any) -> None:
+            with pytest.raises(ConfigError, match="directory of a run that is running: name another output_dir"):
+                fit(args(overwrite_output_dir=True))
+
+    settings = args(max_steps=1, save_strategy="steps", save_steps=1)
+    fit(settings, callbacks=[ControlCallback(), Second()])
+    assert list(list_checkpoints(Path(settings.output_dir or ""))) == [1]
 
 
 def test_given_callbacks_replace_the_default_ones(args: Args) -> None:

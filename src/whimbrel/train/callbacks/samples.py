@@ -32,6 +32,7 @@ class SampleCallback(TrainerCallback):
         step = event["state"].global_step
         if step % self._every or not event["state"].is_world_process_zero:
             return None
+        event["trainer"].settle()
         text = self._text(event["model"], step)
         control: TrainerControl = event["trainer"].tell("on_sample", text=text, step=step)
         return control

@@ -43,6 +43,9 @@ class Run:
         self.state.log_history.append(logs)
         return self.tell("on_log", logs=logs)
 
+    def settle(self) -> None:
+        """Numbers are told at once here."""
+
     def save_model(self, path: Path) -> None:
         self.saved_models[path] = {name: value.clone() for name, value in self.model.state_dict().items()}
         path.mkdir(parents=True)

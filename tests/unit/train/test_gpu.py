@@ -1,0 +1,104 @@
+"""Runs on a GPU: exact resume in deterministic mode, asynchronous saves, EMA and profiler beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whimbrel.checkpoint import list_checkpoints, read_component
+from whimbrel.train import BaseTrainer, RunConfig, TrainerCallback, TrainingArguments, read_log, train
+from whimbrel.train.callbacks import JsonLogCallback
+
+pytestmark = pytest.mark.gpu
+MakeRun = Callable[..., RunConfig]
+
+
+class Stop(TrainerCallback):
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step_end(self, **event: Any) -> None:
+        event["control"].should_training_stop |= event["state"].global_step == self.after
+
+
+def timeless(run: Path) -> list[dict[str, Any]]:
+    lines = read_log(run / "log.jsonl")
+    return [{key: value for key, value in line.items() if key not in ("seconds", "peak_memory")} for line in lines]
+
+
+def tensors(node: Any) -> list[torch.Tensor]:
+    if isinstance(node, dict):
+        return [tensor for value in node.values() for tensor in tensors(value)]
+    return [node] if isinstance(node, torch.Tensor) else []
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_resumed_run_is_bit_identical(make_run: MakeRun, tmp_path: Path, optimizer: str, precision: str) -> None:
+    settings = {
+        "train__device": "cuda", "train__deterministic": True, "train__precision": precision, "train__clip": 1.0,
+        "optim__name": optimizer, "checkpoint__every": 3, "validation__every": 4, "train__steps": 10, "ema__decay": 0.9,
+        "log__every": 3,
+    }  # fmt: skip
+    whole = make_run(output_dir=tmp_path / "whole", **settings)
+    broken = make_run(output_dir=tmp_path / "broken", **settings)
+    train(whole, callbacks=[JsonLogCallback()])
+    for after in (2, 7, 99):
+        train(broken, callbacks=[JsonLogCallback(), Stop(after)])
+    assert timeless(broken.output_dir) == timeless(whole.output_dir)
+    paths = [list_checkpoints(run.output_dir)[10] for run in (whole, broken)]
+    for key in ("optimizer", "callbacks", "trainer", "rng.rank-00000"):
+        a, b = (tensors(read_component(path, key)) for path in paths)
+        assert len(a) == len(b)
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), key
+    assert (paths[0] / "model/model.safetensors").read_bytes() == (paths[1] / "model/model.safetensors").read_bytes()
+
+
+def test_dropout_draws_the_same_numbers_after_a_resume(tmp_path: Path) -> None:
+    def fit(name: str, stop: int = 0, resume: bool = False) -> BaseTrainer:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 2))
+        rows = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), i % 2) for i in range(40)]
+        trainer = BaseTrainer(
+            TrainingArguments(
+                output_dir=str(tmp_path / name), max_steps=9, save_steps=100, logging_steps=2,
+                float32_matmul_precision="highest",
+            ),
+            model, train_dataset=rows, callbacks=[Stop(stop)],
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume or None)
+        return trainer
+
+    whole = fit("whole")
+    fit("broken", stop=4)
+    again = fit("broken", resume=True)
+    assert again.state.log_history == whole.state.log_history
+    for a, b in zip(whole.unwrapped_model().parameters(), again.unwrapped_model().parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_steps_do_not_wait_for_the_device(make_run: MakeRun) -> None:
+    """A step that synchronised would raise here; logging, evaluation and saving may."""
+    modes = []
+
+    class Strict(TrainerCallback):
+        def on_step_begin(self, **event: Any) -> None:
+            modes.append(event["state"].global_step)
+            if event["state"].global_step > 2:  # after the first steps have made their state
+                torch.cuda.set_sync_debug_mode("error")
+
+        def on_pre_optimizer_step(self, **event: Any) -> None:
+            assert event["model"].lm_head.weight.grad is not None
+
+        def on_step_end(self, **event: Any) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+
+    try:
+        train(make_run(train__device="cuda", train__clip=1.0), callbacks=[Strict()])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert modes == list(range(6))
