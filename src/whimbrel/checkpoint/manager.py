@@ -108,9 +108,10 @@ class CheckpointManager:
         target = checkpoint_path(self.run, step) if path is None else Path(path)
         if self._ranks.broadcast(path is None and step in self._own and has_all_files(target)):
             return target
-        if path is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise WriteError(f"{target} exists and is not empty: name another directory or remove it first")
-        pieces = [self._take(component) for component in components]
+        pieces: list[Piece] = []
+        self._ranks.together(lambda: None if path is None else _refuse_taken(target))
+        self._ranks.together(lambda: pieces.extend(self._take(component) for component in components))
+        self._check_replication(pieces)
         job = partial(self._write, target, step, pieces, None if metric is None else float(metric), remembered)
         if path is None:
             job = partial(self._write_and_prune, step, job)
@@ -151,11 +152,15 @@ class CheckpointManager:
         stems = {component.key: place_of(component, self._ranks, self._groups).stem for component in wanted}
         absent = absent_components(chosen, manifest, stems)
         self._ranks.together(partial(_refuse_absent, chosen, manifest, wanted, absent))
-        for component in wanted:
-            if component.key in absent:
-                logger.warning("%s holds no '%s': going on without its state", chosen, component.key)
-            else:
-                _load(component, chosen, stems[component.key])
+
+        def take_over() -> None:
+            for component in wanted:
+                if component.key in absent:
+                    logger.warning("%s holds no '%s': going on without its state", chosen, component.key)
+                else:
+                    _load(component, chosen, stems[component.key])
+
+        self._ranks.together(take_over)
         if chosen.parent == checkpoint_path(self.run, 0).parent:
             self._own = {step for step in self._own if step < manifest.step} | {manifest.step}
         return manifest
@@ -194,12 +199,16 @@ class CheckpointManager:
         """This rank's piece as it is now."""
         place = place_of(component, self._ranks, self._groups)
         state = component.stateful.state_dict()
-        checked = component.validate_replication and self._ranks.world_size > 1
-        snapshot = self._memory.copy(component.key, state) if place.writes or checked else None
-        if checked and snapshot is not None and component.validation_level != "none":
-            self._memory.arrived()
-            check_replication(component, snapshot, self._ranks)
-        return Piece(component, place, snapshot if place.writes else None)
+        needed = place.writes or component.validate_replication
+        return Piece(component, place, self._memory.copy(component.key, state) if needed else None)
+
+    def _check_replication(self, pieces: Sequence[Piece]) -> None:
+        if self._ranks.world_size == 1:
+            return
+        self._memory.arrived()
+        for piece in pieces:
+            if piece.component.validate_replication and piece.snapshot is not None:
+                check_replication(piece.component, piece.snapshot, self._ranks)
 
     def _write(self, target: Path, step: int, pieces: list[Piece], metric: float | None, about: dict[str, Any]) -> None:
         """Write until it works, or has failed too often."""
@@ -272,6 +281,11 @@ class CheckpointManager:
                 self._damaged.add(candidate)
                 logger.warning("passed over: %s", error)
         raise CheckpointError(f"{self.run} has no whole checkpoint{'; ' if faults else ''}{'; '.join(faults)}")
+
+
+def _refuse_taken(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise WriteError(f"{target} exists and is not empty: name another directory or remove it first")
 
 
 def _verify(path: Path, wanted: Sequence[StateComponent], optional: Collection[str]) -> Manifest:

@@ -16,6 +16,8 @@ __all__ = ["check_replication"]
 
 def check_replication(component: StateComponent, snapshot: Snapshot, ranks: Ranks) -> None:
     """Refuse to save a component that differs between ranks, as closely as it asks to be looked at."""
+    if component.validation_level == "none":
+        return
     found = ranks.gather(_fingerprint(snapshot, component.validation_level))
     for rank, other in enumerate(found):
         odd = sorted(name for name in found[0].keys() | other.keys() if found[0].get(name) != other.get(name))

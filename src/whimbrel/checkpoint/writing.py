@@ -25,7 +25,7 @@ __all__ = ["Piece", "write_checkpoint"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What this rank has of a component; it writes it where it has a snapshot of it."""
+    """What this rank has of a component, and its state where this rank writes or compares it."""
 
     component: StateComponent
     place: Place
@@ -61,7 +61,7 @@ def _write_pieces(folder: Path, pieces: Sequence[Piece]) -> Written:
     return {
         piece.component.key: _write_piece(folder, piece.place.stem, piece.component, piece.snapshot)
         for piece in pieces
-        if piece.snapshot is not None
+        if piece.place.writes and piece.snapshot is not None
     }
 
 

@@ -1,0 +1,203 @@
+"""Two gloo processes save and load together: every sharing pattern, the replication check, one error for all."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from whimbrel.base.errors import CheckpointError, WhimbrelError
+from whimbrel.checkpoint import (
+    CheckpointManager,
+    SharingPattern,
+    StateComponent,
+    checkpoint_path,
+    list_checkpoints,
+    read_component,
+    verify_checkpoint,
+)
+from whimbrel.checkpoint import manager as manager_module
+
+RANKS = 2
+
+
+class Values:
+    def __init__(self, value: float, note: str = "") -> None:
+        self.state: Any = {"w": torch.full((10,), value), "note": note}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Foldered(Values):
+    def save_directory(self, state: Any, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "value").write_text(str(float(state["w"][0])))
+
+    def load_directory(self, folder: Path) -> None:
+        self.state = {"w": torch.full((10,), float((folder / "value").read_text()))}
+
+
+def parts(rank: int, value: float) -> list[StateComponent]:
+    own = value + rank
+    return [
+        StateComponent("model", Foldered(value), SharingPattern.REPLICATED),
+        StateComponent("optimizer", Values(value), SharingPattern.REPLICATED, validate_replication=True),
+        StateComponent("trainer", Values(value), SharingPattern.GLOBAL),
+        StateComponent("stage", Foldered(own), SharingPattern.PER_RANK),
+        StateComponent("rng", Values(own), SharingPattern.PER_RANK),
+        StateComponent("all", Values(value), SharingPattern.PER_GROUP, process_group_name="all"),
+        StateComponent("one", Values(own), SharingPattern.PER_GROUP, process_group_name="one"),
+        StateComponent("cache", Values(own), SharingPattern.PER_NODE),
+    ]
+
+
+def refusal(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except WhimbrelError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def work(rank: int, run: Path, port: int, answers: Any) -> None:
+    """What each process does; one machine per process, as far as PER_NODE can see."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    torch.set_num_threads(1)
+    manager_module.RETRY_PAUSES = (0.0,)
+    alone = [dist.new_group([other]) for other in range(RANKS)]
+    groups = {"all": dist.group.WORLD, "one": alone[rank]}
+    manager = CheckpointManager(run, keep=2, process_groups=groups, asynchronous=True)
+    for step in (1, 2, 3):
+        manager.save(step, parts(rank, 10.0 * step), metric=1.0)
+    answer: dict[str, Any] = {"finished": [step for step, _ in manager.finished()]}
+    fresh = parts(rank, 0.0)
+    answer["step"] = manager.load(fresh).step
+    answer["values"] = {part.key: float(part.stateful.state["w"][0]) for part in fresh}
+
+    def checked(kind: str, level: str, value: float, note: str = "") -> str:
+        part = StateComponent(
+            "x", Values(value, note), SharingPattern.REPLICATED, validate_replication=True, validation_level=level
+        )
+        return refusal(lambda: manager.save(4, [part], path=run / f"{level}-{kind}"))
+
+    answer["same"] = checked("same", "full", 1.0)
+    answer["drifted"] = {level: checked("drifted", level, 1.0 + rank) for level in ("none", "quick", "tensor", "full")}
+    answer["note"] = {level: checked("note", level, 1.0, f"of {rank}" if rank else "x") for level in ("tensor", "full")}
+
+    taken = [run / "full-same", run / "nowhere"][rank]
+    answer["taken"] = refusal(lambda: manager.save(4, parts(rank, 1.0), path=taken))
+    odd = parts(rank, 1.0)
+    odd[4].stateful.state = {"w": object() if rank == 1 else 1}
+    answer["odd"] = refusal(lambda: manager.save(4, odd))
+    broken = parts(rank, 50.0)
+    if rank == 1:
+        broken[3].stateful.save_directory = _full
+    answer["full disk"] = refusal(lambda: manager.save(5, broken))
+    dist.barrier()
+    answer["left"] = sorted(os.listdir(run / "checkpoints"))
+    dist.barrier()
+    if rank == 0:
+        (checkpoint_path(run, 3) / "rng.rank-00001.json").write_text("{}")
+    dist.barrier()
+    answer["fallback"] = manager.load(parts(rank, 0.0)).step
+    answer["named"] = refusal(lambda: manager.load(parts(rank, 0.0), checkpoint_path(run, 3)))
+    answers.put((rank, answer))
+    dist.destroy_process_group()
+
+
+def _full(state: Any, folder: Path) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    run = tmp_path_factory.mktemp("run")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    mp.spawn(work, (run, port, answers), nprocs=RANKS)
+    return run, [answer for _, answer in sorted((answers.get(timeout=60) for _ in range(RANKS)), key=lambda x: x[0])]
+
+
+def test_every_rank_gets_back_what_is_its_own(outcome) -> None:
+    for rank, answer in enumerate(outcome[1]):
+        own = 30.0 + rank
+        assert answer["finished"] == [1, 2, 3]
+        assert answer["step"] == 3
+        assert answer["values"] == {
+            "model": 30.0, "optimizer": 30.0, "trainer": 30.0, "stage": own, "rng": own, "all": 30.0, "one": own,
+            "cache": own,
+        }  # fmt: skip
+
+
+def test_the_manifest_says_who_wrote_what(outcome) -> None:
+    manifest = verify_checkpoint(checkpoint_path(outcome[0], 2))
+    found = {key: (part.pattern, part.ranks, part.files) for key, part in manifest.components.items()}
+    assert found["model"] == ("replicated", [0], ["model/value"])
+    assert found["trainer"] == ("global", [0], ["trainer.json", "trainer.safetensors"])
+    assert found["stage"] == ("per_rank", [0, 1], ["stage.rank-00000/value", "stage.rank-00001/value"])
+    assert found["all"] == ("per_group", [0], ["all.group-00000.json", "all.group-00000.safetensors"])
+    assert found["one"][1:] == (
+        [0, 1],
+        [f"one.group-0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "safetensors")],
+    )
+    assert found["cache"][1] == [0, 1]
+    assert found["cache"][2][0] == "cache.node-00000.json"
+    assert set(manifest.files) == {name for _, _, files in found.values() for name in files}
+
+
+def test_ranks_that_drifted_apart_are_not_saved(outcome) -> None:
+    for answer in outcome[1]:
+        assert answer["same"] == "nothing was refused"
+        assert answer["drifted"]["none"] == answer["drifted"]["quick"] == "nothing was refused"
+        for level in ("tensor", "full"):
+            assert answer["drifted"][level].startswith("ParallelError: component 'x' should be the same on every rank")
+            assert "'w' of rank 1" in answer["drifted"][level]
+        assert answer["note"]["tensor"] == "nothing was refused"
+        assert "'values' of rank 1" in answer["note"]["full"]
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(outcome) -> None:
+    run, answers = outcome
+    for answer in answers:
+        assert answer["taken"].startswith("WriteError: rank 0: ")
+        assert answer["odd"] == f"CheckpointError: rank 1: {answer['odd'].partition('rank 1: ')[2]}"
+        assert "state at 'w' is a object" in answer["odd"]
+        assert answer["full disk"].startswith("WriteError: rank 1: ")
+        assert "No space left on device" in answer["full disk"]
+        assert answer["left"] == ["step-00000002", "step-00000003"]
+    assert list(list_checkpoints(run)) == [2, 3]
+
+
+def test_damage_to_one_rank_sends_all_back(outcome) -> None:
+    for answer in outcome[1]:
+        assert answer["fallback"] == 2
+        assert answer["named"].startswith("CheckpointError: ")
+        assert "rng.rank-00001.json has changed" in answer["named"]
+
+
+def test_on_one_process_what_belongs_to_all_loads_and_more_ranks_than_wrote_it_are_refused(outcome, tmp_path) -> None:
+    run, _ = outcome
+    path = checkpoint_path(run, 2)
+    assert read_component(path, "rng.rank-00001")["w"][0] == 21.0
+    fresh = [part for part in parts(0, 0.0) if part.process_group_name is None]
+    assert CheckpointManager(run).load(fresh, path).step == 2
+    assert [float(part.stateful.state["w"][0]) for part in fresh] == [20.0] * 6
+    ranks = manager_module.Ranks()
+    ranks.node = 2
+    with pytest.raises(CheckpointError, match="holds no 'cache' for this rank: 2 ranks wrote it"):
+        CheckpointManager(run, ranks=ranks).load(fresh, path)
