@@ -169,7 +169,7 @@ class ControlCallback(TrainerCallback):
     """Lets a run be asked for its status, for a save and for its end, from train begin to train end."""
 
     def __init__(self) -> None:
-        self.ends_without_evaluation = False
+        self.drains = False
         """Whether the run was asked to end in a hurry."""
         self.reason: str | None = None
         """What was asked, for people."""
@@ -185,7 +185,7 @@ class ControlCallback(TrainerCallback):
         self._state = event["state"]
         if self._state.is_world_process_zero:
             self._requests.clear()
-            self.ends_without_evaluation, self.reason = False, None
+            self.drains, self.reason = False, None
             self._server = ControlServer(Path(event["trainer"].config.output_dir), self._answer)
 
     def on_train_metrics(self, **event: Any) -> None:
@@ -228,7 +228,7 @@ class ControlCallback(TrainerCallback):
         control.should_save |= not asked.isdisjoint({"save", "save-stop"})
         control.should_training_stop |= not asked.isdisjoint({"stop", "save-stop"})
         control.should_abort_without_save |= "abort" in asked
-        self.ends_without_evaluation |= "save-stop" in asked
+        self.drains |= "save-stop" in asked
         if asked - {"save"}:
             self.reason = f"whimbrel control {' '.join(sorted(asked))}"
 

@@ -53,8 +53,8 @@ class Driven(Protocol):
         """Whether there is anything to evaluate on."""
 
     @property
-    def skips_final_evaluation(self) -> bool:
-        """Whether a drain was asked for: save and end, nothing else."""
+    def drains(self) -> bool:
+        """Whether the run was asked to save and end, and nothing else."""
 
 
 class Driver:
@@ -141,9 +141,9 @@ class Driver:
         if trainer.control.should_abort_without_save:
             return
         if final:
-            evaluates = config.validation.at_end and trainer.can_evaluate and not trainer.skips_final_evaluation
-            trainer.control.should_log |= config.log.every is not None or config.log.each_epoch
-            trainer.control.should_evaluate |= evaluates
+            if not trainer.drains:  # a run that is to go on leaves no trace of where it paused
+                trainer.control.should_log |= config.log.every is not None or config.log.each_epoch
+                trainer.control.should_evaluate |= config.validation.at_end and trainer.can_evaluate
             trainer.control.should_save |= config.checkpoint.at_end
         if final or trainer.control.should_log or trainer.control.should_evaluate or trainer.control.should_save:
             self.settle()

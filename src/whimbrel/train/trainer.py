@@ -169,9 +169,9 @@ class BaseTrainer(TrainerCore):
         return self.eval_dataloader is not None
 
     @property
-    def skips_final_evaluation(self) -> bool:
-        """Whether a drain was asked for: save and end, nothing else."""
-        return any(getattr(callback, "ends_without_evaluation", False) for callback in self.callbacks)
+    def drains(self) -> bool:
+        """Whether the run was asked to save and end, and nothing else."""
+        return any(getattr(callback, "drains", False) for callback in self.callbacks)
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """The mean loss over held-out targets, logged, and compared with the best so far."""

@@ -114,7 +114,7 @@ def test_what_each_verb_does_after_the_step(
     assert run.control == TrainerControl()  # not in the middle of a step
     run.step()
     assert run.control == TrainerControl(should_save=save, should_training_stop=stop, should_abort_without_save=abort)
-    assert run.callback.ends_without_evaluation is hurry
+    assert run.callback.drains is hurry
     kind = "abort" if abort else "stop"
     asked = ("ControlCallback", "on_step_end", kind) if stop or abort else None
     assert run.callbacks.stopped_by == asked
@@ -133,7 +133,7 @@ def test_requests_add_up(run: Run) -> None:
     ask(run.folder, "stop")
     run.step()
     assert run.control == TrainerControl(should_save=True, should_training_stop=True)
-    assert not run.callback.ends_without_evaluation
+    assert not run.callback.drains
 
 
 def talk(run: Run, data: bytes, wait: bool = True) -> bytes:

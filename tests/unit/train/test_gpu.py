@@ -18,11 +18,16 @@ MakeRun = Callable[..., RunConfig]
 
 
 class Stop(TrainerCallback):
+    """Drains a run, as a signal does."""
+
+    drains = True
+
     def __init__(self, after: int) -> None:
         self.after = after
 
     def on_step_end(self, **event: Any) -> None:
-        event["control"].should_training_stop |= event["state"].global_step == self.after
+        if event["state"].global_step == self.after:
+            event["control"].should_training_stop = event["control"].should_save = True
 
 
 def timeless(run: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ class DrainOnSignal(TrainerCallback):
         self._found: dict[signal.Signals, Any] = {}
 
     @property
-    def ends_without_evaluation(self) -> bool:
+    def drains(self) -> bool:
         """Whether the run is in a hurry to end."""
         return self.signal is not None
 

@@ -28,7 +28,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_save(make_run: Any, number:
     assert run.control.should_training_stop
     assert run.control.should_save
     assert not run.control.should_abort_without_save
-    assert callback.ends_without_evaluation
+    assert callback.drains
     assert callback.reason == number.name
     assert run.callbacks.stopped_by == ("DrainOnSignal", "on_step_end", "stop")
     run.end()
