@@ -1,11 +1,11 @@
 """Checkpoints that are whole or absent: components (tensors + JSON) under a manifest with checksums."""
 
 from whimbrel.checkpoint.component import DirectoryStateful, SharingPattern, StateComponent, Stateful
-from whimbrel.checkpoint.layout import checkpoint_path, latest_checkpoint, list_checkpoints
+from whimbrel.checkpoint.layout import checkpoint_path, latest_checkpoint, list_checkpoints, step_folders
 from whimbrel.checkpoint.manager import CheckpointManager, Saved
 from whimbrel.checkpoint.manifest import Manifest, read_manifest
 from whimbrel.checkpoint.ranks import Ranks
-from whimbrel.checkpoint.reading import read_component, verify_checkpoint
+from whimbrel.checkpoint.reading import missing_components, read_component, verify_checkpoint
 from whimbrel.checkpoint.rng import RNGState
 from whimbrel.checkpoint.tensors import read_tensors, write_tensors
 from whimbrel.checkpoint.tree import pack, unpack
@@ -23,10 +23,12 @@ __all__ = [
     "checkpoint_path",
     "latest_checkpoint",
     "list_checkpoints",
+    "missing_components",
     "pack",
     "read_component",
     "read_manifest",
     "read_tensors",
+    "step_folders",
     "unpack",
     "verify_checkpoint",
     "write_tensors",

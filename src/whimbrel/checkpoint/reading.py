@@ -13,7 +13,7 @@ from whimbrel.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from whimbrel.checkpoint.tensors import read_tensors
 from whimbrel.checkpoint.tree import unpack
 
-__all__ = ["absent_components", "has_all_files", "read_component", "verify_checkpoint"]
+__all__ = ["absent_components", "has_all_files", "missing_components", "read_component", "verify_checkpoint"]
 
 REMEDY = "remove it to go on from the one before"
 
@@ -58,6 +58,12 @@ def absent_components(path: Path, manifest: Manifest, stems: Mapping[str, str]) 
         if not own or not all((path / name).is_file() for name in own):
             absent.add(key)
     return absent
+
+
+def missing_components(path: Path, manifest: Manifest) -> list[str]:
+    """The components of which a file that was written is gone; a sound checkpoint may lack optional ones."""
+    gone = {name for name in manifest.files if not (path / name).is_file()}
+    return [key for key, part in manifest.components.items() if gone.intersection(part.files)]
 
 
 def has_all_files(path: Path) -> bool:

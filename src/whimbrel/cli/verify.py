@@ -12,19 +12,39 @@ __all__ = ["verify"]
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(help="A folder of token shards.", metavar="SHARDS")],
+    path: Annotated[
+        Path, typer.Argument(help="A folder of token shards, a run, or one checkpoint of a run.", metavar="PATH")
+    ],
 ) -> None:
-    """Check every token shard of a folder: header, size, token ids, and the sha256 that the manifest keeps.
+    """Check every token shard of a folder, or every checkpoint of a run: all bytes against the sha256 in the manifest.
 
-    Where there is a manifest, tokenizer.json must be the one that made the shards.
+    Of shards also header, size and token ids; where there is a manifest, tokenizer.json must be the one that made them.
 
-    Prints a line for each file; faults go to standard error and make the exit code 2.
+    Prints a line for each; faults go to standard error and make the exit code 2.
     """
     from whimbrel.base.errors import DataError
-    from whimbrel.data.verify import verify_shards
 
     if not path.is_dir():
-        raise DataError(f"no directory {path}: give a folder of token shards, which `whimbrel prepare` makes")
+        raise DataError(
+            f"no directory {path}: give a folder of token shards, which `whimbrel prepare` makes, a run or a checkpoint"
+        )
+    faults = _verify_checkpoints(path) if _holds_checkpoints(path) else _verify_shards(path)
+    if faults:
+        raise typer.Exit(2)
+
+
+def _holds_checkpoints(path: Path) -> bool:
+    manifest = path / "manifest.json"
+    return (
+        (path / "checkpoints").is_dir()
+        or path.name.startswith("step-")
+        or (manifest.is_file() and b'"components"' in manifest.read_bytes())
+    )
+
+
+def _verify_shards(path: Path) -> int:
+    from whimbrel.data.verify import verify_shards
+
     findings = []
     for finding in verify_shards(path):
         findings.append(finding)
@@ -34,5 +54,24 @@ def verify(
             print(f"fault {finding.file}: {finding.fault}", file=sys.stderr)
     faults = sum(finding.fault is not None for finding in findings)
     print(f"{len(findings) - faults} sound, {faults} faulty, {sum(finding.tokens for finding in findings):,} tokens")
-    if faults:
-        raise typer.Exit(2)
+    return faults
+
+
+def _verify_checkpoints(path: Path) -> int:
+    from whimbrel.base.errors import CheckpointError
+    from whimbrel.checkpoint import missing_components, step_folders, verify_checkpoint
+
+    found = list(step_folders(path).values()) if (path / "checkpoints").is_dir() else [path]
+    faults = 0
+    for checkpoint in found:
+        try:
+            manifest = verify_checkpoint(checkpoint)
+        except CheckpointError as error:
+            faults += 1
+            print(f"fault {checkpoint.name}: {error}", file=sys.stderr)
+            continue
+        size = sum(entry.size for entry in manifest.files.values())
+        without = "".join(f", without its {key}" for key in missing_components(checkpoint, manifest))
+        print(f"ok {checkpoint.name}: step {manifest.step}, {size:,} bytes in {len(manifest.files)} files{without}")
+    print(f"{len(found) - faults} sound, {faults} faulty")
+    return faults

@@ -1,0 +1,79 @@
+"""`whimbrel verify` of a run and of one checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from whimbrel.base.errors import DataError
+from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
+from whimbrel.cli.verify import verify
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two checkpoints, and one at another place."""
+    module = torch.nn.Linear(3, 2)
+    components = [
+        StateComponent("model", module, SharingPattern.GLOBAL),
+        StateComponent("optimizer", torch.optim.SGD(module.parameters()), SharingPattern.GLOBAL, required=False),
+    ]
+    manager = CheckpointManager(tmp_path)
+    for step in (5, 10):
+        manager.save(step, components)
+    manager.save(10, components, path=tmp_path / "kept")
+    return tmp_path
+
+
+def test_a_sound_run_is_a_line_for_each_checkpoint(run: Path, capsys) -> None:
+    verify(run)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(", ")[0] for line in lines] == [
+        "ok step-00000005: step 5",
+        "ok step-00000010: step 10",
+        "2 sound",
+    ]
+    assert lines[-1] == "2 sound, 0 faulty"
+    size = sum(file.stat().st_size for file in (run / "kept").iterdir() if file.name != "manifest.json")
+    assert f"{size:,} bytes in 3 files" in lines[1]
+
+
+def test_one_checkpoint_wherever_it_lies(run: Path, capsys) -> None:
+    for path in (run / "checkpoints" / "step-00000005", run / "kept"):
+        verify(path)
+        assert capsys.readouterr().out.endswith("1 sound, 0 faulty\n")
+
+
+def test_faults_are_named_and_make_the_exit_code_2(run: Path, capsys) -> None:
+    newest = run / "checkpoints" / "step-00000010"
+    (newest / "model.safetensors").write_bytes(b"x")
+    (run / "checkpoints" / "step-00000007").mkdir()
+    with pytest.raises(typer.Exit) as caught:
+        verify(run)
+    assert caught.value.exit_code == 2
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == "1 sound, 2 faulty"
+    first, second = printed.err.splitlines()
+    assert first.startswith("fault step-00000007: ")
+    assert "manifest.json cannot be read" in first
+    assert "model.safetensors has changed" in second
+
+
+def test_what_was_left_out_on_purpose_is_said(run: Path, capsys) -> None:
+    (run / "kept" / "optimizer.json").unlink()
+    verify(run / "kept")
+    assert "without its optimizer" in capsys.readouterr().out
+    (run / "kept" / "model.json").unlink()
+    with pytest.raises(typer.Exit):
+        verify(run / "kept")
+
+
+def test_a_run_without_checkpoints_is_sound(tmp_path: Path, capsys) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    verify(tmp_path)
+    assert capsys.readouterr().out == "0 sound, 0 faulty\n"
+    with pytest.raises(DataError, match="a run or a checkpoint"):
+        verify(tmp_path / "nowhere")
