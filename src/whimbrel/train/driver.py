@@ -45,6 +45,9 @@ class Driven(Protocol):
     def save_checkpoint(self) -> Path:
         """Save."""
 
+    def reserve_saves(self) -> None:
+        """Make ready for the first save."""
+
     def rewind(self) -> int:
         """Go back to the newest checkpoint but for the data, and give its step."""
 
@@ -93,8 +96,10 @@ class Driver:
         trainer.tell("on_step_begin")
         tokens = self._loop.step(state.global_step + 1)
         if tokens is not None:
-            self._stepped = True
             state.global_step += 1
+            if not self._stepped:
+                self._stepped = True
+                trainer.reserve_saves()
             state.num_input_tokens_seen += tokens
             state.total_flos += self._flops(tokens)
             state.epoch = self._batches.epoch

@@ -83,8 +83,6 @@ class BaseTrainer(TrainerCore):
         self._warm_up()
         assemble.seed_everything(config.train.seed)
         self._resume()
-        if config.checkpoint.asynchronous:
-            self.checkpoint_manager.reserve(self.get_state_components())
 
     def _train_loop(self) -> TrainOutput:
         """Drive the loop; callbacks let go of what they hold also when it fails."""
@@ -107,6 +105,11 @@ class BaseTrainer(TrainerCore):
             "on_train_end", output=output, checkpoint=self.checkpoint_manager.newest(), stopped_by=self.stopped_by
         )
         return output
+
+    def reserve_saves(self) -> None:
+        """Take the pinned memory of asynchronous saves once the optimizer has its state, so that no save pays for it."""
+        if self.config.checkpoint.asynchronous and self.device.type == "cuda":
+            self.checkpoint_manager.reserve(self.get_state_components())
 
     def settle(self) -> None:
         """Wait for the numbers of every step so far; for callbacks that do something slow or print something."""
