@@ -22,9 +22,9 @@ class RNGState:
     """Python's, NumPy's and torch's global generators, the last on the CPU and on every CUDA device in use."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all of them are, as plain values and byte tensors."""
+        """Where all of them are, as tensors and a few numbers."""
         return {
-            "python": random.getstate(),
+            "python": _python_state(),
             "numpy": _numpy_state(),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
@@ -32,11 +32,10 @@ class RNGState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put all of them there; says so where the machine has another number of devices."""
-        random.setstate(state["python"])
-        numpy = state["numpy"]
-        np.random.set_state(
-            (GENERATOR, np.array(numpy["key"], np.uint32), numpy["pos"], numpy["has_gauss"], numpy["gauss"])
-        )
+        python, numpy = state["python"], state["numpy"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        key = numpy["key"].numpy().astype(np.uint32)
+        np.random.set_state((GENERATOR, key, numpy["pos"], numpy["has_gauss"], numpy["gauss"]))
         torch.set_rng_state(state["torch"])
         devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
         if devices != len(state["cuda"]):
@@ -50,13 +49,18 @@ class RNGState:
             torch.cuda.set_rng_state(saved, device)
 
 
+def _python_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    return {"version": version, "words": torch.tensor(words), "gauss": gauss}
+
+
 def _numpy_state() -> dict[str, Any]:
     state = np.random.get_state(legacy=False)
     if state["bit_generator"] != GENERATOR:
         raise CheckpointError(f"NumPy's global generator is not {GENERATOR}: its state cannot be saved")
     inner = state["state"]
     return {
-        "key": inner["key"].tolist(),
+        "key": torch.from_numpy(inner["key"].astype(np.int64)),
         "pos": int(inner["pos"]),
         "has_gauss": int(state["has_gauss"]),
         "gauss": float(state["gauss"]),
