@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from whimbrel.train.state import TrainerControl
@@ -98,7 +98,7 @@ def callback_name(callback: object) -> str:
     return name if isinstance(name, str) else type(callback).__name__
 
 
-class Callbacks:
+class Callbacks(Sequence[Any]):
     """The callbacks of a trainer in order, and who handles which event."""
 
     def __init__(self, callbacks: Iterable[object] = ()) -> None:
@@ -108,8 +108,13 @@ class Callbacks:
         for callback in callbacks:
             self.add(callback)
 
-    def __iter__(self) -> Any:
-        return iter(self._callbacks)
+    def __getitem__(self, place: Any) -> Any:
+        return self._callbacks[place]
+
+    def __eq__(self, other: object) -> bool:
+        return self._callbacks == (other._callbacks if isinstance(other, Callbacks) else other)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return len(self._callbacks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,10 +67,12 @@ class Objective:
     extras: Callable[[Tensor], dict[str, Any]] = lambda _: {}
     _takes: frozenset[str] = field(init=False)
     _takes_all: bool = field(init=False)
+    _takes_targets: bool = field(init=False)
 
     def __post_init__(self) -> None:
         parameters = inspect.signature(self.model.forward).parameters
         self._takes = frozenset(parameters)
+        self._takes_targets = next(itertools.islice(parameters, 1, None), "") in ("targets", "target", "labels", "y")
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def count(self, batch: Batch) -> Tensor:
@@ -113,8 +116,7 @@ class Objective:
                 return None, y, self.model(x, **self.extras(x))
             if "loss_divisor" in self._takes:
                 return self.model(x, y, loss_divisor=total, **self.extras(x)).loss, None, None
-            outputs = self.model(x, y) if len(self._takes) > 1 else self.model(x)
-            return None, y, outputs
+            return None, y, self.model(x, y) if self._takes_targets else self.model(x)
         labels = batch.get("labels")
         if self.compute is not None and labels is not None:
             batch = {key: value for key, value in batch.items() if key != "labels"}

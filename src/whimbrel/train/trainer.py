@@ -107,7 +107,7 @@ class BaseTrainer(TrainerCore):
         return output
 
     def reserve_saves(self) -> None:
-        """Take the pinned memory of asynchronous saves once the optimizer has its state, so that no save pays for it."""
+        """Take the pinned memory of asynchronous saves now that the optimizer has its state: no save pays for it."""
         if self.config.checkpoint.asynchronous and self.device.type == "cuda":
             self.checkpoint_manager.reserve(self.get_state_components())
 
@@ -303,7 +303,8 @@ class BaseTrainer(TrainerCore):
         if config.resume.path is not None:
             self.load_checkpoint(config.resume.path)
         elif config.overwrite_output_dir:
-            shutil.rmtree(config.output_dir / "checkpoints", ignore_errors=True)
+            for folder in ("checkpoints", "runs", "ema"):
+                shutil.rmtree(config.output_dir / folder, ignore_errors=True)
             (config.output_dir / "log.jsonl").unlink(missing_ok=True)
         elif newest is not None and config.resume.latest:
             self.load_checkpoint()
@@ -312,6 +313,9 @@ class BaseTrainer(TrainerCore):
                 f"{config.output_dir} holds a run with {newest.name}: resume_from_checkpoint=True goes on with it, "
                 "overwrite_output_dir=True begins anew, or name another output_dir"
             )
+        events = sorted(path for path in (config.output_dir / "runs").glob("*_*") if path.is_dir())
+        if config.log.dir is None and events:
+            self.args.logging_dir = str(events[-1])  # the folder of the run's earlier sittings
         self.checkpoint_manager.tidy(self.state.global_step)
 
     def _sequence_length(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +12,7 @@ from whimbrel.train.callback import TrainerCallback
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["TensorBoardCallback", "events_folder"]
-
-
-def events_folder(output_dir: Path) -> Path:
-    """Where a run's events are, or shall be: the folder of its earlier sittings, else `runs/{time_ns}_{host}`."""
-    earlier = sorted(path for path in (output_dir / "runs").glob("*_*") if path.is_dir())
-    return earlier[-1] if earlier else output_dir / "runs" / f"{time.time_ns()}_{socket.gethostname()}"
+__all__ = ["TensorBoardCallback"]
 
 
 class TensorBoardCallback(TrainerCallback):
@@ -40,8 +33,7 @@ class TensorBoardCallback(TrainerCallback):
     def on_train_begin(self, **event: Any) -> None:
         """Open the folder after the step that the run is at."""
         if event["state"].is_world_process_zero:
-            config = event["trainer"].config
-            self._folder = config.log.dir or events_folder(config.output_dir)
+            self._folder = Path(event["args"].logging_dir)
             self._open_after(event["state"].global_step)
 
     def on_rewind(self, **event: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ class Run:
 
     def __init__(self, output_dir: Path, callbacks: Iterable[object], steps: int = 10, log: LogConfig | None = None):
         self.config = TrainerConfig(output_dir=output_dir, train=TrainConfig(steps=steps), log=log or LogConfig())
+        self.args = SimpleNamespace(logging_dir=str(output_dir / "runs" / "1_host"))
         self.device = torch.device("cpu")
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
@@ -33,7 +35,7 @@ class Run:
 
     def tell(self, event: str, **own: Any) -> TrainerControl:
         self.control = self.callbacks.dispatch(
-            event, self.control, args=None, state=self.state, model=self.model, processing_class=None,
+            event, self.control, args=self.args, state=self.state, model=self.model, processing_class=None,
             optimizer=self.optimizer, lr_scheduler=None, train_dataloader=None, eval_dataloader=None, trainer=self,
             **own,
         )  # fmt: skip

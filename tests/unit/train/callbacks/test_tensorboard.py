@@ -11,8 +11,6 @@ import pytest
 
 from whimbrel.base.errors import MissingExtraError
 from whimbrel.train.callbacks import TensorBoardCallback
-from whimbrel.train.callbacks.tensorboard import events_folder
-from whimbrel.train.settings import LogConfig
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -36,7 +34,7 @@ def go(make_run: Any, first: int, last: int, sitting: int = 0, **settings: Any) 
 def test_every_step_evaluation_and_log(make_run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     go(make_run, 0, 3)
-    seen = curves(events_folder(tmp_path / "run"))
+    seen = curves(tmp_path / "run" / "runs" / "1_host")
     assert seen["train/loss"] == [(1, 0.0), (2, 1.0), (3, 2.0)]
     assert seen["train/tokens_per_second"] == [(1, 512.0), (2, 512.0), (3, 512.0)]
     assert [step for step, _ in seen["train/lr"]] == [step for step, _ in seen["train/grad_norm"]] == [1, 2, 3]
@@ -52,7 +50,7 @@ def test_two_resumes_leave_one_curve_without_what_no_longer_holds(make_run: Any,
     go(make_run, 3, 8, sitting=1)  # went on from step 3: steps 4 to 7 of before no longer hold
     go(make_run, 6, 9, sitting=2)
     assert len(list((tmp_path / "run" / "runs").iterdir())) == 1
-    seen = curves(events_folder(tmp_path / "run"))
+    seen = curves(tmp_path / "run" / "runs" / "1_host")
     own = [(1, 0.0), (2, 1.0), (3, 2.0), (4, 103.0), (5, 104.0), (6, 105.0), (7, 206.0), (8, 207.0), (9, 208.0)]
     assert seen["train/loss"] == own
     assert seen["eval/loss"] == [(3, 0.25), (6, 0.25), (9, 0.25)]
@@ -62,7 +60,7 @@ def test_a_run_that_begins_anew_shows_nothing_of_before(make_run: Any, tmp_path:
     pytest.importorskip("tensorboard")
     go(make_run, 0, 7)
     go(make_run, 0, 2, sitting=1)
-    assert curves(events_folder(tmp_path / "run"))["train/loss"] == [(1, 100.0), (2, 101.0)]
+    assert curves(tmp_path / "run" / "runs" / "1_host")["train/loss"] == [(1, 100.0), (2, 101.0)]
 
 
 def test_going_back(make_run: Any, tmp_path: Path) -> None:
@@ -74,14 +72,7 @@ def test_going_back(make_run: Any, tmp_path: Path) -> None:
     run.tell("on_rewind", step=2)
     run.step(loss=1.5)
     run.end()
-    assert curves(events_folder(tmp_path / "run"))["train/loss"] == [(1, 3.0), (2, 2.0), (3, 1.5)]
-
-
-def test_a_folder_of_ones_own(make_run: Any, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    go(make_run, 0, 1, log=LogConfig(dir=tmp_path / "events"))
-    assert curves(tmp_path / "events")["train/loss"] == [(1, 0.0)]
-    assert not (tmp_path / "run").exists()
+    assert curves(tmp_path / "run" / "runs" / "1_host")["train/loss"] == [(1, 3.0), (2, 2.0), (3, 1.5)]
 
 
 def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +91,7 @@ def test_many_sittings_in_quick_succession_are_read_in_their_order(make_run: Any
         run.tell("on_rewind", step=1)
         run.step(loss=float(sitting))
     run.end()
-    folder = events_folder(tmp_path / "run")
+    folder = tmp_path / "run" / "runs" / "1_host"
     assert curves(folder)["train/loss"] == [(2, 2.0)]
     seconds = [path.name.split(".")[3] for path in folder.iterdir()]
     assert len(set(seconds)) == len(seconds) == 4
