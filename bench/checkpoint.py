@@ -120,6 +120,7 @@ def measure_memory(training: Training, folder: Path, saves: int) -> dict[str, An
     for number in range(1, saves + 1):
         training.step()
         manager.save(number, components)
+        manager.finished()
         resident.append(_resident_mb())
     manager.wait()
     manager.close()

@@ -16,7 +16,7 @@ from whimbrel import __version__
 from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import sha256_file
 
-__all__ = ["FORMAT", "MANIFEST", "FileEntry", "Manifest", "Part", "read_manifest", "tool_versions"]
+__all__ = ["FORMAT", "FileEntry", "MANIFEST", "Manifest", "Part", "read_manifest", "tool_versions"]
 
 FORMAT = 2
 MANIFEST = "manifest.json"
