@@ -22,6 +22,8 @@ from whimbrel.models import GPT, GPTConfig
 from whimbrel.train.model_state import model_state
 
 SMALL = GPTConfig(context_length=64, vocab_size=1000, num_layers=2, embd_size=64, num_heads=2)
+PATIENCE = 300.0
+"""Seconds after which a save that is not done is asked why."""
 
 
 class Training:
@@ -67,14 +69,6 @@ def measure_stall(training: Training, folder: Path, rounds: int) -> dict[str, An
     """Seconds that a save adds to the step after it, in the background against here."""
     components = training.components()
     step = statistics.median(training.seconds(training.step) for _ in range(20))
-    here = CheckpointManager(folder / "here", keep=1)
-    here.reserve(components)
-    synchronous = [training.seconds(lambda n=n: here.save(n, components)) for n in range(1, rounds + 1)]  # type: ignore[misc]
-    total = sum(
-        entry.size for entry in read_manifest(folder / "here" / "checkpoints" / f"step-{rounds:08d}").files.values()
-    )
-    here.close()
-
     manager = CheckpointManager(folder / "background", keep=1, asynchronous=True)
     reserved = training.seconds(lambda: manager.reserve(components))
     stalls, calls, durable, slowdowns = [], [], [], []
@@ -91,10 +85,20 @@ def measure_stall(training: Training, folder: Path, rounds: int) -> dict[str, An
         meanwhile = []
         while not manager.finished():
             meanwhile.append(training.seconds(training.step))
+            if time.perf_counter() - begun > PATIENCE:
+                manager.wait()  # raises what a save failed with
         durable.append(time.perf_counter() - begun)
         slowdowns.append(statistics.median(meanwhile or [step]) / step)
     manager.wait()
     manager.close()
+
+    here = CheckpointManager(folder / "here", keep=1)
+    here.reserve(components)
+    synchronous = [training.seconds(lambda n=n: here.save(n, components)) for n in range(1, rounds + 1)]  # type: ignore[misc]
+    total = sum(
+        entry.size for entry in read_manifest(folder / "here" / "checkpoints" / f"step-{rounds:08d}").files.values()
+    )
+    here.close()
     later = statistics.median(stalls[1:])
     whole = statistics.median(synchronous)
     return {
