@@ -121,7 +121,7 @@ class Driver:
         self._batches.begin(state.raw_epoch)
         trainer.control.should_log |= trainer.config.log.each_epoch
         trainer.control.should_evaluate |= trainer.config.validation.each_epoch and self._may_evaluate()
-        trainer.control.should_save |= trainer.config.checkpoint.each_epoch
+        self._mark_save(trainer.config.checkpoint.each_epoch)
         trainer.tell("on_epoch_end")
 
     def _mark_due(self) -> None:
@@ -133,7 +133,22 @@ class Driver:
 
         control.should_log |= due(config.log.every) or (step == 1 and config.log.first)
         control.should_evaluate |= due(config.validation.every) and self._may_evaluate()
-        control.should_save |= due(config.checkpoint.every)
+        self._mark_save(due(config.checkpoint.every))
+
+    def _mark_save(self, due: bool) -> None:
+        """A save that is due brings the evaluation that it is measured by, also where the run pauses at this step."""
+        control = self._trainer.control
+        control.should_save |= due
+        control.should_evaluate |= due and self._measures_saves and self._trainer.can_evaluate
+
+    @property
+    def _measures_saves(self) -> bool:
+        return self._trainer.config.checkpoint.evaluate or self._trainer.config.checkpoint.best is not None
+
+    @property
+    def _pauses(self) -> bool:
+        """Whether the run is to save and end before its last step; when it goes on, no trace of that is left."""
+        return self._trainer.drains and self._trainer.state.global_step < self._trainer.state.max_steps
 
     def _may_evaluate(self) -> bool:
         state, validation = self._trainer.state, self._trainer.config.validation
@@ -146,7 +161,7 @@ class Driver:
         if trainer.control.should_abort_without_save:
             return
         if final:
-            if not trainer.drains:  # a run that is to go on leaves no trace of where it paused
+            if not self._pauses:
                 trainer.control.should_log |= config.log.every is not None or config.log.each_epoch
                 trainer.control.should_evaluate |= config.validation.at_end and trainer.can_evaluate
             trainer.control.should_save |= config.checkpoint.at_end
@@ -176,7 +191,7 @@ class Driver:
 
     def _evaluate(self) -> None:
         trainer, config = self._trainer, self._trainer.config.checkpoint
-        before_save = trainer.control.should_save and (config.evaluate or config.best is not None)
+        before_save = trainer.control.should_save and self._measures_saves and not self._pauses
         if (trainer.control.should_evaluate or before_save) and trainer.can_evaluate and self._first("evaluate"):
             trainer.evaluate()
             trainer.control.should_save |= (

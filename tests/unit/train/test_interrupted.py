@@ -6,6 +6,7 @@ import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from whimbrel.base.errors import WriteError
 from whimbrel.base.files import PARTIAL
 from whimbrel.checkpoint import list_checkpoints, read_component
-from whimbrel.train import RunConfig, RunTrainer, train
+from whimbrel.train import RunConfig, RunTrainer, TrainerCallback, read_log, train
 from whimbrel.train.callbacks import JsonLogCallback
 from whimbrel.train.model_state import GPTState
 
@@ -89,3 +90,29 @@ def test_a_checkpoint_knows_that_it_is_the_best(make_run: MakeRun) -> None:
     for step, path in list_checkpoints(config.output_dir).items():
         state = read_component(path, "trainer")
         assert (state["best_global_step"], state["best_model_checkpoint"]) == (step, str(path))
+
+
+class Pause(TrainerCallback):
+    """Asks for a save and the end after a step, as a signal does."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.drains = step, False
+
+    def on_step_end(self, **event: Any) -> None:
+        if event["state"].global_step == self.step:
+            event["control"].should_save = event["control"].should_training_stop = self.drains = True
+
+
+@pytest.mark.parametrize("step", [3, 4, 6])  # nothing else due, a save due, the last one
+def test_a_pause_leaves_no_trace(make_run: MakeRun, tmp_path: Path, step: int) -> None:
+    settings = {"checkpoint__every": 4, "checkpoint__best": 1, "log__every": 5, "validation__every": 5}
+    logs = []
+    for name in ("whole", "paused"):
+        config = make_run(output_dir=tmp_path / name, **settings)
+        if name == "paused":
+            train(config, callbacks=[JsonLogCallback(), Pause(step)])
+            assert max(list_checkpoints(config.output_dir)) == step
+        run(config)
+        lines = read_log(config.output_dir / "log.jsonl")
+        logs.append([{key: line.get(key) for key in ("kind", "after", "loss")} for line in lines])
+    assert logs[0] == logs[1]
