@@ -1,0 +1,245 @@
+"""Whatever ends a run, and when: the same command goes on with it, and it ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whimbrel.base.files import PARTIAL
+from whimbrel.checkpoint import list_checkpoints, read_component, read_manifest, verify_checkpoint
+from whimbrel.cli.main import main
+from whimbrel.config import dump_toml
+from whimbrel.data.prepare import prepare
+from whimbrel.text import train_tokenizer
+from whimbrel.train import read_log
+
+SOAK = os.environ.get("WHIMBREL_SOAK") == "1"
+KILLS = 50 if SOAK else 10
+"""Kills of each recipe: 300 in all with WHIMBREL_SOAK=1, else 20."""
+SEED = int(os.environ.get("WHIMBREL_SOAK_SEED", "0"))
+TIMED = {"seconds", "peak_memory"}
+"""What no two runs have in common."""
+
+Table = dict[str, dict[str, Any]]
+
+EVERYTHING: Table = {
+    "model": {"context_length": 32, "vocab_size": 300, "num_layers": 2, "embd_size": 32, "num_heads": 2,
+              "position": "rope"},
+    "data": {"shuffle_seed": 3, "documents": "mask"},
+    "train": {"steps": 60, "micro_batch": 4, "accumulation": 2, "clip": 1.0, "device": "cpu", "seed": 11},
+    "optim": {"name": "adamw", "lr": 1e-2},
+    "schedule": {"name": "cosine", "warmup_steps": 10},
+    "validation": {"every": 7, "tokens": 320},
+    "checkpoint": {"every": 4, "keep": 2, "best": 1},
+    "sample": {"every": 9, "max_new_tokens": 4},
+    "ema": {"decay": 0.9},
+    "log": {"every": 6},
+}  # fmt: skip
+"""A run with all that has a state on: each of these has to go on where it was."""
+
+RECIPES: dict[str, Table] = {
+    "adamw": {},
+    "muon": {"optim": {"name": "muon"}, "train": {"precision": "bf16"}, "data": {"documents": "join"}},
+}
+SOAK_RECIPES: dict[str, Table] = {
+    "pack": {"data": {"documents": "pack"}, "train": {"accumulation": 3, "micro_batch": 2}},
+    "recompute": {"train": {"recompute": "full"}, "schedule": {"name": "constant"}, "optim": {"lr": 3e-2}},
+    "selective": {"train": {"recompute": "selective", "precision": "bf16", "accumulation": 1}},
+    "synchronous": {"checkpoint": {"asynchronous": False}, "optim": {"name": "muon"}},
+}
+if importlib.util.find_spec("tensorboard"):
+    SOAK_RECIPES["pack"]["log"] = {"tensorboard": True}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
+    """About 20,000 tokens of Shakespeare, a vocabulary of 300, every speech a document."""
+    folder = tmp_path_factory.mktemp("shards")
+    (folder / "text.txt").write_text(shakespeare[:40_000])
+    tokenizer = train_tokenizer([shakespeare[:40_000]], 300)
+    prepare([folder / "text.txt"], folder / "shards", tokenizer, name="tiny", separator="\n\n", val_tokens=1500)
+    return folder / "shards"
+
+
+@pytest.fixture
+def folder(workdir: Path, shards: Path) -> Path:
+    """The current directory, with a recipe that writes to `run`."""
+    write_recipe(shards, {})
+    return workdir
+
+
+def write_recipe(shards: Path, changes: Table) -> None:
+    table = {section: values | changes.get(section, {}) for section, values in EVERYTHING.items()}
+    table["data"]["path"] = str(shards)
+    Path("recipe.toml").write_text(dump_toml({"output_dir": "run"} | table))
+
+
+def contents(run: Path) -> dict[str, Any]:
+    """Every file of a run: to the byte, or, where it holds times, to the last bit of each number."""
+    files = [path for path in sorted(run.rglob("*")) if path.is_file() and "tfevents" not in path.name]
+    found = {path.relative_to(run).as_posix(): content(path) for path in files}
+    return found | {folder.parent.name: curves(folder) for folder in run.glob("runs/*")}
+
+
+def content(path: Path) -> Any:
+    if path.name == "log.jsonl":
+        return timeless(read_log(path))
+    if path.name == "trainer.json":
+        return timeless(read_component(path.parent, "trainer"))
+    if path.name == "manifest.json":
+        manifest = read_manifest(path.parent)
+        files = {name: entry for name, entry in manifest.files.items() if name != "trainer.json"}
+        return manifest.step, manifest.components, manifest.about, timeless(manifest.metric), files
+    return path.read_bytes()
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, str]]]:
+    """What TensorBoard shows of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.endswith(("tokens_per_second", *TIMED))]
+    return {tag: [(event.step, event.value.hex()) for event in events.Scalars(tag)] for tag in tags}
+
+
+def timeless(value: Any) -> Any:
+    """Without times and memory; numbers as hexadecimal, so that equal is equal in every bit."""
+    if isinstance(value, dict):
+        return {key: timeless(own) for key, own in value.items() if key not in TIMED}
+    if isinstance(value, list | tuple):
+        return [timeless(own) for own in value]
+    return value.hex() if isinstance(value, float) else value
+
+
+def assert_same(whole: Path, broken: Path) -> None:
+    expected, found = contents(whole), contents(broken)
+    assert sorted(found) == sorted(expected)
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", [*RECIPES, *(SOAK_RECIPES if SOAK else ())])
+def test_killed_again_and_again(
+    workdir: Path, shards: Path, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    write_recipe(shards, (RECIPES | SOAK_RECIPES)[name])
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("killing.py"), str(KILLS), f"{name} {SEED}"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = json.loads(done.stdout)
+    assert seen["faults"] == []
+    assert seen["kills"] == KILLS
+    assert seen["inside"] >= 0.3 * KILLS
+    for number in range(seen["runs"]):
+        assert_same(workdir / "whole", workdir / f"broken-{number}")
+    said = (workdir / "output.txt").read_text()
+    assert "passed over" not in said, "a kill left a damaged checkpoint"
+    record_property(
+        "faults", f"killed while training ({name}): {seen['kills']} kills, {seen['inside']} inside a save, "
+        f"{seen['fresh']} of new processes, {seen['runs']} runs, all equal to the unbroken one",
+    )  # fmt: skip
+
+
+def start(*words: str) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "whimbrel", "train", "recipe.toml", *words]
+    with Path("output.txt").open("ab") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+
+
+def wait_until(process: subprocess.Popen[bytes], there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not there():
+        assert process.poll() is None, Path("output.txt").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def steps_logged(run: Path = Path("run")) -> int:
+    log = run / "log.jsonl"
+    return sum(line["kind"] == "step" for line in read_log(log)) if log.exists() else 0
+
+
+def whimbrel(*words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    return int(end.value.code or 0)
+
+
+def test_signals_end_a_run_that_goes_on_as_if_never_ended(folder: Path) -> None:
+    seldom = ("--checkpoint.every=23", "--validation.every=29", "--log.every=31", "--sample.every=37")
+    assert start(*seldom).wait(120) == 0
+    Path("run").rename("whole")
+    for number, words, code in ((signal.SIGTERM, (), 0), (signal.SIGINT, ("--exit-143",), 143)):
+        before = steps_logged()
+        process = start(*seldom, *words)
+        wait_until(process, lambda before=before: steps_logged() >= before + 10)
+        process.send_signal(number)
+        assert process.wait(120) == code
+        newest = max(list_checkpoints(Path("run")))
+        assert newest == steps_logged() < 46
+    assert start(*seldom).wait(120) == 0
+    expected, found = contents(Path("whole")), contents(Path("run"))
+    for name in expected:
+        assert found[name] == expected[name], name
+    strangers = {Path(name).parent for name in found.keys() - expected.keys()}
+    assert {path.parent.name for path in strangers} == {"ema"}  # the mean of the weights at each of the two ends
+
+
+def test_a_second_signal_kills_and_the_run_counts_as_dead(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    process = start("--train.accumulation=2000")  # a step of seconds
+    wait_until(process, lambda: Path("run/endpoint.json").exists())
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == -signal.SIGTERM
+    assert list_checkpoints(Path("run")) == {}
+    assert whimbrel("runs", ".") == 0
+    assert "dead" in capsys.readouterr().out
+    assert whimbrel("control", "run", "status") == 2
+    assert "run is not running" in capsys.readouterr().err
+
+
+def test_a_running_job_obeys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    endless = ("--train.steps=1000000", "--checkpoint.every=none", "--validation.every=none", "--sample.every=none")
+    run = Path("run")
+    process = start(*endless)
+    wait_until(process, lambda: steps_logged() >= 5)
+    assert whimbrel("control", "run", "status") == 0
+    assert "1000000" in capsys.readouterr().out.replace(",", "")
+    assert whimbrel("runs", ".") == 0
+    assert "running" in capsys.readouterr().out
+    assert start(*endless).wait(120) == 2  # nobody else may work there
+    assert whimbrel("control", "run", "save") == 0
+    wait_until(process, lambda: bool(list_checkpoints(run)))
+    [saved] = list_checkpoints(run)
+    wait_until(process, lambda: steps_logged() > saved)
+    assert whimbrel("control", "run", "save-stop") == 0
+    assert process.wait(120) == 0
+    last = max(list_checkpoints(run))
+    assert last == steps_logged() > saved
+    assert not any(line["kind"] == "validation" and line["after"] > saved for line in read_log(run / "log.jsonl"))
+    process = start(*endless)
+    wait_until(process, lambda: steps_logged() > last + 5)
+    assert whimbrel("control", "run", "abort") == 0
+    assert process.wait(120) == 0
+    assert max(list_checkpoints(run)) == last
+    for path in list_checkpoints(run).values():
+        verify_checkpoint(path)
+    assert not list(run.rglob(f"{PARTIAL}*"))
+    capsys.readouterr()
+    assert whimbrel("runs", ".") == 0
+    assert "stopped" in capsys.readouterr().out
