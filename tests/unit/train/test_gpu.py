@@ -15,18 +15,18 @@ from whimbrel.train.callbacks import JsonLogCallback
 
 pytestmark = pytest.mark.gpu
 MakeRun = Callable[..., RunConfig]
+DEVICE = "cuda"
 
 
 class Stop(TrainerCallback):
     """Drains a run, as a signal does."""
 
-    drains = True
-
     def __init__(self, after: int) -> None:
-        self.after = after
+        self.after, self.drains = after, False
 
     def on_step_end(self, **event: Any) -> None:
         if event["state"].global_step == self.after:
+            self.drains = True
             event["control"].should_training_stop = event["control"].should_save = True
 
 
@@ -45,7 +45,7 @@ def tensors(node: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_resumed_run_is_bit_identical(make_run: MakeRun, tmp_path: Path, optimizer: str, precision: str) -> None:
     settings = {
-        "train__device": "cuda", "train__deterministic": True, "train__precision": precision, "train__clip": 1.0,
+        "train__device": DEVICE, "train__deterministic": True, "train__precision": precision, "train__clip": 1.0,
         "optim__name": optimizer, "checkpoint__every": 3, "validation__every": 4, "train__steps": 10, "ema__decay": 0.9,
         "log__every": 3,
     }  # fmt: skip
