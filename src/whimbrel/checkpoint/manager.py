@@ -71,9 +71,10 @@ class CheckpointManager:
         self._ranks = ranks or Ranks()
         self._groups = dict(process_groups or {})
         self._memory = HostMemory()
-        background = asynchronous and self._ranks.world_size == 1
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
+        self._background = asynchronous and self._ranks.world_size == 1
+        self._writer: ThreadPoolExecutor | None = None
         self._flight: Future[None] | None = None
+        self._pruning: Future[None] | None = None
         self._failure: Exception | None = None
         self._finished: deque[Saved] = deque()
         self._own: set[int] = set()
@@ -99,12 +100,13 @@ class CheckpointManager:
     ) -> Path:
         """Save the state as it is now, as the checkpoint of `step` or at another `path`; say where.
 
-        Waits for a save in flight. A step that was saved before, and still looks whole, is not written again; what
-        else has its name (a damaged folder, a checkpoint of a course that the run has left) is replaced.
+        Waits for a save in flight, though not for what it removes afterwards. A step that was saved before, and still
+        looks whole, is not written again; what else has its name (a damaged folder, a checkpoint of a course that the
+        run has left) is replaced.
         """
         check_components(components, self._groups)
         remembered = _plain({} if about is None else about)
-        self._settle()
+        self._await_write()
         target = checkpoint_path(self.run, step) if path is None else Path(path)
         if self._ranks.broadcast(path is None and step in self._own and has_all_files(target)):
             return target
@@ -113,14 +115,19 @@ class CheckpointManager:
         self._ranks.together(lambda: pieces.extend(self._take(component) for component in components))
         self._check_replication(pieces)
         job = partial(self._write, target, step, pieces, None if metric is None else float(metric), remembered)
-        if path is None:
-            job = partial(self._write_and_prune, step, job)
+        prune = partial(self._prune_after, step) if path is None else None
         self._failure = None
-        if self._writer is None:
+        if not self._background:
             self._attend(job)
+            if prune is not None:
+                self._attend(prune)
             self.wait()
-        else:
-            self._flight = self._writer.submit(self._attend, job)
+            return target
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._flight = self._writer.submit(self._attend, job)
+        if prune is not None:
+            self._pruning = self._writer.submit(self._attend, prune)
         return target
 
     def finished(self) -> list[Saved]:
@@ -193,6 +200,7 @@ class CheckpointManager:
         self._settle()
         if self._writer is not None:
             self._writer.shutdown()
+            self._writer = None
         self._memory.release()
 
     def _take(self, component: StateComponent) -> Piece:
@@ -213,6 +221,9 @@ class CheckpointManager:
     def _write(self, target: Path, step: int, pieces: list[Piece], metric: float | None, about: dict[str, Any]) -> None:
         """Write until it works, or has failed too often."""
         self._memory.arrived()
+        in_run = target == checkpoint_path(self.run, step)
+        if in_run and self._ranks.first:
+            self._sweep(self.run / "checkpoints")
         attempt = partial(write_checkpoint, target, step, pieces, metric, about, self._ranks)
         for pause in RETRY_PAUSES:
             try:
@@ -223,15 +234,15 @@ class CheckpointManager:
                 time.sleep(pause)
         else:
             attempt()
+        if in_run:
+            self._own.add(step)
+            self._damaged.discard(target)
         self._finished.append(Saved(step, target))
 
-    def _write_and_prune(self, step: int, write: Callable[[], None]) -> None:
-        if self._ranks.first:
-            self._sweep(self.run / "checkpoints")
-        write()
-        self._own.add(step)
-        self._damaged.discard(checkpoint_path(self.run, step))
-        self._prune(step)
+    def _prune_after(self, step: int) -> None:
+        """Prune, if the save of `step` went well."""
+        if step in self._own:
+            self._prune(step)
 
     def _prune(self, newest: int) -> None:
         """Remove what need not be kept beside the checkpoint of step `newest`."""
@@ -252,11 +263,18 @@ class CheckpointManager:
         except OSError as error:
             logger.warning("cannot remove what an interrupted write left: %s", error)
 
-    def _settle(self) -> None:
-        """Wait for the save in flight."""
+    def _await_write(self) -> None:
+        """Wait for the save in flight: its memory is needed for the next."""
         if self._flight is not None:
             wait_for([self._flight])
             self._flight = None
+
+    def _settle(self) -> None:
+        """Wait until nothing is written or removed any more."""
+        self._await_write()
+        if self._pruning is not None:
+            wait_for([self._pruning])
+            self._pruning = None
 
     def _attend(self, job: Callable[[], None]) -> None:
         """Do a save; a failure is kept for `wait`, and nothing else comes of it."""

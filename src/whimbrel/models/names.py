@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ class Place(NamedTuple):
     transposed: bool = False
 
 
+@functools.cache
 def places(model_type: str, config: GPTConfig) -> list[Place]:
     """Every tensor that a file of this family holds; a tied head is stored once, as the embedding."""
     with torch.device("meta"):

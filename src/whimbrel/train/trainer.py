@@ -15,6 +15,7 @@ from torch import nn
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.logging import get_logger
+from whimbrel.checkpoint import step_folders
 from whimbrel.data import TokenDataLoader
 from whimbrel.optim import whole_steps
 from whimbrel.parallel import memory_budget, offload_activations
@@ -295,7 +296,7 @@ class BaseTrainer(TrainerCore):
 
     def _resume(self) -> None:
         """Load the checkpoint that was asked for; a run that nobody asked to go on with is neither mixed nor lost."""
-        config, newest = self.config, self.checkpoint_manager.newest()
+        config, found = self.config, step_folders(self.config.output_dir)
         if liveness(config.output_dir) == "running":
             raise ConfigError(
                 f"{config.output_dir} is the directory of a run that is running: name another output_dir, or stop it"
@@ -303,17 +304,17 @@ class BaseTrainer(TrainerCore):
         if config.resume.path is not None:
             self.load_checkpoint(config.resume.path)
         elif config.overwrite_output_dir:
-            for folder in ("checkpoints", "runs", "ema"):
-                shutil.rmtree(config.output_dir / folder, ignore_errors=True)
+            for folder in (*found.values(), *config.output_dir.glob("ema/step-*"), *_event_folders(config.output_dir)):
+                shutil.rmtree(folder)
             (config.output_dir / "log.jsonl").unlink(missing_ok=True)
-        elif newest is not None and config.resume.latest:
+        elif found and config.resume.latest:
             self.load_checkpoint()
-        elif newest is not None:
+        elif found:
             raise ConfigError(
-                f"{config.output_dir} holds a run with {newest.name}: resume_from_checkpoint=True goes on with it, "
+                f"{config.output_dir} holds a run at step {max(found)}: resume_from_checkpoint=True goes on with it, "
                 "overwrite_output_dir=True begins anew, or name another output_dir"
             )
-        events = sorted(path for path in (config.output_dir / "runs").glob("*_*") if path.is_dir())
+        events = _event_folders(config.output_dir)
         if config.log.dir is None and events:
             self.args.logging_dir = str(events[-1])  # the folder of the run's earlier sittings
         self.checkpoint_manager.tidy(self.state.global_step)
@@ -358,3 +359,8 @@ class Trainer(BaseTrainer):
     def default_callbacks(cls) -> list[Any]:
         """Progress, log, drain and live control."""
         return [JsonLogCallback(), ProgressCallback(), DrainOnSignal(), ControlCallback()]
+
+
+def _event_folders(output_dir: Path) -> list[Path]:
+    """Where earlier sittings of a run wrote TensorBoard events, as the arguments name such folders."""
+    return sorted(path for path in output_dir.glob("runs/[0-9]*_*") if path.is_dir())

@@ -309,7 +309,7 @@ def test_resume_takes_true_latest_or_a_path(args: Args, tmp_path: Path) -> None:
         assert again.resumed_from is not None
         assert again.resumed_from.name == f"step-{first:08d}"
         assert losses.hex[: 8 - first] == reference.hex[first:]
-    with pytest.raises(ConfigError, match=r"holds a run with step-00000008: resume_from_checkpoint=True goes on"):
+    with pytest.raises(ConfigError, match=r"holds a run at step 8: resume_from_checkpoint=True goes on"):
         fit(args(**settings, output_dir=str(tmp_path / "whole")))
     _, losses = fit(args(**settings, output_dir=str(tmp_path / "whole"), overwrite_output_dir=True))
     assert losses.hex == reference.hex
