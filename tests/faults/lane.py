@@ -1,4 +1,4 @@
-"""One fault lane, in a process of its own under the shim: `python lane.py LANE FOLDER STRIDE` prints what it found.
+"""One fault lane, in a process of its own under the shim: `python lane.py LANE FOLDER` prints what it found.
 
 Every point is a forked child that saves while the shim waits for its n-th call; the parent looks at what is left.
 """
@@ -140,28 +140,28 @@ def look(run: Path, allowed: set[float]) -> str | None:
     return None
 
 
-def points(base: Path, act: Callable[[Path], None], stride: int, kinds: int = EVERY) -> Iterator[tuple[int, Path]]:
-    """Every `stride`-th call that `act` makes, each with a fresh copy of the run."""
+def points(base: Path, act: Callable[[Path], None], kinds: int = EVERY) -> Iterator[tuple[int, Path]]:
+    """Every call that `act` makes, each with a fresh copy of the run."""
     run = base.with_name("work")
     shutil.copytree(base, run)
     arm(run, 0, COUNT, kinds=kinds)
     act(run)
     total = shim.fault_calls()
     shim.fault_disarm()
-    for at in range(1, total + 1, stride):
+    for at in range(1, total + 1):
         shutil.rmtree(run)
         shutil.copytree(base, run)
         yield at, run
     shutil.rmtree(run)
 
 
-def killed(base: Path, stride: int, *, asynchronous: bool) -> Iterator[str | None]:
+def killed(base: Path, *, asynchronous: bool) -> Iterator[str | None]:
     """SIGKILL at the n-th call."""
 
     def act(run: Path) -> None:
         save(run, asynchronous=asynchronous)
 
-    for at, run in points(base, act, stride):
+    for at, run in points(base, act):
         child = os.fork()
         if child == 0:
             arm(run, at, KILL)
@@ -174,13 +174,13 @@ def killed(base: Path, stride: int, *, asynchronous: bool) -> Iterator[str | Non
         yield _told(f"killed at call {at}", run, {2.0, 30.0})
 
 
-def failing(base: Path, stride: int, action: int, code: int, kinds: int) -> Iterator[str | None]:
+def failing(base: Path, action: int, code: int, kinds: int) -> Iterator[str | None]:
     """An error at the n-th call: alone, and the save works in the end; or at all from there on, and it cannot."""
 
     def act(run: Path) -> None:
         save(run, asynchronous=False)
 
-    for at, run in points(base, act, stride, kinds):
+    for at, run in points(base, act, kinds):
         what = f"{errno.errorcode[code]} {'at' if action == FAIL_ONCE else 'from'} call {at}"
         arm(run, at, action, code, kinds)
         try:
@@ -214,26 +214,26 @@ def notes(base: Path) -> Iterator[str | None]:
 
 
 LANES: dict[str, Callable[[Path, int], Iterator[str | None]]] = {
-    "killed": lambda base, stride: killed(base, stride, asynchronous=False),
-    "killed in the background": lambda base, stride: killed(base, stride, asynchronous=True),
-    "killed over a damaged one": lambda base, stride: killed(base, stride, asynchronous=False),
-    "full disk once": lambda base, stride: failing(base, stride, FAIL_ONCE, errno.ENOSPC, DATA | SYNC | NAME),
-    "full disk": lambda base, stride: failing(base, stride, FAIL_ON, errno.ENOSPC, DATA | SYNC | NAME),
-    "broken disk once": lambda base, stride: failing(base, stride, FAIL_ONCE, errno.EIO, EVERY),
-    "broken disk": lambda base, stride: failing(base, stride, FAIL_ON, errno.EIO, EVERY),
-    "notes": lambda base, stride: notes(base),
+    "killed": lambda base: killed(base, asynchronous=False),
+    "killed in the background": lambda base: killed(base, asynchronous=True),
+    "killed over a damaged one": lambda base: killed(base, asynchronous=False),
+    "full disk once": lambda base: failing(base, FAIL_ONCE, errno.ENOSPC, DATA | SYNC | NAME),
+    "full disk": lambda base: failing(base, FAIL_ON, errno.ENOSPC, DATA | SYNC | NAME),
+    "broken disk once": lambda base: failing(base, FAIL_ONCE, errno.EIO, EVERY),
+    "broken disk": lambda base: failing(base, FAIL_ON, errno.EIO, EVERY),
+    "notes": notes,
 }
 
 
 def main() -> None:
     """Run one lane."""
-    lane, folder, stride = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    lane, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     manager_module.RETRY_PAUSES = (0.0, 0.0)
     base = folder / "base"
     prepare(base, damaged="damaged" in lane)
-    json.dump(list(LANES[lane](base, stride)), sys.stdout)
+    json.dump(list(LANES[lane](base)), sys.stdout)
 
 
 if __name__ == "__main__":
