@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from whimbrel.train.state import TrainerControl
 
-__all__ = ["EVENTS", "Callbacks", "StopRequest", "TrainerCallback", "callback_name"]
+__all__ = ["Callbacks", "StopRequest", "TrainerCallback", "callback_name"]
 
 EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from whimbrel.data.prepare import prepare
 from whimbrel.text import train_tokenizer
-from whimbrel.train import RunConfig
+from whimbrel.train import BaseTrainer, RunConfig, TrainerCallback, TrainingArguments
 from whimbrel.train.config import run_config
 
 MakeRun = Callable[..., RunConfig]
@@ -45,3 +48,80 @@ def make_run(shards: Path, tmp_path: Path) -> MakeRun:
         return run_config({"output_dir": str(output_dir), **table})
 
     return make
+
+
+class Net(nn.Module):
+    """A small classifier; with dropout, every random number counts."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.layers(x)
+        return logits if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
+
+
+class Losses(TrainerCallback):
+    """Keeps the loss of every step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    @property
+    def hex(self) -> list[str]:
+        return [value.hex() for value in self.values]
+
+    def on_train_metrics(self, **event: Any) -> None:
+        self.values.append(event["metrics"]["loss"])
+
+
+@pytest.fixture
+def net() -> Callable[..., nn.Module]:
+    """The classifier, always with the same weights."""
+
+    def make(dropout: float = 0.0) -> nn.Module:
+        torch.manual_seed(0)
+        return Net(dropout)
+
+    return make
+
+
+@pytest.fixture
+def data() -> Callable[..., list[dict[str, Any]]]:
+    """Rows for it, always the same."""
+
+    def make(count: int = 24) -> list[dict[str, Any]]:
+        rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(3))
+        return [{"x": row, "labels": int(row.sum() > 0) + int(row[0] > 1)} for row in rows]
+
+    return make
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> Callable[..., TrainingArguments]:
+    """Arguments of a run of eight steps that saves nothing."""
+
+    def make(**changes: Any) -> TrainingArguments:
+        settings = {
+            "output_dir": str(tmp_path / "run"), "max_steps": 8, "per_device_train_batch_size": 4,
+            "learning_rate": 0.05, "use_cpu": True, "logging_steps": 2, "save_strategy": "no",
+            "lr_scheduler_type": "constant",
+        }  # fmt: skip
+        return TrainingArguments(**settings | changes)
+
+    return make
+
+
+@pytest.fixture
+def fit(net: Callable[..., nn.Module], data: Callable[..., Any]) -> Callable[..., tuple[BaseTrainer, Losses]]:
+    """Train the classifier, or another model, and give the trainer and the losses."""
+
+    def run(args: TrainingArguments, model: nn.Module | None = None, **keywords: Any) -> tuple[BaseTrainer, Losses]:
+        losses, resume = Losses(), keywords.pop("resume", None)
+        keywords = {"train_dataset": data(), **keywords, "callbacks": [losses, *keywords.get("callbacks", ())]}
+        trainer = BaseTrainer(args, model or net(), **keywords)
+        trainer.train(resume)
+        return trainer, losses
+
+    return run

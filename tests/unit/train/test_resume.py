@@ -1,0 +1,136 @@
+"""What a trainer saves, and that a run goes on from it to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.checkpoint import SharingPattern, list_checkpoints
+from whimbrel.train import BaseTrainer, TrainerCallback, TrainingArguments
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_run_is_bit_identical_with_dropout_and_epochs(
+    args: Make, fit: Make, net: Make, data: Make, tmp_path: Path, workers: int
+) -> None:
+    """Broken in the middle of an epoch, twice; losses, weights, moments, log and every random number agree."""
+
+    def settings(name: str, **changes: Any) -> TrainingArguments:
+        return args(
+            output_dir=str(tmp_path / name), max_steps=-1, num_train_epochs=3, gradient_accumulation_steps=2,
+            save_strategy="steps", save_steps=2, lr_scheduler_type="cosine", warmup_steps=2, logging_steps=3,
+            eval_strategy="steps", eval_steps=3, dataloader_num_workers=workers, seed=5, **changes,
+        )  # fmt: skip
+
+    class Break(TrainerCallback):
+        def __init__(self, at: int) -> None:
+            self.at = at
+
+        def on_step_begin(self, **event: Any) -> None:
+            if event["state"].global_step == self.at:
+                raise KeyboardInterrupt
+
+    whole, reference = fit(settings("whole"), net(0.3), train_dataset=data(22), eval_dataset=data(6))
+    drawn = (random.random(), np.random.rand(), torch.rand(1))
+    for at in (3, 7):
+        with pytest.raises(KeyboardInterrupt):
+            fit(
+                settings("broken"), net(0.3), train_dataset=data(22), eval_dataset=data(6), callbacks=[Break(at)],
+                resume=True,
+            )  # fmt: skip
+    random.seed(99)
+    torch.manual_seed(99)
+    broken, last = fit(settings("broken"), net(0.3), train_dataset=data(22), eval_dataset=data(6), resume=True)
+    assert last.hex == reference.hex[6:]
+    assert (random.random(), np.random.rand(), torch.rand(1)) == drawn
+    for a, b in zip(whole.unwrapped_model().parameters(), broken.unwrapped_model().parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert whole.optimizer is not None
+    assert broken.optimizer is not None
+    theirs = broken.optimizer.state_dict()["state"]
+    for index, state in whole.optimizer.state_dict()["state"].items():
+        assert all(torch.equal(tensor, theirs[index][name]) for name, tensor in state.items())
+    assert broken.state.log_history == whole.state.log_history
+    assert broken.state.total_flos == whole.state.total_flos
+
+
+def test_resume_takes_true_latest_or_a_path(args: Make, fit: Make, tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    _, reference = fit(args(**settings, output_dir=str(tmp_path / "whole")))
+    for resume, first in ((True, 8), ("latest", 8), (str(tmp_path / "whole/checkpoints/step-00000004"), 4)):
+        again, losses = fit(args(**settings, output_dir=str(tmp_path / "whole")), resume=resume)
+        assert again.resumed_from is not None
+        assert again.resumed_from.name == f"step-{first:08d}"
+        assert losses.hex[: 8 - first] == reference.hex[first:]
+    with pytest.raises(ConfigError, match=r"holds a run at step 8: resume_from_checkpoint=True goes on"):
+        fit(args(**settings, output_dir=str(tmp_path / "whole")))
+    _, losses = fit(args(**settings, output_dir=str(tmp_path / "whole"), overwrite_output_dir=True))
+    assert losses.hex == reference.hex
+    with pytest.raises(CheckpointError, match="no whole checkpoint|cannot be read"):
+        fit(args(output_dir=str(tmp_path / "none")), resume=str(tmp_path / "none" / "checkpoints"))
+
+
+def test_a_component_can_be_left_out(args: Make, fit: Make, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
+    fit(args(**settings))
+    folder = Path(args().output_dir or "") / "checkpoints" / "step-00000004"
+    for path in folder.glob("optimizer.*"):
+        path.unlink()
+    again, _ = fit(args(**settings | {"max_steps": 5}), resume=True)
+    assert "holds no 'optimizer'" in caplog.text
+    assert again.optimizer is not None
+    assert {int(state["step"]) for state in again.optimizer.state.values()} == {1}
+    (folder / "model" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        fit(args(**settings), resume=str(folder))
+
+
+def test_components_are_those_of_one_device(args: Make, fit: Make) -> None:
+    trainer, _ = fit(args(max_steps=1))
+    parts = trainer.get_state_components()
+    assert [part.key for part in parts] == ["model", "optimizer", "scheduler", "trainer", "dataset", "rng", "callbacks"]
+    assert {part.key for part in parts if part.sharing_pattern is not SharingPattern.GLOBAL} == {"rng"}
+    assert {part.key for part in parts if part.required} == {"model", "trainer"}
+    assert trainer.get_process_groups() == {}
+    state = trainer.state_dict()
+    assert {"global_step", "epoch_start_step", "raw_epoch", "num_input_tokens_seen", "total_flos"} <= set(state)
+    trainer.load_state_dict({
+        "global_step": 5, "epoch_start_step": 4, "raw_epoch": 2, "num_input_tokens_seen": 9, "total_flos": 1.0
+    })  # fmt: skip
+    assert (trainer.state.global_step, trainer.state.raw_epoch) == (5, 2)
+
+
+def test_the_best_checkpoint_is_kept_and_named(args: Make, net: Make, data: Make) -> None:
+    values = iter([0.5, 0.0, 0.7, 0.3])
+
+    class Scripted(BaseTrainer):
+        def _eval_loop(self, dataset: Any) -> dict[str, float]:
+            return {"eval_loss": next(values)}
+
+    settings = args(
+        save_strategy="steps", save_steps=2, save_total_limit=1, preserve_best_model=True, eval_on_save=True
+    )
+    trainer = Scripted(settings, net(), train_dataset=data(), eval_dataset=data(4), callbacks=[])
+    trainer.train()
+    assert list(list_checkpoints(Path(settings.output_dir or ""))) == [4, 8]
+    assert trainer.state.best_metric == 0.0
+    assert (trainer.state.best_model_checkpoint or "").endswith("step-00000004")
+
+
+def test_save_model_writes_weights_only_and_asks_before_it_replaces(args: Make, fit: Make, tmp_path: Path) -> None:
+    trainer, _ = fit(args(max_steps=1))
+    trainer.save_model(tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    with pytest.raises(ConfigError, match="holds a model already"):
+        trainer.save_model(tmp_path / "out")
+    trainer.save_model()
+    assert (trainer.config.output_dir / "model.safetensors").exists()
