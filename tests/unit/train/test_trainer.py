@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.train import BaseTrainer, Trainer, TrainerCallback
