@@ -1,5 +1,5 @@
-# Two commands: `make demo` trains a small model on this machine, `make test` runs every check.
-# Both make their own environment in .venv from the pinned versions in constraints.txt and need python >= 3.11.
+# `make demo` trains a small model here, `make test` runs every check, `make soak` the fault lanes at full size.
+# Each makes its own environment in .venv from the pinned versions in constraints.txt; they need python >= 3.11.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test constraints clean
+.PHONY: help demo test soak constraints clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,6 +17,9 @@ demo: $(VENV)/demo.stamp  ## train on the bundled corpus, draw the loss curve, w
 
 test: $(VENV)/test.stamp  ## format, lint, import rule, types, tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+
+soak: $(VENV)/test.stamp  ## kill, cut short, fill the disk and damage checkpoints thousands of times
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/soak
 
 # torch goes first and alone, so that nothing later asks for another build of it. Where pip would choose a build that
 # carries CUDA, tell pip (its own settings: find-links or an extra index) where the CPU builds are.

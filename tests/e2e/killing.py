@@ -19,7 +19,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 # What every attempt would load is loaded here, once; the first step of an optimizer loads _dynamo.
 import torch._dynamo
@@ -136,9 +138,9 @@ def run_unbroken(last: int) -> Times:
             (begins if saving else ends).append(now)
     if attempt.code:
         raise RuntimeError(f"the unbroken run ended with {attempt.code}: {said()}")
-    lasted = sorted(end - begin for begin, end in zip(begins, ends, strict=False))
-    rhythm = (begins[-1] - begins[0]) / (len(begins) - 1)
-    return Times(trains - start, lasted[len(lasted) // 2], rhythm, time.monotonic() - saved)
+    lasted = median(end - begin for begin, end in zip(begins, ends, strict=False))
+    rhythm = median(later - sooner for sooner, later in pairwise(begins))
+    return Times(trains - start, lasted, rhythm, time.monotonic() - saved)
 
 
 @dataclass
@@ -170,10 +172,14 @@ class Killer:
 
     def after_the_last_save(self, attempt: Attempt) -> None:
         """When all steps are saved and the process is about to end."""
+        instant = 0.0
         for _ in attempt.watch():
-            if self.last in list_checkpoints(RUN):
-                time.sleep(self.chance.uniform(0, self.times.end))
+            now = time.monotonic()
+            if not instant and self.last in list_checkpoints(RUN):
+                instant = now + self.chance.uniform(0, self.times.end)
+            if instant and now >= instant:
                 return
+        self.times.end /= 2  # too late: aim earlier the next time
 
     def never(self, attempt: Attempt) -> None:
         """Let it finish."""
