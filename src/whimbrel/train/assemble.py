@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.models import GPT
@@ -109,6 +110,8 @@ def routed_parameters(model: nn.Module) -> list[RoutedParameter]:
 
 def build_scheduler(optimizer: Optimizer, config: TrainerConfig, total: int, choice: SchedulerChoice) -> Scheduler:
     """The scheduler that was given or named, or the one that the settings describe."""
+    if isinstance(choice, ReduceLROnPlateau):
+        raise ConfigError("ReduceLROnPlateau steps by a metric: give a scheduler that steps by count, or its name")
     if choice is not None and not isinstance(choice, str):
         return choice
     schedule = config.schedule if choice is None else config.schedule.named(choice)

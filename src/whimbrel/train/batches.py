@@ -50,15 +50,16 @@ class Batches(Protocol):
 class TokenBatches:
     """Token shards: a cyclic stream, so a step may cross from one pass into the next and a pass never ends."""
 
-    def __init__(self, loader: TokenDataLoader) -> None:
-        self.loader = loader
+    def __init__(self, loader: TokenDataLoader, device: torch.device) -> None:
+        self.loader, self.device = loader, device
 
     def begin(self, epoch: int) -> None:
         """Nothing to do: the stream goes on."""
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets."""
-        return self.loader.next_batch()
+        x, y = self.loader.next_batch()
+        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
     def exhausted(self) -> bool:
         """Never."""
@@ -228,7 +229,7 @@ def make_batches(
                 f"the token loader gives batches of B = {dataset.B} and the batch size is set to {batch_size}: make "
                 "them equal"
             )
-        return TokenBatches(dataset)
+        return TokenBatches(dataset, device)
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         raise ConfigError(
             f"a {type(dataset).__name__} is no dataset: give a TokenDataLoader, a sequence or an iterable of dicts"
@@ -236,12 +237,13 @@ def make_batches(
     return DatasetBatches(dataset, batch_size, device, collate=collate, seed=seed, shuffle=shuffle, loader=loader)
 
 
-def held_out(loader: TokenDataLoader, tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+def held_out(batches: TokenBatches, tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """The first `tokens` (None: all) of a stream as batches, each sequence once whatever the batch size."""
+    loader = batches.loader
     left = min(tokens or loader.total_tokens, loader.total_tokens - 1) // loader.T
     loader.reset()
     while left > 0:
-        x, y = loader.next_batch()
+        x, y = batches.next_batch()
         y[left:] = IGNORE_INDEX
         left -= loader.B
         yield x, y

@@ -62,6 +62,11 @@ class TrainerCore:
         if model is None and model_init is None:
             raise ConfigError("a trainer needs a model: give model, or model_init, which makes one")
         self.args, self.config = args, self._make_config(args)
+        if model_init is None and self.config.train.default_dtype is not None and not self._builds_model:
+            raise ConfigError(
+                f"default_dtype = {self.config.train.default_dtype} is for a model that the trainer makes: give "
+                "model_init, or give the model in that dtype"
+            )
         self.device = choose_device(self.config.train.device)
         self.model, self.model_init = model, model_init
         self.data_collator = data_collator or collate
@@ -89,6 +94,9 @@ class TrainerCore:
         self._optimizers, self._placed = optimizers, False
         self._last_metric: tuple[int, float] | None = None
         self.tell("on_init_end")
+
+    _builds_model = False
+    """Whether the trainer makes its model itself, without model_init."""
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
@@ -173,10 +181,8 @@ class TrainerCore:
         components = [part for part in self.get_state_components() if part.key not in ("dataset", "rng")]
         epoch = self.state.raw_epoch
         self.checkpoint_manager.load(components)
-        self.state.raw_epoch, self.state.epoch_start_step = (
-            epoch,
-            min(self.state.epoch_start_step, self.state.global_step),
-        )
+        self.state.raw_epoch = epoch
+        self.state.epoch_start_step = min(self.state.epoch_start_step, self.state.global_step)
         return self.state.global_step
 
     def get_state_components(self) -> list[StateComponent]:

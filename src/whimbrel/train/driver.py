@@ -42,6 +42,9 @@ class Driven(Protocol):
     def evaluate(self) -> dict[str, float]:
         """Evaluate."""
 
+    def compare(self, metrics: dict[str, float]) -> None:
+        """Remember the best evaluation."""
+
     def save_checkpoint(self) -> Path:
         """Save."""
 
@@ -85,6 +88,8 @@ class Driver:
                 if epoch_ended:
                     break
         if self._stepped and not trainer.control.should_abort_without_save:
+            if state.global_step > state.epoch_start_step and not self._pauses:
+                trainer.tell("on_epoch_end")  # in the middle of a pass
             try:
                 self._obey(final=True)
             except NonFiniteError as fault:
@@ -114,7 +119,10 @@ class Driver:
     def _end_epoch(self) -> None:
         trainer, state = self._trainer, self._trainer.state
         if state.global_step == state.epoch_start_step:
-            raise TrainingError(f"pass {state.raw_epoch} over the training data gave no batch: the dataset is empty")
+            raise TrainingError(
+                f"pass {state.raw_epoch} over the training data gave no batch: a dataset must not be empty, and an "
+                "iterable one must begin anew in each pass"
+            )
         state.raw_epoch += 1
         state.epoch_start_step = state.global_step
         state.epoch = float(state.raw_epoch)
@@ -193,7 +201,7 @@ class Driver:
         trainer, config = self._trainer, self._trainer.config.checkpoint
         before_save = trainer.control.should_save and self._measures_saves and not self._pauses
         if (trainer.control.should_evaluate or before_save) and trainer.can_evaluate and self._first("evaluate"):
-            trainer.evaluate()
+            trainer.compare(trainer.evaluate())
             trainer.control.should_save |= (
                 config.when_best and trainer.state.best_global_step == trainer.state.global_step
             )

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import torch
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.files import atomic_file
 from whimbrel.base.logging import get_logger
-from whimbrel.checkpoint import latest_checkpoint, read_manifest
+from whimbrel.checkpoint import list_checkpoints, read_manifest
 from whimbrel.config import dump_toml, load_toml, to_table
 from whimbrel.models import GPT
 from whimbrel.text import Tokenizer
@@ -57,6 +57,7 @@ class RunTrainer(Trainer):
     """
 
     config: RunConfig
+    _builds_model = True
 
     def __init__(
         self, config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: Sampler | None = None
@@ -67,7 +68,7 @@ class RunTrainer(Trainer):
         micro_batch = recipe.choose_micro_batch(config, model, device)
         batches = recipe.build_batches(config, device, micro_batch)
         self.given = replace(config, train=replace(config.train, micro_batch=micro_batch, device=str(device)))
-        self.resolved = _resolved(self.given, TokenBatches(batches))
+        self.resolved = _resolved(self.given, TokenBatches(batches, device))
         tokenizer = recipe.find_tokenizer(config, batches.eot_id)
         super().__init__(
             from_config(self.resolved),
@@ -136,13 +137,18 @@ def _resolved(config: RunConfig, batches: TokenBatches) -> RunConfig:
 
 def _with_recorded_micro_batch(config: RunConfig) -> RunConfig:
     """A resumed run that names no micro-batch goes on with the one it had, so that free memory changes no sum."""
-    newest = None if config.overwrite_output_dir else config.resume.path or latest_checkpoint(config.output_dir)
-    if config.train.micro_batch is not None or newest is None:
+    if config.train.micro_batch is not None or config.overwrite_output_dir:
         return config
-    recorded = read_manifest(newest).about.get("micro_batch")
-    if not isinstance(recorded, int) or config.tokens_per_step % (recorded * config.sequence_length):
-        return config
-    return replace(config, train=replace(config.train, micro_batch=recorded))
+    asked = config.resume.path
+    for path in [asked] if asked is not None else reversed(list_checkpoints(config.output_dir).values()):
+        try:
+            recorded = read_manifest(path).about.get("micro_batch")
+        except CheckpointError:
+            continue  # passed over when the run is loaded too, and told of there
+        if isinstance(recorded, int) and config.tokens_per_step % (recorded * config.sequence_length) == 0:
+            return replace(config, train=replace(config.train, micro_batch=recorded))
+        break
+    return config
 
 
 def _callbacks(config: RunConfig, tokenizer: Tokenizer | None, sampler: Sampler | None) -> list[Any]:

@@ -74,10 +74,6 @@ class TrainerState:
     is_hyper_param_search: bool = False
     trial_name: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Everything, as plain data."""
-        return dataclasses.asdict(self)
-
 
 @dataclass(slots=True)
 class Tally:

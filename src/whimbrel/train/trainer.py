@@ -17,7 +17,8 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import step_folders
 from whimbrel.data import TokenDataLoader
-from whimbrel.optim import whole_steps
+from whimbrel.models import GPT
+from whimbrel.optim import InBackward, whole_steps
 from whimbrel.parallel import memory_budget, offload_activations
 from whimbrel.precision import sdpa_backends, torch_switches
 from whimbrel.train import assemble
@@ -64,7 +65,6 @@ class BaseTrainer(TrainerCore):
         if config.train.compile:
             assemble.keep_compiled()
         if self.model is None:
-            assemble.seed_everything(config.train.seed)
             self.model = self._make_model()
         if not self._placed:
             assemble.place_model(self.model, config, self.device)
@@ -75,6 +75,8 @@ class BaseTrainer(TrainerCore):
             return
         assemble.check_modes(config, self._accumulation(), self.precision.scaler is not None)
         self.train_dataloader = self._make_batches(train_dataset, config.train.micro_batch, shuffle=True)
+        if isinstance(self.optimizer, InBackward):
+            self.optimizer.remove()  # of an earlier train()
         self.optimizer = assemble.build_optimizer_of(self.unwrapped_model(), config, self._optimizers[0])
         total = self._total_steps(self.train_dataloader)
         self.lr_scheduler = assemble.build_scheduler(self.optimizer, config, total, self._optimizers[1])
@@ -154,7 +156,7 @@ class BaseTrainer(TrainerCore):
             self.tell("on_save", checkpoint=saved.path, step=saved.step)
 
     def _output(self, seconds: float) -> TrainOutput:
-        """The sums; they are logged too, unless the run was aborted."""
+        """The sums, and in the log who asked for an early end."""
         state, tally = self.state, self.tally
         loss = tally.loss / tally.steps if tally.steps else math.nan
         metrics: dict[str, Any] = {
@@ -182,20 +184,30 @@ class BaseTrainer(TrainerCore):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ConfigError("evaluate() needs eval_dataset: give it here or to the trainer")
-        with self._torch_settings():
-            if self.eval_dataloader is None or eval_dataset is not None:
-                self._prepare(None, dataset)
+        with self._batches_of(dataset):
             metrics = self._eval_loop(dataset)
         self.log(metrics)
         self.tell("on_evaluate", metrics=metrics)
-        self._compare(metrics)
         return metrics
+
+    @contextlib.contextmanager
+    def _batches_of(self, dataset: Any) -> Iterator[None]:
+        """Have the batches of `dataset` ready to be evaluated; the trainer's own are there again afterwards."""
+        own, ready = self.eval_dataloader, dataset is self.eval_dataset and self.eval_dataloader is not None
+        with self._torch_settings():
+            if not ready:
+                self._prepare(None, dataset)
+            try:
+                yield
+            finally:
+                if dataset is not self.eval_dataset:
+                    self.eval_dataloader = own
 
     def _eval_loop(self, dataset: Any) -> dict[str, float]:
         """What is measured on the prepared batches."""
         batches = self.eval_dataloader
         assert batches is not None
-        held = held_out(batches.loader, self.config.validation.tokens) if isinstance(batches, TokenBatches) else batches
+        held = held_out(batches, self.config.validation.tokens) if isinstance(batches, TokenBatches) else batches
         loss = mean_loss(
             self._objective(dataset), held, self.precision, self.config.validation.batches,
             lambda: self.tell("on_prediction_step"),
@@ -206,20 +218,17 @@ class BaseTrainer(TrainerCore):
         """Logits and labels of a dataset, in its order, and the loss where it has labels."""
         if isinstance(test_dataset, TokenDataLoader):
             raise ConfigError("predict() takes a dataset: the logits of a whole token stream would not fit in memory")
-        own = self.eval_dataloader
-        with self._torch_settings():
-            self._prepare(None, test_dataset)
+        with self._batches_of(test_dataset):
             assert isinstance(self.eval_dataloader, DatasetBatches)
             logits, labels = predictions(
                 self._objective(test_dataset), self.eval_dataloader, self.precision,
                 lambda: self.tell("on_prediction_step"),
             )  # fmt: skip
             metrics = {} if labels is None else {"test_loss": self._eval_loop(test_dataset)["eval_loss"]}
-        self.eval_dataloader = own
         self.tell("on_predict", metrics=metrics)
         return Prediction(logits, labels, metrics)
 
-    def _compare(self, metrics: dict[str, float]) -> None:
+    def compare(self, metrics: dict[str, float]) -> None:
         """Remember the metric that best is measured by, and whether it is the best so far."""
         value = find_metric(metrics, self.config.checkpoint.metric)
         self._last_metric = self.state.global_step, value
@@ -253,6 +262,7 @@ class BaseTrainer(TrainerCore):
 
     def _make_model(self) -> nn.Module:
         assert self.model_init is not None
+        assemble.seed_everything(self.config.train.seed)
         with torch_switches(default_dtype=self.config.train.default_dtype):
             return self.model_init()
 
@@ -335,7 +345,7 @@ class BaseTrainer(TrainerCore):
         return RunSummary(
             device=self.device.type,
             device_name=device_name(self.device),
-            parameters=sum(p.numel() for p in model.parameters()),
+            parameters=model.num_parameters() if isinstance(model, GPT) else sum(p.numel() for p in model.parameters()),
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
             memory=estimate_memory(model, self.optimizer),
             samples_per_step=samples,

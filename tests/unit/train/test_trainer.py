@@ -203,3 +203,59 @@ def test_given_callbacks_replace_the_default_ones(args: Make, net: Make) -> None
     names = [type(callback).__name__ for callback in Trainer(args(), net()).callbacks]
     assert names == [type(callback).__name__ for callback in Trainer.default_callbacks()] != []
     assert len(Trainer(args(), net(), callbacks=[]).callbacks) == 0
+
+
+def test_another_dataset_does_not_take_the_place_of_the_own_one(args: Make, net: Make, data: Make) -> None:
+    trainer = BaseTrainer(args(), net(), eval_dataset=data(4))
+    own = trainer.evaluate()["eval_loss"]
+    other = trainer.evaluate(data(12))["eval_loss"]
+    trainer.predict(data(12))
+    assert trainer.evaluate()["eval_loss"] == own != other
+    assert trainer.state.best_metric is None  # only a run compares
+
+
+def test_a_run_that_ends_within_a_pass_ends_that_pass(args: Make, fit: Make) -> None:
+    events = []
+
+    class Passes(TrainerCallback):
+        def on_epoch_begin(self, **event: Any) -> None:
+            events.append("begin")
+
+        def on_epoch_end(self, **event: Any) -> None:
+            events.append("end")
+
+    fit(args(max_steps=8), callbacks=[Passes()])
+    assert events == ["begin", "end"] * 2
+
+
+def test_a_trainer_can_train_twice(args: Make, fit: Make) -> None:
+    plain, first = fit(args(max_grad_norm=0.0))
+    plain.train()
+    inside, second = fit(args(max_grad_norm=0.0, optimizer_in_backward=True, output_dir=args().output_dir + "b"))
+    inside.train()
+    assert first.hex == second.hex
+    assert len(first.hex) == 16
+
+
+def test_a_model_that_is_given_has_its_dtype(args: Make, net: Make, fit: Make) -> None:
+    with pytest.raises(ConfigError, match="default_dtype = float64 is for a model that the trainer makes"):
+        BaseTrainer(args(default_dtype="float64"), net())
+
+    def look(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+        assert outputs.dtype == torch.float64
+        return nn.functional.cross_entropy(outputs, labels, reduction="sum") / num_items_in_batch
+
+    rows = [{"x": torch.randn(4, dtype=torch.float64), "labels": i % 3} for i in range(8)]
+    trainer = BaseTrainer(
+        args(default_dtype="float64"), model_init=net, train_dataset=rows, compute_loss_func=look, callbacks=[]
+    )
+    assert trainer.train().global_step == 8
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused(args: Make, fit: Make, net: Make) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau steps by a metric"):
+        fit(args(), model, optimizers=(optimizer, plateau))
