@@ -126,6 +126,7 @@ def assert_same(whole: Path, broken: Path) -> None:
     assert [name for name in expected if found[name] != expected[name]] == []
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc whether it may fork")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [*RECIPES, *(SOAK_RECIPES if SOAK else ())])
 def test_killed_again_and_again(
