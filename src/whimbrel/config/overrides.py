@@ -29,6 +29,14 @@ class Override(str):
         value = self.parsed()
         return value if isinstance(value, str) else str(self)
 
+    def items(self) -> list[Any]:
+        """The list it stands for: as TOML writes one, or its values with commas between them."""
+        value = self.parsed()
+        if isinstance(value, list):
+            return value
+        text = self.text()
+        return [Override(item.strip()) for item in text.split(",")] if text else []
+
 
 def apply_overrides(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """A copy of `table` with each `--a.b=c` set; `none` removes a value, so that its default holds."""

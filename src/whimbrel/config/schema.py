@@ -111,9 +111,9 @@ def list_settings(cls: type, section: str = "") -> Iterator[Setting]:
 
 def convert(kind: Any, value: Any, where: str) -> Any:
     """`value` as the type `kind`, or a refusal that names the setting `where`, the value and what is allowed."""
-    if isinstance(value, Override) and get_origin(kind) not in (Union, types.UnionType):
-        value = value.text() if kind in (str, Path) else value.parsed()
     origin, arguments = get_origin(kind), get_args(kind)
+    if isinstance(value, Override) and origin not in (Union, types.UnionType):
+        value = value.text() if kind in (str, Path) else value.items() if origin is tuple else value.parsed()
     if origin in (Union, types.UnionType):
         return _convert_union(arguments, value, where)
     if origin is Literal:

@@ -39,6 +39,8 @@ class Outer:
     steps."""
     names: tuple[str, ...] = ()
     """Names."""
+    kinds: Literal["linear"] | tuple[Literal["linear", "cosine"], ...] | None = None
+    """Kinds."""
     on: bool = False
     """A switch."""
     inner: Inner = field(default_factory=Inner)
@@ -71,7 +73,7 @@ def test_an_array_of_tables_becomes_a_tuple_of_dataclasses_and_back() -> None:
     [
         ({"path": "p", "stesp": 3}, r"unknown setting 'stesp': did you mean 'steps'\?"),
         ({"path": "p", "inner": {"kid": "x"}}, r"unknown setting 'inner.kid': did you mean 'kind'\?"),
-        ({"path": "p", "qqqqqq": 1}, r"unknown setting 'qqqqqq': known are inner, names, on, parts, path, steps"),
+        ({"path": "p", "qqqqqq": 1}, r"unknown setting 'qqqqqq': known are inner, kinds, names, on, parts, path, steps"),
         ({"path": "p", "steps": "3"}, r"steps = '3' must be a whole number"),
         ({"path": "p", "steps": True}, r"steps = True must be a whole number"),
         ({"path": "p", "steps": 3.0}, r"steps = 3.0 must be a whole number"),
@@ -95,7 +97,7 @@ def test_bad_tables_are_refused_in_one_line(table: dict[str, object], message: s
 def test_field_docs() -> None:
     docs = field_docs(Outer)
     assert docs["steps"] == "How many steps."
-    assert set(docs) == {"path", "steps", "names", "on", "inner", "parts"}
+    assert set(docs) == {"path", "steps", "names", "kinds", "on", "inner", "parts"}
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,12 @@ def test_field_docs() -> None:
         ("--path=2026-11-15", Outer(path=Path("2026-11-15"))),
         ('--path="a b"', Outer(path=Path("a b"))),
         ("--names=['a','b']", Outer(path=Path("p"), names=("a", "b"))),
+        ("--names=a", Outer(path=Path("p"), names=("a",))),
+        ("--names=a, b", Outer(path=Path("p"), names=("a", "b"))),
+        ("--names=2024", Outer(path=Path("p"), names=("2024",))),
+        ("--names=", Outer(path=Path("p"))),
+        ("--kinds=cosine", Outer(path=Path("p"), kinds=("cosine",))),
+        ("--inner.pair=0.5,0.75", Outer(path=Path("p"), inner=Inner(pair=(0.5, 0.75)))),
         ("--inner.kind=cosine", Outer(path=Path("p"), inner=Inner(kind="cosine"))),
     ],
 )
@@ -118,6 +126,10 @@ def test_an_override_is_read_as_its_setting_is_typed(override: str, expected: Ou
 def test_an_override_of_the_wrong_type_is_refused_as_typed() -> None:
     with pytest.raises(ConfigError, match="steps = 'many' must be a whole number"):
         build(Outer, apply_overrides({"path": "p"}, ["--steps=many"]))
+    with pytest.raises(ConfigError, match=r"inner.pair\[1\] = 'x' must be a number"):
+        build(Outer, apply_overrides({"path": "p"}, ["--inner.pair=1,x"]))
+    with pytest.raises(ConfigError, match=r"kinds\[0\] = 'cosin' is not one of linear, cosine: did you mean 'cosine'"):
+        build(Outer, apply_overrides({"path": "p"}, ["--kinds=cosin"]))
 
 
 def test_an_override_keeps_its_neighbours_and_the_original() -> None:
