@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from whimbrel.train.callback import TrainerCallback
@@ -26,14 +27,16 @@ class EarlyStoppingCallback(TrainerCallback):
     @property
     def reason(self) -> str:
         """Why it asks, for people."""
+        if self._best is None:
+            return f"{self._metric} has been NaN in all {self._waited} evaluations"
         return (
             f"{self._metric} has not been better than {self._best} for {self._waited} of {self._patience} evaluations"
         )
 
     def on_evaluate(self, **event: Any) -> None:
-        """Compare; NaN is better than nothing and nothing else."""
+        """Compare; NaN is never better, and any number is better than none so far."""
         value = find_metric(event["metrics"], self._metric)
-        if self._best is None or self._better(value, self._best):
+        if not math.isnan(value) and (self._best is None or self._better(value, self._best)):
             self._best, self._waited = value, 0
         else:
             self._waited += 1

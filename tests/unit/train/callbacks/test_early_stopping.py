@@ -37,6 +37,10 @@ def evaluations_until_stop(
         ({"patience": 1, "metric": "perplexity"}, "perplexity", [9, 8, 8.5], 3),
         ({"patience": 1}, "loss", [0.5, 0.0, -0.5, 0.0], 4),  # 0.0 is a metric
         ({"patience": 2}, "loss", [1, math.nan, math.nan], 3),
+        ({"patience": 2}, "loss", [math.nan, 3, 2, 1], None),
+        ({"patience": 2}, "loss", [math.nan, 3, math.nan, 3], 4),
+        ({"patience": 2}, "loss", [math.nan, math.nan], 2),
+        ({"patience": 2, "metric": "accuracy"}, "accuracy", [math.nan, 0.1, 0.2, 0.3], None),
     ],
 )
 def test_patience(make_run: Any, settings: dict[str, Any], name: str, values: list[float], stops: int | None) -> None:
@@ -49,6 +53,12 @@ def test_patience_goes_on_after_a_resume(make_run: Any) -> None:
     second = EarlyStoppingCallback(patience=3)
     second.load_state_dict(first.state_dict())
     assert evaluations_until_stop(make_run, second, "loss", [1]) == 1
+
+
+def test_the_reason_where_nothing_was_ever_measured(make_run: Any) -> None:
+    callback = EarlyStoppingCallback(patience=2)
+    assert evaluations_until_stop(make_run, callback, "loss", [math.nan, math.nan]) == 2
+    assert callback.reason == "loss has been NaN in all 2 evaluations"
 
 
 def test_a_metric_that_is_not_measured_is_named(make_run: Any) -> None:
