@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from whimbrel.base.errors import DataError
 from whimbrel.base.files import atomic_file
 
-__all__ = ["FIELDS", "last_step", "log_line", "log_of", "read_log", "truncate_log"]
+__all__ = ["FIELDS", "last_step", "log_line", "log_of", "number", "plain", "read_log", "tokens_after", "truncate_log"]
 
 FIELDS = {
     "step": ("after", "loss", "tokens"),
@@ -24,13 +25,34 @@ FIELDS = {
 BLOCK = 1 << 16
 
 
-def log_line(kind: str, after: int, fields: dict[str, Any]) -> str:
-    """One line; JSON has no word for a number that is not finite, so it becomes null."""
-    record = {"kind": kind, "after": after, **fields}
-    for key, value in record.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            record[key] = None
+def log_line(kind: str, after: int, fields: Mapping[str, Any]) -> str:
+    """One line; a field that has a name of ours gets another."""
+    record = {"kind": kind, "after": after}
+    for name, value in fields.items():
+        record[f"{name}_" if name in ("kind", "after") else name] = plain(value)
     return json.dumps(record, allow_nan=False) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON has it: tensors and arrays as numbers, null for one that is not finite, texts for the rest."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else str(value)
+
+
+def number(value: Any) -> int | float | None:
+    """The number that a value is, also as a tensor or an array that holds one alone; None where it is none."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def log_of(run: Path) -> Path:
@@ -55,6 +77,16 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             raise DataError(f"{path}:{number} is no line of a run's log: it has no '{missing}'")
         records.append(record)
     return records
+
+
+def tokens_after(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """Tokens of the steps in a log, by the number of steps done; a log that begins later does not know those before."""
+    seen, found = 0, {}
+    for line in lines:
+        if line["kind"] == "step":
+            seen += line["tokens"]
+        found[int(line["after"])] = seen
+    return found
 
 
 def truncate_log(path: Path, step: int) -> None:

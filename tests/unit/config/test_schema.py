@@ -73,7 +73,10 @@ def test_an_array_of_tables_becomes_a_tuple_of_dataclasses_and_back() -> None:
     [
         ({"path": "p", "stesp": 3}, r"unknown setting 'stesp': did you mean 'steps'\?"),
         ({"path": "p", "inner": {"kid": "x"}}, r"unknown setting 'inner.kid': did you mean 'kind'\?"),
-        ({"path": "p", "qqqqqq": 1}, r"unknown setting 'qqqqqq': known are inner, kinds, names, on, parts, path, steps"),
+        (
+            {"path": "p", "qqqqqq": 1},
+            r"unknown setting 'qqqqqq': known are inner, kinds, names, on, parts, path",
+        ),
         ({"path": "p", "steps": "3"}, r"steps = '3' must be a whole number"),
         ({"path": "p", "steps": True}, r"steps = True must be a whole number"),
         ({"path": "p", "steps": 3.0}, r"steps = 3.0 must be a whole number"),

@@ -49,7 +49,11 @@ def test_a_preset_is_filled_in_and_can_be_changed(root: Path) -> None:
 
 def test_what_to_skip_is_named_plainly(root: Path) -> None:
     recipe = root / "configs" / "shakespeare-cpu.toml"
-    for override, parts in (("optimizer", ("optimizer",)), ("optimizer,rng", ("optimizer", "rng")), ('["rng"]', ("rng",))):
+    for override, parts in (
+        ("optimizer", ("optimizer",)),
+        ("optimizer,rng", ("optimizer", "rng")),
+        ('["rng"]', ("rng",)),
+    ):
         assert load_run_config(recipe, [f"--resume.skip={override}"]).resume.skip == parts
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import IO, Any
 
-from whimbrel.train.callback import TrainerCallback
+from whimbrel.train.callbacks.writer import LogWriter
 from whimbrel.train.log import log_line, truncate_log
 
 __all__ = ["JsonLogCallback"]
 
 
-class JsonLogCallback(TrainerCallback):
+class JsonLogCallback(LogWriter):
     """Writes `log.jsonl` in the run directory. A run that goes on first drops what lies past its checkpoint."""
 
     def __init__(self) -> None:
@@ -20,12 +20,14 @@ class JsonLogCallback(TrainerCallback):
 
     def on_train_begin(self, **event: Any) -> None:
         """Go on after the step that the run is at."""
+        self._held = None
         if event["state"].is_world_process_zero:
             self._path = Path(event["trainer"].config.output_dir) / "log.jsonl"
             self._open_after(event["state"].global_step)
 
     def on_rewind(self, **event: Any) -> None:
         """Forget what was written past the step that the run went back to."""
+        self.release()
         if self._file is not None:
             self._open_after(event["step"])
 
@@ -41,21 +43,21 @@ class JsonLogCallback(TrainerCallback):
     def on_evaluate(self, **event: Any) -> None:
         """A line for every evaluation; its loss has the same name as that of a step."""
         metrics = dict(event["metrics"])
-        self._write("validation", event["state"].global_step, {"loss": metrics.pop("eval_loss"), **metrics})
+        self.release(metrics)
+        self._write("validation", event["state"].global_step, {"loss": metrics.pop("eval_loss", None), **metrics})
 
     def on_sample(self, **event: Any) -> None:
         """A line for every text."""
         self._write("sample", event["step"], {"text": event["text"]})
 
-    def on_log(self, **event: Any) -> None:
-        """A line for whatever else is logged; evaluations have theirs already."""
-        logs = event["logs"]
-        if not any(key.startswith("eval_") for key in logs):
-            self._write("log", event["state"].global_step, logs)
+    def write_log(self, logs: dict[str, Any], step: int) -> None:
+        """A line for whatever else is logged."""
+        self._write("log", step, logs)
 
     def on_train_end(self, **event: Any) -> None:
         """Let go of the file."""
         del event
+        self.release()
         self._close()
 
     def _open_after(self, step: int) -> None:
@@ -70,5 +72,6 @@ class JsonLogCallback(TrainerCallback):
             self._file = None
 
     def _write(self, kind: str, after: int, fields: dict[str, Any]) -> None:
+        self.release()
         if self._file is not None:
             self._file.write(log_line(kind, after, fields))

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from whimbrel.train.callback import StopRequest, TrainerCallback
 from whimbrel.train.device import peak_memory
+from whimbrel.train.log import number
 from whimbrel.train.summary import MemoryEstimate, RunSummary
 
 __all__ = ["ProgressCallback"]
@@ -63,8 +64,8 @@ class ProgressCallback(TrainerCallback):
 
     def on_evaluate(self, **event: Any) -> None:
         """The loss on held-out data, and what else was measured."""
-        numbers = [f"{key.removeprefix('eval_')} {value:.4f}" for key, value in event["metrics"].items()]
-        self._say(f"validation after step {event['state'].global_step}: {'  '.join(numbers)}")
+        measured = [f"{key.removeprefix('eval_')} {_measure(value)}" for key, value in event["metrics"].items()]
+        self._say(f"validation after step {event['state'].global_step}: {'  '.join(measured)}")
 
     def on_sample(self, **event: Any) -> None:
         """A text of the model."""
@@ -157,6 +158,12 @@ def _live_text(metrics: dict[str, Any], summary: RunSummary) -> str:
         if summary.peak_flops is not None and summary.flops_per_token is not None:
             fields.append(f"MFU {rate * summary.flops_per_token / summary.peak_flops:.1%}")
     return "  ".join(fields)
+
+
+def _measure(value: Any) -> str:
+    """What an evaluation measured, which need not be a number."""
+    height = number(value)
+    return str(value) if height is None else f"{height:.4f}"
 
 
 def _sums(metrics: dict[str, Any]) -> Iterator[str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whimbrel.base.errors import MissingExtraError
-from whimbrel.train.callback import TrainerCallback
+from whimbrel.train.callbacks.writer import LogWriter
+from whimbrel.train.log import number
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["TensorBoardCallback"]
 
 
-class TensorBoardCallback(TrainerCallback):
+class TensorBoardCallback(LogWriter):
     """Every step's loss, learning rate, gradient norm and speed; evaluations, samples and logs.
 
     A run that goes on tells TensorBoard to forget what lies past its checkpoint.
@@ -32,12 +33,14 @@ class TensorBoardCallback(TrainerCallback):
 
     def on_train_begin(self, **event: Any) -> None:
         """Open the folder after the step that the run is at."""
+        self._held = None
         if event["state"].is_world_process_zero:
             self._folder = Path(event["args"].logging_dir)
             self._open_after(event["state"].global_step)
 
     def on_rewind(self, **event: Any) -> None:
         """Forget what was written past the step that the run went back to."""
+        self.release()
         if self._writer is not None:
             self._open_after(event["step"])
 
@@ -52,14 +55,13 @@ class TensorBoardCallback(TrainerCallback):
 
     def on_evaluate(self, **event: Any) -> None:
         """The numbers of an evaluation, without the `eval_` that their panel says already."""
+        self.release(event["metrics"])
         metrics = {key.removeprefix("eval_"): value for key, value in event["metrics"].items()}
         self._write("eval", metrics, event["state"].global_step)
 
-    def on_log(self, **event: Any) -> None:
+    def write_log(self, logs: dict[str, Any], step: int) -> None:
         """Whatever else is logged."""
-        logs = event["logs"]
-        if not any(key.startswith("eval_") for key in logs):
-            self._write("log", logs, event["state"].global_step)
+        self._write("log", logs, step)
 
     def on_sample(self, **event: Any) -> None:
         """A text of the model."""
@@ -69,12 +71,14 @@ class TensorBoardCallback(TrainerCallback):
     def on_save(self, **event: Any) -> None:
         """Have on disk what led to a checkpoint."""
         del event
+        self.release()
         if self._writer is not None:
             self._writer.flush()
 
     def on_train_end(self, **event: Any) -> None:
         """Let go of the file."""
         del event
+        self.release()
         self._close()
 
     def _open_after(self, step: int) -> None:
@@ -88,11 +92,13 @@ class TensorBoardCallback(TrainerCallback):
             self._writer.close()
             self._writer = None
 
-    def _write(self, panel: str, numbers: dict[str, Any], step: int) -> None:
+    def _write(self, panel: str, values: dict[str, Any], step: int) -> None:
+        """The numbers among `values`: a curve has nothing else."""
+        self.release()
         if self._writer is not None:
-            for name, value in numbers.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    self._writer.add_scalar(f"{panel}/{name}", value, step)
+            for name, value in values.items():
+                if (height := number(value)) is not None:
+                    self._writer.add_scalar(f"{panel}/{name}", height, step)
 
 
 def _outlast(folder: Path) -> None:

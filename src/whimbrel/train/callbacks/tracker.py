@@ -10,14 +10,15 @@ from typing import Any, Literal
 
 from whimbrel.base.errors import MissingExtraError
 from whimbrel.config import to_table
-from whimbrel.train.callback import TrainerCallback
+from whimbrel.train.callbacks.writer import LogWriter
+from whimbrel.train.log import number, plain
 
 __all__ = ["TrackerCallback"]
 
 PROJECT = "whimbrel"
 
 
-class TrackerCallback(TrainerCallback):
+class TrackerCallback(LogWriter):
     """Every step's numbers, evaluations and logs, under the name of the run directory.
 
     A run that goes on is the same run there: its id is in the checkpoint. Without an account nothing is sent:
@@ -37,6 +38,7 @@ class TrackerCallback(TrainerCallback):
 
     def on_train_begin(self, **event: Any) -> None:
         """Open the run, or open it again."""
+        self._held = None
         if event["state"].is_world_process_zero:
             config = event["trainer"].config
             self._run = self._open(Path(config.output_dir), to_table(config))
@@ -49,18 +51,18 @@ class TrackerCallback(TrainerCallback):
 
     def on_evaluate(self, **event: Any) -> None:
         """The numbers of an evaluation."""
+        self.release(event["metrics"])
         metrics = {f"eval/{name.removeprefix('eval_')}": value for name, value in event["metrics"].items()}
         self._log(metrics, event["state"].global_step)
 
-    def on_log(self, **event: Any) -> None:
+    def write_log(self, logs: dict[str, Any], step: int) -> None:
         """Whatever else is logged."""
-        logs = event["logs"]
-        if not any(name.startswith("eval_") for name in logs):
-            self._log({f"log/{name}": value for name, value in logs.items()}, event["state"].global_step)
+        self._log({f"log/{name}": value for name, value in logs.items()}, step)
 
     def on_train_end(self, **event: Any) -> None:
         """Send or write what is left."""
         del event
+        self.release()
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -85,8 +87,10 @@ class TrackerCallback(TrainerCallback):
         run.define_metric("*", step_metric="step")  # its own counter refuses to go back, and a resumed run does
         return run
 
-    def _log(self, numbers: dict[str, Any], step: int) -> None:
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        self.release()
+        values = {name: plain(value) if number(value) is None else number(value) for name, value in values.items()}
         if self._run is not None and self._kind == "trackio":
-            self._run.log(numbers, step=step)
+            self._run.log(values, step=step)
         elif self._run is not None:
-            self._run.log({**numbers, "step": step})
+            self._run.log({**values, "step": step})

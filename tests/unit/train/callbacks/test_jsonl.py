@@ -7,6 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from whimbrel.train.callbacks import JsonLogCallback
 from whimbrel.train.log import read_log
 
@@ -94,3 +97,56 @@ def test_one_process_writes_for_all(make_run: Any, tmp_path: Path) -> None:
     run.begin().step(loss=1.0)
     run.end()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_log_of_ones_own_is_written_also_under_the_names_of_an_evaluation(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(JsonLogCallback(), steps=6).begin()
+    run.step(loss=2.0)
+    run.log({"eval_accuracy": 0.5})
+    run.evaluate(loss=1.5)
+    run.log({"eval_loss": 9.0, "epoch": 0.5})
+    run.step(loss=1.0)
+    run.log({"eval_bleu": 0.25})
+    run.end()
+    lines = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] != "step"]
+    assert lines == [
+        {"kind": "log", "after": 1, "eval_accuracy": 0.5},
+        {"kind": "validation", "after": 1, "loss": 1.5},
+        {"kind": "log", "after": 1, "eval_loss": 9.0, "epoch": 0.5},
+        {"kind": "log", "after": 2, "eval_bleu": 0.25},
+    ]
+
+
+def test_what_is_logged_between_two_runs_is_in_neither(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(JsonLogCallback()).begin()
+    run.end()
+    run.log({"eval_accuracy": 0.5})
+    run.begin().step(loss=1.0)
+    run.end()
+    assert [line["kind"] for line in read_log(tmp_path / "run" / "log.jsonl")] == ["step"]
+
+
+def test_any_value_can_be_logged(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(JsonLogCallback()).begin()
+    run.log({
+        "tensor": torch.tensor(0.5, requires_grad=True), "half": torch.tensor(2.0, dtype=torch.bfloat16),
+        "scalar": np.float32(0.25), "count": np.int64(3), "array": np.array([1.0, math.nan]), "list": [1, math.inf],
+        "nested": {"a": (math.nan, 2.0)}, "text": "good", "path": Path("a"), "none": None, "yes": True, "after": 9,
+    })  # fmt: skip
+    run.evaluate(judgement="good", loss=torch.tensor(1.5))
+    run.end()
+    first, second = read_log(tmp_path / "run" / "log.jsonl")
+    assert first == {
+        "kind": "log", "after": 0, "tensor": 0.5, "half": 2.0, "scalar": 0.25, "count": 3, "array": [1.0, None],
+        "list": [1, None], "nested": {"a": [None, 2.0]}, "text": "good", "path": "a", "none": None, "yes": True,
+        "after_": 9,
+    }  # fmt: skip
+    assert second == {"kind": "validation", "after": 0, "loss": 1.5, "eval_judgement": "good"}
+
+
+def test_an_evaluation_need_not_have_a_loss(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(JsonLogCallback()).begin()
+    run.evaluate(accuracy=0.5)
+    run.end()
+    (line,) = read_log(tmp_path / "run" / "log.jsonl")
+    assert line == {"kind": "validation", "after": 0, "loss": None, "eval_accuracy": 0.5}

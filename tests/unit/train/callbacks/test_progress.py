@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from rich.console import Console
 
 from whimbrel.train.callback import TrainerCallback
@@ -51,6 +53,34 @@ def test_the_plain_lines(make_run: Any, tmp_path: Path) -> None:
         "Compile time: 0.00s (not in the total)",
         "Peak memory: 1.00 GiB",
     ]
+
+
+def test_an_evaluation_may_measure_anything(make_run: Any) -> None:
+    callback, out = plain()
+    run = make_run(callback).begin()
+    run.evaluate(loss=torch.tensor(1.5), judgement="good", counts=[1, 2])
+    assert out.getvalue().endswith("validation after step 0: loss 1.5000  judgement good  counts [1, 2]\n")
+
+
+@pytest.mark.parametrize(("operations", "peak"), [(1.25e9, 1e12), (3.5e8, 9.89e11)])
+def test_mfu_is_operations_done_over_operations_possible(make_run: Any, operations: float, peak: float) -> None:
+    callback, out = terminal()
+    run = make_run(callback, steps=1).begin(flops_per_token=operations, peak_flops=peak)
+    run.step(loss=2.0, tokens=3000, seconds=8.0)
+    run.end()
+    text = without_colours(out.getvalue())
+    assert f"MFU: {operations:,.0f} operations a token" in text
+    assert f"over {peak / 1e12:,.0f} TFLOP/s" in text
+    assert f"  375 tok/s  MFU {100 * operations * 375 / peak:.1f}%" in text
+
+
+def test_no_mfu_where_the_peak_is_not_known(make_run: Any) -> None:
+    callback, out = terminal()
+    run = make_run(callback, steps=1).begin(flops_per_token=1e9, peak_flops=None)
+    run.step(loss=2.0)
+    run.end()
+    assert "512 tok/s" in out.getvalue()
+    assert "MFU" not in out.getvalue()
 
 
 def test_data_that_has_no_tokens_is_counted_in_samples(make_run: Any) -> None:

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from whimbrel.base.errors import MissingExtraError
 from whimbrel.train.callbacks import TensorBoardCallback
@@ -42,6 +44,21 @@ def test_every_step_evaluation_and_log(make_run: Any, tmp_path: Path) -> None:
     assert seen["eval/accuracy"] == [(3, 0.5)]
     assert seen["log/grad_norm/a"] == [(3, 2.0)]
     assert not any("eval_" in tag for tag in seen)
+
+
+def test_a_log_of_ones_own_is_a_curve_and_what_is_no_number_is_not(make_run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run = make_run(TensorBoardCallback()).begin()
+    run.step(loss=1.0)
+    run.log({"eval_accuracy": torch.tensor(0.5), "scalar": np.float32(0.25), "text": "good", "list": [1.0, 2.0]})
+    run.evaluate(loss=np.float64(0.75), judgement="good")
+    run.end()
+    seen = curves(tmp_path / "run" / "runs" / "1_host")
+    assert {tag: points for tag, points in seen.items() if not tag.startswith("train/")} == {
+        "log/eval_accuracy": [(1, 0.5)],
+        "log/scalar": [(1, 0.25)],
+        "eval/loss": [(1, 0.75)],
+    }
 
 
 def test_two_resumes_leave_one_curve_without_what_no_longer_holds(make_run: Any, tmp_path: Path) -> None:

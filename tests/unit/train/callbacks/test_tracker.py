@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from whimbrel.base.errors import MissingExtraError
 from whimbrel.train.callbacks import TrackerCallback
@@ -20,6 +22,33 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(MissingExtraError, match=rf"logging to {kind} needs the package '{kind}': pip install"):
         TrackerCallback(kind)
+
+
+class Tracked:
+    """A tracker's run that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        self.told.append(values)
+
+    def finish(self) -> None:
+        pass
+
+
+def test_logs_of_ones_own_are_told_and_evaluations_once(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracked = Tracked()
+    module = SimpleNamespace(init=lambda **_: tracked)
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    run = make_run(TrackerCallback("trackio")).begin()
+    run.log({"eval_accuracy": torch.tensor(0.5), "text": "good", "path": Path("a")})
+    run.evaluate(loss=0.25)
+    run.end()
+    assert tracked.told == [
+        {"log/eval_accuracy": 0.5, "log/text": "good", "log/path": "a"},
+        {"eval/loss": 0.25},
+    ]
 
 
 SITTING = """
