@@ -185,6 +185,11 @@ class CheckpointManager:
         found = [path for path in list_checkpoints(self.run).values() if path not in self._damaged]
         return found[-1] if found else None
 
+    def current(self) -> Path | None:
+        """The newest checkpoint that this manager wrote or loaded: of this course, whatever else lies in the run."""
+        whole = [step for step in self._own if has_all_files(checkpoint_path(self.run, step))]
+        return checkpoint_path(self.run, max(whole)) if whole else None
+
     def best_metric(self) -> float | None:
         """The metric of the best checkpoint on disk."""
         ranked = best_first(self.run, greater_is_better=self._greater_is_better)

@@ -40,20 +40,27 @@ def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter]) 
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> bool:
-    """Take over saved moments but keep this optimizer's own settings; False where the groups are not the same."""
-    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    theirs: list[dict[str, Any]] = saved["param_groups"]
-    if [_identity(group) for group in theirs] != [_identity(group) for group in own]:
+    """Take over saved moments by parameter name, and keep this optimizer's own groups and settings.
+
+    False where the moments are those of other parameters, or of another rule.
+    """
+    own = optimizer.state_dict()
+    mine, theirs = (_by_name(groups) for groups in (own["param_groups"], saved["param_groups"]))
+    if {name: kind for name, (_, kind) in mine.items()} != {name: kind for name, (_, kind) in theirs.items()}:
         return False
-    optimizer.load_state_dict(saved)
-    for group, settings in zip(optimizer.param_groups, own, strict=True):
-        group.update(settings)
+    moments = {index: saved["state"].get(theirs[name][0]) for name, (index, _) in mine.items()}
+    own["state"] = {index: state for index, state in moments.items() if state is not None}
+    optimizer.load_state_dict(own)
     return True
 
 
-def _identity(group: dict[str, Any]) -> tuple[set[str], list[str]]:
-    """What must agree for moments to mean the same: the kinds of settings, which tell optimizers apart, and names."""
-    return set(group) - {"params"}, group["names"]
+def _by_name(groups: list[dict[str, Any]]) -> dict[str, tuple[int, tuple[Any, ...]]]:
+    """Each parameter's index, and what must agree for its moments to mean the same: the kinds of settings, the rule."""
+    return {
+        name: (index, (frozenset(group), group.get("rule")))
+        for group in groups
+        for name, index in zip(group["names"], group["params"], strict=True)
+    }
 
 
 def _settings(config: OptimConfig, item: RoutedParameter) -> dict[str, Any]:

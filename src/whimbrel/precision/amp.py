@@ -45,13 +45,15 @@ class PrecisionPlan:
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move the weights; under fp16 not where a gradient overflowed, after which the scale is smaller."""
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Move the weights and say so; under fp16 not where a gradient overflowed, after which the scale is smaller."""
         if self.scaler is None:
             optimizer.step()
-        else:
-            self.scaler.step(optimizer)
-            self.scaler.update()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
 
     def skip(self) -> None:
         """Leave out the step whose gradients were unscaled."""

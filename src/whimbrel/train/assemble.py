@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.base.logging import get_logger
 from whimbrel.models import GPT
 from whimbrel.optim import (
+    OptimConfig,
     RoutedParameter,
     Schedule,
     build_optimizer,
@@ -42,6 +44,8 @@ __all__ = [
     "routed_parameters",
     "seed_everything",
 ]
+
+logger = get_logger(__name__)
 
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 OptimizerChoice = Optimizer | str | Callable[..., Optimizer] | None
@@ -84,6 +88,8 @@ def compile_model(model: nn.Module, config: TrainerConfig) -> None:
 
 def build_optimizer_of(model: nn.Module, config: TrainerConfig, choice: OptimizerChoice) -> Optimizer:
     """The optimizer that was given or named, or the one that the settings describe."""
+    if choice is not None and not isinstance(choice, str) and config.optim != OptimConfig(lr=config.optim.lr):
+        logger.warning("the optimizer was given: its own settings hold, not those of the arguments")
     if isinstance(choice, Optimizer):
         optimizer = choice
     elif callable(choice):
@@ -113,6 +119,8 @@ def build_scheduler(optimizer: Optimizer, config: TrainerConfig, total: int, cho
     if isinstance(choice, ReduceLROnPlateau):
         raise ConfigError("ReduceLROnPlateau steps by a metric: give a scheduler that steps by count, or its name")
     if choice is not None and not isinstance(choice, str):
+        if getattr(choice, "optimizer", optimizer) is not optimizer:
+            raise ConfigError("the scheduler that was given sets the rates of another optimizer: give both together")
         return choice
     schedule = config.schedule if choice is None else config.schedule.named(choice)
     return Schedule(optimizer, lambda step: lr_factor(schedule, step, total))
@@ -143,9 +151,8 @@ class OptimizerState:
         if all("names" in group for group in self._optimizer.param_groups):
             if not restore_optimizer(self._optimizer, state):
                 raise CheckpointError(
-                    "the checkpoint holds the state of another optimizer, or of other parameter groups: keep "
-                    "optim.name, optim.decay and which rates are given, name another output_dir, or leave it out with "
-                    "--resume.skip=optimizer"
+                    "the checkpoint holds the state of another optimizer, or of other parameters: keep optim.name, "
+                    "name another output_dir, or leave it out with --resume.skip=optimizer"
                 )
             return
         try:

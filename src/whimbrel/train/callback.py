@@ -137,16 +137,30 @@ class Callbacks(Sequence[Any]):
         return bool(self._of(event))
 
     def dispatch(self, event: str, control: TrainerControl, **keywords: Any) -> TrainerControl:
-        """Tell everyone in turn; the control that holds afterwards."""
+        """Tell everyone in turn; the control that holds afterwards.
+
+        At the end of a run everyone is told, whoever fails: they hold files and handlers. The first failure is raised.
+        """
+        faults = []
         for callback, handler in self._of(event):
             stop, abort = control.should_training_stop, control.should_abort_without_save
-            answer = handler(control=control, **keywords)
+            try:
+                answer = handler(control=control, **keywords)
+            except Exception as fault:
+                if event != "on_train_end":
+                    raise
+                faults.append(fault)
+                continue
             if answer is not None and answer is not control:
                 control = TrainerControl.succeeding(control, answer)
+            control.should_training_stop |= stop  # what was asked before stays asked
+            control.should_abort_without_save |= abort
             if self.stopped_by is None and control.should_abort_without_save and not abort:
                 self.stopped_by = StopRequest(callback_name(callback), event, "abort")
             elif self.stopped_by is None and control.should_training_stop and not stop:
                 self.stopped_by = StopRequest(callback_name(callback), event, "stop")
+        if faults:
+            raise faults[0]
         return control
 
     def named(self) -> dict[str, object]:

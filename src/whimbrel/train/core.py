@@ -17,6 +17,7 @@ from whimbrel.checkpoint import CheckpointManager, RNGState, SharingPattern, Sta
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.config import to_table
 from whimbrel.precision import PrecisionPlan
+from whimbrel.text import Tokenizer
 from whimbrel.train import assemble
 from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.batches import DatasetBatches, TokenBatches, collate
@@ -34,7 +35,7 @@ __all__ = ["TrainerCore"]
 
 SAVED = ("global_step", "epoch_start_step", "raw_epoch", "num_input_tokens_seen", "total_flos")
 """What of the trainer's state a resume cannot do without."""
-HISTORY = ("epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint")
+HISTORY = ("epoch", "best_metric", "best_global_step", "best_model_checkpoint")
 """What it takes up as well, where the checkpoint has it."""
 
 
@@ -59,6 +60,8 @@ class TrainerCore:
         compute_loss_func: LossFunction | None = None,
         optimizers: tuple[assemble.OptimizerChoice, assemble.SchedulerChoice] = (None, None),
     ) -> None:
+        if isinstance(args, nn.Module):
+            raise ConfigError("the arguments come first and the model second: Trainer(args, model), or by name")
         if model is None and model_init is None:
             raise ConfigError("a trainer needs a model: give model, or model_init, which makes one")
         self.args, self.config = args, self._make_config(args)
@@ -71,6 +74,9 @@ class TrainerCore:
         self.model, self.model_init = model, model_init
         self.data_collator = data_collator or collate
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        if not (isinstance(processing_class, Tokenizer | None) or hasattr(processing_class, "save_pretrained")):
+            kind = type(processing_class).__name__
+            raise ConfigError(f"processing_class is a {kind}: give a tokenizer, or what has save_pretrained")
         self.processing_class, self.loss_fn = processing_class, compute_loss_func
         self.state, self.control, self.tally = TrainerState(), TrainerControl(), Tally()
         self.callbacks = Callbacks(self.default_callbacks() if callbacks is None else callbacks)
@@ -92,6 +98,7 @@ class TrainerCore:
             process_groups=self.get_process_groups(),
         )
         self._optimizers, self._placed = optimizers, False
+        self._lines: list[str] = []
         self._last_metric: tuple[int, float] | None = None
         self.tell("on_init_end")
 
@@ -147,18 +154,22 @@ class TrainerCore:
 
     def unwrapped_model(self) -> nn.Module:
         """The model as it was given, without what compiling or sharding put around it."""
-        assert self.model is not None
+        if self.model is None:
+            raise ConfigError("there is no model yet: model_init makes it when training or evaluation begins")
         return getattr(self.model, "_orig_mod", self.model)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write weights and processing_class alone; over files of their names only with overwrite_output_dir."""
-        if self.model is None:
-            raise ConfigError("there is no model to save yet: model_init makes it when training begins")
         target = self.config.output_dir if output_dir is None else Path(output_dir)
         export_model(self.unwrapped_model(), self.processing_class, target, overwrite=self.config.overwrite_output_dir)
 
     def save_checkpoint(self, checkpoint_path: str | Path | None = None) -> Path:
-        """Save the whole state; with async_save the files follow, and `on_save` tells when they are there."""
+        """Save the whole state; with async_save the files follow, and `on_save` tells when they are there.
+
+        The numbers of every step so far are waited for, so that nothing that is not finite is saved. A step that was
+        saved before is not saved again.
+        """
+        self.settle()
         metric = None
         if self._last_metric is not None and self._last_metric[0] == self.state.global_step:
             metric = self._last_metric[1]
@@ -168,6 +179,9 @@ class TrainerCore:
         return self.checkpoint_manager.save(
             step, self.get_state_components(), metric=metric, about=self._about(), path=path
         )
+
+    def settle(self) -> None:
+        """Wait for the numbers of every step so far; for callbacks that do something slow or print something."""
 
     def load_checkpoint(self, checkpoint_path: str | Path | None = None) -> Path:
         """Load the whole state; None: the newest whole checkpoint. What does not fit stops with its name."""
@@ -180,14 +194,13 @@ class TrainerCore:
         """Go back to the newest checkpoint but for the data, which goes on; gives the step."""
         components = [part for part in self.get_state_components() if part.key not in ("dataset", "rng")]
         epoch = self.state.raw_epoch
-        self.checkpoint_manager.load(components)
+        self.checkpoint_manager.load(components, self.checkpoint_manager.current() or self.resumed_from)
         self.state.raw_epoch = epoch
         self.state.epoch_start_step = min(self.state.epoch_start_step, self.state.global_step)
         return self.state.global_step
 
     def get_state_components(self) -> list[StateComponent]:
         """All that a checkpoint holds, in order."""
-        assert self.model is not None
         one, own = SharingPattern.GLOBAL, SharingPattern.PER_RANK
         parts = [
             StateComponent("model", model_state(self.unwrapped_model(), self.processing_class), one),
@@ -212,8 +225,12 @@ class TrainerCore:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the run is, its history, its sums and, under fp16, the scale of the loss."""
+        """How far the run is, its history (as lines of JSON), its sums and, under fp16, the scale of the loss."""
         state: dict[str, Any] = {name: getattr(self.state, name) for name in (*SAVED, *HISTORY)}
+        history = self.state.log_history
+        del self._lines[len(history) :]
+        self._lines += [json.dumps(entry, default=float) for entry in history[len(self._lines) :]]
+        state["log_history"] = "\n".join(self._lines)  # one text: a long history costs a save nothing
         state["tally"] = dataclasses.asdict(self.tally)
         if self.precision.scaler is not None:
             state["grad_scaler"] = self.precision.state_dict()
@@ -223,6 +240,8 @@ class TrainerCore:
         """Go to where `state` is."""
         for name in (*SAVED, *(name for name in HISTORY if name in state)):
             setattr(self.state, name, state[name])
+        self._lines = state.get("log_history", "").splitlines()
+        self.state.log_history = [json.loads(line) for line in self._lines]
         self.tally = Tally(**state.get("tally", {}))
         if self.precision.scaler is not None and "grad_scaler" in state:
             self.precision.load_state_dict(state["grad_scaler"])

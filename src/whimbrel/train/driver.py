@@ -21,6 +21,10 @@ __all__ = ["Driven", "Driver"]
 MOST_ROLLBACKS = 3
 """How often a run may go back to one checkpoint before it is given up."""
 
+REMEDY = "lower the learning rate (optim.lr, learning_rate) or clip the gradient (train.clip, max_grad_norm)"
+MOST_SKIPS = 100
+"""How many steps in a row may be skipped before a run is given up."""
+
 logger = get_logger(__name__)
 
 
@@ -32,6 +36,7 @@ class Driven(Protocol):
     control: TrainerControl
     tally: Tally
     checkpoint_manager: CheckpointManager
+    resumed_from: Path | None
 
     def tell(self, event: str, **keywords: Any) -> TrainerControl:
         """Dispatch an event."""
@@ -70,6 +75,7 @@ class Driver:
         self._trainer, self._loop, self._batches, self._flops = trainer, loop, batches, flops
         self._done: dict[str, int] = {}
         self._rollbacks = 0
+        self._skips = 0
         self._stepped = False
 
     def run(self) -> None:
@@ -77,8 +83,8 @@ class Driver:
         state, trainer = self._trainer.state, self._trainer
         while state.global_step < state.max_steps and not trainer.control.ends_training:
             self._batches.begin(state.raw_epoch)
-            trainer.tell("on_epoch_begin")
             trainer.control.should_epoch_stop = False
+            trainer.tell("on_epoch_begin")
             while state.global_step < state.max_steps and not trainer.control.ends_training:
                 try:
                     epoch_ended = self._step()
@@ -112,21 +118,21 @@ class Driver:
             trainer.tell("on_step_end")
         ended = tokens is None or trainer.control.should_epoch_stop or self._batches.exhausted()
         if ended:
-            self._end_epoch()
+            self._end_epoch(tokens)
         self._obey(final=state.global_step >= state.max_steps or trainer.control.should_training_stop)
         return ended
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, tokens: int | None) -> None:
         trainer, state = self._trainer, self._trainer.state
-        if state.global_step == state.epoch_start_step:
+        if tokens is None and state.global_step == state.epoch_start_step:
             raise TrainingError(
                 f"pass {state.raw_epoch} over the training data gave no batch: a dataset must not be empty, and an "
                 "iterable one must begin anew in each pass"
             )
         state.raw_epoch += 1
         state.epoch_start_step = state.global_step
-        state.epoch = float(state.raw_epoch)
         self._batches.begin(state.raw_epoch)
+        state.epoch = self._batches.epoch
         trainer.control.should_log |= trainer.config.log.each_epoch
         trainer.control.should_evaluate |= trainer.config.validation.each_epoch and self._may_evaluate()
         self._mark_save(trainer.config.checkpoint.each_epoch)
@@ -166,18 +172,16 @@ class Driver:
     def _obey(self, *, final: bool) -> None:
         """Log, evaluate and save, each where it was asked for and not yet done at this step."""
         trainer, config = self._trainer, self._trainer.config
-        if trainer.control.should_abort_without_save:
-            return
-        if final:
+        if final and not trainer.control.should_abort_without_save:
             if not self._pauses:
                 trainer.control.should_log |= config.log.every is not None or config.log.each_epoch
                 trainer.control.should_evaluate |= config.validation.at_end and trainer.can_evaluate
             trainer.control.should_save |= config.checkpoint.at_end
         if final or trainer.control.should_log or trainer.control.should_evaluate or trainer.control.should_save:
             self.settle()
-            self._log()
-            self._evaluate()
-            self._save()
+            for act in (self._log, self._evaluate, self._save):
+                if not trainer.control.should_abort_without_save:
+                    act()
         else:
             self._loop.settle(1, self._report)
         for saved in trainer.checkpoint_manager.finished():
@@ -223,23 +227,27 @@ class Driver:
         """The numbers of a step have arrived."""
         if not metrics.skipped:
             self._trainer.tally.add(metrics.loss, metrics.grad_norm, metrics.lr, metrics.seconds)
+            self._skips = 0
         else:
-            logger.warning("step %d was skipped: its loss is %s, its gradient norm %s", metrics.step, metrics.loss,
-                           metrics.grad_norm)  # fmt: skip
+            self._skips += 1
+            fault = NonFiniteError(metrics.step, metrics.loss, metrics.grad_norm)
+            logger.warning("%s: it was skipped", fault)
+            if self._skips == MOST_SKIPS:
+                raise TrainingError(f"{fault}, and so it is for {MOST_SKIPS} steps in a row: {REMEDY}")
         self._trainer.tell("on_train_metrics", metrics=dataclasses.asdict(metrics))
 
     def _recover(self, fault: NonFiniteError, *, final: bool = False) -> None:
         """Stop, or go back to the newest checkpoint and on with the data that comes next."""
         trainer = self._trainer
         if trainer.config.train.on_nonfinite != "rollback":
-            raise TrainingError(f"{fault}: lower optim.lr or set train.clip; nothing was saved since") from fault
+            raise TrainingError(f"{fault}: {REMEDY}; nothing was saved since") from fault
         trainer.checkpoint_manager.wait()
-        if trainer.checkpoint_manager.newest() is None:
-            raise TrainingError(f"{fault}, and there is no checkpoint to go back to: set checkpoint.every") from fault
-        if self._rollbacks == MOST_ROLLBACKS or final:
+        if trainer.checkpoint_manager.current() is None and trainer.resumed_from is None:
             raise TrainingError(
-                f"{fault}, after going back {self._rollbacks} times: lower optim.lr or set train.clip"
+                f"{fault}, and there is no checkpoint to go back to: save in between (checkpoint.every, save_steps)"
             ) from fault
+        if self._rollbacks == MOST_ROLLBACKS or final:
+            raise TrainingError(f"{fault}, after going back {self._rollbacks} times: {REMEDY}") from fault
         self._rollbacks += 1
         step = trainer.rewind()
         trainer.control.should_log = trainer.control.should_evaluate = trainer.control.should_save = False

@@ -35,10 +35,13 @@ class Scheduler(Protocol):
 
 
 class NonFiniteError(Exception):
-    """A step whose loss or gradient norm is not finite; the trainer decides what becomes of the run."""
+    """A step whose loss or gradient norm is not finite; the trainer decides what becomes of the run.
+
+    Its message counts steps from 0, as the log and the progress lines do.
+    """
 
     def __init__(self, step: int, loss: float, norm: float) -> None:
-        super().__init__(f"step {step} has the loss {loss} and the gradient norm {norm}")
+        super().__init__(f"step {step - 1} has the loss {loss} and the gradient norm {norm}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,10 @@ class Loop:
         if skipped:
             self.precision.skip()
         else:
-            self.precision.step(self.optimizer)
+            skipped = not self.precision.step(self.optimizer)
+        if not skipped:
             self.tell("on_optimizer_step")
-        self.scheduler.step()
+            self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         tokens = sum(token_count(batch) for batch in micro_batches)
         self._mark = self.stopwatch.mark()
@@ -119,9 +123,7 @@ class Loop:
             done = self._pending.pop(0)
             seconds = self.stopwatch.seconds(done.start, done.end)
             loss, norm = (float(value) for value in done.numbers)
-            overflow = self.precision.scaler is not None  # its norm may be infinite: it then skips the step itself
-            sound = done.numbers[:1] if overflow else done.numbers
-            if not done.skipped and not bool(sound.isfinite().all()):
+            if not done.skipped and not bool(done.numbers.isfinite().all()):
                 self._pending.clear()
                 raise NonFiniteError(done.step, loss, norm)
             report(StepMetrics(done.step, loss, norm, done.lr, done.tokens, seconds, done.skipped))

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -21,18 +21,12 @@ from whimbrel.text import Tokenizer
 __all__ = ["export_model", "model_state"]
 
 
-class _Pretrained(Protocol):
-    """What `transformers` models and tokenizers have."""
-
-    def save_pretrained(self, folder: str, **settings: Any) -> Any:
-        """Write oneself into a folder."""
-
-
 def model_state(model: nn.Module, processing_class: Any = None) -> DirectoryStateful:
     """The state of a model as a checkpoint keeps it."""
     if isinstance(model, GPT):
         return GPTState(model, processing_class)
-    return PretrainedState(model, processing_class) if hasattr(model, "save_pretrained") else ModuleState(model)
+    kind = PretrainedState if hasattr(model, "save_pretrained") else ModuleState
+    return kind(model, processing_class)
 
 
 def export_model(model: nn.Module, processing_class: Any, target: Path, *, overwrite: bool) -> None:
@@ -80,8 +74,8 @@ class GPTState:
         """A model directory of `state`."""
         own = self._tokenizer if isinstance(self._tokenizer, Tokenizer) else None
         save_model(self._model, folder, own, state=state)
-        if own is None and self._tokenizer is not None:
-            self._tokenizer.save_pretrained(str(folder))
+        if own is None:
+            _save_processing(self._tokenizer, folder)
 
     def load_directory(self, folder: Path) -> None:
         """The weights of a model directory, in place."""
@@ -91,7 +85,7 @@ class GPTState:
 class PretrainedState:
     """A model of `transformers`: written and named by itself."""
 
-    def __init__(self, model: nn.Module, processing_class: _Pretrained | None) -> None:
+    def __init__(self, model: nn.Module, processing_class: Any) -> None:
         self._model, self._processing_class = model, processing_class
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -105,8 +99,7 @@ class PretrainedState:
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """What `save_pretrained` writes, of `state` instead of the weights in use."""
         self._model.save_pretrained(str(folder), state_dict=dict(state))  # type: ignore[operator]
-        if self._processing_class is not None:
-            self._processing_class.save_pretrained(str(folder))
+        _save_processing(self._processing_class, folder)
 
     def load_directory(self, folder: Path) -> None:
         """The weights, bit for bit; a layout that differs from the module's is read by `from_pretrained`."""
@@ -128,8 +121,8 @@ class ModuleState:
 
     FILE = "model.safetensors"
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, processing_class: Any) -> None:
+        self._model, self._processing_class = model, processing_class
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers."""
@@ -143,6 +136,7 @@ class ModuleState:
         """One file; tensors that share their memory are written once."""
         folder.mkdir(exist_ok=True)
         write_tensors(folder / self.FILE, self._once(state))
+        _save_processing(self._processing_class, folder)
 
     def load_directory(self, folder: Path) -> None:
         """Fill the module; a file of another shape is refused."""
@@ -164,3 +158,11 @@ class ModuleState:
                 names.append(name)
             seen.add(id(tensor))
         return {name: state[name] for name in names}
+
+
+def _save_processing(processing_class: Any, folder: Path) -> None:
+    """Write what prepares inputs beside the model, in its own layout."""
+    if isinstance(processing_class, Tokenizer):
+        processing_class.save(folder)
+    elif processing_class is not None:
+        processing_class.save_pretrained(str(folder))

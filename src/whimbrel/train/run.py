@@ -10,10 +10,8 @@ from typing import Any, cast
 import torch
 
 from whimbrel.base.errors import CheckpointError, ConfigError
-from whimbrel.base.files import atomic_file
 from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import list_checkpoints, read_manifest
-from whimbrel.config import dump_toml, load_toml, to_table
 from whimbrel.models import GPT
 from whimbrel.text import Tokenizer
 from whimbrel.train import recipe
@@ -90,21 +88,17 @@ class RunTrainer(Trainer):
     def _about(self) -> dict[str, Any]:
         return super()._about() | {"micro_batch": self.config.train.micro_batch}
 
-    def _resume(self) -> None:
-        """Resume, and write down the settings that hold from here on."""
-        super()._resume()
-        path = self.config.output_dir / "config.toml"
-        if self.state.global_step >= self.state.max_steps:
-            return
-        if self.resumed_from is not None and path.exists():
-            for change in _changes(load_toml(path), to_table(self.given)):
-                logger.warning("changed since the run began: %s", change)
-        with atomic_file(path, "w") as file:
-            file.write(dump_toml(to_table(self.given)))
+    _resumes_explicitly = False
+
+    def _begins_anew(self) -> bool:
+        return self.config.overwrite_output_dir
+
+    def _given_settings(self) -> RunConfig:
+        return self.given
 
     def _warm_up(self) -> None:
         """Compile with one pass forth and back, so that no step is timed with it; leaves no trace in the model."""
-        assert self.optimizer is not None
+        assert self.model is not None
         if not self.config.train.compile:
             return
         start = time.perf_counter()
@@ -113,8 +107,7 @@ class RunTrainer(Trainer):
         objective, ones = self._objective(loader), torch.ones((), device=self.device)
         with self.precision.autocast():
             loss = objective.loss((x, x), ones, ones)
-        loss.backward()
-        self.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.grad(loss, [p for p in self.model.parameters() if p.requires_grad])  # no hook hears of it
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.compile_seconds = time.perf_counter() - start
@@ -184,16 +177,4 @@ def _callbacks(config: RunConfig, tokenizer: Tokenizer | None, sampler: Sampler 
     if log.tensorboard:
         found.append(TensorBoardCallback())
     found += [TrackerCallback(kind) for kind in ("wandb", "trackio") if getattr(log, kind)]
-    return found
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any], section: str = "") -> list[str]:
-    """Settings that differ between two tables, in words."""
-    found = []
-    for name in dict.fromkeys([*before, *now]):
-        old, new = before.get(name), now.get(name)
-        if isinstance(old, dict) or isinstance(new, dict):
-            found += _changes(old or {}, new or {}, f"{section}{name}.")
-        elif old != new:
-            found.append(f"{section}{name} was {old} and is {new}")
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,14 +25,15 @@ from whimbrel.train.arguments import lone_tokenizers
 from whimbrel.train.batches import DatasetBatches, TokenBatches, held_out, make_batches
 from whimbrel.train.callbacks import ControlCallback, DrainOnSignal, JsonLogCallback, ProgressCallback
 from whimbrel.train.columns import drop_unused_columns
-from whimbrel.train.control import liveness
 from whimbrel.train.core import TrainerCore
 from whimbrel.train.device import Stopwatch, device_name, peak_flops, peak_memory
+from whimbrel.train.directory import check_directory, clear_directory, events_folder, record_settings
 from whimbrel.train.driver import Driver
 from whimbrel.train.evaluation import Prediction, mean_loss, predictions
 from whimbrel.train.loop import Loop
 from whimbrel.train.metric import find_metric
 from whimbrel.train.outputs import Objective
+from whimbrel.train.settings import TrainerConfig
 from whimbrel.train.state import Tally, TrainerControl, TrainerState, TrainOutput
 from whimbrel.train.summary import RunSummary, estimate_memory, features
 
@@ -49,15 +49,19 @@ class BaseTrainer(TrainerCore):
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
         """Run to the last step, or until someone asks for the end. Resume: None, True or "latest", or a path."""
-        if self.train_dataset is None:
-            raise ConfigError("train() needs train_dataset: give it to the trainer")
+        self._check_datasets()
+        given = self.config
         if resume_from_checkpoint is not None:
             latest = resume_from_checkpoint in (True, "latest")
             path = None if latest or isinstance(resume_from_checkpoint, bool) else Path(resume_from_checkpoint)
-            self.config = replace(self.config, resume=replace(self.config.resume, latest=latest, path=path))
-        with self._torch_settings():
-            self._prepare(self.train_dataset, self.eval_dataset)
-            return self._train_loop()
+            self.config = replace(given, resume=replace(given.resume, latest=latest, path=path))
+        try:
+            check_directory(self.config, explicit=self._resumes_explicitly)
+            with self._torch_settings():
+                self._prepare(self.train_dataset, self.eval_dataset)
+                return self._train_loop()
+        finally:
+            self.config = given
 
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Make every part that the given datasets call for; a model that exists is never made again."""
@@ -101,8 +105,8 @@ class BaseTrainer(TrainerCore):
             output = self._output(time.perf_counter() - start)
             ended = True
         finally:
+            self.checkpoint_manager.close()
             if not ended:
-                self.checkpoint_manager.close()
                 self.tell("on_train_end", output=None, checkpoint=None, stopped_by=self.stopped_by)
         self.tell(
             "on_train_end", output=output, checkpoint=self.checkpoint_manager.newest(), stopped_by=self.stopped_by
@@ -284,7 +288,7 @@ class BaseTrainer(TrainerCore):
         config = self.config
         return TrainerState(
             max_steps=total,
-            num_train_epochs=config.train.epochs or 0.0,
+            num_train_epochs=config.train.epochs or self._epochs_in(total),
             logging_steps=whole_steps(config.log.every, total) if config.log.every else 0,
             eval_steps=whole_steps(config.validation.every, total) if config.validation.every else 0,
             save_steps=whole_steps(config.checkpoint.every, total) if config.checkpoint.every else 0,
@@ -293,6 +297,13 @@ class BaseTrainer(TrainerCore):
             is_local_process_zero=self.is_local_process_zero,
             is_world_process_zero=self.is_world_process_zero,
         )
+
+    def _epochs_in(self, steps: int) -> float:
+        """Passes that so many steps begin; 0 where the length of a pass is not known."""
+        batches = self.train_dataloader
+        if batches is None or (isinstance(batches, DatasetBatches) and not batches.indexed):
+            return 0.0
+        return float(math.ceil(steps / batches.steps_for(1.0, self._accumulation())))
 
     def _accumulation(self) -> int:
         return self.config.train.accumulation or 1
@@ -304,38 +315,52 @@ class BaseTrainer(TrainerCore):
     def _warm_up(self) -> None:
         """Compile ahead of the first step; a strategy that knows its shapes does it here."""
 
+    def _check_datasets(self) -> None:
+        """Refuse to train without data, and to be asked for evaluations without any."""
+        if self.train_dataset is None:
+            raise ConfigError("train() needs train_dataset: give it to the trainer")
+        validation, checkpoint = self.config.validation, self.config.checkpoint
+        asked = {
+            "validation.every (eval_strategy)": validation.every is not None or validation.each_epoch,
+            "checkpoint.evaluate (eval_on_save)": checkpoint.evaluate,
+            "checkpoint.best (preserve_best_model)": checkpoint.best is not None,
+            "checkpoint.when_best (save_strategy='best')": checkpoint.when_best,
+        }
+        for name in (name for name, on in asked.items() if on and self.eval_dataset is None):
+            raise ConfigError(f"{name} asks for evaluations and there is nothing to evaluate on: give eval_dataset")
+
+    def _begins_anew(self) -> bool:
+        """Whether the run in the directory is to be removed: not where someone asked to go on with it."""
+        return self.config.overwrite_output_dir and not self.config.resume.latest
+
+    _resumes_explicitly = True
+    """Whether resuming from the newest checkpoint was asked for; not where it is what happens by itself."""
+
     def _resume(self) -> None:
-        """Load the checkpoint that was asked for; a run that nobody asked to go on with is neither mixed nor lost."""
-        config, found = self.config, step_folders(self.config.output_dir)
-        if liveness(config.output_dir) == "running":
-            raise ConfigError(
-                f"{config.output_dir} is the directory of a run that is running: name another output_dir, or stop it"
-            )
+        """Load the checkpoint that was asked for, or remove what is to be begun anew; write down the settings."""
+        config = self.config
         if config.resume.path is not None:
             self.load_checkpoint(config.resume.path)
-        elif config.overwrite_output_dir:
-            for folder in (*found.values(), *config.output_dir.glob("ema/step-*"), *_event_folders(config.output_dir)):
-                shutil.rmtree(folder)
-            (config.output_dir / "log.jsonl").unlink(missing_ok=True)
-        elif found and config.resume.latest:
+        elif self._begins_anew():
+            clear_directory(config.output_dir)
+        elif step_folders(config.output_dir):
             self.load_checkpoint()
-        elif found:
-            raise ConfigError(
-                f"{config.output_dir} holds a run at step {max(found)}: resume_from_checkpoint=True goes on with it, "
-                "overwrite_output_dir=True begins anew, or name another output_dir"
-            )
-        events = _event_folders(config.output_dir)
-        if config.log.dir is None and events:
-            self.args.logging_dir = str(events[-1])  # the folder of the run's earlier sittings
+        if config.log.dir is None:
+            self.args.logging_dir = events_folder(config.output_dir) or self.args.logging_dir
         self.checkpoint_manager.tidy(self.state.global_step)
+        if self.state.global_step < self.state.max_steps:
+            record_settings(self._given_settings(), resumed=self.resumed_from is not None)
+
+    def _given_settings(self) -> TrainerConfig:
+        """The settings that the run directory keeps."""
+        return self.config
 
     def _sequence_length(self) -> int:
         """Tokens of a training sequence, as the loader or the first example says; 0 where neither does."""
         if isinstance(self.train_dataloader, TokenBatches):
             return self.train_dataloader.loader.T
         assert self.train_dataloader is not None
-        dataset = self.train_dataloader.dataset
-        example = dataset[0] if hasattr(dataset, "__getitem__") else None
+        example = self.train_dataloader.first_example()
         inputs = example.get("input_ids") if isinstance(example, Mapping) else None
         return 0 if inputs is None else len(inputs)
 
@@ -369,8 +394,3 @@ class Trainer(BaseTrainer):
     def default_callbacks(cls) -> list[Any]:
         """Progress, log, drain and live control."""
         return [JsonLogCallback(), ProgressCallback(), DrainOnSignal(), ControlCallback()]
-
-
-def _event_folders(output_dir: Path) -> list[Path]:
-    """Where earlier sittings of a run wrote TensorBoard events, as the arguments name such folders."""
-    return sorted(path for path in output_dir.glob("runs/[0-9]*_*") if path.is_dir())

@@ -68,7 +68,7 @@ def poisoned(*bad: int) -> Callable[..., Tensor]:
 
 def test_nonfinite_stop_names_the_step_and_saves_nothing(args: Make, fit: Make) -> None:
     settings = args(save_strategy="steps", save_steps=2)
-    with pytest.raises(TrainingError, match="step 4 has the loss nan and the gradient norm nan: lower"):
+    with pytest.raises(TrainingError, match="step 3 has the loss nan and the gradient norm nan: lower"):
         fit(settings, compute_loss_func=poisoned(4))
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [2]
 
@@ -109,15 +109,40 @@ def test_nonfinite_rollback_goes_back_and_on_with_other_data(args: Make, fit: Ma
 
 
 def test_fp16_overflow_is_a_skip_and_the_scale_is_saved(args: Make, fit: Make) -> None:
-    settings = args(mixed_precision="fp16", save_strategy="steps", save_steps=8)
-    trainer, losses = fit(settings)
-    scaler = trainer.precision.scaler
-    assert scaler is not None
-    assert torch.tensor(losses.values).isfinite().all()
-    scaler._scale = torch.tensor(4.0)
-    assert trainer.state_dict()["grad_scaler"]["scale"] == 4.0
-    again, _ = fit(args(mixed_precision="fp16", max_steps=9), resume=True)
-    assert again.state.global_step == 9
+    """The scale begins so high that the first gradients overflow: they are skipped, and the schedule waits."""
+    stepped: list[int] = []
+
+    class Watch(TrainerCallback):
+        def __init__(self) -> None:
+            self.metrics: list[dict[str, Any]] = []
+
+        def on_train_begin(self, **event: Any) -> None:
+            event["trainer"].precision.scaler._init_scale = 2.0**40
+
+        def on_optimizer_step(self, **event: Any) -> None:
+            stepped.append(event["state"].global_step)
+
+        def on_train_metrics(self, **event: Any) -> None:
+            self.metrics.append(event["metrics"])
+
+    watch = Watch()
+    settings = {"mixed_precision": "fp16", "save_strategy": "steps", "save_steps": 30, "lr_scheduler_type": "linear"}
+    trainer, _ = fit(args(**settings, max_steps=30), callbacks=[watch])
+    skipped = [metrics["step"] - 1 for metrics in watch.metrics if metrics["skipped"]]
+    assert 10 < len(skipped) < 28
+    assert stepped == [step for step in range(30) if step not in skipped]
+    assert {metrics["lr"] for metrics in watch.metrics[: len(skipped)]} == {watch.metrics[0]["lr"]}
+    assert trainer.precision.scaler is not None
+    scale = trainer.precision.scaler.get_scale()
+    assert scale < 2.0**30
+    again, _ = fit(args(**settings, max_steps=31), resume=True)
+    assert again.precision.scaler is not None
+    assert again.precision.scaler.get_scale() == scale
+
+
+def test_a_run_that_skips_every_step_is_given_up(args: Make, fit: Make) -> None:
+    with pytest.raises(TrainingError, match="for 100 steps in a row: lower the learning rate"):
+        fit(args(on_nonfinite="skip", max_steps=200), compute_loss_func=poisoned(*range(5, 300)))
 
 
 def test_torch_switches_are_put_back(args: Make, fit: Make) -> None:
@@ -141,3 +166,83 @@ def test_two_jobs_do_not_share_a_directory(args: Make, fit: Make) -> None:
     settings = args(max_steps=1, save_strategy="steps", save_steps=1)
     fit(settings, callbacks=[ControlCallback(), Second()])
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [1]
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_train_metrics", "on_log_step", "on_log", "on_evaluate"])
+def test_an_abort_from_any_event_saves_nothing(args: Make, fit: Make, data: Make, event: str) -> None:
+    class Abort:
+        def __init__(self) -> None:
+            setattr(self, event, self.ask)
+
+        def ask(self, **keywords: Any) -> None:
+            keywords["control"].should_abort_without_save = keywords["state"].global_step == 3
+
+    settings = args(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, logging_steps=1)
+    trainer, _ = fit(settings, callbacks=[Abort()], eval_dataset=data(4))
+    assert trainer.state.global_step == 3
+    assert list(list_checkpoints(Path(settings.output_dir or ""))) == [1, 2]
+
+
+def test_no_callback_takes_back_anothers_stop(args: Make, fit: Make) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, **event: Any) -> None:
+            if event["state"].global_step == 3:
+                event["control"].should_training_stop = True
+
+    class Careless(TrainerCallback):
+        def on_step_end(self, **event: Any) -> None:
+            event["control"].should_training_stop = False
+
+        def on_train_metrics(self, **event: Any) -> None:
+            event["control"].should_training_stop = False
+
+    trainer, _ = fit(args(), callbacks=[Stop(), Careless()])
+    assert trainer.state.global_step == 3
+
+
+def test_a_save_of_a_callbacks_own_waits_for_the_numbers(args: Make, fit: Make) -> None:
+    class Save(TrainerCallback):
+        def on_step_end(self, **event: Any) -> None:
+            event["trainer"].save_checkpoint()
+
+    settings = args()
+    with pytest.raises(TrainingError, match="step 2 has the loss nan"):
+        fit(settings, compute_loss_func=poisoned(3), callbacks=[Save()])
+    assert list(list_checkpoints(Path(settings.output_dir or ""))) == [1, 2]
+
+
+def test_everyone_is_told_of_the_end_whoever_fails(args: Make, fit: Make) -> None:
+    told = []
+
+    class Fails(TrainerCallback):
+        def on_train_end(self, **event: Any) -> None:
+            raise ValueError("cannot let go")
+
+    class Hears(TrainerCallback):
+        def on_train_end(self, **event: Any) -> None:
+            told.append(event["output"])
+
+    with pytest.raises(ValueError, match="cannot let go"):
+        fit(args(), callbacks=[Fails(), Hears()])
+    assert len(told) == 1
+
+
+def test_evaluations_need_something_to_evaluate_on(args: Make, fit: Make) -> None:
+    for given in ({"eval_strategy": "steps"}, {"preserve_best_model": True}, {"eval_on_save": True}):
+        with pytest.raises(ConfigError, match="nothing to evaluate on: give eval_dataset"):
+            fit(args(**given))
+
+
+def test_a_rollback_stays_on_the_course_that_was_resumed(args: Make, fit: Make) -> None:
+    went: list[int] = []
+
+    class Rewound(TrainerCallback):
+        def on_rewind(self, **event: Any) -> None:
+            went.append(event["step"])
+
+    settings = {"save_strategy": "steps", "save_steps": 2, "on_nonfinite": "rollback"}
+    fit(args(**settings, max_steps=12))
+    first = str(Path(args().output_dir) / "checkpoints" / "step-00000004")
+    trainer, _ = fit(args(**settings, max_steps=9), resume=first, compute_loss_func=poisoned(4), callbacks=[Rewound()])
+    assert went == [6]
+    assert trainer.state.global_step == 9

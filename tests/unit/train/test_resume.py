@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.checkpoint import SharingPattern, list_checkpoints
+from whimbrel.text import load_tokenizer
 from whimbrel.train import BaseTrainer, TrainerCallback, TrainingArguments
 
 Make = Callable[..., Any]
@@ -134,3 +136,81 @@ def test_save_model_writes_weights_only_and_asks_before_it_replaces(args: Make, 
         trainer.save_model(tmp_path / "out")
     trainer.save_model()
     assert (trainer.config.output_dir / "model.safetensors").exists()
+
+
+def test_asking_to_resume_beats_overwriting(args: Make, fit: Make) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 4, "overwrite_output_dir": True}
+    fit(args(**settings))
+    again, losses = fit(args(**settings, max_steps=10), resume=True)
+    assert again.resumed_from is not None
+    assert len(losses.values) == 2
+    again.train()  # asked for once, and not for this time
+    assert len(losses.values) == 12
+
+
+def test_overwriting_removes_what_a_run_wrote_and_nothing_else(args: Make, fit: Make) -> None:
+    run = Path(args().output_dir)
+    kept = [run / "runs" / "2024_my_results" / "thesis.txt", run / "checkpoints" / "notes.txt", run / "mine.txt"]
+    for path in kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    fit(args(save_strategy="steps", save_steps=4))
+    events = run / "runs" / "1700000000000000000_host"
+    events.mkdir()
+    (events / "events.out.tfevents.1").write_text("")
+    fit(args(save_strategy="steps", save_steps=8, overwrite_output_dir=True))
+    assert all(path.exists() for path in kept)
+    assert not events.exists()
+    assert list(list_checkpoints(run)) == [8]
+
+
+def test_settings_are_written_down_and_changes_told(args: Make, fit: Make, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 4}
+    fit(args(**settings))
+    recorded = Path(args().output_dir) / "config.toml"
+    table = tomllib.loads(recorded.read_text())
+    assert table["optim"]["lr"] == 0.05
+    assert "resume" not in table
+    fit(args(**settings, max_steps=10, learning_rate=0.01), resume=True)
+    assert "changed since the run began: optim.lr was 0.05 and is 0.01" in caplog.text
+    assert tomllib.loads(recorded.read_text())["optim"]["lr"] == 0.01
+
+
+def test_events_go_on_where_they_were(args: Make, fit: Make, tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 4}
+    fit(args(**settings, logging_dir=str(tmp_path / "events")))
+    again, _ = fit(args(**settings, max_steps=10), resume=True)
+    assert again.args.logging_dir == str(tmp_path / "events")
+
+
+def test_decay_may_be_turned_on_in_a_resumed_run(args: Make, fit: Make) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 8}
+    fit(args(**settings))
+    again, _ = fit(args(**settings, max_steps=9, weight_decay=0.1), resume=True)
+    assert again.optimizer is not None
+    assert sorted(group["weight_decay"] for group in again.optimizer.param_groups) == [0.0, 0.1]
+    assert {int(state["step"]) for state in again.optimizer.state.values()} == {9}
+
+
+def test_a_long_history_is_one_text_in_a_checkpoint(args: Make, fit: Make) -> None:
+    trainer, _ = fit(args(logging_steps=1))
+    state = trainer.state_dict()
+    assert len(state["log_history"].splitlines()) == 8
+    history = [dict(entry) for entry in trainer.state.log_history]
+    trainer.state.log_history = []
+    trainer.load_state_dict(state)
+    assert trainer.state.log_history == history
+
+
+def test_the_processing_class_is_saved_with_any_model(args: Make, fit: Make, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("gpt2")
+    trainer, _ = fit(args(), processing_class=tokenizer)
+    trainer.save_model(tmp_path / "model")
+    assert load_tokenizer(tmp_path / "model").fingerprint == tokenizer.fingerprint
+    with pytest.raises(ConfigError, match="processing_class is a dict"):
+        fit(args(), processing_class={})
+
+
+def test_nothing_to_resume_from_is_said(args: Make, fit: Make, caplog: pytest.LogCaptureFixture) -> None:
+    fit(args(), resume=True)
+    assert "holds no checkpoint to resume from: beginning at step 0" in caplog.text

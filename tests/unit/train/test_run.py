@@ -321,6 +321,19 @@ def test_a_resumed_run_keeps_the_micro_batch_it_chose(make_run: MakeRun, monkeyp
     assert first.tokens_per_micro_batch == second.tokens_per_micro_batch == 8 * 32
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiling_ahead_moves_no_weight(make_run: MakeRun) -> None:
+    """Also where backward itself moves them."""
+    config = make_run(train__compile=True, train__compile_backend="eager", train__optimizer_in_backward=True,
+                      train__tokens_per_step=128)  # fmt: skip
+    trainer = RunTrainer(config, callbacks=[])
+    before = {name: weight.clone() for name, weight in trainer.unwrapped_model().state_dict().items()}
+    trainer._prepare(trainer.train_dataset, None)
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.unwrapped_model().state_dict().items())
+    assert trainer.optimizer is not None
+    assert len(trainer.optimizer.state) == 0
+
+
 def test_the_seed_decides_the_weights(make_run: MakeRun, tmp_path: Path) -> None:
     losses = [run(make_run(output_dir=tmp_path / str(i), train__seed=seed)).losses for i, seed in enumerate((0, 0, 1))]
     assert losses[0] == losses[1] != losses[2]

@@ -188,6 +188,10 @@ def test_the_optimizer_can_step_in_backward(args: Make, fit: Make, tmp_path: Pat
 
 
 def test_what_a_trainer_cannot_do_is_said(args: Make, net: Make) -> None:
+    with pytest.raises(ConfigError, match=r"the arguments come first and the model second: Trainer\(args, model\)"):
+        BaseTrainer(net(), args())
+    with pytest.raises(ConfigError, match="there is no model yet: model_init makes it"):
+        BaseTrainer(args(), model_init=net).save_checkpoint()
     with pytest.raises(ConfigError, match="needs a model: give model, or model_init"):
         BaseTrainer(args())
     with pytest.raises(ConfigError, match=r"train\(\) needs train_dataset"):
@@ -251,6 +255,12 @@ def test_a_model_that_is_given_has_its_dtype(args: Make, net: Make, fit: Make) -
     )
     assert trainer.train().global_step == 8
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_scheduler_of_another_optimizer_is_refused(args: Make, fit: Make, net: Make) -> None:
+    other = torch.optim.SGD(net().parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="sets the rates of another optimizer"):
+        fit(args(), optimizers=(None, torch.optim.lr_scheduler.StepLR(other, 2)))
 
 
 def test_a_scheduler_that_needs_a_metric_is_refused(args: Make, fit: Make, net: Make) -> None:
