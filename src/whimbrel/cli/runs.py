@@ -19,7 +19,10 @@ def runs(
         list[Path] | None, typer.Argument(help="Folders that hold runs, or runs; not given: runs.")
     ] = None,
 ) -> None:
-    """List runs: running, finished, stopped (the same command goes on) or dead (killed; it goes on as well)."""
+    """List runs: running, finished, stopped (the same command goes on) or dead (killed; it goes on as well).
+
+    One that runs on another machine is elsewhere, and one that another user has begun and not ended is not yours.
+    """
     from whimbrel.base.errors import DataError
     from whimbrel.cli.table import show_table
 
@@ -43,7 +46,9 @@ def _row(run: Path) -> tuple[str, ...]:
     last = last_step(log) or {}
     step, total = last.get("after", 0), last.get("total")
     state: str = liveness(run)
-    if state == "ended":
+    if state == "foreign":
+        state = "not yours"
+    elif state == "ended":
         state = "finished" if step == total else "stopped"
     loss, newest = last.get("loss"), latest_checkpoint(run)
     return (

@@ -61,7 +61,10 @@ class Endpoint:
 
     @classmethod
     def read(cls, run: Path) -> Endpoint | None:
-        """The endpoint of a run; None where it has none, or one that cannot be understood."""
+        """The endpoint of a run; None where it has none, or one that cannot be understood.
+
+        That of another user's run is not to be read: a PermissionError.
+        """
         try:
             return cls(**json.loads(cls.path(run).read_text(encoding="utf-8")))
         except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
@@ -78,7 +81,10 @@ class Endpoint:
 
 def ask(run: Path, verb: str, seconds: float = 5.0) -> dict[str, Any]:
     """Send a request to a run and give its reply; an error where it does not run here or refuses."""
-    endpoint = Endpoint.read(run)
+    try:
+        endpoint = Endpoint.read(run)
+    except PermissionError as error:
+        raise RequestError(f"{run} is a run of another user: only that user can ask it") from error
     if endpoint is None:
         raise RequestError(f"{run} is not running: it has no {Endpoint.path(run).name}")
     if endpoint.host != socket.gethostname():
@@ -98,9 +104,15 @@ def ask(run: Path, verb: str, seconds: float = 5.0) -> dict[str, Any]:
     return reply
 
 
-def liveness(run: Path, seconds: float = 1.0) -> Literal["running", "dead", "elsewhere", "ended"]:
-    """Whether a run is running; dead is one that left its endpoint behind, as a killed one does."""
-    endpoint = Endpoint.read(run)
+def liveness(run: Path, seconds: float = 1.0) -> Literal["running", "dead", "elsewhere", "foreign", "ended"]:
+    """Whether a run is running; dead is one that left its endpoint behind, as a killed one does.
+
+    Of a foreign one, which belongs to another user, it cannot be told: it is running or was killed.
+    """
+    try:
+        endpoint = Endpoint.read(run)
+    except PermissionError:
+        return "foreign"
     if endpoint is None:
         return "ended"
     if endpoint.host != socket.gethostname():
@@ -130,8 +142,9 @@ class ControlServer:
     def close(self) -> None:
         """Stop listening and take the file away, unless it is that of another run by now."""
         self._open = False
-        if Endpoint.read(self._run) == self._endpoint:
-            Endpoint.path(self._run).unlink()
+        with contextlib.suppress(PermissionError):  # another user's by now
+            if Endpoint.read(self._run) == self._endpoint:
+                Endpoint.path(self._run).unlink()
         with contextlib.suppress(OSError), socket.create_connection(self._socket.getsockname(), timeout=PATIENCE):
             pass  # wakes the thread
         self._thread.join(2 * PATIENCE)

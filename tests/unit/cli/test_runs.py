@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,31 @@ def test_every_state_a_run_can_be_in(workdir: Path, capsys: pytest.CaptureFixtur
         "runs/alive": ("running", "1/6"),
         "runs/far": ("elsewhere", "1/6"),
     }
+
+
+def test_a_run_of_another_user_is_listed(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("theirs", "mine"):
+        write_run(workdir / "runs" / name, 3, total=6)
+    Endpoint(host=socket.gethostname(), port=9, token="t", pid=1).write(workdir / "runs" / "theirs")
+    read_text = Path.read_text
+
+    def read(path: Path, **how: Any) -> str:
+        if path.name == "endpoint.json" and path.parent.name == "theirs":
+            raise PermissionError(13, "Permission denied", str(path))  # what mode 0600 means to all but its owner
+        return read_text(path, **how)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    found = rows(capsys)
+    assert {name: row[:2] for name, row in found.items()} == {
+        "runs/mine": ["stopped", "3/6"],
+        "runs/theirs": ["not yours", "3/6"],
+    }
+    with pytest.raises(SystemExit) as ended:
+        main(["control", "runs/theirs", "status"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "whimbrel: runs/theirs is a run of another user: only that user can ask it\n"
 
 
 def test_folders_and_runs_may_be_named(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
