@@ -35,26 +35,28 @@ class Curve:
     steps: list[dict[str, Any]]
     validations: list[dict[str, Any]]
     tokens: dict[int, int]
+    """Counted from where the log begins: that of a run which went on in a directory of its own begins late."""
 
     @classmethod
     def read(cls, run: Path) -> Curve:
         """From its log."""
         from whimbrel.base.errors import DataError
-        from whimbrel.train.log import log_of, read_log
+        from whimbrel.train.log import log_of, read_log, tokens_after
 
         lines = read_log(log_of(run))
         steps = [line for line in lines if line["kind"] == "step"]
         if not steps:
             raise DataError(f"{log_of(run)} holds no steps: nothing to compare")
-        seen, tokens = 0, {0: 0}
-        for line in steps:
-            seen += line["tokens"]
-            tokens[line["after"]] = seen
-        return cls(steps, [line for line in lines if line["kind"] == "validation"], tokens)
+        return cls(steps, [line for line in lines if line["kind"] == "validation"], tokens_after(lines))
+
+    @property
+    def begin(self) -> int:
+        """Steps that were done before the first in the log."""
+        return int(self.steps[0]["after"]) - 1
 
     @property
     def total(self) -> int:
-        """Tokens of the whole run."""
+        """Tokens of all steps."""
         return self.tokens[self.steps[-1]["after"]]
 
     @property
@@ -75,7 +77,7 @@ def _measures(curves: list[Curve]) -> list[tuple[str, ...]]:
     """One row for each thing that can be said of every run."""
     rows = [
         ("steps", *(f"{curve.steps[-1]['after']:,}" for curve in curves)),
-        ("tokens", *(f"{curve.total:,}" for curve in curves)),
+        ("tokens", *(f"{curve.total:,}{f' since step {curve.begin:,}' * (curve.begin > 0)}" for curve in curves)),
         ("train loss, last", *(_last(curve.steps) for curve in curves)),
         ("train loss, best", *(_best(curve.steps) for curve in curves)),
         ("validation loss, last", *(_last(curve.validations) for curve in curves)),
@@ -84,7 +86,8 @@ def _measures(curves: list[Curve]) -> list[tuple[str, ...]]:
         ("time in steps", *(f"{curve.seconds:.1f} s" for curve in curves)),
     ]
     shortest = min(curve.total for curve in curves)
-    if any(curve.total != shortest for curve in curves):
+    together = all(curve.begin == curves[0].begin for curve in curves)  # else tokens are not counted alike
+    if together and any(curve.total != shortest for curve in curves):
         short = [curve.by(shortest) for curve in curves]
         rows.append((f"train loss by {shortest:,} tokens", *(_last(curve.steps) for curve in short)))
         rows.append((f"validation loss by {shortest:,} tokens", *(_last(curve.validations) for curve in short)))

@@ -51,6 +51,9 @@ def plot(
         if not any(line["kind"] == "step" for line in lines):
             raise DataError(f"{log} holds no steps: nothing to draw")
         name = log.parent.name if log.name == "log.jsonl" else log.stem
+        begin = next(line["after"] - 1 for line in lines if line["kind"] == "step")
+        if tokens and begin:
+            print(f"{log} begins after step {begin}: its tokens are counted from there")
         for axes, panel in zip(grid, panels, strict=True):
             _draw(axes, panel, lines, name, tokens=tokens)
     for axes, panel in zip(grid, panels, strict=True):
@@ -65,18 +68,20 @@ def plot(
 
 def _draw(axes: Axes, panel: str, lines: list[dict[str, Any]], name: str, *, tokens: bool) -> None:
     """The curve of one run in one panel; a number that was not finite, null in the log, is a gap."""
-    seen, x_of = 0, {0: 0}
-    steps = [line for line in lines if line["kind"] == "step"]
-    for line in steps:
-        seen += line["tokens"] if tokens else 1
-        x_of[line["after"]] = seen
-    values = [_value(panel, line) for line in steps]
+    from whimbrel.train.log import tokens_after
+
+    seen = tokens_after(lines)
+
+    def points(kind: str) -> tuple[list[int], list[float]]:
+        own = [line for line in lines if line["kind"] == kind]
+        places = [seen[line["after"]] if tokens else line["after"] for line in own]
+        return places, [_value(panel, line) for line in own]
+
     label = f"{name}, train" if panel == "loss" else name
-    (drawn,) = axes.plot(list(x_of.values())[1:], values, linewidth=1.2, alpha=0.8, label=label)
-    held_out = [line for line in lines if line["kind"] == "validation"]
-    if panel == "loss" and held_out:
-        points = [x_of[line["after"]] for line in held_out], [_value("loss", line) for line in held_out]
-        axes.plot(*points, "o--", markersize=4, color=drawn.get_color(), label=f"{name}, validation")
+    (drawn,) = axes.plot(*points("step"), linewidth=1.2, alpha=0.8, label=label)
+    if panel == "loss" and any(line["kind"] == "validation" for line in lines):
+        label = f"{name}, validation"
+        axes.plot(*points("validation"), "o--", markersize=4, color=drawn.get_color(), label=label)
 
 
 def _value(panel: str, line: dict[str, Any]) -> float:

@@ -68,6 +68,30 @@ def test_equal_to_the_bit_or_not(workdir: Path, capsys: pytest.CaptureFixture[st
     assert cells(table, "train loss by 100 tokens") == ["4.0000"] * 4
 
 
+def fork(folder: Path, first: int, losses: list[float]) -> None:
+    """A run that went on from another's checkpoint, and was evaluated before its first step."""
+    write_run(folder, [])
+    lines = [log_line("validation", first, {"loss": 3.5})]
+    for after, loss in enumerate(losses, start=first + 1):
+        lines.append(
+            log_line("step", after, {"step": after - 1, "total": 9, "loss": loss, "seconds": 0.5, "tokens": 9})
+        )
+    (folder / "log.jsonl").write_text("".join(lines))
+
+
+def test_a_run_that_began_elsewhere(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("a"), [4.0, 3.0, 2.0, 2.5])
+    fork(Path("b"), 2, [2.0, 2.25])
+    table = compare(capsys, "a", "b")
+    assert cells(table, "steps") == ["4", "4"]
+    assert cells(table, "tokens") == ["400", "18 since step 2"]
+    assert cells(table, "validation loss, best") == ["3.0000 after 4", "3.5000 after 2"]
+    assert cells(table, "losses beside the first run's") == ["-", "differ from step 3 on"]
+    assert not any("tokens" in row[0] and "by" in row[0] for row in table if row)
+    fork(Path("c"), 2, [2.0, 2.25, 2.0])
+    assert cells(compare(capsys, "b", "c"), "validation loss by 18 tokens") == ["3.5000", "3.5000"]
+
+
 def test_a_long_table_is_not_cut_in_a_pipe(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"runs/{'long' * 12}-{number}" for number in range(4)]
     for name in names:

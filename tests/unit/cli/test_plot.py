@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from whimbrel.cli.main import main
-from whimbrel.train.log import log_line
+from whimbrel.cli.plot import _draw
+from whimbrel.train.log import log_line, read_log
 
 
 def write_run(folder: Path, steps: int, tokens: int = 64) -> None:
@@ -50,6 +51,32 @@ def test_some_panels_over_tokens(folder: Path) -> None:
     assert "<!-- tokens/s -->" in text
     assert text.count("<!-- tokens -->") == 1
     assert "<!-- loss -->" not in text
+
+
+def fork(folder: Path) -> None:
+    """A run that went on from another's checkpoint of step 4, and was evaluated before its first step."""
+    folder.mkdir()
+    lines = [log_line("validation", 4, {"loss": 1.0})]
+    lines += [log_line("step", after, {"loss": 9 / after, "tokens": 100}) for after in (5, 6, 7)]
+    lines.append(log_line("validation", 7, {"loss": 0.5}))
+    (folder / "log.jsonl").write_text("".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "trained", "held_out"), [(False, [5, 6, 7], [4, 7]), (True, [100, 200, 300], [0, 300])]
+)
+def test_a_run_that_began_elsewhere_stands_at_its_steps(
+    folder: Path, capsys: pytest.CaptureFixture[str], tokens: bool, trained: list[int], held_out: list[int]
+) -> None:
+    from matplotlib.figure import Figure
+
+    fork(folder / "fork")
+    axes = Figure().add_subplot()
+    _draw(axes, "loss", read_log(folder / "fork" / "log.jsonl"), "fork", tokens=tokens)
+    assert [list(line.get_xdata()) for line in axes.get_lines()] == [trained, held_out]
+    assert run("fork", "--out", "fork.svg", *["--tokens"] * tokens) == 0
+    said = "fork/log.jsonl begins after step 4: its tokens are counted from there" in capsys.readouterr().out
+    assert said == tokens
 
 
 def test_the_picture_of_a_run_lies_in_it(folder: Path) -> None:
