@@ -20,7 +20,8 @@ def verify(
 
     Of shards also header, size and token ids; where there is a manifest, tokenizer.json must be the one that made them.
 
-    Prints a line for each; faults go to standard error and make the exit code 2.
+    Prints a line for each; faults go to standard error and make the exit code 2. A folder that an interrupted removal
+    of a checkpoint has left is no fault.
     """
     from whimbrel.base.errors import DataError
 
@@ -36,10 +37,14 @@ def verify(
 def _holds_checkpoints(path: Path) -> bool:
     manifest = path / "manifest.json"
     return (
-        (path / "checkpoints").is_dir()
+        _is_run(path)
         or path.name.startswith("step-")
         or (manifest.is_file() and b'"components"' in manifest.read_bytes())
     )
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "checkpoints").is_dir() or any((path / name).is_file() for name in ("config.toml", "log.jsonl"))
 
 
 def _verify_shards(path: Path) -> int:
@@ -59,11 +64,19 @@ def _verify_shards(path: Path) -> int:
 
 def _verify_checkpoints(path: Path) -> int:
     from whimbrel.base.errors import CheckpointError
-    from whimbrel.checkpoint import missing_components, step_folders, verify_checkpoint
+    from whimbrel.checkpoint import list_checkpoints, missing_components, step_folders, verify_checkpoint
 
-    found = list(step_folders(path).values()) if (path / "checkpoints").is_dir() else [path]
+    found = list(step_folders(path).values()) if _is_run(path) else [path]
+    if not found:
+        print(f"{path} is a run with no checkpoints yet")
+        return 0
+    whole = list(list_checkpoints(path).values())
+    left = [checkpoint for checkpoint in found if whole and checkpoint not in whole]
     faults = 0
     for checkpoint in found:
+        if checkpoint in left:
+            print(f"left {checkpoint.name}: no manifest, as an interrupted removal leaves a folder; it can be removed")
+            continue
         try:
             manifest = verify_checkpoint(checkpoint)
         except CheckpointError as error:
@@ -73,5 +86,5 @@ def _verify_checkpoints(path: Path) -> int:
         size = sum(entry.size for entry in manifest.files.values())
         without = "".join(f", without its {key}" for key in missing_components(checkpoint, manifest))
         print(f"ok {checkpoint.name}: step {manifest.step}, {size:,} bytes in {len(manifest.files)} files{without}")
-    print(f"{len(found) - faults} sound, {faults} faulty")
+    print(f"{len(found) - len(left) - faults} sound, {faults} faulty")
     return faults

@@ -50,16 +50,32 @@ def test_one_checkpoint_wherever_it_lies(run: Path, capsys) -> None:
 def test_faults_are_named_and_make_the_exit_code_2(run: Path, capsys) -> None:
     newest = run / "checkpoints" / "step-00000010"
     (newest / "model.safetensors").write_bytes(b"x")
-    (run / "checkpoints" / "step-00000007").mkdir()
+    (run / "checkpoints" / "step-00000005" / "manifest.json").write_bytes(b"{")
     with pytest.raises(typer.Exit) as caught:
         verify(run)
     assert caught.value.exit_code == 2
     printed = capsys.readouterr()
-    assert printed.out.splitlines()[-1] == "1 sound, 2 faulty"
+    assert printed.out.splitlines()[-1] == "0 sound, 2 faulty"
     first, second = printed.err.splitlines()
-    assert first.startswith("fault step-00000007: ")
-    assert "manifest.json cannot be read" in first
+    assert first.startswith("fault step-00000005: ")
+    assert "its manifest.json is not what was written" in first
     assert "model.safetensors has changed" in second
+
+
+def test_what_an_interrupted_removal_left_is_no_fault(run: Path, capsys) -> None:
+    left = run / "checkpoints" / "step-00000005"
+    (left / "manifest.json").unlink()
+    verify(run)
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[0].startswith("left step-00000005: no manifest, as an interrupted removal leaves")
+    assert printed.out.splitlines()[-1] == "1 sound, 0 faulty"
+    assert printed.err == ""
+    with pytest.raises(typer.Exit):  # asked for by name, it is no checkpoint
+        verify(left)
+    (run / "checkpoints" / "step-00000010" / "manifest.json").unlink()
+    with pytest.raises(typer.Exit):  # and where none is whole, more than a removal has happened
+        verify(run)
+    assert capsys.readouterr().out.splitlines()[-1] == "0 sound, 2 faulty"
 
 
 def test_what_was_left_out_on_purpose_is_said(run: Path, capsys) -> None:
@@ -71,9 +87,13 @@ def test_what_was_left_out_on_purpose_is_said(run: Path, capsys) -> None:
         verify(run / "kept")
 
 
-def test_a_run_without_checkpoints_is_sound(tmp_path: Path, capsys) -> None:
-    (tmp_path / "checkpoints").mkdir()
+@pytest.mark.parametrize("name", ["checkpoints/", "log.jsonl", "config.toml"])
+def test_a_run_without_checkpoints_is_sound(tmp_path: Path, capsys, name: str) -> None:
+    if name.endswith("/"):
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).touch()
     verify(tmp_path)
-    assert capsys.readouterr().out == "0 sound, 0 faulty\n"
+    assert capsys.readouterr().out == f"{tmp_path} is a run with no checkpoints yet\n"
     with pytest.raises(DataError, match="a run or a checkpoint"):
         verify(tmp_path / "nowhere")
