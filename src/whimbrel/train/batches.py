@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.seeds import derive_seed
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import IGNORE_INDEX
+from whimbrel.train.passes import IndexedPass, StreamedPass, seeded, state_is_exact
 from whimbrel.train.settings import LoaderConfig
 
 __all__ = ["Batches", "DatasetBatches", "TokenBatches", "collate", "held_out", "make_batches", "token_count"]
@@ -48,13 +50,15 @@ class Batches(Protocol):
 
 
 class TokenBatches:
-    """Token shards: a cyclic stream, so a step may cross from one pass into the next and a pass never ends."""
+    """Token shards: a cyclic stream, so a step may cross from one pass into the next, and ends the one it began in."""
 
     def __init__(self, loader: TokenDataLoader, device: torch.device) -> None:
         self.loader, self.device = loader, device
+        self._pass = 0
 
     def begin(self, epoch: int) -> None:
-        """Nothing to do: the stream goes on."""
+        """The stream goes on; the pass ends where it crosses into a further one."""
+        self._pass = max(epoch, self.loader.epoch)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets."""
@@ -62,8 +66,8 @@ class TokenBatches:
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
     def exhausted(self) -> bool:
-        """Never."""
-        return False
+        """Whether the stream has crossed into a further pass."""
+        return self.loader.epoch > self._pass
 
     def steps_for(self, epochs: float, accumulation: int) -> int:
         """Whole steps that cover so many passes."""
@@ -86,33 +90,48 @@ class TokenBatches:
 
 
 class DatasetBatches:
-    """A dataset of dicts or pairs, indexed (shuffled anew in each pass, from the seed) or iterable (in its order)."""
+    """A dataset of dicts or pairs, indexed (shuffled anew in each pass, from the seed) or iterable (in its order).
+
+    Random numbers that examples or the collator draw come from the seed, the pass and the number of the batch: whoever
+    fetches it, ahead or after a resume, gets the same batch, and the run's own generators are left alone.
+    """
 
     def __init__(
         self, dataset: Any, batch_size: int, device: torch.device, *,
         collate: Collate, seed: int = 0, shuffle: bool = True, loader: LoaderConfig,
     ) -> None:  # fmt: skip
         self.dataset, self.batch_size, self.device = dataset, batch_size, device
-        self.indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        self.indexed = not isinstance(dataset, IterableDataset) and all(
+            hasattr(dataset, name) for name in ("__getitem__", "__len__")
+        )
         self._collate, self._seed, self._shuffle, self._loader = collate, seed, shuffle, loader
         self._epoch, self._taken = 0, 0
         self._batches: Iterator[Any] | None = None
         self._ahead: list[Any] = []
         self._cursor: dict[str, Any] | None = None
+        if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
+            raise ConfigError(
+                f"a {type(dataset).__name__} can be read once only, and each pass begins anew: give a list, or an "
+                "object whose __iter__ makes a new iterator"
+            )
         if not self.indexed and loader.workers > 1 and not hasattr(dataset, "num_shards"):
             raise ConfigError(
                 f"an iterable dataset gives each of {loader.workers} workers every example: set dataloader_num_workers "
                 "(loader.workers) to 0 or 1, or give one that shards itself and says so by num_shards"
             )
-        if self.indexed and len(self) == 0:
+        if self._sized and len(self) == 0:
             raise DataError(
                 f"the dataset has {len(dataset)} examples, less than one batch of {batch_size}: give more, or turn "
                 "dataloader_drop_last off"
             )
 
+    @property
+    def _sized(self) -> bool:
+        return hasattr(self.dataset, "__len__")
+
     def __len__(self) -> int:
-        if not self.indexed:
-            raise TypeError("an iterable dataset has no length")
+        if not self._sized:
+            raise TypeError(f"a {type(self.dataset).__name__} has no length")
         count, rest = divmod(len(self.dataset), self.batch_size)
         return count + (rest > 0 and not self._loader.drop_last)
 
@@ -121,6 +140,13 @@ class DatasetBatches:
         self.rewind()
         while (batch := self.next_batch()) is not None:
             yield batch
+
+    def first_example(self) -> Any | None:
+        """The first example, where there is one without beginning a pass."""
+        if not self.indexed:
+            return None
+        with seeded(derive_seed(self._seed, "first")):
+            return self.dataset[0]
 
     def rewind(self) -> None:
         """Go to the start of the first pass."""
@@ -150,14 +176,14 @@ class DatasetBatches:
 
     def steps_for(self, epochs: float, accumulation: int) -> int:
         """Optimizer steps of so many passes; what is left over at the end of a pass makes a step too."""
-        if not self.indexed:
+        if not self._sized:
             raise ConfigError("the length of an iterable dataset is not known: give max_steps (train.steps)")
         return max(1, -int(-epochs * -(-len(self) // accumulation) // 1))
 
     @property
     def epoch(self) -> float:
         """Passes done and the part of this one; only whole passes where the length is not known."""
-        return self._epoch + (self._taken / len(self) if self.indexed else 0.0)
+        return self._epoch + (self._taken / len(self) if self._sized else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Which pass, how many batches of it were used, and the dataset's own state where it has one."""
@@ -180,8 +206,9 @@ class DatasetBatches:
 
     @property
     def _keeps_state(self) -> bool:
-        """A dataset's own state is right only where no worker process reads ahead of us."""
-        return not self.indexed and hasattr(self.dataset, "state_dict") and self._loader.workers == 0
+        """A dataset's own state is right where it is exact, and no worker process reads ahead of us."""
+        stateful = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
+        return not self.indexed and stateful and self._loader.workers == 0 and state_is_exact(self.dataset)
 
     def _dataset_state(self) -> dict[str, Any] | None:
         if self._batches is None:
@@ -190,24 +217,25 @@ class DatasetBatches:
 
     def _open(self) -> Iterator[Any]:
         """Batches from the cursor on."""
-        workers = self._loader.workers
+        workers, seed = self._loader.workers, derive_seed(self._seed, "batches", self._epoch)
         shared: dict[str, Any] = {
-            "collate_fn": self._collate, "num_workers": workers,
+            "batch_size": None, "collate_fn": _as_it_is, "num_workers": workers,
             "pin_memory": self._loader.pin_memory and self.device.type == "cuda",
             "prefetch_factor": self._loader.prefetch_factor if workers else None,
-            "generator": torch.Generator().manual_seed(derive_seed(self._seed, "workers", str(self._epoch))),
+            "generator": torch.Generator().manual_seed(seed),
         }  # fmt: skip
         if self.indexed:
-            self._batches = iter(DataLoader(self.dataset, batch_sampler=self._order()[self._taken :], **shared))
+            batches = IndexedPass(self.dataset, self._order(), self._collate, seed)
+            self._batches = iter(DataLoader(batches, sampler=range(self._taken, len(self)), **shared))
             return self._batches
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self._epoch)
-        skipped = self._taken
+        first = 0
         if self._cursor is not None:
             self.dataset.load_state_dict(self._cursor)
-            skipped = 0
-        loader = DataLoader(self.dataset, batch_size=self.batch_size, drop_last=self._loader.drop_last, **shared)
-        self._batches = itertools.islice(iter(loader), skipped, None)
+            first = self._taken
+        stream = StreamedPass(self.dataset, self.batch_size, self._loader.drop_last, self._collate, seed, first)
+        self._batches = itertools.islice(iter(DataLoader(stream, **shared)), self._taken - first, None)
         return self._batches
 
     def _order(self) -> list[list[int]]:
@@ -219,17 +247,24 @@ class DatasetBatches:
 
 
 def make_batches(
-    dataset: Any, batch_size: int, device: torch.device, *,
+    dataset: Any, batch_size: int | None, device: torch.device, *,
     collate: Collate, seed: int, shuffle: bool, loader: LoaderConfig,
 ) -> TokenBatches | DatasetBatches:  # fmt: skip
-    """The batches of whatever was given as a dataset."""
+    """The batches of whatever was given as a dataset; a token loader has its own size, any other needs one."""
     if isinstance(dataset, TokenDataLoader):
-        if batch_size != dataset.B:
+        if batch_size not in (None, dataset.B):
             raise ConfigError(
                 f"the token loader gives batches of B = {dataset.B} and the batch size is set to {batch_size}: make "
                 "them equal"
             )
+        for field in fields(LoaderConfig):
+            if (value := getattr(loader, field.name)) != field.default:
+                raise ConfigError(
+                    f"loader.{field.name} = {value} has no effect on a token loader, which reads ahead by itself: "
+                    "leave it out"
+                )
         return TokenBatches(dataset, device)
+    assert batch_size is not None
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         raise ConfigError(
             f"a {type(dataset).__name__} is no dataset: give a TokenDataLoader, a sequence or an iterable of dicts"
@@ -256,7 +291,9 @@ def collate(examples: list[Any]) -> Any:
         named = {key: _stack([example[key] for example in examples], key) for key in first}
         return {("labels" if key in ("label", "label_ids") else key): value for key, value in named.items()}
     if isinstance(first, Sequence) and not isinstance(first, str):
-        return tuple(_stack(list(column), str(place)) for place, column in enumerate(zip(*examples, strict=True)))
+        if odd := [example for example in examples if len(example) != 2]:
+            raise DataError(f"an example has {len(odd[0])} parts: give dicts, pairs (x, y), or a data_collator")
+        return tuple(_stack(list(column), name) for name, column in zip("xy", zip(*examples, strict=True), strict=True))
     raise DataError(f"an example is a {type(first).__name__}: give dicts or pairs of tensors, or a data_collator")
 
 
@@ -278,6 +315,10 @@ def token_count(batch: Any) -> int:
         return inputs.numel()
     tensors = batch.values() if isinstance(batch, Mapping) else batch
     return next((len(value) for value in tensors if isinstance(value, Tensor) and value.ndim), 0)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _stack(values: list[Any], name: str) -> Tensor:

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
+import tokenizers
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+)
 
 from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.train.batches import DatasetBatches, collate, make_batches, token_count
+from whimbrel.data import TokenDataLoader
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.train import TrainerCallback
+from whimbrel.train.batches import DatasetBatches, TokenBatches, collate, make_batches, token_count
 from whimbrel.train.settings import LoaderConfig
+
+Make = Callable[..., Any]
 
 CPU = torch.device("cpu")
 
@@ -28,14 +43,96 @@ class Counting(IterableDataset[dict[str, int]]):
         return iter({"x": i} for i in range(self.size))
 
 
+class Sized(Counting):
+    """One that knows its length."""
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Plain:
+    """Nothing but __iter__."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return iter({"x": i} for i in range(self.size))
+
+
+class Stateful(Plain):
+    """One that goes back by itself."""
+
+    start = done = 0
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        first, self.start = self.start, 0
+        for i in range(first, self.size):
+            self.done = i + 1
+            yield {"x": i}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["done"]
+
+
+def noise() -> float:
+    """A number that every generator has a part in."""
+    return random.random() + np.random.rand() + float(torch.rand(()))
+
+
+class Augmented(Dataset[dict[str, Any]]):
+    """Examples with fresh noise whenever they are fetched."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        if place >= self.size:
+            raise IndexError
+        return {"x": place + noise()}
+
+
+class AugmentedStream(IterableDataset[dict[str, Any]]):
+    """The same as an iterable, with noise also in where it begins."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        start = random.random()
+        return iter({"x": start + i + noise()} for i in range(self.size))
+
+
+def noisy_collate(examples: list[Any]) -> Any:
+    return {key: value + noise() for key, value in collate(examples).items()}
+
+
 def listed(size: int) -> list[dict[str, int]]:
     return [{"x": i} for i in range(size)]
 
 
-def make(dataset: Any, batch_size: int = 4, *, shuffle: bool = True, **loader: Any) -> DatasetBatches:
+def make(
+    dataset: Any, batch_size: int = 4, *, shuffle: bool = True, join: Any = collate, **loader: Any
+) -> DatasetBatches:
     return DatasetBatches(
-        dataset, batch_size, CPU, collate=collate, seed=7, shuffle=shuffle, loader=LoaderConfig(**loader)
+        dataset, batch_size, CPU, collate=join, seed=7, shuffle=shuffle, loader=LoaderConfig(**loader)
     )
+
+
+def streamed(size: int) -> Any:
+    return datasets.Dataset.from_list([{"x": i, "y": 0} for i in range(size)]).to_iterable_dataset()
+
+
+def drawn() -> tuple[Any, ...]:
+    """Where the process's own generators are."""
+    numpy = np.random.get_state(legacy=False)
+    return random.getstate(), numpy["state"]["key"].tolist(), numpy["state"]["pos"], torch.get_rng_state().tolist()
 
 
 def take(batches: DatasetBatches, count: int, epoch: int = 0) -> list[tuple[int, list[int]]]:
@@ -59,25 +156,170 @@ def flat(found: list[tuple[int, list[int]]], epoch: int) -> list[int]:
 SOURCES = {
     "list": lambda: listed(10),
     "iterable": lambda: Counting(10),
+    "sized": lambda: Sized(10),
+    "plain": lambda: Plain(10),
+    "own state": lambda: Stateful(10),
+    "augmented": lambda: Augmented(10),
+    "augmented stream": lambda: AugmentedStream(10),
     "datasets": lambda: datasets.Dataset.from_list(listed(10)),
-    "stateful": lambda: datasets.Dataset.from_list(listed(10)).to_iterable_dataset(),
+    "stateful": lambda: streamed(10).remove_columns(["y"]),
+    "shuffled": lambda: streamed(10).shuffle(seed=0, buffer_size=5),
+    "shuffled below": lambda: streamed(10).shuffle(seed=0, buffer_size=5).map(lambda row: row),
+    "noise in a map": lambda: streamed(10).map(lambda row: {"x": row["x"] + noise()}),
+    "noise in a batched map": lambda: streamed(10).map(
+        lambda rows: {"x": [x + noise() for x in rows["x"]]}, batched=True, batch_size=3
+    ),
 }
+NOISY = ("augmented", "augmented stream", "noise in a map", "noise in a batched map")
+CASES = [
+    *((name, 0, join) for name in SOURCES for join in (collate, noisy_collate)),
+    *(("list", 1, collate), ("plain", 1, collate), ("augmented", 1, noisy_collate), ("augmented stream", 1, collate)),
+]
 
 
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_cursor_goes_back_to_the_very_batch(name: str, workers: int) -> None:
-    if workers and name in ("datasets", "stateful"):
-        pytest.skip("the library's own workers are slow to start; the iterable stands for them")
-    whole = take(make(SOURCES[name](), workers=workers), 8)
-    assert sorted(flat(whole, 0)) == list(range(10))
+@pytest.mark.parametrize(("name", "workers", "join"), CASES)
+def test_a_cursor_goes_back_to_the_very_batch(name: str, workers: int, join: Any) -> None:
+    """From every batch of two passes and more; the process's own generators have no part in it."""
+    random.seed(1)
+    torch.manual_seed(1)
+    before = drawn()
+    whole = take(make(SOURCES[name](), join=join, workers=workers), 8)
+    assert drawn() == before
+    noisy = name in NOISY or join is noisy_collate
+    assert len({value for _, values in whole for value in values}) == (28 if noisy else 10)
+    random.seed(2)
+    torch.manual_seed(2)
     for stop in range(8):
-        first = make(SOURCES[name](), workers=workers)
+        first = make(SOURCES[name](), join=join, workers=workers)
         begun = take(first, stop)
         state = first.state_dict()
-        second = make(SOURCES[name](), workers=workers)
+        second = make(SOURCES[name](), join=join, workers=workers)
         second.load_state_dict(state)
         assert begun + take(second, 8 - stop, epoch=state["epoch"]) == whole
+
+
+def test_workers_change_no_batch() -> None:
+    batches = [take(make(Augmented(10), join=noisy_collate, workers=workers), 5) for workers in (0, 2)]
+    assert batches[0] == batches[1]
+
+
+def test_a_state_of_its_own_is_used_where_it_is_exact() -> None:
+    for name, exact in (("stateful", True), ("own state", True), ("shuffled", False), ("plain", False)):
+        batches = make(SOURCES[name]())
+        take(batches, 2)
+        assert ("dataset" in batches.state_dict()) == exact, name
+
+
+def test_the_first_example_disturbs_nothing() -> None:
+    before = drawn()
+    batches = make(Augmented(3))
+    assert batches.first_example() == batches.first_example()
+    assert drawn() == before
+    assert [make(SOURCES[name]()).first_example() for name in ("iterable", "sized", "plain", "stateful")] == [None] * 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_masked_tokens_are_the_same_after_a_resume(args: Make, fit: Make, tmp_path: Path, workers: int) -> None:
+    """The collator of transformers draws the masks: their losses agree to the bit."""
+    names = {f"w{i}": i for i in range(60)} | {"[PAD]": 60, "[MASK]": 61, "[UNK]": 62}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="[UNK]")),
+        pad_token="[PAD]", mask_token="[MASK]", unk_token="[UNK]",
+    )  # fmt: skip
+    ids = torch.randint(0, 60, (32, 16), generator=torch.Generator().manual_seed(0))
+    shape = BertConfig(
+        vocab_size=63, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=32,
+    )  # fmt: skip
+
+    def run(resume: Any = None, **changes: Any) -> list[str]:
+        torch.manual_seed(0)
+        settings = args(dataloader_num_workers=workers, save_strategy="steps", save_steps=3, **changes)
+        _, losses = fit(
+            settings, BertForMaskedLM(shape), train_dataset=[{"input_ids": row} for row in ids.tolist()],
+            data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3), resume=resume,
+        )  # fmt: skip
+        return losses.hex
+
+    whole = run()
+    assert run(resume=str(tmp_path / "run/checkpoints/step-00000003")) == whole[3:]
+    assert run(output_dir=str(tmp_path / "other")) == whole
+
+
+@pytest.mark.parametrize("kind", [Counting, Sized, Plain])
+def test_iterables_of_all_kinds_train(args: Make, fit: Make, data: Make, kind: Any) -> None:
+    rows = data()
+
+    class Rows(kind):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[Any]:
+            return iter(rows)
+
+    trainer, losses = fit(args(), train_dataset=Rows(24), eval_dataset=Rows(24))
+    assert trainer.state.global_step == len(losses.values) == 8
+    assert trainer.evaluate()["eval_loss"] > 0
+    if kind is Sized:
+        fit(args(max_steps=-1, num_train_epochs=2), train_dataset=Rows(24))
+
+
+def test_what_can_be_read_once_only_is_refused() -> None:
+    for once in ((row for row in listed(3)), iter(listed(3)), map(dict, listed(3))):
+        with pytest.raises(ConfigError, match="can be read once only, and each pass begins anew: give a list"):
+            make(once)
+
+
+def test_a_token_stream_ends_its_passes(shards: Path) -> None:
+    loader = TokenDataLoader(shards, B=4, T=32, split="val")
+    batches = TokenBatches(loader, CPU)
+    steps, ends = -(-2 * loader.total_tokens // 128), []
+    batches.begin(0)
+    for step in range(1, steps + 1):
+        batches.next_batch()
+        if batches.exhausted():
+            ends.append(step)
+            batches.begin(len(ends))
+            assert not batches.exhausted()
+    assert ends == [-(-n * loader.total_tokens // 128) for n in (1, 2)]
+    state = batches.state_dict()
+    again = TokenBatches(TokenDataLoader(shards, B=4, T=32, split="val"), CPU)
+    again.load_state_dict(state)
+    again.begin(1)
+    assert not again.exhausted()
+    assert again.epoch == batches.epoch == loader.position / loader.total_tokens
+
+
+def test_epoch_strategies_with_token_shards(args: Make, fit: Make, shards: Path) -> None:
+    seen = []
+
+    class Epochs(TrainerCallback):
+        def on_epoch_end(self, **event: Any) -> None:
+            seen.append(event["state"].global_step)
+
+    model = GPT(GPTConfig(vocab_size=300, context_length=32, num_layers=1, embd_size=16, num_heads=2))
+    loader = TokenDataLoader(shards, B=4, T=32, split="val")
+    trainer, _ = fit(
+        args(max_steps=-1, num_train_epochs=2, eval_strategy="epoch", logging_strategy="epoch"), model,
+        train_dataset=loader, eval_dataset=TokenDataLoader(shards, B=4, T=32, split="val"), callbacks=[Epochs()],
+    )  # fmt: skip
+    ends = [-(-n * loader.total_tokens // 128) for n in (1, 2)]
+    assert seen == ends
+    assert [line["step"] for line in trainer.state.log_history if "eval_loss" in line] == ends
+
+
+def test_settings_that_a_token_loader_would_ignore_are_refused(shards: Path) -> None:
+    loader = TokenDataLoader(shards, B=4, T=32)
+
+    def given(size: int | None, **settings: Any) -> Any:
+        return make_batches(
+            loader, size, CPU, collate=collate, seed=0, shuffle=True, loader=LoaderConfig(**settings)
+        )  # fmt: skip
+
+    assert isinstance(given(None), TokenBatches)
+    assert isinstance(given(4), TokenBatches)
+    with pytest.raises(ConfigError, match="batches of B = 4 and the batch size is set to 2"):
+        given(2)
+    for name, value in (("workers", 1), ("drop_last", True), ("pin_memory", False)):
+        with pytest.raises(ConfigError, match=f"loader.{name} = {value} has no effect on a token loader"):
+            given(4, **{name: value})
 
 
 def test_looking_ahead_does_not_move_the_cursor() -> None:
@@ -128,6 +370,9 @@ def test_what_cannot_be_batched_is_refused() -> None:
         collate([{"x": [1, 2]}, {"x": [1]}])
     with pytest.raises(DataError, match="an example is a str"):
         collate(["a"])
+    for odd in ((1,), (1, 2, 3), ()):
+        with pytest.raises(DataError, match=f"an example has {len(odd)} parts: give dicts, pairs"):
+            collate([odd, odd])
 
 
 def test_collate() -> None:
