@@ -22,7 +22,17 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 from whimbrel.base.errors import ConfigError
 from whimbrel.config.overrides import Override
 
-__all__ = ["Setting", "build", "check_known", "convert", "field_docs", "list_settings", "nearest", "to_table"]
+__all__ = [
+    "Setting",
+    "build",
+    "check_known",
+    "check_unused",
+    "convert",
+    "field_docs",
+    "list_settings",
+    "nearest",
+    "to_table",
+]
 
 T = TypeVar("T")
 Table = Mapping[str, Any]
@@ -64,6 +74,15 @@ def check_known(section: str, given: Iterable[str], known: Collection[str]) -> N
     for name in given:
         if name not in known:
             raise ConfigError(f"unknown setting '{_join(section, name)}'{nearest(name, known)}")
+
+
+def check_unused(section: str, settings: object, names: Iterable[str], needs: str) -> None:
+    """Refuse settings that are not left at their defaults and do nothing, since what they need is not so."""
+    defaults = {field.name: field.default for field in dataclasses.fields(cast(Any, settings))}
+    for name in names:
+        value = getattr(settings, name)
+        if value != defaults[name]:
+            raise ConfigError(f"{_join(section, name)} = {value!r} needs {needs}: set that, or leave {name} out")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -153,14 +172,19 @@ def _convert_plain(kind: Any, value: Any, where: str) -> Any:
 def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in arguments:
         return None
-    kinds = [kind for kind in arguments if kind is not type(None)]
-    errors = []
-    for kind in kinds:
+    listed = isinstance(value, list | tuple) or (isinstance(value, Override) and len(value.items()) != 1)
+    errors: dict[bool, ConfigError] = {}
+    for kind in sorted(arguments, key=_is_list):  # a single value before a list of one
         try:
-            return convert(kind, value, where)
+            if kind is not type(None):
+                return convert(kind, value, where)
         except ConfigError as error:
-            errors.append(error)
-    raise errors[-1]
+            errors[_is_list(kind)] = error
+    raise errors.get(listed) or next(iter(errors.values()))
+
+
+def _is_list(kind: Any) -> bool:
+    return get_origin(kind) is tuple
 
 
 def _is_text(node: ast.stmt) -> bool:

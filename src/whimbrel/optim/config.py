@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import build, to_table
+from whimbrel.config import build, check_unused, to_table
 
 __all__ = ["GroupConfig", "OptimConfig", "ScheduleConfig", "Shape"]
 
@@ -81,6 +81,8 @@ class OptimConfig:
             raise ConfigError(f"optim.momentum_start = {self.momentum_start} must be at least 0 and below 1")
         if (self.momentum_start is None) != (self.momentum_warmup == 0):
             raise ConfigError("optim.momentum_start and optim.momentum_warmup go together: give both or neither")
+        if self.name != "muon":
+            check_unused("optim", self, ("momentum", "momentum_start", "momentum_warmup"), "optim.name = muon")
 
     def named(self, name: str) -> OptimConfig:
         """These settings, for another optimizer."""
@@ -137,11 +139,7 @@ class ScheduleConfig:
                 raise ConfigError(
                     f"schedule.{name} = {value} must be {'above' if name == 'timescale' else 'at least'} 0"
                 )
-        for name, owners in _OWNERS.items():
-            if getattr(self, name) is not None and self.name not in owners:
-                raise ConfigError(
-                    f"schedule.{name} belongs to schedule.name = {' or '.join(owners)}, and the name is {self.name}"
-                )
+        self._check_used()
         if self.warmup_shape is not None and self.warmup_start is None:
             raise ConfigError("schedule.warmup_shape is how the factor rises from schedule.warmup_start: give both")
         if self.stable_steps is not None and self.cooldown_steps is None:
@@ -151,15 +149,27 @@ class ScheduleConfig:
                 "schedule.cycles counts waves of a cosine: set schedule.cooldown_shape = 'cosine' with it"
             )
 
+    def _check_used(self) -> None:
+        """Refuse what this schedule has no use for."""
+        for name, owners in _OWNERS.items():
+            if self.name not in owners:
+                check_unused("schedule", self, (name,), f"schedule.name = {' or '.join(owners)}")
+        if not self.warmup_steps:
+            check_unused("schedule", self, ("warmup_start", "warmup_shape"), "schedule.warmup_steps")
+        if self.cooldown_steps is not None:
+            check_unused("schedule", self, ("cooldown",), "schedule.cooldown_steps not to be given")
+
     def named(self, name: str) -> ScheduleConfig:
         """These settings, for another schedule."""
         return build(ScheduleConfig, to_table(self) | {"name": name}, "schedule")
 
 
 _OWNERS = {
+    "cooldown": ("wsd",),
     "cooldown_steps": ("wsd",),
     "cooldown_shape": ("wsd",),
     "stable_steps": ("wsd",),
+    "floor": ("linear", "cosine", "wsd", "cosine_with_restarts", "polynomial"),
     "cycles": ("cosine", "cosine_with_restarts", "wsd"),
     "power": ("polynomial",),
     "timescale": ("inverse_sqrt",),

@@ -148,6 +148,10 @@ class MinimalTrainingArguments:
         """The arguments as they were given, as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
+    @property
+    def _compiles(self) -> bool:
+        return self.torch_compile or self.torch_compile_backend is not None or self.torch_compile_mode is not None
+
     def _check_values(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name, None)
@@ -192,7 +196,7 @@ class MinimalTrainingArguments:
             raise ConfigError(f"{name} = {getattr(self, name)!r} needs eval_strategy='steps' or 'epoch': set it")
 
     def _fill_defaults(self) -> None:
-        compiles = self.torch_compile or self.torch_compile_backend is not None or self.torch_compile_mode is not None
+        compiles = self._compiles
         self._fill("output_dir", DEFAULT_OUTPUT_DIR)
         self._fill("logging_dir", str(Path(str(self.output_dir)) / "runs" / self._folder))
         self._fill("lr_scheduler_kwargs", {})
@@ -272,6 +276,10 @@ class BaseTrainingArguments(MinimalTrainingArguments):
             raise ConfigError(f"preserve_n_best = {self.preserve_n_best} needs preserve_best_model=True: set it")
         if self.sdpa_set_priority and self.sdpa_backend is None:
             raise ConfigError("sdpa_set_priority = True needs sdpa_backend, the order to try: give it")
+        if self.dynamo_recompile_limit is not None and not self._compiles:
+            raise ConfigError(
+                f"dynamo_recompile_limit = {self.dynamo_recompile_limit} needs torch_compile=True: set it"
+            )
         if not self.best_model_metric:
             raise ConfigError("best_model_metric = '' must be the name of a metric, such as 'loss'")
         if self.fp8_recipe is not None and self.qat_recipe is not None:
@@ -310,9 +318,7 @@ class TrainingArguments(BaseTrainingArguments):
             raise ConfigError(
                 f"gradient_checkpointing = True is recompute='full', and recompute = {self.recompute!r}: give one"
             )
-        if self.compile_scope != "block" and not (
-            self.torch_compile or self.torch_compile_backend or self.torch_compile_mode
-        ):
+        if self.compile_scope != "block" and not self._compiles:
             raise ConfigError(f"compile_scope = {self.compile_scope!r} needs torch_compile=True: set it")
         if self.optimizer_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):
             raise ConfigError(

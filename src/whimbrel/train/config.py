@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import apply_overrides, build, load_toml, to_table
+from whimbrel.config import apply_overrides, build, check_unused, load_toml, to_table
 from whimbrel.models import GPTConfig, preset
 from whimbrel.train.settings import LoaderConfig, TrainerConfig, check_positive
 
@@ -53,6 +53,8 @@ class SampleConfig:
         check_positive("sample", self, "every", "max_new_tokens", "top_k")
         if self.temperature < 0:
             raise ConfigError(f"sample.temperature = {self.temperature} must not be negative")
+        if self.every is None:
+            check_unused("sample", self, ("prompt", "max_new_tokens", "temperature", "top_k"), "sample.every")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

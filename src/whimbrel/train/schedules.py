@@ -78,6 +78,8 @@ def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | floa
             f"warmup_steps = {warmup}, and lr_scheduler_type = 'constant' has no warm-up: use 'constant_with_warmup'"
         )
     settings: dict[str, Any] = {"name": chosen.name, "warmup_steps": warmup, **chosen.sets}
+    if not warmup:
+        settings.pop("warmup_start", None)  # there is none to begin
     if kind == "polynomial":
         keywords = {"lr_end": DEFAULT_LR_END} | dict(keywords) if "floor" not in keywords else keywords
     given: dict[str, str] = {}
@@ -87,7 +89,7 @@ def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | floa
             raise ConfigError(f"lr_scheduler_kwargs gives {given[setting]} and {keyword}, which are one: leave one out")
         given[setting] = keyword
         settings[setting] = value / lr if keyword in RATES and isinstance(value, int | float) and lr else value
-    if kind == "warmup_stable_decay" and "warmup_start" not in keywords:
+    if kind == "warmup_stable_decay" and warmup and "warmup_start" not in keywords:
         settings["warmup_start"] = settings.get("floor", 0.0)
     try:
         return build(ScheduleConfig, settings, "schedule")
@@ -99,9 +101,10 @@ def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | floa
 
 def schedule_arguments(config: ScheduleConfig) -> tuple[str, dict[str, Any], int | float]:
     """The inverse: `lr_scheduler_type`, `lr_scheduler_kwargs` and `warmup_steps` that stand for these settings."""
-    plain = config.name == "constant" and not config.warmup_steps and config.warmup_start is None
-    kind = "constant_with_warmup" if config.name == "constant" and not plain else str(config.name)
+    kind = "constant_with_warmup" if config.name == "constant" and config.warmup_steps else str(config.name)
     sets = {f.name: f.default for f in dataclasses.fields(ScheduleConfig)} | dict(SCHEDULER_TYPES[kind].sets)
+    if not config.warmup_steps:
+        sets["warmup_start"] = None
     keywords = {name: getattr(config, name) for name in sorted(OPEN) if getattr(config, name) != sets[name]}
     if kind == "polynomial":
         keywords["floor"] = config.floor

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.config import check_unused
 from whimbrel.optim import OptimConfig, ScheduleConfig
 
 __all__ = [
@@ -99,6 +100,9 @@ class TrainConfig:
             raise ConfigError("train.sdpa_set_priority = true needs train.sdpa_backend, the order to try: give it")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"train.seed = {self.seed} must be at least 0 and below 2**63")
+        if not self.compile:
+            names = ("compile_scope", "compile_backend", "compile_mode", "recompile_limit")
+            check_unused("train", self, names, "train.compile = true")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +241,8 @@ class EarlyStoppingConfig:
         check_positive("early_stopping", self, "patience")
         if self.threshold < 0:
             raise ConfigError(f"early_stopping.threshold = {self.threshold} must not be negative")
+        if self.patience is None:
+            check_unused("early_stopping", self, ("threshold",), "early_stopping.patience")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +258,8 @@ class EmaConfig:
         check_positive("ema", self, "every")
         if self.decay is not None and not 0 < self.decay < 1:
             raise ConfigError(f"ema.decay = {self.decay} must be between 0 and 1")
+        if self.decay is None:
+            check_unused("ema", self, ("every",), "ema.decay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +283,13 @@ class DivergenceConfig:
         check_positive("divergence", self, "threshold", "fast", "slow", "window")
         if not self.slow < self.fast <= 1:
             raise ConfigError(f"divergence.fast = {self.fast} must be above divergence.slow = {self.slow}, at most 1")
+        if self.action is None:
+            names = ("detector", "threshold", "fast", "slow", "window")
+            check_unused("divergence", self, names, "divergence.action")
+        if self.detector == "ema":
+            check_unused("divergence", self, ("window",), "divergence.detector = window")
+        else:
+            check_unused("divergence", self, ("fast", "slow"), "divergence.detector = ema")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

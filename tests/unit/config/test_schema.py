@@ -39,7 +39,7 @@ class Outer:
     steps."""
     names: tuple[str, ...] = ()
     """Names."""
-    kinds: Literal["linear"] | tuple[Literal["linear", "cosine"], ...] | None = None
+    kinds: tuple[Literal["linear", "cosine"], ...] | Literal["linear", "cosine"] | None = None
     """Kinds."""
     on: bool = False
     """A switch."""
@@ -117,7 +117,8 @@ def test_field_docs() -> None:
         ("--names=a, b", Outer(path=Path("p"), names=("a", "b"))),
         ("--names=2024", Outer(path=Path("p"), names=("2024",))),
         ("--names=", Outer(path=Path("p"))),
-        ("--kinds=cosine", Outer(path=Path("p"), kinds=("cosine",))),
+        ("--kinds=cosine", Outer(path=Path("p"), kinds="cosine")),
+        ("--kinds=cosine,linear", Outer(path=Path("p"), kinds=("cosine", "linear"))),
         ("--inner.pair=0.5,0.75", Outer(path=Path("p"), inner=Inner(pair=(0.5, 0.75)))),
         ("--inner.kind=cosine", Outer(path=Path("p"), inner=Inner(kind="cosine"))),
     ],
@@ -131,8 +132,10 @@ def test_an_override_of_the_wrong_type_is_refused_as_typed() -> None:
         build(Outer, apply_overrides({"path": "p"}, ["--steps=many"]))
     with pytest.raises(ConfigError, match=r"inner.pair\[1\] = 'x' must be a number"):
         build(Outer, apply_overrides({"path": "p"}, ["--inner.pair=1,x"]))
-    with pytest.raises(ConfigError, match=r"kinds\[0\] = 'cosin' is not one of linear, cosine: did you mean 'cosine'"):
+    with pytest.raises(ConfigError, match="kinds = 'cosin' is not one of linear, cosine: did you mean 'cosine'"):
         build(Outer, apply_overrides({"path": "p"}, ["--kinds=cosin"]))
+    with pytest.raises(ConfigError, match=r"kinds\[1\] = 'cosin' is not one of linear, cosine: did you mean 'cosine'"):
+        build(Outer, apply_overrides({"path": "p"}, ["--kinds=linear,cosin"]))
 
 
 def test_an_override_keeps_its_neighbours_and_the_original() -> None:

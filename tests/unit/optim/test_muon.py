@@ -173,6 +173,8 @@ def test_decay_groups(decay: str, decayed: int) -> None:
         {"momentum_start": 0.5},
         {"momentum_warmup": 5},
         {"eps": -1e-8},
+        {"momentum": 0.9},
+        {"momentum_start": 0.5, "momentum_warmup": 5},
     ],
 )
 def test_bad_optim_settings_are_refused(settings: dict[str, object]) -> None:

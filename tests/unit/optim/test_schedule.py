@@ -94,6 +94,11 @@ def test_a_schedule_resumes_where_it_was() -> None:
         {"name": "wsd", "stable_steps": 3},
         {"name": "wsd", "cycles": 1.0},
         {"name": "inverse_sqrt", "timescale": 0},
+        {"floor": 0.5},
+        {"name": "inverse_sqrt", "floor": 0.5},
+        {"name": "cosine", "cooldown": 0.5},
+        {"name": "cosine", "warmup_start": 0.5},
+        {"name": "wsd", "cooldown": 0.5, "cooldown_steps": 3},
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, object]) -> None:

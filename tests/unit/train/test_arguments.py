@@ -121,6 +121,7 @@ def test_changed_arguments_are_checked_again_and_keep_their_folder() -> None:
         ({"dataloader_prefetch_factor": 4}, "dataloader_prefetch_factor = 4 is for workers"),
         ({"torch_compile_mode": "fastest"}, "torch_compile_mode = 'fastest' is not one of default"),
         ({"compile_scope": "model"}, "compile_scope = 'model' needs torch_compile=True"),
+        ({"dynamo_recompile_limit": 3}, "dynamo_recompile_limit = 3 needs torch_compile=True"),
         ({"lr_scheduler_kwargs": "{"}, "lr_scheduler_kwargs = '{' is not JSON"),
         ({"lr_scheduler_kwargs": [1]}, "lr_scheduler_kwargs = \\[1\\] must be a dict"),
         ({"default_dtype": "int8"}, "default_dtype = 'int8' is not one of float32, float64, bfloat16, float16"),

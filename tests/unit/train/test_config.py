@@ -87,6 +87,41 @@ def test_impossible_settings_are_refused(make_run: MakeRun, changes: dict[str, o
         make_run(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__compile_mode": "max-autotune"}, "train.compile_mode = 'max-autotune' needs train.compile = true"),
+        ({"train__compile_backend": "eager"}, "train.compile_backend = 'eager' needs train.compile = true"),
+        ({"train__compile_scope": "model"}, "train.compile_scope = 'model' needs train.compile = true"),
+        ({"train__recompile_limit": 3}, "train.recompile_limit = 3 needs train.compile = true"),
+        ({"optim__momentum": 0.5}, "optim.momentum = 0.5 needs optim.name = muon: set that, or leave momentum out"),
+        ({"schedule__cooldown": 0.5}, "schedule.cooldown = 0.5 needs schedule.name = wsd"),
+        (
+            {"schedule__name": "constant", "schedule__floor": 0.5},
+            "schedule.floor = 0.5 needs schedule.name = linear or",
+        ),
+        (
+            {"schedule__warmup_steps": 0, "schedule__warmup_start": 0.5},
+            "warmup_start = 0.5 needs schedule.warmup_steps",
+        ),
+        ({"ema__every": 5}, "ema.every = 5 needs ema.decay"),
+        ({"divergence__threshold": 5.0}, "divergence.threshold = 5.0 needs divergence.action"),
+        ({"divergence__action": "stop", "divergence__window": 5}, "window = 5 needs divergence.detector = window"),
+        (
+            {"divergence__action": "stop", "divergence__detector": "window", "divergence__fast": 0.5},
+            "divergence.fast = 0.5 needs divergence.detector = ema",
+        ),
+        ({"early_stopping__threshold": 5.0}, "early_stopping.threshold = 5.0 needs early_stopping.patience"),
+        ({"sample__prompt": "O"}, "sample.prompt = 'O' needs sample.every"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(
+    make_run: MakeRun, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_run(**changes)
+
+
 def test_tokens_must_be_whole_steps(make_run: MakeRun, root: Path) -> None:
     recipe = root / "configs" / "gpt2-fast-20m.toml"
     with pytest.raises(ConfigError, match="the nearest are 98304 and 131072"):

@@ -67,7 +67,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sdpa_backend": {"sdpa_backend": ("flash", "math")},
     "sdpa_set_priority": {"sdpa_backend": "flash", "sdpa_set_priority": True},
     "float32_matmul_precision": {"float32_matmul_precision": "high"},
-    "dynamo_recompile_limit": {"dynamo_recompile_limit": 3},
+    "dynamo_recompile_limit": {"torch_compile": True, "dynamo_recompile_limit": 3},
     "mixed_precision": {"mixed_precision": "bf16"},
     "on_nonfinite": {"on_nonfinite": "skip"},
     "recompute": {"recompute": 0.5},
@@ -206,6 +206,7 @@ PARITY = [
 def test_factors_equal_those_of_transformers(kind: str, keywords: dict[str, Any], warmup: int | float) -> None:
     transformers = pytest.importorskip("transformers")
     lr, total = 1e-3, 50
+    keywords = {name: value for name, value in keywords.items() if warmup or name != "warmup_type"}
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr)
     steps = transformers.TrainingArguments(use_cpu=True, warmup_steps=warmup).get_warmup_steps(total)
     theirs = transformers.get_scheduler(kind, optimizer, steps, total, keywords)
@@ -239,12 +240,21 @@ def test_constant_is_constant() -> None:
         ("cosin", {}, 0, r"lr_scheduler_type = 'cosin' is not one of linear, .*did you mean 'cosine'\?"),
         ("reduce_lr_on_plateau", {}, 0, "is not one of linear, cosine"),
         ("cosine", {"num_cycle": 1}, 0, r"'lr_scheduler_kwargs.num_cycle': did you mean 'num_cycles'\?"),
-        ("linear", {"power": 2.0}, 0, "schedule.power belongs to schedule.name = polynomial"),
+        (
+            "linear",
+            {"power": 2.0},
+            0,
+            "schedule.power = 2.0 needs schedule.name = polynomial: set that, or leave power out",
+        ),
         ("polynomial", {"power": "two"}, 0, "schedule.power = 'two' must be a number"),
         ("constant", {}, 10, "'constant' has no warm-up: use 'constant_with_warmup'"),
         ("cosine_with_min_lr", {}, 0, "needs min_lr or min_lr_rate in lr_scheduler_kwargs"),
         ("cosine_with_min_lr", {"min_lr": 1e-5, "min_lr_rate": 0.1}, 0, "gives min_lr and min_lr_rate, which are one"),
         ("warmup_stable_decay", {}, 0, "needs num_decay_steps"),
+        ("warmup_stable_decay", {"num_decay_steps": 3, "warmup_type": "cosine"}, 0, "warmup_shape = 'cosine' needs"),
+        ("linear", {"warmup_start": 0.5}, 0, "schedule.warmup_start = 0.5 needs schedule.warmup_steps"),
+        ("linear", {"cooldown": 0.5}, 0, "schedule.cooldown = 0.5 needs schedule.name = wsd"),
+        ("inverse_sqrt", {"floor": 0.5}, 0, "schedule.floor = 0.5 needs schedule.name = linear or cosine"),
     ],
 )
 def test_unknown_schedules_and_keywords_are_refused(
