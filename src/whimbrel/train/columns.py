@@ -15,12 +15,16 @@ LABELS = ("label", "label_ids", "labels")
 
 
 def drop_unused_columns(dataset: Any, model: nn.Module) -> Any:
-    """The dataset without the columns that `forward` does not name, as people know it; other datasets as they are."""
+    """The dataset without the columns that `forward` does not name, before any collator sees them, as people know it.
+
+    A `forward` that names nothing (`**batch`) may use every column, and datasets of other kinds are left as they are.
+    """
     names = getattr(dataset, "column_names", None)
-    if not isinstance(names, list) or not hasattr(dataset, "remove_columns"):
+    parameters = inspect.signature(model.forward).parameters.values()
+    wanted = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if not isinstance(names, list) or not hasattr(dataset, "remove_columns") or not wanted:
         return dataset
-    wanted = {*inspect.signature(model.forward).parameters, *LABELS}
-    unused = [name for name in names if name not in wanted]
+    unused = [name for name in names if name not in wanted and name not in LABELS]
     if unused:
         get_logger(__name__).info("columns that %s does not take are left out: %s", type(model).__name__, unused)
     return dataset.remove_columns(unused) if unused else dataset

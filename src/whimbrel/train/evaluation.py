@@ -32,32 +32,60 @@ def mean_loss(
     tell: Callable[[], object],
 ) -> float:
     """The mean over all targets of at most `limit` batches, whatever the size of a batch."""
-    total: Tensor | None = None
+    mean = _Mean(objective)
     with _evaluating(objective.model):
         for batch in itertools.islice(batches, limit):
             count = objective.count(batch)
             with precision.autocast():
-                loss = objective.loss(batch, torch.ones_like(count), count)
-            part = torch.stack((loss.double(), count.double()))
-            total = part if total is None else total + part
+                loss = objective.loss(batch, mean.divisor(count), count)
+            mean.add(loss, count)
             tell()
-    return float("nan") if total is None else float(total[0] / total[1])
+    return mean.value
 
 
 def predictions(
     objective: Objective, batches: Iterable[Any], precision: PrecisionPlan, tell: Callable[[], object]
-) -> tuple[Tensor, Tensor | None]:
-    """All logits and labels, on the host; sequences of unequal length are filled up, labels with -100."""
-    logits, labels = [], []
+) -> tuple[Tensor, Tensor | None, float | None]:
+    """All logits and labels, on the host, and the mean loss; without labels both are None.
+
+    Sequences of unequal length are filled up, labels with -100.
+    """
+    logits, labels, mean = [], [], _Mean(objective)
     with _evaluating(objective.model):
         for batch in batches:
+            count = objective.count(batch)
             with precision.autocast():
-                batch_logits, batch_labels = objective.logits(batch)
+                batch_logits, batch_labels, loss = objective.scored(batch, mean.divisor(count), count)
             logits.append(batch_logits.float().cpu())
-            if batch_labels is not None:
+            if batch_labels is not None and loss is not None:
                 labels.append(batch_labels.cpu())
+                mean.add(loss, count)
             tell()
-    return _join(logits, 0.0), _join(labels, -100) if labels else None
+    return _join(logits, 0.0), _join(labels, -100) if labels else None, mean.value if labels else None
+
+
+class _Mean:
+    """A mean over the targets of many batches, summed where they are until someone asks."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._weighs = objective.compute is not None
+        self._total: Tensor | None = None
+
+    def divisor(self, count: Tensor) -> Tensor:
+        """What to divide a batch's loss by: a function of the user's own may return a mean whatever it is told."""
+        return count.clamp(min=1) if self._weighs else torch.ones_like(count)
+
+    def add(self, loss: Tensor, count: Tensor) -> None:
+        """Take in a batch."""
+        if self._weighs:
+            loss = torch.where(count > 0, loss * count, 0.0)
+        part = torch.stack((loss.double(), count.double()))
+        self._total = part if self._total is None else self._total + part
+
+    @property
+    def value(self) -> float:
+        """The mean; nan where nothing came."""
+        return float("nan") if self._total is None else float(self._total[0] / self._total[1])
 
 
 @contextmanager

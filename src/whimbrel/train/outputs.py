@@ -58,8 +58,10 @@ def loss_and_logits_from_outputs(outputs: Any) -> tuple[Tensor, Tensor]:
 class Objective:
     """Makes the loss of a micro-batch as its share of a step.
 
-    A pair is `(idx, targets)`, targets already shifted. A mapping goes in as keywords; its `labels` are shifted by the
-    model, or here where the model returns no loss and they follow a sequence. `compute` replaces the model's own loss.
+    A pair is `(idx, targets)`, targets already shifted. A mapping goes in as keywords. Where `forward` has no place for
+    its `labels` and they follow a sequence, the loss is made here, of the next token. A model that takes them is
+    believed to score each that is not -100; one whose own loss shifts them says so by `loss_type = "ForCausalLM"`, as
+    those of transformers do. `compute` replaces the model's own loss.
     """
 
     model: nn.Module
@@ -67,6 +69,7 @@ class Objective:
     extras: Callable[[Tensor], dict[str, Any]] = lambda _: {}
     _takes: frozenset[str] = field(init=False)
     _takes_all: bool = field(init=False)
+    _takes_labels: bool = field(init=False)
     _takes_targets: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +77,7 @@ class Objective:
         self._takes = frozenset(parameters)
         self._takes_targets = next(itertools.islice(parameters, 1, None), "") in ("targets", "target", "labels", "y")
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._takes_labels = self._takes_all or "labels" in parameters
 
     def count(self, batch: Batch) -> Tensor:
         """How many targets count."""
@@ -86,42 +90,50 @@ class Objective:
 
     def loss(self, batch: Batch, total: Tensor, count: Tensor) -> Tensor:
         """The sum over this batch's `count` targets, divided by the `total` of the step."""
-        own, labels, outputs = self._forward(batch, total)
-        if own is not None:
-            return own
+        return self._share(*self._forward(batch, total), total, count)
+
+    def scored(self, batch: Batch, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The logits of a batch, and where it has labels these and their loss."""
+        labels = batch.get("labels") if isinstance(batch, Mapping) else _pair(batch)[1]
+        wanted = {"return_logits": True} if "return_logits" in self._takes else {}
+        outputs, scored, divided = self._forward(batch, total, **wanted)
+        loss = None if labels is None else self._share(outputs, scored, divided, total, count)
+        return logits_from_outputs(outputs), labels, loss
+
+    def _forward(self, batch: Batch, total: Tensor, **wanted: bool) -> tuple[Any, Tensor | None, bool]:
+        """The outputs, the labels for a loss made from them, and whether theirs is divided by the total already."""
+        if not isinstance(batch, Mapping):
+            x, y = _pair(batch)
+            if self.compute is not None:
+                return self.model(x, **self.extras(x)), y, False
+            if "loss_divisor" in self._takes:
+                return self.model(x, y, loss_divisor=total, **wanted, **self.extras(x)), y, True
+            return self.model(x, y) if self._takes_targets else self.model(x), y, False
+        labels = batch.get("labels")
+        if self.compute is not None and labels is not None:
+            batch = {key: value for key, value in batch.items() if key != "labels"}
+        outputs = self.model(**self._accepted(batch), **wanted)
+        return outputs, labels if self.compute is not None else self._scored(labels), False
+
+    def _share(self, outputs: Any, labels: Tensor | None, divided: bool, total: Tensor, count: Tensor) -> Tensor:
+        """The loss of outputs as a part of the step."""
         if self.compute is not None:
             return self.compute(outputs, labels, num_items_in_batch=total)
         if _has_loss(outputs):
+            loss = loss_from_outputs(outputs)
             # A mean over no target is 0/0: `where` lets neither its value nor its gradient through.
-            mean = loss_from_outputs(outputs)
-            return torch.where(count > 0, mean, 0.0) * (count / total)
+            return loss if divided else torch.where(count > 0, loss, 0.0) * (count / total)
         if labels is None:
             raise DataError(
                 f"{type(self.model).__name__} returned no loss and the batch has no labels: add them to the batch, "
                 "return a loss, or give compute_loss_func"
             )
+        if self._takes_labels and getattr(self.model, "loss_type", None) is None and _is_sequence(labels):
+            raise DataError(
+                f"{type(self.model).__name__} takes labels and returned no loss for a sequence of them: return one, or "
+                'say by loss_type = "ForCausalLM" that each scores the token before it (anything else: its own)'
+            )
         return cross_entropy(logits_from_outputs(outputs), labels) / total
-
-    def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The logits of a batch, and its labels where it has them."""
-        if isinstance(batch, Mapping):
-            return logits_from_outputs(self.model(**self._accepted(batch))), batch.get("labels")
-        return logits_from_outputs(self.model(batch[0], **self.extras(batch[0]))), batch[1]
-
-    def _forward(self, batch: Batch, total: Tensor) -> tuple[Tensor | None, Tensor | None, Any]:
-        """(the finished share where the model divides by itself, the labels for a loss made here, the outputs)."""
-        if not isinstance(batch, Mapping):
-            x, y = batch
-            if self.compute is not None:
-                return None, y, self.model(x, **self.extras(x))
-            if "loss_divisor" in self._takes:
-                return self.model(x, y, loss_divisor=total, **self.extras(x)).loss, None, None
-            return None, y, self.model(x, y) if self._takes_targets else self.model(x)
-        labels = batch.get("labels")
-        if self.compute is not None and labels is not None:
-            batch = {key: value for key, value in batch.items() if key != "labels"}
-        outputs = self.model(**self._accepted(batch))
-        return None, labels if self.compute is not None else self._shifted(labels), outputs
 
     def _accepted(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch as the model takes it: labels are left out where it has no place for them, nothing else is."""
@@ -136,15 +148,17 @@ class Objective:
 
     def _targets(self, batch: Batch) -> Tensor | None:
         if not isinstance(batch, Mapping):
-            return batch[1]
-        return self._shifted(batch.get("labels", batch.get("targets")), shifts="labels" in batch)
+            return _pair(batch)[1]
+        return self._scored(batch["labels"]) if "labels" in batch else batch.get("targets")
 
-    def _shifted(self, labels: Tensor | None, *, shifts: bool = True) -> Tensor | None:
-        """Labels that are scored: of a sequence all but the first, unless the model says that it does not shift."""
+    def _scored(self, labels: Tensor | None) -> Tensor | None:
+        """Labels that count: of a sequence all but the first, where the loss is that of the next token."""
+        if labels is None:
+            return None
         kind = getattr(self.model, "loss_type", None)
-        if labels is None or labels.ndim < 2 or not shifts or kind not in (None, "ForCausalLM"):
-            return labels
-        return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+        here = kind is None and self.compute is None and not self._takes_labels and _is_sequence(labels)
+        shifts = here or (kind == "ForCausalLM" and labels.ndim > 1)
+        return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX) if shifts else labels
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -152,6 +166,17 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     if logits.shape[:-1] != targets.shape:
         raise DataError(f"logits of shape {list(logits.shape)} do not go with labels of shape {list(targets.shape)}")
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def _is_sequence(labels: Tensor) -> bool:
+    return labels.ndim == 2 and labels.shape[1] > 1 and not labels.is_floating_point()
+
+
+def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    parts = f" of {len(batch)} parts" if isinstance(batch, tuple | list) else ""
+    raise DataError(f"a batch is a {type(batch).__name__}{parts}: give dicts or pairs (x, y), or a data_collator")
 
 
 def _has_loss(outputs: Any) -> bool:

@@ -224,11 +224,11 @@ class BaseTrainer(TrainerCore):
             raise ConfigError("predict() takes a dataset: the logits of a whole token stream would not fit in memory")
         with self._batches_of(test_dataset):
             assert isinstance(self.eval_dataloader, DatasetBatches)
-            logits, labels = predictions(
+            logits, labels, loss = predictions(
                 self._objective(test_dataset), self.eval_dataloader, self.precision,
                 lambda: self.tell("on_prediction_step"),
             )  # fmt: skip
-            metrics = {} if labels is None else {"test_loss": self._eval_loop(test_dataset)["eval_loss"]}
+            metrics = {} if loss is None else {"test_loss": loss}
         self.tell("on_predict", metrics=metrics)
         return Prediction(logits, labels, metrics)
 

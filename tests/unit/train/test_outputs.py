@@ -62,7 +62,9 @@ class Tagger(nn.Module):
 
 
 class Mean(Tagger):
-    """Returns the mean of its own shifted loss, as models of transformers do."""
+    """Returns the mean of its own shifted loss, as models of transformers do, and says so as they do."""
+
+    loss_type = "ForCausalLM"
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
         logits = self.table(input_ids)
@@ -92,6 +94,8 @@ def test_parts_add_up_to_one_big_batch(kind: type[Tagger], compute: bool) -> Non
 
     torch.manual_seed(0)
     model = kind()
+    if compute:
+        model.loss_type = "ForCausalLM"
     objective = Objective(model, own if compute else None)
     small = batches()
     big = {key: torch.cat([batch[key] for batch in small]) for key in small[0]}
@@ -110,6 +114,85 @@ def test_parts_add_up_to_one_big_batch(kind: type[Tagger], compute: bool) -> Non
         loss += part.item()
     assert loss == pytest.approx(expected.item(), abs=1e-6)
     assert torch.allclose(model.table.weight.grad, gradient, atol=1e-7)  # type: ignore[arg-type]
+
+
+class Scored(Tagger):
+    """A label for each token: its own loss is the mean over those that are not masked, unshifted."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
+        logits = self.table(input_ids)
+        return logits if labels is None else (F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+class Column(nn.Module):
+    """A classifier whose labels are a column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.layer(x)
+        return F.cross_entropy(logits, labels.squeeze(1)), logits
+
+
+class ColumnLogits(Column):
+    """The same without a loss: sequences of one."""
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return self.layer(x).unsqueeze(1)
+
+
+@pytest.mark.parametrize("kind", [Scored, Column, ColumnLogits])
+def test_labels_count_as_they_are_where_nothing_shifts(args: Any, fit: Any, kind: type[nn.Module]) -> None:
+    """Eight steps over four micro-batches of two give the losses and weights of eight over one batch of eight."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for i in range(8):
+        labels = torch.randint(0, 3, (6,), generator=generator)
+        labels[1 + i % 5 :] = -100
+        tokens = {"input_ids": torch.randint(0, 11, (6,), generator=generator), "labels": labels}
+        rows.append(tokens if kind is Scored else {"x": torch.randn(4, generator=generator), "labels": labels[:1]})
+    found = []
+    for size in (8, 2):
+        torch.manual_seed(0)
+        model = kind()
+        before = [p.detach().clone() for p in model.parameters()]
+        settings = args(per_device_train_batch_size=size, gradient_accumulation_steps=8 // size)
+        _, losses = fit(settings, model, train_dataset=rows)
+        assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        found.append((losses.values, list(model.parameters())))
+    assert found[1][0] == pytest.approx(found[0][0], abs=1e-6)
+    for p, q in zip(found[0][1], found[1][1], strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
+def test_sequences_without_a_loss_are_scored_by_the_next_token_or_refused() -> None:
+    """A module that takes labels and gives no loss must say which they score; one that does not take them need not."""
+
+    class Silent(Tagger):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+            return self.table(input_ids)
+
+    batch, one = batches()[1], torch.tensor(1)
+    model = Silent()
+    with pytest.raises(DataError, match="takes labels and returned no loss for a sequence of them"):
+        Objective(model).loss(batch, one, one)
+    for kind, shift in (("ForCausalLM", 1), ("ForTokenClassification", 0)):
+        model.loss_type = kind
+        logits = model(batch["input_ids"])[0, : 6 - shift]
+        expected = F.cross_entropy(logits, batch["labels"][0, shift:], reduction="sum")
+        assert int(Objective(model).count(batch)) == 6 - shift
+        assert torch.allclose(Objective(model).loss(batch, one, one), expected)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_batch_of_other_than_two_parts_is_refused(parts: int) -> None:
+    batch: Any = (torch.zeros(1, 2, dtype=torch.int64),) * parts
+    with pytest.raises(DataError, match=f"a batch is a tuple of {parts} parts: give dicts or pairs"):
+        Objective(Tagger()).count(batch)
+    with pytest.raises(DataError, match="a batch is a Tensor: give dicts or pairs"):
+        Objective(Tagger()).count(batch[0])
 
 
 def test_labels_of_a_class_are_not_shifted() -> None:

@@ -1,0 +1,57 @@
+"""Which columns of a `datasets.Dataset` reach the collator."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+
+from whimbrel.train.columns import drop_unused_columns
+
+
+class Named(nn.Module):
+    """Names what it takes, and takes more."""
+
+    def forward(self, x: Tensor, **more: Any) -> Tensor:
+        return x
+
+
+class Keywords(nn.Module):
+    """Takes whatever comes."""
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return batch["x"]
+
+
+class Places(nn.Module):
+    """Takes whatever comes, by place."""
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        return batch[0]
+
+
+def rows() -> Dataset:
+    return Dataset.from_dict({"x": [1.0, 2.0], "text": ["a", "b"], "label": [0, 1], "more": [0, 0]})
+
+
+def test_columns_that_forward_does_not_name_are_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="whimbrel"):
+        assert drop_unused_columns(rows(), Named()).column_names == ["x", "label"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "columns that Named does not take are left out: ['text', 'more']"
+    ]
+    assert drop_unused_columns(rows().to_iterable_dataset(), Named()).column_names == ["x", "label"]
+
+
+@pytest.mark.parametrize("model", [Keywords(), Places()])
+def test_a_forward_that_names_nothing_keeps_every_column(model: nn.Module) -> None:
+    assert drop_unused_columns(rows(), model).column_names == ["x", "text", "label", "more"]
+
+
+def test_other_datasets_are_left_as_they_are() -> None:
+    listed = [{"x": torch.zeros(1), "text": "a"}]
+    assert drop_unused_columns(listed, Named()) is listed
