@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers import Trainer as TheirTrainer
 from transformers import TrainerCallback as TheirCallback
 from transformers import TrainingArguments as TheirArguments
 
+from whimbrel.base.errors import CheckpointError
 from whimbrel.checkpoint import list_checkpoints
 from whimbrel.train import BaseTrainer, TrainerCallback, TrainingArguments
 
@@ -150,3 +151,19 @@ def test_an_hf_run_resumes_exactly_with_dropout(tmp_path: Path) -> None:
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "broken" / "checkpoints" / "step-00000012" / "model")
     for a, b in zip(whole.unwrapped_model().parameters(), loaded.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_another_architecture_or_size_is_refused_by_name(tmp_path: Path) -> None:
+    def fit(network: Any, **changes: Any) -> None:
+        settings = SETTINGS | {"save_strategy": "steps", "save_steps": 12} | changes
+        arguments = TrainingArguments(output_dir=str(tmp_path), **settings)
+        BaseTrainer(arguments, network, train_dataset=rows()).train(resume_from_checkpoint=True)
+
+    fit(model())
+    tiny = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**tiny, intermediate_size=64))
+    with pytest.raises(CheckpointError, match="holds a model of the type gpt2 and this one is llama: give that model"):
+        fit(llama, max_steps=13)
+    wider = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=2, n_head=2))
+    with pytest.raises(CheckpointError, match=r"another size .* is .96. there and .192. here"):
+        fit(wider, max_steps=13)

@@ -66,7 +66,10 @@ def load_weights(model: GPT, path: str | os.PathLike[str]) -> None:
     ours, theirs = to_table(canonical(model.config)), to_table(canonical(config))
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
-            raise CheckpointError(f"{path} holds a model of {name} = {theirs.get(name)}; this one has {ours.get(name)}")
+            raise CheckpointError(
+                f"{path} holds a model of {name} = {theirs.get(name)}; this one has {ours.get(name)}: make them equal, "
+                "or name another directory"
+            )
     files = TensorFiles(Path(path))
     _fill(model, files, _match(files, places(model_type, model.config)))
 

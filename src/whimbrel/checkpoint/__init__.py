@@ -5,7 +5,7 @@ from whimbrel.checkpoint.layout import checkpoint_path, latest_checkpoint, list_
 from whimbrel.checkpoint.manager import CheckpointManager, Saved
 from whimbrel.checkpoint.manifest import Manifest, read_manifest
 from whimbrel.checkpoint.ranks import Ranks
-from whimbrel.checkpoint.reading import missing_components, read_component, verify_checkpoint
+from whimbrel.checkpoint.reading import missing_components, read_component, verify_checkpoint, verify_component
 from whimbrel.checkpoint.rng import RNGState
 from whimbrel.checkpoint.tensors import read_tensors, write_tensors
 from whimbrel.checkpoint.tree import pack, unpack
@@ -31,5 +31,6 @@ __all__ = [
     "step_folders",
     "unpack",
     "verify_checkpoint",
+    "verify_component",
     "write_tensors",
 ]

@@ -303,7 +303,8 @@ class CheckpointManager:
                 faults.append(str(error))
                 self._damaged.add(candidate)
                 logger.warning("passed over: %s", error)
-        raise CheckpointError(f"{self.run} has no whole checkpoint{'; ' if faults else ''}{'; '.join(faults)}")
+        told = f": {len(faults)} are damaged, first {faults[0]}" if faults else ""
+        raise CheckpointError(f"{self.run} has no whole checkpoint{told}; begin anew with overwrite_output_dir=true")
 
 
 def _refuse_taken(target: Path) -> None:

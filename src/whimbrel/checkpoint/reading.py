@@ -13,9 +13,14 @@ from whimbrel.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from whimbrel.checkpoint.tensors import read_tensors
 from whimbrel.checkpoint.tree import unpack
 
-__all__ = ["absent_components", "has_all_files", "missing_components", "read_component", "verify_checkpoint"]
-
-REMEDY = "remove it to go on from the one before"
+__all__ = [
+    "absent_components",
+    "has_all_files",
+    "missing_components",
+    "read_component",
+    "verify_checkpoint",
+    "verify_component",
+]
 
 
 def verify_checkpoint(path: Path, optional: Collection[str] | None = None) -> Manifest:
@@ -32,21 +37,17 @@ def verify_checkpoint(path: Path, optional: Collection[str] | None = None) -> Ma
         optional = [key for key, part in manifest.components.items() if not part.required]
     spared = {name for key in optional if key in manifest.components for name in manifest.components[key].files}
     for name, expected in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            if name in spared:
-                continue
-            raise CheckpointError(f"{path} is damaged: {name} is missing; {REMEDY}")
-        try:
-            found = FileEntry(file.stat().st_size, "")
-            if found.size == expected.size:  # a short file need not be read
-                found = FileEntry.of(file)
-        except OSError as error:
-            raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error.strerror}); {REMEDY}") from error
-        if found != expected:
-            raise CheckpointError(f"{path} is damaged: {name} has changed since it was written; {REMEDY}")
+        if name not in spared or (path / name).is_file():
+            _check_file(path, name, expected)
     _refuse_strangers(path, manifest)
     return manifest
+
+
+def verify_component(path: Path, key: str) -> None:
+    """Check the files of one component; an error names the first that is not as it was written."""
+    manifest = read_manifest(path)
+    for name in manifest.components[key].files:
+        _check_file(path, name, manifest.files[name])
 
 
 def absent_components(path: Path, manifest: Manifest, stems: Mapping[str, str]) -> set[str]:
@@ -85,6 +86,20 @@ def read_component(path: Path, stem: str) -> Any:
     return unpack(read_tensors(tensors) if tensors.exists() else {}, tree)
 
 
+def _check_file(path: Path, name: str, expected: FileEntry) -> None:
+    file = path / name
+    if not file.is_file():
+        raise CheckpointError(f"{path} is damaged: {name} is missing")
+    try:
+        found = FileEntry(file.stat().st_size, "")
+        if found.size == expected.size:  # a short file need not be read
+            found = FileEntry.of(file)
+    except OSError as error:
+        raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error.strerror})") from error
+    if found != expected:
+        raise CheckpointError(f"{path} is damaged: {name} has changed since it was written")
+
+
 def _refuse_strangers(path: Path, manifest: Manifest) -> None:
     """A file that is in the folder of a component but not in the manifest would be loaded unchecked."""
     folders = {name.partition("/")[0] for name in manifest.files if "/" in name}
@@ -92,4 +107,4 @@ def _refuse_strangers(path: Path, manifest: Manifest) -> None:
         for file in sorted((path / folder).rglob("*")):
             name = file.relative_to(path).as_posix()
             if file.is_file() and name not in manifest.files:
-                raise CheckpointError(f"{path} is damaged: {name} was not written with it; {REMEDY}")
+                raise CheckpointError(f"{path} is damaged: {name} was not written with it")

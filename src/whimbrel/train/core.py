@@ -60,10 +60,7 @@ class TrainerCore:
         compute_loss_func: LossFunction | None = None,
         optimizers: tuple[assemble.OptimizerChoice, assemble.SchedulerChoice] = (None, None),
     ) -> None:
-        if isinstance(args, nn.Module):
-            raise ConfigError("the arguments come first and the model second: Trainer(args, model), or by name")
-        if model is None and model_init is None:
-            raise ConfigError("a trainer needs a model: give model, or model_init, which makes one")
+        _check_given(args, model, model_init, processing_class)
         self.args, self.config = args, self._make_config(args)
         if model_init is None and self.config.train.default_dtype is not None and not self._builds_model:
             raise ConfigError(
@@ -74,9 +71,6 @@ class TrainerCore:
         self.model, self.model_init = model, model_init
         self.data_collator = data_collator or collate
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        if not (isinstance(processing_class, Tokenizer | None) or hasattr(processing_class, "save_pretrained")):
-            kind = type(processing_class).__name__
-            raise ConfigError(f"processing_class is a {kind}: give a tokenizer, or what has save_pretrained")
         self.processing_class, self.loss_fn = processing_class, compute_loss_func
         self.state, self.control, self.tally = TrainerState(), TrainerControl(), Tally()
         self.callbacks = Callbacks(self.default_callbacks() if callbacks is None else callbacks)
@@ -254,3 +248,19 @@ class TrainerCore:
         """What a checkpoint's manifest says of the run."""
         settings = json.dumps(to_table(self.config), sort_keys=True)
         return {"config_hash": hashlib.sha256(settings.encode()).hexdigest()}
+
+
+def _check_given(args: object, model: object, model_init: object, processing_class: object) -> None:
+    """Refuse what is not what its name says."""
+    if isinstance(args, nn.Module):
+        raise ConfigError("the arguments come first and the model second: Trainer(args, model), or by name")
+    if not isinstance(args, MinimalTrainingArguments):
+        kind = f"{type(args).__module__.partition('.')[0]}.{type(args).__name__}"
+        raise ConfigError(f"args is a {kind}: give whimbrel.train.TrainingArguments, which has its names")
+    if model is None and model_init is None:
+        raise ConfigError("a trainer needs a model: give model, or model_init, which makes one")
+    if not isinstance(model, nn.Module | None):
+        raise ConfigError(f"model is a {type(model).__name__}: give a torch module, as from_pretrained returns it")
+    if not (isinstance(processing_class, Tokenizer | None) or hasattr(processing_class, "save_pretrained")):
+        kind = type(processing_class).__name__
+        raise ConfigError(f"processing_class is a {kind}: give a tokenizer, or what has save_pretrained")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -107,6 +108,7 @@ class PretrainedState:
         for path in sorted(folder.glob("*.safetensors")):
             stored |= load_file(path)
         own = self._model.state_dict()
+        self._check_shape(folder, stored, own)
         places = {name: tensor.data_ptr() for name, tensor in own.items()}
         filled = {places[name] for name in stored if name in places}
         if set(stored) <= set(own) and set(places.values()) == filled:
@@ -114,6 +116,17 @@ class PretrainedState:
             return
         loaded = type(self._model).from_pretrained(str(folder), dtype="auto")  # type: ignore[attr-defined]
         self._model.load_state_dict(loaded.state_dict())
+
+    def _check_shape(self, folder: Path, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Refuse another architecture or size before anything is built of it."""
+        remedy = "give that model, or name another output_dir"
+        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        ours = getattr(self._model.config, "model_type", None)
+        if theirs != ours:
+            raise CheckpointError(f"{folder} holds a model of the type {theirs} and this one is {ours}: {remedy}")
+        for name in (name for name in stored if name in own and stored[name].shape != own[name].shape):
+            shapes = f"{list(stored[name].shape)} there and {list(own[name].shape)} here"
+            raise CheckpointError(f"{folder} holds a model of another size ('{name}' is {shapes}): {remedy}")
 
 
 class ModuleState:

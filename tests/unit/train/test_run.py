@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from whimbrel.artifacts import load_model
+from whimbrel.artifacts import load_model, model_directory
 from whimbrel.base.errors import CheckpointError, ConfigError, DataError, TrainingError
 from whimbrel.checkpoint import latest_checkpoint, list_checkpoints, read_component
 from whimbrel.models import GPT
@@ -254,6 +254,11 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     (newest / "optimizer.safetensors").write_bytes(b"x")
     again = run(config)
     assert [record["step"] for record in again.records] == [5, 6]
+    weights = newest / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8] + b"changed!")
+    assert model_directory(config.output_dir) == list_checkpoints(config.output_dir)[4] / "model"
+    with pytest.raises(CheckpointError, match=r"is damaged: model/model\.safetensors has changed"):
+        load_model(newest)
     assert "optimizer.safetensors" in caplog.text
     assert timeless(config.output_dir / "log.jsonl") == timeless(tmp_path / "whole" / "log.jsonl")
     for path in list_checkpoints(config.output_dir).values():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import TrainingArguments as TheirArguments
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.train import BaseTrainer, Trainer, TrainerCallback
@@ -190,6 +191,10 @@ def test_the_optimizer_can_step_in_backward(args: Make, fit: Make, tmp_path: Pat
 def test_what_a_trainer_cannot_do_is_said(args: Make, net: Make) -> None:
     with pytest.raises(ConfigError, match=r"the arguments come first and the model second: Trainer\(args, model\)"):
         BaseTrainer(net(), args())
+    with pytest.raises(ConfigError, match=r"args is a transformers\.TrainingArguments: give whimbrel"):
+        BaseTrainer(TheirArguments(output_dir="unused", report_to=[]), net())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="model is a str: give a torch module"):
+        BaseTrainer(args(), "gpt2")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="there is no model yet: model_init makes it"):
         BaseTrainer(args(), model_init=net).save_checkpoint()
     with pytest.raises(ConfigError, match="needs a model: give model, or model_init"):
