@@ -215,7 +215,7 @@ def test_a_second_signal_kills_and_the_run_counts_as_dead(folder: Path, capsys: 
 
 
 def test_a_running_job_obeys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    endless = ("--train.steps=1000000", "--checkpoint.every=none", "--validation.every=none", "--sample.every=none")
+    endless = ("--train.steps=1000000", "--checkpoint.every=none", "--validation.every=none", "--sample=none")
     run = Path("run")
     process = start(*endless)
     wait_until(process, lambda: steps_logged() >= 5)

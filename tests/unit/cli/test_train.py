@@ -204,7 +204,7 @@ def wait_until(process: subprocess.Popen[str], there: Callable[[], bool]) -> Non
 
 
 def test_killed_and_started_again_ends_as_if_nothing_had_happened(folder: Path) -> None:
-    long = ["--train.steps=60", "--checkpoint.every=10", "--schedule.name=cosine", "--sample.every=none"]
+    long = ["--train.steps=60", "--checkpoint.every=10", "--schedule.name=cosine", "--sample=none"]
     finish(start(*long, "--output_dir=whole"))
     broken = start(*long, "--output_dir=broken")
     wait_until(broken, lambda: len(list_checkpoints(folder / "broken")) >= 2)
@@ -224,7 +224,7 @@ def test_killed_and_started_again_ends_as_if_nothing_had_happened(folder: Path) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_step_saves_and_exits_0(folder: Path, number: signal.Signals) -> None:
-    process = start("--train.steps=100000", "--validation.every=none", "--sample.every=none")
+    process = start("--train.steps=100000", "--validation.every=none", "--sample=none")
     log = folder / "run" / "log.jsonl"
     wait_until(process, lambda: log.exists() and log.stat().st_size > 1000)
     process.send_signal(number)

@@ -142,6 +142,7 @@ def test_an_override_keeps_its_neighbours_and_the_original() -> None:
     table = {"inner": {"rate": 1.0, "kind": "linear"}}
     assert apply_overrides(table, ["--inner.rate=2"]) == {"inner": {"rate": "2", "kind": "linear"}}
     assert apply_overrides(table, ["--inner.rate=none"]) == {"inner": {"kind": "linear"}}
+    assert apply_overrides(table, ["--inner=none"]) == {}
     assert table == {"inner": {"rate": 1.0, "kind": "linear"}}
 
 
