@@ -67,6 +67,7 @@ class Objective:
     model: nn.Module
     compute: LossFunction | None = None
     extras: Callable[[Tensor], dict[str, Any]] = lambda _: {}
+    _kind: str | None = field(init=False)
     _takes: frozenset[str] = field(init=False)
     _takes_all: bool = field(init=False)
     _takes_labels: bool = field(init=False)
@@ -74,6 +75,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         parameters = inspect.signature(self.model.forward).parameters
+        self._kind = _loss_type(self.model)
         self._takes = frozenset(parameters)
         self._takes_targets = next(itertools.islice(parameters, 1, None), "") in ("targets", "target", "labels", "y")
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -128,7 +130,7 @@ class Objective:
                 f"{type(self.model).__name__} returned no loss and the batch has no labels: add them to the batch, "
                 "return a loss, or give compute_loss_func"
             )
-        if self._takes_labels and getattr(self.model, "loss_type", None) is None and _is_sequence(labels):
+        if self._takes_labels and self._kind is None and _is_sequence(labels):
             raise DataError(
                 f"{type(self.model).__name__} takes labels and returned no loss for a sequence of them: return one, or "
                 'say by loss_type = "ForCausalLM" that each scores the token before it (anything else: its own)'
@@ -155,9 +157,8 @@ class Objective:
         """Labels that count: of a sequence all but the first, where the loss is that of the next token."""
         if labels is None:
             return None
-        kind = getattr(self.model, "loss_type", None)
-        here = kind is None and self.compute is None and not self._takes_labels and _is_sequence(labels)
-        shifts = here or (kind == "ForCausalLM" and labels.ndim > 1)
+        here = self._kind is None and self.compute is None and not self._takes_labels and _is_sequence(labels)
+        shifts = here or (self._kind == "ForCausalLM" and labels.ndim > 1)
         return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX) if shifts else labels
 
 
@@ -166,6 +167,20 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     if logits.shape[:-1] != targets.shape:
         raise DataError(f"logits of shape {list(logits.shape)} do not go with labels of shape {list(targets.shape)}")
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def _loss_type(model: nn.Module) -> str | None:
+    """What a model says of its loss; None where it says nothing.
+
+    transformers reads it off the class's name. Where that fails (`GPT2LMHeadModel`) it is None, and the `loss_function`
+    that such a model may call is then the one of next tokens.
+    """
+    kind = getattr(model, "loss_type", None)
+    if kind is None and hasattr(model, "loss_type"):
+        base = getattr(model, "get_base_model", lambda: model)()  # under an adapter
+        if "loss_function" in inspect.unwrap(type(base).forward).__code__.co_names:
+            return "ForCausalLM"
+    return kind
 
 
 def _is_sequence(labels: Tensor) -> bool:

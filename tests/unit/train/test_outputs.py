@@ -9,6 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from whimbrel.base.errors import DataError
 from whimbrel.train import logits_from_outputs, loss_and_logits_from_outputs, loss_from_outputs
@@ -184,6 +193,34 @@ def test_sequences_without_a_loss_are_scored_by_the_next_token_or_refused() -> N
         expected = F.cross_entropy(logits, batch["labels"][0, shift:], reduction="sum")
         assert int(Objective(model).count(batch)) == 6 - shift
         assert torch.allclose(Objective(model).loss(batch, one, one), expected)
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "shift"),
+    [
+        (GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=16, n_embd=8, n_layer=1, n_head=2)), 1),
+        (LlamaForCausalLM(LlamaConfig(**TINY)), 1),
+        (BertForMaskedLM(BertConfig(**TINY)), 0),
+        (BertForTokenClassification(BertConfig(**TINY, num_labels=11)), 0),
+    ],
+)
+def test_labels_of_transformers_count_as_their_loss_scores_them(model: nn.Module, shift: int) -> None:
+    """The mean that the model returns, times our count, is the sum over the targets that it scored."""
+    model.eval()
+    batch = {"input_ids": torch.arange(12).reshape(2, 6) % 11, "labels": torch.arange(12).reshape(2, 6) % 11}
+    batch["labels"][0, 3:] = -100
+    objective, one = Objective(model), torch.tensor(1)
+    count = objective.count(batch)
+    logits = model(batch["input_ids"]).logits[:, : 6 - shift]
+    expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, shift:].flatten(), reduction="sum")
+    assert int(count) == 9 - 2 * shift
+    assert torch.allclose(objective.loss(batch, one, count), expected)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
