@@ -26,6 +26,7 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.base.logging import get_logger
 from whimbrel.config import convert
 from whimbrel.precision import backend_names
+from whimbrel.train.elsewhere import CheckedNames
 from whimbrel.train.metric import greater_is_better
 from whimbrel.train.settings import SdpaBackend
 
@@ -43,7 +44,7 @@ Interval = Literal["no", "steps", "epoch"]
 
 
 @dataclass
-class MinimalTrainingArguments:
+class MinimalTrainingArguments(metaclass=CheckedNames):
     """The arguments shared with `transformers`: checked when constructed, and again when a trainer takes them."""
 
     output_dir: str | None = None

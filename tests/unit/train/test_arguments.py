@@ -221,3 +221,17 @@ def test_steps_without_their_strategy_are_warned_about(
 
 def test_whole_floats_are_steps() -> None:
     assert TrainingArguments(output_dir="out", logging_steps=10.0).logging_steps == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("learning_rat", "TrainingArguments has no argument 'learning_rat': did you mean 'learning_rate'"),
+        ("bf16", "has no argument 'bf16': use mixed_precision='bf16'"),
+        ("report_to", "has no argument 'report_to': use callbacks="),
+        ("push_to_hub", "has no argument 'push_to_hub': leave it out"),
+    ],
+)
+def test_unknown_arguments_are_refused_with_what_to_give(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainingArguments(output_dir="out", **{name: True})
