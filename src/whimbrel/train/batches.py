@@ -120,10 +120,8 @@ class DatasetBatches:
                 "(loader.workers) to 0 or 1, or give one that shards itself and says so by num_shards"
             )
         if self._sized and len(self) == 0:
-            raise DataError(
-                f"the dataset has {len(dataset)} examples, less than one batch of {batch_size}: give more, or turn "
-                "dataloader_drop_last off"
-            )
+            remedy = "turn dataloader_drop_last off, or give more" if len(dataset) else "give some"
+            raise DataError(f"the dataset has {len(dataset)} examples, less than one batch of {batch_size}: {remedy}")
 
     @property
     def _sized(self) -> bool:
@@ -187,12 +185,18 @@ class DatasetBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Which pass, how many batches of it were used, and the dataset's own state where it has one."""
-        state = {"epoch": self._epoch, "taken": self._taken, "batch_size": self.batch_size}
+        state = {"epoch": self._epoch, "taken": self._taken, "batch_size": self.batch_size, **self._identity()}
         own = self._cursor if self._ahead else self._dataset_state()
         return state if own is None else state | {"dataset": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a cursor; another batch size is taken up at the example where the saved one stopped, or refused."""
+        for name, value in self._identity().items():
+            if state.get(name, value) != value:
+                raise DataError(
+                    f"the checkpoint's dataset has {name} = {state[name]} and this one {value}: go on with the same "
+                    "data and seed, or leave the cursor out (resume.skip)"
+                )
         examples = state["taken"] * state["batch_size"]
         if examples % self.batch_size:
             raise DataError(
@@ -203,6 +207,10 @@ class DatasetBatches:
         self._epoch, self._taken = int(state["epoch"]), examples // self.batch_size
         if self._keeps_state and "dataset" in state:
             self._cursor = state["dataset"]
+
+    def _identity(self) -> dict[str, int]:
+        """What the order of a pass follows from; a cursor means another place where it differs."""
+        return {"examples": len(self.dataset), "seed": self._seed} if self.indexed else {"seed": self._seed}
 
     @property
     def _keeps_state(self) -> bool:
@@ -265,7 +273,9 @@ def make_batches(
                 )
         return TokenBatches(dataset, device)
     assert batch_size is not None
-    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+    if isinstance(dataset, DataLoader):
+        raise ConfigError("a DataLoader batches already: give its dataset, and its batch size in the arguments")
+    if isinstance(dataset, Mapping) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         raise ConfigError(
             f"a {type(dataset).__name__} is no dataset: give a TokenDataLoader, a sequence or an iterable of dicts"
         )

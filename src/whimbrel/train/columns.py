@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from whimbrel.base.errors import DataError
 from whimbrel.base.logging import get_logger
 
 __all__ = ["drop_unused_columns"]
@@ -25,6 +26,11 @@ def drop_unused_columns(dataset: Any, model: nn.Module) -> Any:
     if not isinstance(names, list) or not hasattr(dataset, "remove_columns") or not wanted:
         return dataset
     unused = [name for name in names if name not in wanted and name not in LABELS]
+    if unused and len(unused) == len(names):
+        raise DataError(
+            f"none of the columns ({', '.join(names)}) is an argument of {type(model).__name__} "
+            f"({', '.join(sorted(wanted))}): tokenize the text first"
+        )
     if unused:
         get_logger(__name__).info("columns that %s does not take are left out: %s", type(model).__name__, unused)
     return dataset.remove_columns(unused) if unused else dataset

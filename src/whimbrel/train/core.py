@@ -23,6 +23,7 @@ from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.batches import DatasetBatches, TokenBatches, collate
 from whimbrel.train.callback import Callbacks, StopRequest
 from whimbrel.train.device import choose_device
+from whimbrel.train.log import plain
 from whimbrel.train.loop import Scheduler
 from whimbrel.train.metric import greater_is_better
 from whimbrel.train.model_state import export_model, model_state
@@ -130,7 +131,7 @@ class TrainerCore:
 
     def log(self, logs: dict[str, Any]) -> TrainerControl:
         """Add to the history and tell the callbacks."""
-        entry = {**logs, "epoch": self.state.epoch, "step": self.state.global_step}
+        entry = {**plain(logs), "epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append(entry)
         return self.tell("on_log", logs={**logs, "epoch": self.state.epoch})
 
@@ -223,7 +224,7 @@ class TrainerCore:
         state: dict[str, Any] = {name: getattr(self.state, name) for name in (*SAVED, *HISTORY)}
         history = self.state.log_history
         del self._lines[len(history) :]
-        self._lines += [json.dumps(entry, default=float) for entry in history[len(self._lines) :]]
+        self._lines += [json.dumps(entry) for entry in history[len(self._lines) :]]
         state["log_history"] = "\n".join(self._lines)  # one text: a long history costs a save nothing
         state["tally"] = dataclasses.asdict(self.tally)
         if self.precision.scaler is not None:

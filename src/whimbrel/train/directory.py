@@ -30,7 +30,7 @@ def check_directory(config: TrainerConfig, *, explicit: bool) -> None:
     `explicit`: going on was asked for, so that there being nothing to go on with is worth a warning.
     """
     directory, found = config.output_dir, step_folders(config.output_dir)
-    if liveness(directory) == "running":
+    if liveness(directory) in ("running", "foreign"):
         raise ConfigError(f"{directory} is the directory of a run that is running: name another output_dir, or stop it")
     if found and not (config.resume.latest or config.resume.path or config.overwrite_output_dir):
         raise ConfigError(

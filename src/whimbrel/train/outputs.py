@@ -26,7 +26,7 @@ def logits_from_outputs(outputs: Any) -> Tensor:
     """The logits: the outputs themselves where they are a tensor, their `.logits`, or the second of a pair."""
     if isinstance(outputs, Tensor):
         return outputs
-    logits = getattr(outputs, "logits", None)
+    logits = _part(outputs, "logits")
     if logits is None and isinstance(outputs, tuple) and len(outputs) == 2:
         logits = outputs[1]
     if isinstance(logits, Tensor):
@@ -38,7 +38,7 @@ def loss_from_outputs(outputs: Any) -> Tensor:
     """The loss: the outputs' `.loss`, or the first of a tuple. A tensor alone is logits, and refused."""
     loss = None
     if not isinstance(outputs, Tensor):
-        loss = getattr(outputs, "loss", None)
+        loss = _part(outputs, "loss")
         if loss is None and isinstance(outputs, tuple) and outputs:
             loss = outputs[0]
     if isinstance(loss, Tensor):
@@ -48,7 +48,7 @@ def loss_from_outputs(outputs: Any) -> Tensor:
 
 def loss_and_logits_from_outputs(outputs: Any) -> tuple[Tensor, Tensor]:
     """Both, from a pair or from two attributes."""
-    named = getattr(outputs, "loss", None) is not None and getattr(outputs, "logits", None) is not None
+    named = _part(outputs, "loss") is not None and _part(outputs, "logits") is not None
     if named or (isinstance(outputs, tuple) and len(outputs) == 2):
         return loss_from_outputs(outputs), logits_from_outputs(outputs)
     raise DataError(f"a {type(outputs).__name__} is not a loss and logits: return a pair, or .loss and .logits")
@@ -58,10 +58,10 @@ def loss_and_logits_from_outputs(outputs: Any) -> tuple[Tensor, Tensor]:
 class Objective:
     """Makes the loss of a micro-batch as its share of a step.
 
-    A pair is `(idx, targets)`, targets already shifted. A mapping goes in as keywords. Where `forward` has no place for
-    its `labels` and they follow a sequence, the loss is made here, of the next token. A model that takes them is
-    believed to score each that is not -100; one whose own loss shifts them says so by `loss_type = "ForCausalLM"`, as
-    those of transformers do. `compute` replaces the model's own loss.
+    A pair is `(idx, targets)`, targets already shifted. A mapping goes in as keywords. Where the model returns no loss
+    and `labels` follow a sequence, the loss is made here, of the next token. A model with a loss of its own is believed
+    to score each label that is not -100; one that shifts them says so by `loss_type = "ForCausalLM"`, as those of
+    transformers do. `compute` replaces the model's own loss.
     """
 
     model: nn.Module
@@ -70,7 +70,7 @@ class Objective:
     _kind: str | None = field(init=False)
     _takes: frozenset[str] = field(init=False)
     _takes_all: bool = field(init=False)
-    _takes_labels: bool = field(init=False)
+    _makes_loss: bool | None = field(init=False)
     _takes_targets: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,10 +79,14 @@ class Objective:
         self._takes = frozenset(parameters)
         self._takes_targets = next(itertools.islice(parameters, 1, None), "") in ("targets", "target", "labels", "y")
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self._takes_labels = self._takes_all or "labels" in parameters
+        takes_labels = self._takes_all or "labels" in parameters
+        undecided = takes_labels and self._kind is None and self.compute is None
+        self._makes_loss = None if undecided else not takes_labels
 
     def count(self, batch: Batch) -> Tensor:
         """How many targets count."""
+        if self._makes_loss is None and isinstance(batch, Mapping) and "labels" in batch:
+            self._makes_loss = not self._returns_loss(batch)
         targets = self._targets(batch)
         if targets is None:
             return torch.ones((), dtype=torch.int64, device=next(self.model.parameters()).device)
@@ -130,11 +134,6 @@ class Objective:
                 f"{type(self.model).__name__} returned no loss and the batch has no labels: add them to the batch, "
                 "return a loss, or give compute_loss_func"
             )
-        if self._takes_labels and self._kind is None and _is_sequence(labels):
-            raise DataError(
-                f"{type(self.model).__name__} takes labels and returned no loss for a sequence of them: return one, or "
-                'say by loss_type = "ForCausalLM" that each scores the token before it (anything else: its own)'
-            )
         return cross_entropy(logits_from_outputs(outputs), labels) / total
 
     def _accepted(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,6 +147,13 @@ class Objective:
             )
         return {key: value for key, value in batch.items() if key in self._takes}
 
+    @torch.no_grad()
+    def _returns_loss(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the model makes a loss of labels; asked once, with one pass that no random number is drawn for."""
+        devices = {parameter.device.index for parameter in self.model.parameters() if parameter.is_cuda}
+        with torch.random.fork_rng(devices=sorted(devices)):
+            return _has_loss(self.model(**self._accepted(batch)))
+
     def _targets(self, batch: Batch) -> Tensor | None:
         if not isinstance(batch, Mapping):
             return _pair(batch)[1]
@@ -157,7 +163,7 @@ class Objective:
         """Labels that count: of a sequence all but the first, where the loss is that of the next token."""
         if labels is None:
             return None
-        here = self._kind is None and self.compute is None and not self._takes_labels and _is_sequence(labels)
+        here = self._kind is None and self.compute is None and bool(self._makes_loss) and _is_sequence(labels)
         shifts = here or (self._kind == "ForCausalLM" and labels.ndim > 1)
         return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX) if shifts else labels
 
@@ -197,6 +203,17 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
 def _has_loss(outputs: Any) -> bool:
     if isinstance(outputs, Tensor):
         return False
-    if hasattr(outputs, "loss"):
-        return outputs.loss is not None
-    return isinstance(outputs, tuple) and len(outputs) > 0 and isinstance(outputs[0], Tensor)
+    if _part(outputs, "loss") is not None:
+        return True
+    return (
+        not hasattr(outputs, "loss")
+        and isinstance(outputs, tuple)
+        and len(outputs) > 0
+        and isinstance(outputs[0], Tensor)
+    )
+
+
+def _part(outputs: Any, name: str) -> Any:
+    """What outputs hold under a name, as an attribute or as a key."""
+    found = getattr(outputs, name, None)
+    return outputs.get(name) if found is None and isinstance(outputs, Mapping) else found

@@ -384,3 +384,21 @@ def test_collate() -> None:
     assert y.tolist() == [1, 0]
     assert token_count({"input_ids": torch.zeros(2, 5, dtype=torch.int64)}) == 10
     assert token_count({"x": torch.zeros(2, 5)}) == 2
+
+
+def test_a_cursor_of_other_data_is_refused() -> None:
+    batches = make(listed(12))
+    take(batches, 2)
+    with pytest.raises(DataError, match="dataset has examples = 12 and this one 20: go on with the same data"):
+        make(listed(20)).load_state_dict(batches.state_dict())
+
+
+def test_what_is_no_dataset_is_named() -> None:
+    keywords: dict[str, Any] = {"collate": collate, "seed": 0, "shuffle": False, "loader": LoaderConfig()}
+    for given, message in (
+        (torch.utils.data.DataLoader(listed(4)), "a DataLoader batches already: give its dataset"),
+        ({"x": torch.zeros(3)}, "a dict is no dataset"),
+        ([], "the dataset has 0 examples, less than one batch of 4: give some"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            make_batches(given, 4, CPU, **keywords)

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
+from whimbrel.base.errors import DataError
 from whimbrel.train.columns import drop_unused_columns
 
 
@@ -55,3 +56,12 @@ def test_a_forward_that_names_nothing_keeps_every_column(model: nn.Module) -> No
 def test_other_datasets_are_left_as_they_are() -> None:
     listed = [{"x": torch.zeros(1), "text": "a"}]
     assert drop_unused_columns(listed, Named()) is listed
+
+
+def test_a_dataset_that_is_not_tokenized_is_refused_by_name() -> None:
+    class Reader(nn.Module):
+        def forward(self, input_ids: Any) -> Any:
+            return input_ids
+
+    with pytest.raises(DataError, match=r"none of the columns \(text\) is an argument of Reader \(input_ids\)"):
+        drop_unused_columns(Dataset.from_dict({"text": ["a"]}), Reader())

@@ -26,7 +26,7 @@ from whimbrel.train.outputs import Objective
 LOSS, LOGITS = torch.tensor(1.5), torch.randn(2, 3)
 
 
-@pytest.mark.parametrize("outputs", [LOGITS, (LOSS, LOGITS), SimpleNamespace(logits=LOGITS)])
+@pytest.mark.parametrize("outputs", [LOGITS, (LOSS, LOGITS), SimpleNamespace(logits=LOGITS), {"logits": LOGITS}])
 def test_logits_are_found(outputs: Any) -> None:
     assert logits_from_outputs(outputs) is LOGITS
 
@@ -36,7 +36,9 @@ def test_the_loss_is_found(outputs: Any) -> None:
     assert loss_from_outputs(outputs) is LOSS
 
 
-@pytest.mark.parametrize("outputs", [(LOSS, LOGITS), SimpleNamespace(loss=LOSS, logits=LOGITS)])
+@pytest.mark.parametrize(
+    "outputs", [(LOSS, LOGITS), SimpleNamespace(loss=LOSS, logits=LOGITS), {"loss": LOSS, "logits": LOGITS}]
+)
 def test_both_are_found(outputs: Any) -> None:
     assert loss_and_logits_from_outputs(outputs) == (LOSS, LOGITS)
 
@@ -176,23 +178,25 @@ def test_labels_count_as_they_are_where_nothing_shifts(args: Any, fit: Any, kind
         assert torch.allclose(p, q, atol=1e-6)
 
 
-def test_sequences_without_a_loss_are_scored_by_the_next_token_or_refused() -> None:
-    """A module that takes labels and gives no loss must say which they score; one that does not take them need not."""
+def test_sequences_without_a_loss_are_scored_by_the_next_token() -> None:
+    """Also where the module takes labels and gives no loss all the same, which is found out without a random number."""
 
     class Silent(Tagger):
         def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-            return self.table(input_ids)
+            return self.table(input_ids) + 0 * torch.rand(1)
 
     batch, one = batches()[1], torch.tensor(1)
     model = Silent()
-    with pytest.raises(DataError, match="takes labels and returned no loss for a sequence of them"):
-        Objective(model).loss(batch, one, one)
-    for kind, shift in (("ForCausalLM", 1), ("ForTokenClassification", 0)):
+    before = torch.get_rng_state()
+    for kind, shift in ((None, 1), ("ForCausalLM", 1), ("ForTokenClassification", 0)):
         model.loss_type = kind
         logits = model(batch["input_ids"])[0, : 6 - shift]
         expected = F.cross_entropy(logits, batch["labels"][0, shift:], reduction="sum")
-        assert int(Objective(model).count(batch)) == 6 - shift
-        assert torch.allclose(Objective(model).loss(batch, one, one), expected)
+        state, objective = torch.get_rng_state(), Objective(model)
+        assert int(objective.count(batch)) == 6 - shift
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.allclose(objective.loss(batch, one, one), expected)
+    assert not torch.equal(torch.get_rng_state(), before)  # the passes above did draw
 
 
 TINY: dict[str, Any] = {

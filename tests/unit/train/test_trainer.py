@@ -274,3 +274,22 @@ def test_a_scheduler_that_needs_a_metric_is_refused(args: Make, fit: Make, net: 
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(ConfigError, match="ReduceLROnPlateau steps by a metric"):
         fit(args(), model, optimizers=(optimizer, plateau))
+
+
+def test_what_torch_would_not_compile_is_refused(args: Make, fit: Make) -> None:
+    with pytest.raises(ConfigError, match="passes over torch's own classes, and a Sequential is one"):
+        fit(
+            args(torch_compile=True, compile_scope="model", torch_compile_backend="eager"),
+            nn.Sequential(nn.Linear(4, 3)),
+        )
+
+
+def test_anything_can_be_logged_and_saved(args: Make, fit: Make) -> None:
+    class Odd(TrainerCallback):
+        def on_log_step(self, **event: Any) -> None:
+            event["logs"] |= {"tensor": torch.tensor(1.5), "path": Path("a"), "many": torch.arange(2), "text": "b"}
+
+    trainer, _ = fit(args(save_strategy="steps", save_steps=8), callbacks=[Odd()])
+    assert trainer.state.log_history[0]["tensor"] == 1.5
+    again, _ = fit(args(max_steps=9), resume=True)
+    assert again.state.log_history[:4] == trainer.state.log_history[:4]
