@@ -85,8 +85,8 @@ def compile_model(model: nn.Module, config: TrainerConfig) -> None:
     for part in find_blocks(model) if config.train.compile_scope == "block" else [model]:
         if type(part).__module__.startswith("torch.nn."):
             raise ConfigError(
-                f"torch.compile passes over torch's own classes, and a {type(part).__name__} is one: put it into a module "
-                "of your own, choose another compile_scope, or turn train.compile (torch_compile) off"
+                f"torch.compile passes over torch's own classes, and a {type(part).__name__} is one: put it into a "
+                "module of your own, choose another compile_scope, or turn train.compile (torch_compile) off"
             )
         part.compile(**settings)
 

@@ -77,6 +77,7 @@ class Driver:
         self._rollbacks = 0
         self._skips = 0
         self._stepped = False
+        self._rewound = False
 
     def run(self) -> None:
         """Step until the last step or until someone asks for the end."""
@@ -108,6 +109,7 @@ class Driver:
         tokens = self._loop.step(state.global_step + 1)
         if tokens is not None:
             state.global_step += 1
+            self._rewound = False
             if not self._stepped:
                 self._stepped = True
                 trainer.reserve_saves()
@@ -124,7 +126,7 @@ class Driver:
 
     def _end_epoch(self, tokens: int | None) -> None:
         trainer, state = self._trainer, self._trainer.state
-        if tokens is None and state.global_step == state.epoch_start_step:
+        if tokens is None and state.global_step == state.epoch_start_step and not self._rewound:
             raise TrainingError(
                 f"pass {state.raw_epoch} over the training data gave no batch: a dataset must not be empty, and an "
                 "iterable one must begin anew in each pass"
@@ -248,7 +250,7 @@ class Driver:
             ) from fault
         if self._rollbacks == MOST_ROLLBACKS or final:
             raise TrainingError(f"{fault}, after going back {self._rollbacks} times: {REMEDY}") from fault
-        self._rollbacks += 1
+        self._rollbacks, self._rewound = self._rollbacks + 1, True
         step = trainer.rewind()
         trainer.control.should_log = trainer.control.should_evaluate = trainer.control.should_save = False
         self._done.clear()

@@ -301,7 +301,7 @@ class BaseTrainer(TrainerCore):
     def _epochs_in(self, steps: int) -> float:
         """Passes that so many steps begin; 0 where the length of a pass is not known."""
         batches = self.train_dataloader
-        if batches is None or (isinstance(batches, DatasetBatches) and not batches.indexed):
+        if batches is None or (isinstance(batches, DatasetBatches) and not hasattr(batches.dataset, "__len__")):
             return 0.0
         return float(math.ceil(steps / batches.steps_for(1.0, self._accumulation())))
 

@@ -31,6 +31,7 @@ from whimbrel.train.settings import LoaderConfig
 Make = Callable[..., Any]
 
 CPU = torch.device("cpu")
+KEYWORDS: dict[str, Any] = {"collate": collate, "seed": 0, "shuffle": False, "loader": LoaderConfig()}
 
 
 class Counting(IterableDataset[dict[str, int]]):
@@ -362,6 +363,10 @@ def test_another_batch_size_is_taken_up_where_it_fits() -> None:
 def test_what_cannot_be_batched_is_refused() -> None:
     with pytest.raises(DataError, match="less than one batch of 4"):
         make(listed(3), drop_last=True)
+    with pytest.raises(ConfigError, match="a DataLoader batches already: give its dataset"):
+        make_batches(torch.utils.data.DataLoader(listed(4)), 4, CPU, **KEYWORDS)
+    with pytest.raises(DataError, match="the dataset has 0 examples, less than one batch of 4: give some"):
+        make_batches([], 4, CPU, **KEYWORDS)
     with pytest.raises(ConfigError, match="int is no dataset"):
         make_batches(3, 1, CPU, collate=collate, seed=0, shuffle=False, loader=LoaderConfig())
     with pytest.raises(ConfigError, match="gives each of 2 workers every example"):
@@ -391,14 +396,3 @@ def test_a_cursor_of_other_data_is_refused() -> None:
     take(batches, 2)
     with pytest.raises(DataError, match="dataset has examples = 12 and this one 20: go on with the same data"):
         make(listed(20)).load_state_dict(batches.state_dict())
-
-
-def test_what_is_no_dataset_is_named() -> None:
-    keywords: dict[str, Any] = {"collate": collate, "seed": 0, "shuffle": False, "loader": LoaderConfig()}
-    for given, message in (
-        (torch.utils.data.DataLoader(listed(4)), "a DataLoader batches already: give its dataset"),
-        ({"x": torch.zeros(3)}, "a dict is no dataset"),
-        ([], "the dataset has 0 examples, less than one batch of 4: give some"),
-    ):
-        with pytest.raises((ConfigError, DataError), match=message):
-            make_batches(given, 4, CPU, **keywords)

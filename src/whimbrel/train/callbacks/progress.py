@@ -91,7 +91,8 @@ class ProgressCallback(TrainerCallback):
             self._say(line)
         if stop is not None and output.global_step < self._summary.total_steps:
             asker = event["trainer"].callbacks.named().get(stop.callback)
-            for line in _ending(stop, getattr(asker, "reason", None), output.global_step, event["checkpoint"]):
+            reason, overwrites = getattr(asker, "reason", None), event["trainer"].config.overwrite_output_dir
+            for line in _ending(stop, reason, output.global_step, event["checkpoint"], overwrites=overwrites):
                 self._say(line)
 
     def _say(self, text: str) -> None:
@@ -178,7 +179,9 @@ def _sums(metrics: dict[str, Any]) -> Iterator[str]:
     yield f"Peak memory: {_gib(metrics['peak_memory'])}"
 
 
-def _ending(stop: StopRequest, reason: str | None, step: int, checkpoint: Path | None) -> Iterator[str]:
+def _ending(
+    stop: StopRequest, reason: str | None, step: int, checkpoint: Path | None, *, overwrites: bool
+) -> Iterator[str]:
     """Who asked for the end, and what is there of the run."""
     yield f"{stop.callback} asked to {stop.kind} ({stop.event})" + (f": {reason}" if reason else "")
     if stop.kind == "abort":
@@ -186,7 +189,8 @@ def _ending(stop: StopRequest, reason: str | None, step: int, checkpoint: Path |
         yield f"Aborted at step {step}, nothing saved: {saved}"
     else:
         saved = f"saved in {checkpoint}" if checkpoint else "nothing to save yet"
-        yield f"Stopped at step {step}, {saved}: run the same command to go on"
+        again = "leave out overwrite_output_dir to go on" if overwrites else "run the same command to go on"
+        yield f"Stopped at step {step}, {saved}: {again}"
 
 
 def _size(size: int) -> str:
