@@ -4,7 +4,7 @@
     python bench/trainer.py --data data/webmix20M --device cuda --out bench/results/trainer-cuda.json
 
 The bare loop is what a person writes by hand: next batch, forward, backward, clip, step, zero. The trainer does the
-same steps with its default callbacks: the log of every step, progress lines (to nowhere), drain on signals, live control.
+same steps with its default callbacks: log of every step, progress lines (to nowhere), drain on signals, live control.
 Printed: the median over rounds of the ratio of their times per step, and the difference in microseconds.
 """
 
