@@ -94,7 +94,8 @@ def content(path: Path) -> Any:
     if path.name == "log.jsonl":
         return timeless(read_log(path))
     if path.name == "trainer.json":
-        return timeless(read_component(path.parent, "trainer"))
+        state = read_component(path.parent, "trainer")
+        return timeless(state | {"log_history": [json.loads(line) for line in state["log_history"].splitlines()]})
     if path.name == "manifest.json":
         manifest = read_manifest(path.parent)
         files = {name: entry for name, entry in manifest.files.items() if name != "trainer.json"}

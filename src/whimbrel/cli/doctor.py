@@ -26,6 +26,9 @@ EXTRAS = {  # the extras of pyproject.toml that a user may want: the package eac
     "hub": ("datasets", "prepare FineWeb and other hub datasets by name"),
     "plot": ("matplotlib", "draw loss curves"),
     "ray": ("ray", "prepare data on a cluster"),
+    "tensorboard": ("tensorboard", "write curves for TensorBoard"),
+    "trackio": ("trackio", "log to trackio"),
+    "wandb": ("wandb", "log to Weights & Biases"),
 }
 GIB = 1024**3
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
