@@ -5,7 +5,8 @@
 
 The bare loop is what a person writes by hand: next batch, forward, backward, clip, step, zero. The trainer does the
 same steps with its default callbacks: log of every step, progress lines (to nowhere), drain on signals, live control.
-Printed: the median over rounds of the ratio of their times per step, and the difference in microseconds.
+Printed: the median ratio of their times per step, and of the difference: of pairs of single steps on a CPU, whose speed
+drifts, of whole runs in turns on a GPU, which must not be waited for.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ SIZES = {
     "small": {"context_length": 128, "num_layers": 4, "embd_size": 128, "num_heads": 2},
 }
 WARM = 5
+Rounds = list[dict[str, float]]
 
 
 def make_model(size: str, loader_vocab: int) -> GPTConfig:
@@ -43,59 +45,68 @@ def make_model(size: str, loader_vocab: int) -> GPTConfig:
     return GPTConfig(vocab_size=loader_vocab, position="learned", **SIZES[size])  # type: ignore[arg-type]
 
 
+class Bare:
+    """The loop by hand, a step at a time."""
+
+    def __init__(self, config: GPTConfig, loader: TokenDataLoader, device: torch.device, bf16: bool) -> None:
+        torch.manual_seed(0)
+        self.loader, self.device, self.bf16 = loader, device, bf16
+        self.model = GPT(config).to(device)
+        decayed = [p for p in self.model.parameters() if p.ndim >= 2]
+        others = [p for p in self.model.parameters() if p.ndim < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+            lr=1e-3, fused=device.type == "cuda" or None,
+        )  # fmt: skip
+
+    def step(self) -> None:
+        """Next batch, forward, backward, clip, step, zero."""
+        x, y = self.loader.next_batch()
+        with torch.autocast(self.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext():
+            loss = self.model(x, y).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
 class Times(TrainerCallback):
-    """When steps ended."""
+    """Seconds of each step. With a bare loop, one bare step is made and timed before each of the trainer's."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.start, self.end = device, 0.0, 0.0
+    def __init__(self, device: torch.device, bare: Bare | None = None) -> None:
+        self.device, self.bare, self.mark = device, bare, 0.0
+        self.own: list[float] = []
+        self.bares: list[float] = []
 
-    def on_step_end(self, **event: Any) -> None:
-        """Mark the end of the warm-up."""
-        if event["state"].global_step == WARM:
-            self.start = _now(self.device)
+    def on_step_begin(self, **event: Any) -> None:
+        """The trainer's last step ends here, with all that it did after it."""
+        if self.bare is None:
+            if event["state"].global_step == WARM:
+                self.mark = _now(self.device)
+            return
+        start = time.perf_counter()
+        if self.mark:
+            self.own.append(start - self.mark)
+        self.bare.step()
+        self.mark = time.perf_counter()
+        self.bares.append(self.mark - start)
 
     def on_train_end(self, **event: Any) -> None:
-        """Mark the end."""
-        del event
-        self.end = _now(self.device)
+        """Without a bare loop: the mean of all steps, with all work that they left on the device."""
+        if self.bare is None:
+            self.own.append((_now(self.device) - self.mark) / (event["state"].global_step - WARM))
 
 
-def bare(config: GPTConfig, loader: TokenDataLoader, device: torch.device, steps: int, bf16: bool) -> float:
-    """Seconds a step of the loop by hand."""
-    torch.manual_seed(0)
-    model = GPT(config).to(device)
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=1e-3, fused=device.type == "cuda" or None,
-    )  # fmt: skip
-    loader.reset()
-    start = 0.0
-    for step in range(steps):
-        if step == WARM:
-            start = _now(device)
-        x, y = loader.next_batch()
-        with torch.autocast(device.type, dtype=torch.bfloat16) if bf16 else nullcontext():
-            loss = model(x, y).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return (_now(device) - start) / (steps - WARM)
-
-
-def trained(config: GPTConfig, loader: TokenDataLoader, device: torch.device, steps: int, bf16: bool) -> float:
-    """Seconds a step of the trainer."""
+def train(config: GPTConfig, loader: TokenDataLoader, times: Times, steps: int, bf16: bool) -> None:
+    """The same steps by the trainer."""
     torch.manual_seed(0)
     loader.reset()
-    times = Times(device)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             TrainingArguments(
                 output_dir=folder, max_steps=steps, per_device_train_batch_size=loader.B, learning_rate=1e-3,
-                weight_decay=0.1, save_strategy="no", use_cpu=device.type == "cpu", lr_scheduler_type="constant",
-                mixed_precision="bf16" if bf16 else None,
+                weight_decay=0.1, save_strategy="no", use_cpu=times.device.type == "cpu",
+                lr_scheduler_type="constant", mixed_precision="bf16" if bf16 else None,
             ),
             GPT(config),
             train_dataset=loader,
@@ -105,7 +116,46 @@ def trained(config: GPTConfig, loader: TokenDataLoader, device: torch.device, st
             ],
         )  # fmt: skip
         trainer.train()
-    return (times.end - times.start) / (steps - WARM)
+
+
+def in_turns(
+    config: GPTConfig, loaders: list[TokenDataLoader], device: torch.device, steps: int, rounds: int
+) -> Rounds:
+    """On a GPU, which must not be waited for: whole runs in turns, the first round to warm up."""
+    found = []
+    for number in range(rounds + 1):
+
+        def bare() -> float:
+            loop = Bare(config, loaders[0], device, bf16=True)
+            for step in range(steps):
+                if step == WARM:
+                    start = _now(device)
+                loop.step()
+            return (_now(device) - start) / (steps - WARM)
+
+        def trainer() -> float:
+            times = Times(device)
+            train(config, loaders[1], times, steps, bf16=True)
+            return times.own[-1]
+
+        legs = {"bare": bare, "trainer": trainer}
+        found.append({name: legs[name]() for name in (legs if number % 2 else reversed(legs))})
+    return found[1:]
+
+
+def paired(config: GPTConfig, loaders: list[TokenDataLoader], device: torch.device, steps: int, rounds: int) -> Rounds:
+    """On a CPU, whose speed drifts: each step of the trainer beside a bare one; a round is a new pair of models.
+
+    Where in memory a model lies is worth a percent or two, for two bare loops as well: hence the rounds.
+    """
+    found = []
+    for _ in range(rounds):
+        times = Times(device, Bare(config, loaders[0], device, bf16=False))
+        train(config, loaders[1], times, steps, bf16=False)
+        pairs = list(zip(times.bares, times.own, strict=False))[WARM:]
+        bare = statistics.median(bare for bare, _ in pairs)
+        found.append({"bare": bare, "trainer": bare + statistics.median(own - bare for bare, own in pairs)})
+    return found
 
 
 def main() -> None:
@@ -115,8 +165,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", choices=[*SIZES, "gpt2"], action="append")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -124,18 +174,14 @@ def main() -> None:
     for size in arguments.size or (["gpt2"] if device.type == "cuda" else ["tiny", "small"]):
         vocab = 50_257 if size == "gpt2" else 4096
         config = make_model(size, vocab)
-        loader = TokenDataLoader(
-            arguments.data, arguments.batch, config.context_length, device=device, vocab_size=vocab
-        )
-        rounds = []
-        for number in range(arguments.rounds + 1):
-            legs = [("bare", bare), ("trainer", trained)]
-            times = {
-                name: leg(config, loader, device, arguments.steps, device.type == "cuda")
-                for name, leg in (legs if number % 2 else legs[::-1])
-            }
-            if number:  # the first round warms up
-                rounds.append(times)
+        loaders = [
+            TokenDataLoader(arguments.data, arguments.batch, config.context_length, device=device, vocab_size=vocab)
+            for _ in range(2)
+        ]
+        if device.type == "cuda":
+            rounds = in_turns(config, loaders, device, arguments.steps, arguments.rounds)
+        else:
+            rounds = paired(config, loaders, device, arguments.steps, arguments.rounds)
         ratio = statistics.median(times["trainer"] / times["bare"] for times in rounds)
         extra = statistics.median(times["trainer"] - times["bare"] for times in rounds)
         results[size] = {"ratio": ratio, "microseconds": extra * 1e6, "rounds": rounds, "batch": arguments.batch}

@@ -121,6 +121,8 @@ class TrainerCore:
 
     def tell(self, event: str, **keywords: Any) -> TrainerControl:
         """Dispatch an event to the callbacks; the control that holds afterwards."""
+        if not self.callbacks.handles(event):
+            return self.control
         self.control = self.callbacks.dispatch(
             event, self.control, args=self.args, state=self.state,
             model=None if self.model is None else self.unwrapped_model(), processing_class=self.processing_class,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -236,7 +235,7 @@ class Driver:
             logger.warning("%s: it was skipped", fault)
             if self._skips == MOST_SKIPS:
                 raise TrainingError(f"{fault}, and so it is for {MOST_SKIPS} steps in a row: {REMEDY}")
-        self._trainer.tell("on_train_metrics", metrics=dataclasses.asdict(metrics))
+        self._trainer.tell("on_train_metrics", metrics=metrics._asdict())
 
     def _recover(self, fault: NonFiniteError, *, final: bool = False) -> None:
         """Stop, or go back to the newest checkpoint and on with the data that comes next."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,7 @@ class NonFiniteError(Exception):
         super().__init__(f"step {step - 1} has the loss {loss} and the gradient norm {norm}")
 
 
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
+class StepMetrics(NamedTuple):
     """The numbers of a finished step; `step` is how many were done with it."""
 
     step: int
@@ -79,8 +79,12 @@ class Loop:
     """The learning rate to report."""
     clip: float | None = None
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    _parameters: list[nn.Parameter] = field(init=False)
     _pending: list[_Pending] = field(default_factory=list)
     _mark: Any = None
+
+    def __post_init__(self) -> None:
+        self._parameters = list(self.model.parameters())  # once: to walk the modules takes longer than to clip
 
     def step(self, number: int) -> int | None:
         """One optimizer step, to be the `number`th; the tokens it took, or None where the pass had ended."""
@@ -122,8 +126,8 @@ class Loop:
         while len(self._pending) > keep:
             done = self._pending.pop(0)
             seconds = self.stopwatch.seconds(done.start, done.end)
-            loss, norm = (float(value) for value in done.numbers)
-            if not done.skipped and not bool(done.numbers.isfinite().all()):
+            loss, norm = done.numbers.tolist()
+            if not done.skipped and not (math.isfinite(loss) and math.isfinite(norm)):
                 self._pending.clear()
                 raise NonFiniteError(done.step, loss, norm)
             report(StepMetrics(done.step, loss, norm, done.lr, done.tokens, seconds, done.skipped))
@@ -137,9 +141,9 @@ class Loop:
         self.precision.unscale(self.optimizer)
         if isinstance(self.optimizer, InBackward):
             return self.optimizer.grad_norm()  # the gradients are gone
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if self.clip is not None:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
+            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
         return norm
 
 
