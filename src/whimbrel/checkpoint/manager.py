@@ -26,7 +26,7 @@ from whimbrel.checkpoint.manifest import Manifest
 from whimbrel.checkpoint.ranks import Ranks
 from whimbrel.checkpoint.reading import absent_components, has_all_files, read_component, verify_checkpoint
 from whimbrel.checkpoint.replication import check_replication
-from whimbrel.checkpoint.retention import best_first, prune_checkpoints
+from whimbrel.checkpoint.retention import prune_checkpoints
 from whimbrel.checkpoint.snapshot import HostMemory
 from whimbrel.checkpoint.writing import Piece, write_checkpoint
 
@@ -189,16 +189,6 @@ class CheckpointManager:
         """The newest checkpoint that this manager wrote or loaded: of this course, whatever else lies in the run."""
         whole = [step for step in self._own if has_all_files(checkpoint_path(self.run, step))]
         return checkpoint_path(self.run, max(whole)) if whole else None
-
-    def best_metric(self) -> float | None:
-        """The metric of the best checkpoint on disk."""
-        ranked = best_first(self.run, greater_is_better=self._greater_is_better)
-        return ranked[0][0] if ranked else None
-
-    def best_checkpoint(self) -> Path | None:
-        """The best checkpoint on disk by its metric."""
-        ranked = best_first(self.run, greater_is_better=self._greater_is_better)
-        return ranked[0][1] if ranked else None
 
     def close(self) -> None:
         """Let the save in flight end and give all memory back. Raises nothing: `wait` is how to learn of a failure."""

@@ -83,52 +83,6 @@ class GPTState:
         load_weights(self._model, folder)
 
 
-class PretrainedState:
-    """A model of `transformers`: written and named by itself."""
-
-    def __init__(self, model: nn.Module, processing_class: Any) -> None:
-        self._model, self._processing_class = model, processing_class
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers, tied ones under each of their names."""
-        return dict(self._model.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over parameters and buffers."""
-        self._model.load_state_dict(state)
-
-    def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """What `save_pretrained` writes, of `state` instead of the weights in use."""
-        self._model.save_pretrained(str(folder), state_dict=dict(state))  # type: ignore[operator]
-        _save_processing(self._processing_class, folder)
-
-    def load_directory(self, folder: Path) -> None:
-        """The weights, bit for bit; a layout that differs from the module's is read by `from_pretrained`."""
-        stored: dict[str, Tensor] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            stored |= load_file(path)
-        own = self._model.state_dict()
-        self._check_shape(folder, stored, own)
-        places = {name: tensor.data_ptr() for name, tensor in own.items()}
-        filled = {places[name] for name in stored if name in places}
-        if set(stored) <= set(own) and set(places.values()) == filled:
-            self._model.load_state_dict(stored, strict=False)
-            return
-        loaded = type(self._model).from_pretrained(str(folder), dtype="auto")  # type: ignore[attr-defined]
-        self._model.load_state_dict(loaded.state_dict())
-
-    def _check_shape(self, folder: Path, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Refuse another architecture or size before anything is built of it."""
-        remedy = "give that model, or name another output_dir"
-        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-        ours = getattr(self._model.config, "model_type", None)
-        if theirs != ours:
-            raise CheckpointError(f"{folder} holds a model of the type {theirs} and this one is {ours}: {remedy}")
-        for name in (name for name in stored if name in own and stored[name].shape != own[name].shape):
-            shapes = f"{list(stored[name].shape)} there and {list(own[name].shape)} here"
-            raise CheckpointError(f"{folder} holds a model of another size ('{name}' is {shapes}): {remedy}")
-
-
 class ModuleState:
     """Any other module: its state dict in one safetensors file."""
 
@@ -171,6 +125,41 @@ class ModuleState:
                 names.append(name)
             seen.add(id(tensor))
         return {name: state[name] for name in names}
+
+
+class PretrainedState(ModuleState):
+    """A model of `transformers`: written and named by itself."""
+
+    def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """What `save_pretrained` writes, of `state` instead of the weights in use."""
+        self._model.save_pretrained(str(folder), state_dict=dict(state))  # type: ignore[operator]
+        _save_processing(self._processing_class, folder)
+
+    def load_directory(self, folder: Path) -> None:
+        """The weights, bit for bit; a layout that differs from the module's is read by `from_pretrained`."""
+        stored: dict[str, Tensor] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            stored |= load_file(path)
+        own = self._model.state_dict()
+        self._check_shape(folder, stored, own)
+        places = {name: tensor.data_ptr() for name, tensor in own.items()}
+        filled = {places[name] for name in stored if name in places}
+        if set(stored) <= set(own) and set(places.values()) == filled:
+            self._model.load_state_dict(stored, strict=False)
+            return
+        loaded = type(self._model).from_pretrained(str(folder), dtype="auto")  # type: ignore[attr-defined]
+        self._model.load_state_dict(loaded.state_dict())
+
+    def _check_shape(self, folder: Path, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Refuse another architecture or size before anything is built of it."""
+        remedy = "give that model, or name another output_dir"
+        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        ours = getattr(self._model.config, "model_type", None)
+        if theirs != ours:
+            raise CheckpointError(f"{folder} holds a model of the type {theirs} and this one is {ours}: {remedy}")
+        for name in (name for name in stored if name in own and stored[name].shape != own[name].shape):
+            shapes = f"{list(stored[name].shape)} there and {list(own[name].shape)} here"
+            raise CheckpointError(f"{folder} holds a model of another size ('{name}' is {shapes}): {remedy}")
 
 
 def _save_processing(processing_class: Any, folder: Path) -> None:

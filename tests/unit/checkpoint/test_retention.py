@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from whimbrel.checkpoint import CheckpointManager, checkpoint_path, list_checkpoints, read_manifest
+from whimbrel.checkpoint.retention import best_first
 
 
 @pytest.mark.parametrize(
@@ -37,13 +38,12 @@ def test_the_newest_and_the_best_stay(tmp_path: Path, parts, keep, best, greater
 
 def test_the_best_is_read_from_disk(tmp_path: Path, parts) -> None:
     manager = CheckpointManager(tmp_path)
-    assert manager.best_metric() is manager.best_checkpoint() is None
+    assert best_first(tmp_path, greater_is_better=False) == []
     for step, metric in enumerate([0.5, 0.0, math.nan, None], 1):
         manager.save(step, parts(1.0), metric=metric)
-    again = CheckpointManager(tmp_path)
-    assert (again.best_metric(), again.best_checkpoint()) == (0.0, checkpoint_path(tmp_path, 2))
-    upwards = CheckpointManager(tmp_path, greater_is_better=True)
-    assert (upwards.best_metric(), upwards.best_checkpoint()) == (0.5, checkpoint_path(tmp_path, 1))
+    ranked = [(0.0, checkpoint_path(tmp_path, 2)), (0.5, checkpoint_path(tmp_path, 1))]
+    assert best_first(tmp_path, greater_is_better=False) == ranked
+    assert best_first(tmp_path, greater_is_better=True) == ranked[::-1]
 
 
 def test_what_lies_ahead_of_a_run_that_went_back_is_let_be(tmp_path: Path, parts) -> None:

@@ -246,3 +246,24 @@ def test_a_rollback_stays_on_the_course_that_was_resumed(args: Make, fit: Make) 
     trainer, _ = fit(args(**settings, max_steps=9), resume=first, compute_loss_func=poisoned(4), callbacks=[Rewound()])
     assert went == [6]
     assert trainer.state.global_step == 9
+
+
+def test_a_rollback_at_the_end_of_a_pass_goes_on_with_the_next(args: Make, fit: Make) -> None:
+    """The checkpoint is that of the step before, so the pass that goes on has no batch left."""
+
+    class Settle(TrainerCallback):
+        def on_step_end(self, **event: Any) -> None:
+            event["trainer"].settle()
+
+    settings = args(on_nonfinite="rollback", save_strategy="steps", save_steps=6, max_steps=14)
+    trainer, _ = fit(settings, compute_loss_func=poisoned(12), callbacks=[Settle()])
+    assert trainer.state.global_step == 14
+
+
+def test_a_pass_can_be_ended_when_it_begins(args: Make, fit: Make) -> None:
+    class EndAtOnce(TrainerCallback):
+        def on_epoch_begin(self, **event: Any) -> None:
+            event["control"].should_epoch_stop = True
+
+    trainer, _ = fit(args(max_steps=3), callbacks=[EndAtOnce()])
+    assert trainer.state.raw_epoch == 3  # a pass of one step each
