@@ -8,6 +8,7 @@ WhimbrelError
 ├── ParallelError(RuntimeError)      ranks that disagree
 ├── PrecisionError(ValueError)       a precision recipe that this model or machine cannot run
 ├── OptimizerError(ValueError)       an optimizer setting or gradient that cannot be used
+│   └── NoSparseGradientError(RuntimeError)   a sparse gradient, which most optimizers cannot take
 ├── RequestError(ValueError)         a generation or server request that cannot be served
 ├── TrainingError(RuntimeError)      a run that cannot go on (a loss that is not finite)
 └── WriteError(OSError)              a file that could not be written (a full disk); nothing was left behind
@@ -22,6 +23,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "MissingExtraError",
+    "NoSparseGradientError",
     "OptimizerError",
     "ParallelError",
     "PrecisionError",
@@ -65,6 +67,16 @@ class PrecisionError(WhimbrelError, ValueError):
 
 class OptimizerError(WhimbrelError, ValueError):
     """An optimizer setting or gradient that cannot be used."""
+
+
+class NoSparseGradientError(OptimizerError, RuntimeError):
+    """A sparse gradient was given to an optimizer that takes dense ones."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(
+            f"{optimizer} takes dense gradients and was given a sparse one: build the embedding with sparse=False, "
+            "or move it by torch.optim.SparseAdam"
+        )
 
 
 class RequestError(WhimbrelError, ValueError):

@@ -1,16 +1,22 @@
 """Optimizers and schedules: AdamW from torch, Muon, and the learning rate over a run."""
 
+from whimbrel.base.errors import NoSparseGradientError
 from whimbrel.optim.build import build_optimizer, restore_optimizer
 from whimbrel.optim.config import GroupConfig, OptimConfig, ScheduleConfig
+from whimbrel.optim.galore import GaLore
 from whimbrel.optim.in_backward import InBackward, step_in_backward
 from whimbrel.optim.muon import Muon
+from whimbrel.optim.projector import GaLoreProjector
 from whimbrel.optim.routing import Role, RoutedParameter, route_parameters
 from whimbrel.optim.schedule import Schedule, lr_factor, whole_steps
 
 __all__ = [
+    "GaLore",
+    "GaLoreProjector",
     "GroupConfig",
     "InBackward",
     "Muon",
+    "NoSparseGradientError",
     "OptimConfig",
     "Role",
     "RoutedParameter",
