@@ -1,23 +1,33 @@
-"""Optimizers and schedules: AdamW from torch, Muon, and the learning rate over a run."""
+"""Optimizers in little memory, each a choice of subspace, rule, lift and store; and the learning rate over a run."""
 
 from whimbrel.base.errors import NoSparseGradientError
 from whimbrel.optim.build import build_optimizer, restore_optimizer
+from whimbrel.optim.composed import Composed
 from whimbrel.optim.config import GroupConfig, OptimConfig, ScheduleConfig
 from whimbrel.optim.galore import GaLore
 from whimbrel.optim.in_backward import InBackward, step_in_backward
 from whimbrel.optim.muon import Muon
+from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, QGaLore
 from whimbrel.optim.projector import GaLoreProjector
 from whimbrel.optim.routing import Role, RoutedParameter, route_parameters
 from whimbrel.optim.schedule import Schedule, lr_factor, whole_steps
 
 __all__ = [
+    "AdamW8bit",
+    "Apollo",
+    "ApolloMini",
+    "Composed",
+    "Fira",
     "GaLore",
     "GaLoreProjector",
+    "GaLoreWarm",
     "GroupConfig",
     "InBackward",
+    "LDAdam",
     "Muon",
     "NoSparseGradientError",
     "OptimConfig",
+    "QGaLore",
     "Role",
     "RoutedParameter",
     "Schedule",

@@ -1,0 +1,343 @@
+"""One optimizer from four choices: a subspace, a rule, a lift back to the weight, and how numbers are stored.
+
+For a weight W (m x n) with gradient G, a basis Q (n x r) and R = G Q, a step is
+    N = rule(R);   W <- (1 - lr wd) W - lr scale lift(N, Q, G)
+with the moments of the rule in the shape of R. Without `rank`, Q is the identity and W moves by the rule itself.
+Matrices are taken as they are; a convolution as (out, rest); three dimensions as a stack of matrices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from whimbrel.base.errors import NoSparseGradientError, OptimizerError
+from whimbrel.optim.check import check_group, check_keys
+from whimbrel.optim.lift import Lifted, lift
+from whimbrel.optim.refresh import is_due, refresh
+from whimbrel.optim.rules import RULES
+from whimbrel.optim.slot import PHASE, Slot
+from whimbrel.optim.store import add_rounded_
+from whimbrel.optim.subspace import cholesky_qr, random_basis
+
+__all__ = ["Composed"]
+
+AT_ONCE = 1 << 24
+"""Numbers that one batch of work takes on, so that what it needs beside the state stays small."""
+SPREAD = 32
+"""Steps over which the first bases are sought where they start at random."""
+
+
+class Piece(NamedTuple):
+    """Some rows of a parameter's matrix, or all of them, and their gradient in the subspace."""
+
+    slot: Slot
+    low: Tensor
+    rows: slice | None
+
+
+class Composed(torch.optim.Optimizer):
+    """Any subspace with any rule, lift and store; the presets are this with their papers' choices.
+
+    rank: of the subspace; None: none, the rule moves the weight itself. In a group with a rank, tensors of fewer than
+    two dimensions have none.
+    subspace: svd (exact, slow), warm (one power step from the last basis, aligned with it), random (Gaussian from a
+    seed, kept nowhere).
+    rule: adamw, sgd, lion, muon, adafactor. lift: back, fira, apollo, apollo_mini.
+    store, basis_store: of moments (fp32, bf16, int8) and of the basis (those and int4).
+    side: right (columns are projected away, the input side of a linear), left, std (the shorter side is), cheapest.
+    gap: steps between two bases; lazy: it grows while bases stay alike and shrinks while they move.
+    carry: whether moments are transported into a new basis; a warm one is turned to the old, so that they can be kept.
+    start: gradient (the first basis is from the first gradient) or random (by chance, and from gradients soon after).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        rank: int | None = None,
+        subspace: str = "warm",
+        rule: str = "adamw",
+        lift: str = "back",
+        store: str = "fp32",
+        basis_store: str = "fp32",
+        side: str = "right",
+        gap: int = 200,
+        lazy: bool = False,
+        carry: str = "keep",
+        start: str = "gradient",
+        scale: float = 1.0,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        momentum: float | None = None,
+        weight_decay: float = 0.0,
+        error_feedback: bool = False,
+        maximize: bool = False,
+        foreach: bool = True,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr, "rank": rank, "subspace": subspace, "rule": rule, "lift": lift, "store": store,
+            "basis_store": basis_store, "side": side, "gap": gap, "lazy": lazy, "carry": carry, "start": start,
+            "scale": scale, "betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay,
+            "error_feedback": error_feedback, "maximize": maximize, "foreach": foreach, "seed": seed,
+        }  # fmt: skip
+        self._slots: dict[Tensor, Slot] = {}
+        self.projected: dict[Tensor, Tensor] = {}
+        """Gradients that came projected, by their parameter; `project_in_backward` fills it, a step empties it."""
+        self.skipped = 0
+        """Steps that were left out since a gradient was not finite."""
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Check a group, and allocate its state."""
+        check_keys(type(self).__name__, param_group, self.defaults)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        check_group(group)
+        for parameter in group["params"]:
+            slot = self._slots[parameter] = Slot(parameter, group, len(self._slots))
+            self._reset(slot)
+
+    def reset(self) -> None:
+        """Forget everything: moments, steps and bases, as at construction."""
+        self.projected.clear()
+        for slot in self._slots.values():
+            self._reset(slot)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient; none of any where a gradient is not finite."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        moving = [
+            [p for p in group["params"] if p.grad is not None or p in self.projected] for group in self.param_groups
+        ]
+        grads = [self.projected.get(p, p.grad) for params in moving for p in params]
+        for grad in grads:
+            if grad is not None and grad.is_sparse:
+                raise NoSparseGradientError(type(self).__name__)
+        if not self._finite([grad for grad in grads if grad is not None]):
+            self.skipped += 1
+            self.projected.clear()
+            return loss
+        for group, params in zip(self.param_groups, moving, strict=True):
+            for batch in self._batches(group, params):
+                self._update(batch)
+        self.projected.clear()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a state, bit for bit: nothing is cast, and what does not fit is refused before anything changes."""
+        groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise OptimizerError("the state is of other groups of parameters: build the optimizer as it was when saved")
+        pairs = [
+            (p, state_dict["state"].get(key, {}))
+            for group, saved in zip(self.param_groups, groups, strict=True)
+            for p, key in zip(group["params"], saved["params"], strict=True)
+        ]
+        for parameter, saved in pairs:
+            _check_fits(self.state[parameter], saved, self.describe(parameter))
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        for parameter, saved in pairs:
+            for name, value in saved.items():
+                self.state[parameter][name].copy_(value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has slots of its own, over its own groups."""
+        super().__setstate__(state)
+        self.projected, self.skipped = {}, 0
+        self._slots = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._slots[parameter] = Slot(parameter, group, len(self._slots))
+
+    # What `project_in_backward`, summaries and callbacks ask
+
+    def refreshes(self, parameter: Tensor) -> bool:
+        """Whether the next step seeks a new basis for a parameter, for which it needs the whole gradient."""
+        return is_due(self.state[parameter])
+
+    def needs_whole(self, parameter: Tensor) -> bool:
+        """Whether every update of a parameter takes more of the gradient than its projection."""
+        slot = self._slots[parameter]
+        return slot.rank is None or slot.group["lift"] != "back" or slot.group["error_feedback"]
+
+    def basis(self, parameter: Tensor) -> Tensor:
+        """The basis Q that the gradient of a parameter is projected by, in the next step."""
+        return self._basis(self._slots[parameter], int(self.state[parameter]["step"]))
+
+    def matrix(self, parameter: Tensor, like: Tensor) -> Tensor:
+        """A tensor of a parameter's shape as the matrix whose columns the basis projects away."""
+        return self._slots[parameter].view(like)
+
+    def describe(self, parameter: Tensor) -> str:
+        """What a parameter got, in a few words."""
+        return self._slots[parameter].describe()
+
+    def state_bytes(self, parameter: Tensor) -> int:
+        """Bytes of the state of a parameter, by arithmetic alone."""
+        return self._slots[parameter].bytes_of()
+
+    # The parts of a step
+
+    def _finite(self, grads: list[Tensor]) -> bool:
+        if not grads:
+            return True
+        norms = torch._foreach_norm(grads)
+        return bool(torch.stack([norm.to(grads[0].device, torch.float32) for norm in norms]).isfinite().all())
+
+    def _batches(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> Iterator[list[Piece]]:
+        """The work of a group in batches of bounded size: parameters together, or some rows of a large one."""
+        batch: list[Piece] = []
+        size = 0
+        for parameter in params:
+            slot = self._slots[parameter]
+            low = self._project(slot)
+            for rows in _cuts(slot):
+                piece = Piece(slot, low[rows] if rows else low, rows)
+                apart = not group["foreach"] or size + piece.low.numel() > AT_ONCE
+                if batch and (apart or batch[-1].low.device != low.device):
+                    yield batch
+                    batch, size = [], 0
+                batch.append(piece)
+                size += piece.low.numel()
+        if batch:
+            yield batch
+
+    def _project(self, slot: Slot) -> Tensor:
+        """The gradient in the subspace, after a new basis was found where one was due; and count the step."""
+        parameter, state = slot.parameter, self.state[slot.parameter]
+        if (low := self.projected.get(parameter)) is not None:
+            state["step"] += 1
+            return low
+        assert parameter.grad is not None
+        grad = slot.view(parameter.grad)
+        if slot.rank is None:
+            state["step"] += 1
+            return grad
+        if "error" in state:
+            grad = state["error"].add_(grad)
+        if is_due(state):
+            refresh(slot, state, grad)
+        basis = self._basis(slot, int(state["step"]))
+        state["step"] += 1
+        low = grad @ basis.to(grad.dtype)
+        if "error" in state:
+            state["error"].sub_(low @ basis.mT)
+        return low
+
+    def _basis(self, slot: Slot, step: int) -> Tensor:
+        """Q: the one that is kept, or the random one of `step`, drawn again from its seed."""
+        state = self.state[slot.parameter]
+        if slot.basis_codec is not None:
+            return slot.read(state, "basis")
+        generator = slot.generator(state, salt=-1, step=step // slot.group["gap"])
+        assert slot.rank is not None
+        return random_basis(slot.shape, slot.rank, generator, slot.parameter.device)
+
+    def _update(self, batch: Sequence[Piece]) -> None:
+        """Rule, lift and weights, for a batch of pieces."""
+        by_rule: dict[str, list[Piece]] = defaultdict(list)
+        for piece in batch:
+            by_rule[piece.slot.rule_name].append(piece)
+        for name, pieces in by_rule.items():
+            states = [self.state[piece.slot.parameter] for piece in pieces]
+            lows = [piece.low.float() for piece in pieces]
+            moments = {
+                moment: [
+                    piece.slot.read(state, moment, piece.rows) for piece, state in zip(pieces, states, strict=True)
+                ]
+                for moment in RULES[name].moments
+            }
+            steps = [int(state["step"]) for state in states]
+            directions = RULES[name].update(lows, moments, steps, pieces[0].slot.settings)
+            for moment, values in moments.items():
+                for piece, state, value in zip(pieces, states, values, strict=True):
+                    noise = piece.slot.noise(state, moment, value.shape, piece.rows)
+                    piece.slot.write(state, moment, value, piece.rows, noise)
+            for piece, low, direction in zip(pieces, lows, directions, strict=True):
+                self._move(piece, low, direction)
+
+    def _move(self, piece: Piece, low: Tensor, direction: Tensor) -> None:
+        """Move the rows of a piece: W <- (1 - lr wd) W - lr scale (A Q^T + c G)."""
+        slot, rows, state = piece.slot, piece.rows, self.state[piece.slot.parameter]
+        group, weight = slot.group, slot.view(slot.parameter)
+        weight = weight[rows] if rows else weight
+        rate, decay = -group["lr"] if group["maximize"] else group["lr"], group["lr"] * group["weight_decay"]
+        lifted, basis, grad = Lifted(direction, None), None, None
+        if slot.rank is not None:
+            rate, basis = rate * group["scale"], self._basis(slot, int(state["step"]) - 1)
+            if "length" in state:
+                assert slot.parameter.grad is not None
+                grad = slot.view(slot.parameter.grad)
+                lifted = lift(group["lift"], direction, low, grad, state["length"])
+        if weight.dtype == torch.float32 and lifted.low is not None and grad is None:
+            if decay:
+                weight.mul_(1 - decay)
+            _add_product_(weight, lifted.low, basis, -rate)
+            return
+        generator = slot.generator(state, salt=2 + (rows.start if rows else 0))
+        for part in _parts(weight):
+            change = weight[part].float() * -decay
+            if lifted.low is not None:
+                _add_product_(
+                    change, lifted.low[part], basis if basis is None or basis.ndim == 2 else basis[part], -rate
+                )
+            if lifted.factor is not None and grad is not None:
+                change.addcmul_(lifted.factor[part], grad[part].float(), value=-rate)
+            add_rounded_(weight[part], change, generator)
+
+    def _reset(self, slot: Slot) -> None:
+        state = self.state[slot.parameter] = slot.allocate()
+        if "due" in state and slot.group["start"] == "random":
+            state["due"].fill_(int(min(slot.group["gap"], SPREAD) * (slot.index * PHASE % 1)))
+            if not slot.parameter.is_meta:
+                shape, device = slot.basis_shape, slot.parameter.device
+                noise = torch.randn(shape, generator=slot.generator(state, salt=0), device=device)
+                slot.write(state, "basis", cholesky_qr(noise)[0])
+
+
+def _add_product_(total: Tensor, low: Tensor, basis: Tensor | None, scale: float) -> None:
+    """`total += scale * low @ basis^T` with no matrix of that size beside it; None is the identity."""
+    if basis is None:
+        total.add_(low, alpha=scale)
+    elif total.ndim == 2:
+        total.addmm_(low, basis.mT, alpha=scale)
+    else:
+        total.baddbmm_(low, basis.mT, alpha=scale)
+
+
+def _cuts(slot: Slot) -> list[slice | None]:
+    """Rows that are worked on at a time: all (None) where they are few, or where rule or lift needs them together."""
+    if slot.low_shape.numel() <= AT_ONCE or slot.low_shape[0] < 2 or not slot.row_by_row:
+        return [None]
+    rows = max(1, AT_ONCE * slot.low_shape[0] // slot.low_shape.numel())
+    return [slice(start, start + rows) for start in range(0, slot.low_shape[0], rows)]
+
+
+def _parts(weight: Tensor) -> list[slice]:
+    """Rows whose change exists at a time."""
+    rows = weight.shape[0] if weight.ndim else 0
+    size = max(1, AT_ONCE * rows // max(weight.numel(), 1))
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def _check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:
+    """Refuse a saved state of another shape, or of other choices."""
+    mine, theirs = ({n: (tuple(t.shape), t.dtype) for n, t in state.items()} for state in (own, saved))
+    if mine != theirs:
+        wrong = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+        raise OptimizerError(
+            f"the saved state of a parameter ({what}) differs in {', '.join(wrong)}: keep rank, rule, store and side "
+            "as they were, or start with a fresh state"
+        )

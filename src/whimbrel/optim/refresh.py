@@ -1,0 +1,91 @@
+"""When a parameter gets a new basis, and how its moments follow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whimbrel.optim.slot import PHASE, Slot
+from whimbrel.optim.subspace import Basis, cold_basis, svd_basis, warm_basis
+
+__all__ = ["is_due", "refresh"]
+
+State = dict[str, Tensor]
+STEADY, MOVING = 0.9, 0.5
+"""Overlaps of two bases in turn: above the first the gap doubles, below the second it halves."""
+REACH = 8
+"""How many times the gap that was asked for a steady basis is kept at most; a moving one, that part of it at least."""
+
+
+def is_due(state: State) -> bool:
+    """Whether the next step seeks a new basis, for which it needs the whole gradient."""
+    return "due" in state and int(state["step"]) >= int(state["due"])
+
+
+def refresh(slot: Slot, state: State, grad: Tensor) -> None:
+    """Seek a new basis and have the moments follow it; where none is found, all stays and it is sought again.
+
+    The first one empties the moments: what was learnt in no basis, or in one drawn by chance, says nothing of this one.
+    The second comes between half a gap and one and a half later, no two parameters alike, so that no step has many.
+    """
+    group, first = slot.group, int(state["gap"]) == 0
+    old = slot.read(state, "basis")
+    fresh = _seek(slot, state, grad, old, first=first)
+    found, overlap = torch.stack((fresh.found.all().float(), fresh.overlap.mean())).tolist()
+    state["failures"] += ~fresh.found
+    if first and not found:
+        state["due"].copy_(state["step"] + 1)
+        return
+    if first:
+        state["step"].zero_()
+        for name in slot.rule.moments:
+            slot.write(state, name, torch.zeros_like(slot.read(state, name)))
+        state["gap"].fill_(group["gap"])
+        state["due"].fill_(max(1, round(group["gap"] * (0.5 + slot.index * PHASE % 1)) if group["gap"] > 1 else 1))
+    else:
+        if group["carry"] == "transport":
+            _transport(slot, state, old, fresh.basis)
+        if group["lazy"]:
+            state["gap"].fill_(_next_gap(group["gap"], int(state["gap"]), overlap))
+        state["due"].copy_(state["step"] + state["gap"])
+    slot.write(state, "basis", fresh.basis)
+
+
+def _seek(slot: Slot, state: State, grad: Tensor, old: Tensor, *, first: bool) -> Basis:
+    assert slot.rank is not None
+    if slot.group["subspace"] == "svd":
+        basis = svd_basis(grad, slot.rank)
+        found = grad.abs().amax(dim=(-2, -1)) > 0
+        overlap = (old.mT @ basis).square().sum(dim=(-2, -1)) / slot.rank
+        return Basis(torch.where(found[..., None, None], basis, old), overlap, found)
+    if first:
+        return cold_basis(grad, slot.rank, slot.generator(state, salt=1))
+    return warm_basis(grad, grad @ old.to(grad.dtype), old)
+
+
+def _next_gap(asked: int, gap: int, overlap: float) -> int:
+    """Twice the gap while bases stay alike, half of it while they move."""
+    if overlap > STEADY:
+        return min(gap * 2, asked * REACH)
+    return max(gap // 2, asked // REACH, 1) if overlap < MOVING else gap
+
+
+def _transport(slot: Slot, state: State, old: Tensor, new: Tensor) -> None:
+    """C = Q_old^T Q_new;  M' = M C;  V' = (1 - b2^t) [max(v^ - m^2, 0) (C o C) + (m^ C)^2], m^ and v^ unbiased.
+
+    With error feedback, what of the first moment the new basis cannot hold goes to the error (LDAdam); it is orthogonal
+    to that basis, so it changes nothing of the gradient's projection.
+    """
+    turn, t = old.mT @ new, int(state["step"])
+    assert slot.rule.linear is not None
+    first = slot.read(state, slot.rule.linear).clone()
+    turned = first @ turn
+    slot.write(state, slot.rule.linear, turned)
+    if slot.rule_name != "adamw" or t == 0:
+        return
+    beta1, beta2 = slot.settings["betas"]
+    if "error" in state:
+        state["error"].add_(first @ old.mT - turned @ new.mT, alpha=beta1 / (1 - beta1))
+    mean = first / (1 - beta1**t)
+    spread = (slot.read(state, "exp_avg_sq") / (1 - beta2**t) - mean.square()).clamp_(min=0)
+    slot.write(state, "exp_avg_sq", (spread @ turn.square() + (mean @ turn).square()) * (1 - beta2**t))

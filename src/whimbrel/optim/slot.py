@@ -1,0 +1,174 @@
+"""One parameter as the composed optimizer sees it: as a matrix, the right way round, with its state and its codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whimbrel.optim.rules import RULES, Rule
+from whimbrel.optim.store import Codec, codec
+
+__all__ = ["Slot"]
+
+State = dict[str, Tensor]
+"""Steps made, step of the next basis, steps between two and a seed (numbers on the host); moments, basis, and so on."""
+SMALLEST = 4096
+"""Moments of fewer numbers than this stay in fp32, where a few bytes are saved at most."""
+PHASE = 0.6180339887498949
+"""The golden ratio: its multiples, taken modulo 1, are spread evenly however many there are."""
+
+
+class Slot:
+    """A parameter and its group: its shapes, and its state, which is flat tensors, all there from the beginning."""
+
+    def __init__(self, parameter: Tensor, group: Mapping[str, Any], index: int) -> None:
+        self.parameter, self.group, self.index = parameter, group, index
+        lowered = group["rank"] is not None and parameter.ndim >= 2
+        self.rule_name = group["rule"] if RULES[group["rule"]].row_by_row or parameter.ndim >= 2 else "adamw"
+        self.matrix_like = lowered or not self.rule.row_by_row
+        self.transposed = False
+        shape = self.view(parameter).shape
+        self.rank = min(group["rank"], *shape[-2:]) if lowered else None
+        self.moment_store = group["store"] if shape.numel() >= SMALLEST else "fp32"
+        self.basis_codec = (
+            None if group["subspace"] == "random" or not lowered else codec(group["basis_store"], "basis")
+        )
+        if lowered:
+            self.transposed = self._turns(shape)
+        self.shape = self.view(parameter).shape
+        self.low_shape = self.shape if self.rank is None else torch.Size((*self.shape[:-1], self.rank))
+        self.codecs = {name: codec(self.moment_store, kind) for name, kind in self.rule.moments.items()}
+
+    @property
+    def rule(self) -> Rule:
+        """What moves it; vectors are moved by AdamW where the group's rule is for matrices."""
+        return RULES[self.rule_name]
+
+    @property
+    def row_by_row(self) -> bool:
+        """Whether some rows can be moved without the others."""
+        return self.rule.row_by_row and (self.rank is None or (self.group["lift"] == "back" and len(self.shape) == 2))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the rule listens to: its defaults, and what the group gives instead."""
+        defaults = self.rule.defaults
+        return {**defaults, **{name: self.group[name] for name in defaults if self.group[name] is not None}}
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The parameter, or a tensor like it, as a matrix or a stack of them; its columns are projected away."""
+        tensor = tensor.detach()
+        if not self.matrix_like:
+            return tensor if tensor.ndim else tensor.view(1)
+        if tensor.ndim > 3:  # a convolution: (out, all the rest), in the order they lie in memory
+            strides = self.parameter.stride()
+            tensor = tensor.permute(0, *sorted(range(1, tensor.ndim), key=lambda dim: -strides[dim])).flatten(1)
+        return tensor.mT if self.transposed else tensor
+
+    def allocate(self) -> dict[str, Tensor]:
+        """The state: zeros, but for the seed and the step at which the first basis is sought."""
+        device = self.parameter.device
+        state = {"step": torch.zeros((), dtype=torch.int64)}
+        state["seed"] = torch.tensor(self.group["seed"] * 1_000_003 + self.index, dtype=torch.int64)
+        for name, shape in self.rule.shapes(self.low_shape).items():
+            state.update(_named(name, self.codecs[name].allocate(shape, device)))
+        if self.basis_codec is not None:
+            state |= {"due": torch.zeros((), dtype=torch.int64), "gap": torch.zeros((), dtype=torch.int64)}
+            state |= {"failures": torch.zeros(self.shape[:-2], dtype=torch.int32, device=device)}
+            state.update(_named("basis", self.basis_codec.allocate(self.basis_shape, device)))
+        if self.rank is not None and self.group["lift"] != "back":
+            state["length"] = torch.zeros(self.shape[:-2], device=device)
+        if self.rank is not None and self.group["error_feedback"]:
+            state["error"] = torch.zeros(self.shape, device=device)
+        return state
+
+    def bytes_of(self) -> int:
+        """What `allocate` takes, by arithmetic alone."""
+        total = 8 * 2 + sum(self.codecs[n].bytes_of(s) for n, s in self.rule.shapes(self.low_shape).items())
+        stack = self.shape[:-2].numel() if self.matrix_like else 1
+        if self.basis_codec is not None:
+            total += 8 * 2 + 4 * stack + self.basis_codec.bytes_of(self.basis_shape)
+        if self.rank is not None and self.group["lift"] != "back":
+            total += 4 * stack
+        if self.rank is not None and self.group["error_feedback"]:
+            total += 4 * self.shape.numel()
+        return total
+
+    @property
+    def basis_shape(self) -> tuple[int, ...]:
+        """Of Q: columns of the matrix x rank."""
+        assert self.rank is not None
+        return (*self.shape[:-2], self.shape[-1], self.rank)
+
+    def read(self, state: State, name: str, rows: slice | None = None) -> Tensor:
+        """A moment or the basis, in fp32; changed in place it may or may not be stored: `write` it afterwards."""
+        stored = self._stored(state, name, rows)
+        return self._codec(name).decode(stored, self.rank if name == "basis" else self.low_shape[-1])  # type: ignore[arg-type]
+
+    def write(
+        self,
+        state: State,
+        name: str,
+        numbers: Tensor,
+        rows: slice | None = None,
+        noise: Tensor | None = None,
+    ) -> None:
+        """Store a moment or the basis, codes rounded to the nearest or, with `noise`, by chance."""
+        self._codec(name).encode_(self._stored(state, name, rows), numbers, noise)
+
+    def noise(self, state: State, name: str, shape: torch.Size, rows: slice | None) -> Tensor | None:
+        """For a moment that changes by less than a level from step to step, and so is rounded by chance."""
+        if self.codecs[name].levels is None or self.rule.moments[name] == "signed":
+            return None
+        generator = self.generator(state, salt=1 << 40 | (rows.start if rows else 0))
+        return torch.rand(shape, generator=generator, device=self.parameter.device)
+
+    def generator(self, state: State, salt: int, step: int | None = None) -> torch.Generator:
+        """Random numbers of the parameter, its step and `salt` alone, so that a resumed run draws the same."""
+        step = int(state["step"]) if step is None else step
+        seed = int(state["seed"]) * 0x9E3779B97F4A7C15 + step * 0xC2B2AE3D27D4EB4F + salt * 0x165667B19E3779F9
+        return torch.Generator(self.parameter.device).manual_seed(seed % 2**63)
+
+    def describe(self) -> str:
+        """What the parameter got, in a few words."""
+        words = (
+            [self.rule_name] if self.rank is None else [f"{self.group['subspace']} rank {self.rank}", self.rule_name]
+        )
+        if self.rank is not None:
+            words += [self.group["lift"]] if self.group["lift"] != "back" else []
+            words += ["left"] if self.transposed else []
+            if self.basis_codec is not None and self.group["basis_store"] != "fp32":
+                words.append(f"basis {self.group['basis_store']}")
+        return ", ".join(words + ([self.moment_store] if self.moment_store != "fp32" else []))
+
+    def _turns(self, shape: torch.Size) -> bool:
+        """Whether rows, not columns, are projected away: the matrix is then taken transposed."""
+        rows, columns = shape[-2:]
+        if self.group["side"] != "cheapest":
+            return bool({"right": False, "left": True, "std": rows < columns}[self.group["side"]])
+        assert self.rank is not None
+        stack = shape[:-2].numel()
+
+        def cost(kept: int, projected: int) -> int:
+            moments = self.rule.shapes((stack, kept, self.rank or 1))
+            kinds = self.rule.moments
+            total = sum(codec(self.moment_store, kinds[name]).bytes_of(size) for name, size in moments.items())
+            return total + (self.basis_codec.bytes_of((stack, projected, self.rank or 1)) if self.basis_codec else 0)
+
+        return cost(columns, rows) < cost(rows, columns)
+
+    def _codec(self, name: str) -> Codec:
+        if name == "basis" and self.basis_codec is not None:
+            return self.basis_codec
+        return self.codecs[name]
+
+    def _stored(self, state: State, name: str, rows: slice | None) -> tuple[Tensor, ...]:
+        found = [state[name]] + ([state[name + "_scale"]] if name + "_scale" in state else [])
+        return tuple(found if rows is None else [tensor[rows] for tensor in found])
+
+
+def _named(name: str, stored: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip((name, name + "_scale"), stored, strict=False))

@@ -1,0 +1,148 @@
+"""How an optimizer keeps numbers between steps: plain, in 16 bits, or as codes with one scale for each block of a row.
+
+A block is up to 256 neighbours in one row, so codes and scales are cut alike where rows are shared out over machines.
+A number x of a block whose largest is a becomes a code c out of n levels:  c = round(n sign(x) (|x|/a)^(1/p)).
+p = 1 spaces the levels evenly (a basis); p = 2 keeps small first moments, p = 4 small second moments, which span many
+orders of magnitude and whose roots divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from whimbrel.base.errors import OptimizerError
+
+__all__ = ["Codec", "Store", "add_rounded_", "codec", "round_to_bfloat16"]
+
+Store = Literal["fp32", "bf16", "int8", "int4"]
+BLOCK = 256
+"""Numbers that share a scale, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Numbers to stored tensors and back. `levels` is None where they are stored as they are, in `dtype`."""
+
+    dtype: torch.dtype
+    levels: int | None = None
+    power: int = 1
+
+    @property
+    def packed(self) -> bool:
+        """Whether two codes share a byte."""
+        return self.levels == 7
+
+    def allocate(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
+        """Zeros of this shape as they are stored: the numbers, or codes and scales."""
+        if self.levels is None:
+            return (torch.zeros(*shape, dtype=self.dtype, device=device),)
+        *rows, width = shape
+        codes = torch.zeros(*rows, (width + 1) // 2 if self.packed else width, dtype=self.dtype, device=device)
+        if self.packed:
+            codes.fill_(_pack(torch.zeros(2, dtype=torch.uint8) + 8).item())  # 8 stands for zero
+        return codes, torch.zeros(*rows, -(-width // BLOCK), dtype=torch.float32, device=device)
+
+    def bytes_of(self, shape: Sequence[int]) -> int:
+        """What `allocate` takes, by arithmetic alone."""
+        rows, width = torch.Size(shape[:-1]).numel(), shape[-1] if shape else 1
+        if self.levels is None:
+            return rows * width * self.dtype.itemsize
+        return rows * ((width + 1) // 2 if self.packed else width) + rows * -(-width // BLOCK) * 4
+
+    def decode(self, stored: Sequence[Tensor], width: int) -> Tensor:
+        """The numbers, in fp32; `width` is the length of a row. What is stored in fp32 is handed out itself."""
+        if self.levels is None:
+            return stored[0].float()
+        codes, scales = stored
+        if self.packed:
+            codes = _unpack(codes)[..., :width].to(torch.int16) - 8
+        x = codes.float().div_(self.levels)
+        if self.power > 1:
+            x = x * x.abs() if self.power == 2 else x.square_().square_()
+        return x.mul_(_spread(scales, width))
+
+    def encode_(self, stored: Sequence[Tensor], numbers: Tensor, noise: Tensor | None = None) -> None:
+        """Store `numbers`. With `noise`, uniform in [0, 1), codes are rounded up as often as they should be."""
+        if self.levels is None:
+            if stored[0] is not numbers:
+                stored[0].copy_(numbers)
+            return
+        codes, scales = stored
+        scales.copy_(_largest(numbers))
+        share = numbers / _spread(scales, numbers.shape[-1]).clamp_(min=torch.finfo(torch.float32).tiny)
+        if self.power > 1:
+            share = share.sign() * share.abs().pow_(1 / self.power)
+        share *= self.levels
+        rounded = share.round_() if noise is None else share.add_(noise).floor_()
+        rounded = rounded.clamp_(0 if codes.dtype == torch.uint8 and not self.packed else -self.levels, self.levels)
+        codes.copy_(_pack((rounded + 8).to(torch.uint8)) if self.packed else rounded)
+
+
+def codec(store: str, kind: Literal["basis", "signed", "positive"]) -> Codec:
+    """How a basis, or a moment of either or of one sign, is kept in a store."""
+    if store in ("fp32", "bf16"):
+        return Codec(torch.float32 if store == "fp32" else torch.bfloat16)
+    if store == "int4" and kind == "basis":
+        return Codec(torch.uint8, levels=7)
+    if store == "int8":
+        if kind == "positive":
+            return Codec(torch.uint8, levels=255, power=4)
+        return Codec(torch.int8, levels=127, power=1 if kind == "basis" else 2)
+    allowed = "fp32, bf16, int8, int4" if kind == "basis" else "fp32, bf16, int8"
+    raise OptimizerError(f"{'basis_store' if kind == 'basis' else 'store'} = {store!r} is not one of {allowed}")
+
+
+def add_rounded_(weight: Tensor, change: Tensor, generator: torch.Generator | None) -> None:
+    """`weight += change`; weights of 16 bits are rounded up or down by chance, so that small changes add up."""
+    if weight.dtype == torch.bfloat16 and generator is not None:
+        weight.copy_(round_to_bfloat16(weight.float().add_(change), generator))
+    elif weight.dtype == torch.float16 and generator is not None:
+        weight.copy_(_round_to_float16(weight.float().add_(change), generator))
+    else:
+        weight.add_(change.to(weight.dtype))
+
+
+def round_to_bfloat16(numbers: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """fp32 to one of the two nearest bf16, each as likely as it is near: the mean of many roundings is the number."""
+    bits = numbers.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+    rounded = bits.add(noise).bitwise_and_(-(1 << 16)).view(torch.float32)
+    return torch.where(numbers.isfinite(), rounded, numbers).bfloat16()
+
+
+def _round_to_float16(numbers: Tensor, generator: torch.Generator) -> Tensor:
+    """fp32 to one of the two nearest fp16; a step between those is 2^(exponent - 10), and 2^-24 near zero."""
+    step = torch.exp2(torch.frexp(numbers).exponent.clamp(min=-13).float() - 11)
+    noise = torch.rand(numbers.shape, dtype=torch.float32, device=numbers.device, generator=generator)
+    return ((numbers / step).add_(noise).floor_() * step).half()
+
+
+def _spread(scales: Tensor, width: int) -> Tensor:
+    """Each scale over its block, in rows of `width`; a new tensor."""
+    return scales.repeat_interleave(min(BLOCK, width), dim=-1)[..., :width].contiguous()
+
+
+def _largest(numbers: Tensor) -> Tensor:
+    """The largest magnitude of each block."""
+    width = numbers.shape[-1]
+    block = min(BLOCK, width)
+    if short := -width % block:
+        numbers = torch.nn.functional.pad(numbers, (0, short))
+    largest: Tensor = numbers.unflatten(-1, (-1, block)).abs().amax(dim=-1)
+    return largest
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Pairs of codes below 16 in one byte each; an odd one out is paired with zero's code."""
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1), value=8)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)

@@ -1,0 +1,120 @@
+"""Where a gradient is worth keeping: a basis Q (n x r) of the rows of G (m x n), so that R = G Q stands for G.
+
+Every function takes stacks of matrices as well, never raises for what a gradient holds, and waits for no device:
+failure is a tensor of truth values, one for each matrix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from whimbrel.ops.orthogonal import POLYNOMIALS
+
+__all__ = ["Basis", "cholesky_qr", "cold_basis", "polar_factor", "random_basis", "svd_basis", "warm_basis"]
+
+FINISHING = ((15 / 8, -10 / 8, 3 / 8),) * 5
+"""x (15 - 10 x^2 + 3 x^4) / 8, each of which cubes what a singular value lacks to 1."""
+FLOOR = 1e-5
+"""Of the mean length of a column: how much of the old basis stays in the new, so that it never loses a direction."""
+
+
+class Basis(NamedTuple):
+    """A new basis (..., n, r); how much of the old one it holds, 0 to 1; whether it could be found."""
+
+    basis: Tensor
+    overlap: Tensor
+    found: Tensor
+
+
+def svd_basis(grad: Tensor, rank: int) -> Tensor:
+    """The first right singular vectors: no basis keeps more of `grad`, and none takes longer to find."""
+    _, _, vh = torch.linalg.svd(grad.float(), full_matrices=False)
+    basis: Tensor = vh[..., :rank, :].mT.contiguous()
+    return basis
+
+
+def random_basis(shape: torch.Size, rank: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Gaussian with variance 1/r (..., n, r): keeps lengths on average, whatever the gradient (APOLLO)."""
+    size = (*shape[:-2], shape[-1], rank)
+    basis: Tensor = torch.randn(size, generator=generator, device=device, dtype=torch.float32) * rank**-0.5
+    return basis
+
+
+def cold_basis(grad: Tensor, rank: int, generator: torch.Generator) -> Basis:
+    """A basis from nothing but `grad`: Q = orth(G^T Omega), then one power step."""
+    grad = grad.float()
+    sketch = torch.randn((*grad.shape[:-1], rank), generator=generator, device=grad.device)
+    filler = torch.randn((*grad.shape[:-2], grad.shape[-1], rank), generator=generator, device=grad.device)
+    y = grad.mT @ sketch
+    first, _ = cholesky_qr(y + filler * (FLOOR * _column_length(y) / grad.shape[-1] ** 0.5))
+    y = grad.mT @ (grad @ first)
+    basis, found = cholesky_qr(y + first * (FLOOR * _column_length(y)))
+    return Basis(basis, torch.zeros(found.shape, device=grad.device), found)
+
+
+def warm_basis(grad: Tensor, low: Tensor, old: Tensor) -> Basis:
+    """One power step from the old basis, turned to lie as near it as the new span allows (so moments stay as they are).
+
+    Y = G^T R, orthonormalised; Q = Y U with U the polar factor of Y^T Q_old (orthogonal Procrustes). `low` is R = G Q.
+    """
+    y = (grad.mT @ low.to(grad.dtype)).float()
+    y, found = cholesky_qr(y + old * (FLOOR * _column_length(y)))
+    with _full_precision():
+        shared = y.mT @ old
+        turn, turned = cholesky_qr(polar_factor(shared))
+        overlap = shared.square().sum(dim=(-2, -1)) / old.shape[-1]
+        basis = y @ turn
+    found = found & turned & overlap.isfinite()
+    return Basis(torch.where(found[..., None, None], basis, old), torch.where(found, overlap, 1.0), found)
+
+
+def cholesky_qr(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal columns with the span of those of `y` (fp32), and whether that worked.
+
+    Shifted CholeskyQR3: C = Y^T Y, L L^T = C, Y <- Y L^-T; the first pass adds 1e-6 of the mean of diag C.
+    """
+    with _full_precision():
+        rank = y.shape[-1]
+        y = y * (rank**0.5 / torch.linalg.matrix_norm(y, keepdim=True))
+        found = torch.ones(y.shape[:-2], dtype=torch.bool, device=y.device)
+        for shift in (1e-6, 0.0, 0.0):
+            gram = y.mT @ y
+            diagonal = gram.diagonal(dim1=-2, dim2=-1)
+            diagonal += shift * diagonal.mean(dim=-1, keepdim=True)
+            factor, info = torch.linalg.cholesky_ex(gram)
+            found &= info == 0
+            y = torch.linalg.solve_triangular(factor.mT, y, upper=True, left=False)
+        found &= y.isfinite().all(dim=-1).all(dim=-1)
+    return y, found
+
+
+def polar_factor(square: Tensor) -> Tensor:
+    """The orthogonal matrix nearest to one of singular values up to 1, by products alone; exact for those from 1e-4."""
+    x = square / 1.01
+    identity = torch.eye(x.shape[-1], device=x.device, dtype=x.dtype)
+    for a, b, c in (*POLYNOMIALS, *FINISHING):
+        gram = x.mT @ x
+        x = x @ (a * identity + b * gram + c * (gram @ gram))
+    return x
+
+
+def _column_length(y: Tensor) -> Tensor:
+    """The root mean square length of the columns."""
+    length: Tensor = torch.linalg.matrix_norm(y, keepdim=True) / y.shape[-1] ** 0.5
+    return length
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """fp32 products in fp32, whatever a GPU is allowed elsewhere: a Gram matrix squares every error."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
