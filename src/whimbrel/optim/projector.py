@@ -84,10 +84,9 @@ class GaLoreProjector:
         if self.ortho_matrix is None:
             raise OptimizerError("there is no basis to project back from: call project() first")
         left, right = _split(self.ortho_matrix, self._side_back(low_rank_grad))
-        full_rank_grad = low_rank_grad * self.scale
-        if left is not None:
-            full_rank_grad = left @ full_rank_grad
-        return full_rank_grad if right is None else full_rank_grad @ right
+        full_rank_grad = low_rank_grad if left is None else left @ low_rank_grad
+        full_rank_grad = full_rank_grad if right is None else full_rank_grad @ right
+        return full_rank_grad.mul_(self.scale)
 
     def get_low_rank_grad_std(self, grad: Tensor, steps: int) -> Tensor:
         """`project`, the longer side away."""
