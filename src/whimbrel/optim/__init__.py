@@ -5,9 +5,10 @@ from whimbrel.optim.build import build_optimizer, restore_optimizer
 from whimbrel.optim.composed import Composed
 from whimbrel.optim.config import GroupConfig, OptimConfig, ScheduleConfig
 from whimbrel.optim.galore import GaLore
-from whimbrel.optim.in_backward import InBackward, step_in_backward
+from whimbrel.optim.in_backward import InBackward, StepInBackward, step_in_backward
 from whimbrel.optim.muon import Muon
 from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, QGaLore
+from whimbrel.optim.project import ProjectInBackward, project_in_backward
 from whimbrel.optim.projector import GaLoreProjector
 from whimbrel.optim.routing import Role, RoutedParameter, route_parameters
 from whimbrel.optim.schedule import Schedule, lr_factor, whole_steps
@@ -27,13 +28,16 @@ __all__ = [
     "Muon",
     "NoSparseGradientError",
     "OptimConfig",
+    "ProjectInBackward",
     "QGaLore",
     "Role",
     "RoutedParameter",
     "Schedule",
     "ScheduleConfig",
+    "StepInBackward",
     "build_optimizer",
     "lr_factor",
+    "project_in_backward",
     "restore_optimizer",
     "route_parameters",
     "step_in_backward",

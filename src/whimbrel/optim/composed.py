@@ -163,6 +163,10 @@ class Composed(torch.optim.Optimizer):
 
     # What `project_in_backward`, summaries and callbacks ask
 
+    def slot(self, parameter: Tensor) -> Slot:
+        """Shapes and codecs of a parameter."""
+        return self._slots[parameter]
+
     def refreshes(self, parameter: Tensor) -> bool:
         """Whether the next step seeks a new basis for a parameter, for which it needs the whole gradient."""
         return is_due(self.state[parameter])

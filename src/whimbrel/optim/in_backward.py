@@ -1,11 +1,12 @@
-"""An optimizer that moves each parameter during backward, as soon as its gradient is whole, and frees the gradient.
+"""Optimizers that work during backward, so that whole gradients need not wait for its end.
 
-Only one parameter's gradient exists at a time. The price: nothing may depend on all gradients together (clipping,
-accumulated micro-batches, skipping a step), since weights have moved before they are known.
+`step_in_backward` moves each parameter as soon as its gradient is there, and frees it: one gradient exists at a time,
+and nothing may depend on all of them together. `project_in_backward` (in `project`) has no such price.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -14,26 +15,65 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 
-__all__ = ["InBackward", "step_in_backward"]
+__all__ = ["InBackward", "StepInBackward", "step_in_backward"]
 
 
-def step_in_backward(optimizer: torch.optim.Optimizer) -> InBackward:
+def step_in_backward(optimizer: torch.optim.Optimizer) -> StepInBackward:
     """Have backward itself step `optimizer`, one parameter at a time; undone by `remove()`."""
-    return InBackward(optimizer)
+    return StepInBackward(optimizer)
 
 
 class InBackward(torch.optim.Optimizer):
-    """Stands in for the optimizer it steps: same groups, same state, and a state dict that either of them loads."""
+    """Stands in for an optimizer: same groups, same state, and a state dict that either of them loads."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.defaults = optimizer.defaults
+        self._handles: list[Any] = []
+        self._share()
+
+    @abstractmethod
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients of the step together."""
+
+    @abstractmethod
+    def clip_(self, longest: float, norm: Tensor) -> None:
+        """Scale the gradients of the step, whose norm is `norm`, to be no longer than `longest`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of the optimizer itself."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The state of a run that worked in backward, or of one that did not."""
+        self.optimizer.load_state_dict(state_dict)
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: a group must be there before backward is told of it."""
+        raise OptimizerError("a group cannot be added once the optimizer works in backward: add it before")
+
+    def remove(self) -> torch.optim.Optimizer:
+        """Let backward be; the optimizer, to be stepped as usual again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        return self.optimizer
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+
+class StepInBackward(InBackward):
+    """Backward moves each parameter and frees its gradient; weights have moved before all gradients are known."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise OptimizerError("LBFGS moves all parameters together: it cannot step in backward, use another")
-        self.optimizer = optimizer
-        self.defaults = optimizer.defaults
-        self._share()
+        super().__init__(optimizer)
         self._norms: dict[Tensor, Tensor] = {}
         self._begun = False
-        self._handles = [
+        self._handles += [
             parameter.register_post_accumulate_grad_hook(self._hook(group, index))
             for group in range(len(self.param_groups))
             for index, parameter in enumerate(self.param_groups[group]["params"])
@@ -56,28 +96,9 @@ class InBackward(torch.optim.Optimizer):
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         return total
 
-    def state_dict(self) -> dict[str, Any]:
-        """As of the optimizer itself."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The state of a run that stepped in backward, or of one that did not."""
-        self.optimizer.load_state_dict(state_dict)
-        self._share()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: a group must be there before backward is told to step it."""
-        raise OptimizerError("a group cannot be added once backward steps the optimizer: add it before")
-
-    def remove(self) -> torch.optim.Optimizer:
-        """Let backward be; the optimizer, to be stepped as usual again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        return self.optimizer
-
-    def _share(self) -> None:
-        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+    def clip_(self, longest: float, norm: Tensor) -> None:
+        """Refused: the weights have moved."""
+        raise OptimizerError("gradients cannot be clipped once backward has stepped by them: clip none, or project")
 
     def _hook(self, group: int, index: int) -> Callable[[Tensor], None]:
         def move(parameter: Tensor) -> None:

@@ -103,9 +103,14 @@ class Slot:
         assert self.rank is not None
         return (*self.shape[:-2], self.shape[-1], self.rank)
 
+    def stored(self, state: State, name: str, rows: slice | None = None) -> tuple[Tensor, ...]:
+        """A moment or the basis as it is stored: numbers, or codes and scales."""
+        found = [state[name]] + ([state[name + "_scale"]] if name + "_scale" in state else [])
+        return tuple(found if rows is None else [tensor[rows] for tensor in found])
+
     def read(self, state: State, name: str, rows: slice | None = None) -> Tensor:
         """A moment or the basis, in fp32; changed in place it may or may not be stored: `write` it afterwards."""
-        stored = self._stored(state, name, rows)
+        stored = self.stored(state, name, rows)
         return self._codec(name).decode(stored, self.rank if name == "basis" else self.low_shape[-1])  # type: ignore[arg-type]
 
     def write(
@@ -117,7 +122,7 @@ class Slot:
         noise: Tensor | None = None,
     ) -> None:
         """Store a moment or the basis, codes rounded to the nearest or, with `noise`, by chance."""
-        self._codec(name).encode_(self._stored(state, name, rows), numbers, noise)
+        self._codec(name).encode_(self.stored(state, name, rows), numbers, noise)
 
     def noise(self, state: State, name: str, shape: torch.Size, rows: slice | None) -> Tensor | None:
         """For a moment that changes by less than a level from step to step, and so is rounded by chance."""
@@ -164,10 +169,6 @@ class Slot:
         if name == "basis" and self.basis_codec is not None:
             return self.basis_codec
         return self.codecs[name]
-
-    def _stored(self, state: State, name: str, rows: slice | None) -> tuple[Tensor, ...]:
-        found = [state[name]] + ([state[name + "_scale"]] if name + "_scale" in state else [])
-        return tuple(found if rows is None else [tensor[rows] for tensor in found])
 
 
 def _named(name: str, stored: Sequence[Tensor]) -> dict[str, Tensor]:
