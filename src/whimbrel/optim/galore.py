@@ -26,7 +26,7 @@ from whimbrel.optim.projector import Basis, GaLoreProjector, projected_shapes
 
 __all__ = ["GaLore"]
 
-LABELS = ("params", "param_names", "names", "splits", "peak_lr", "initial_lr")
+LABELS = {"params", "param_names", "names", "splits", "peak_lr", "initial_lr"}
 """Keys of a group that are no settings: whose parameters they are, and what schedules remember."""
 
 
@@ -74,7 +74,7 @@ class GaLore(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            for name in group.keys() - self.defaults.keys() - set(LABELS):
+            for name in sorted(group.keys() - self.defaults.keys() - LABELS):
                 raise OptimizerError(f"unknown key '{name}' in a group{nearest(name, self.defaults)}")
             _check_settings(group)
             for p in group["params"]:
@@ -160,21 +160,24 @@ class GaLore(torch.optim.Optimizer):
         if state["exp_avg"].device != p.device:  # the model went to its device after its optimizer was made
             state.update({key: tensor.to(p.device) for key, tensor in state.items() if key != "step"})
         mean, square, lr, (beta1, beta2) = state["exp_avg"], state["exp_avg_sq"], float(group["lr"]), group["betas"]
-        projector = _projector(p, state, group)
+        done = int(state["step"])
+        projector = _projector(state, group, done) if _is_projected(p, group) else None
         if projector is not None:
-            grad = projector.project(grad.reshape(_matrices(grad.shape)), int(state["step"]))
-            state.update(zip(_basis_keys(state), _parts(projector.ortho_matrix), strict=True))
+            grad = projector.project(grad.reshape(_matrices(grad.shape)), done)
+            state.update(zip(_basis_keys(group), _parts(projector.ortho_matrix), strict=True))
         grad = grad.to(mean.dtype)
         mean.lerp_(grad, 1 - beta1)
         square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        update = square.sqrt().add_(group["eps"])
-        torch.div(mean, update, out=update)
-        if projector is not None:
-            update = projector.project_back(update.to(p.dtype)).view(p.shape)
         state["step"] += 1
-        t = int(state["step"])
-        size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        p.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=size if group["maximize"] else -size)
+
+        root = square.sqrt().add_(group["eps"])
+        size = lr * math.sqrt(1 - beta2 ** (done + 1)) / (1 - beta1 ** (done + 1)) * (1 if group["maximize"] else -1)
+        if group["weight_decay"]:
+            p.mul_(1 - lr * group["weight_decay"])
+        if projector is None:
+            p.addcdiv_(mean, root, value=size)
+        else:
+            p.add_(projector.project_back(mean.div(root).to(p.dtype)).view(p.shape), alpha=size)
 
 
 def _matrices(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -190,39 +193,37 @@ def _zeros(p: Tensor, group: dict[str, Any], device: torch.device | str | None =
     """The state of `p` before its first update, on `device` or where `p` is."""
     device = p.device if device is None else device
     shape: tuple[int, ...] = tuple(p.shape)
-    bases: tuple[tuple[int, ...], ...] = ()
+    bases: dict[str, tuple[int, ...]] = {}
     if _is_projected(p, group):
-        shape, bases = projected_shapes(group["projection_type"], group["rank"], _matrices(shape))
+        shape, shapes = projected_shapes(group["projection_type"], group["rank"], _matrices(shape))
+        bases = dict(zip(_basis_keys(group), shapes, strict=True))
     wide = torch.promote_types(p.dtype, torch.float32)
     state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     state |= {key: torch.zeros(shape, dtype=wide, device=device) for key in ("exp_avg", "exp_avg_sq")}
-    keys = ("ortho_matrix",) if len(bases) < 2 else ("ortho_matrix_left", "ortho_matrix_right")
-    return state | {key: torch.zeros(b, dtype=p.dtype, device=device) for key, b in zip(keys, bases, strict=False)}
+    return state | {key: torch.zeros(basis, dtype=p.dtype, device=device) for key, basis in bases.items()}
 
 
-def _basis_keys(state: dict[str, Tensor]) -> list[str]:
-    return [key for key in ("ortho_matrix", "ortho_matrix_left", "ortho_matrix_right") if key in state]
+def _basis_keys(group: dict[str, Any]) -> tuple[str, ...]:
+    return ("ortho_matrix_left", "ortho_matrix_right") if group["projection_type"] == "full" else ("ortho_matrix",)
 
 
 def _parts(basis: Basis | None) -> tuple[Tensor, ...]:
     return () if basis is None else (basis,) if isinstance(basis, Tensor) else basis
 
 
-def _projector(p: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> GaLoreProjector | None:
-    """The projector of a parameter that is projected, with the basis of its last update; none before its first."""
-    if not _is_projected(p, group):
-        return None
+def _projector(state: dict[str, Tensor], group: dict[str, Any], done: int) -> GaLoreProjector:
+    """The projector of a parameter after `done` updates, with the basis of the last of them; none before the first."""
     projector = GaLoreProjector(group["rank"], group["update_proj_gap"], group["scale"], group["projection_type"])
-    if state["step"] > 0:
-        parts = [state[key].to(p.dtype) for key in _basis_keys(state)]
+    if done:
+        parts = [state[key] for key in _basis_keys(group)]
         projector.ortho_matrix = parts[0] if len(parts) == 1 else (parts[0], parts[1])
     return projector
 
 
-def _check_state(given: dict[str, Tensor], p: Tensor, group: dict[str, Any]) -> None:
+def _check_state(given: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
     """Refuse a state whose names or shapes are not those that `p` has in `group`."""
     own = {key: tuple(tensor.shape) for key, tensor in _zeros(p, group, "meta").items()}
-    saved = {key: tuple(tensor.shape) for key, tensor in given.items()}
+    saved = {key: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for key, v in given.items()}
     if saved != own:
         raise OptimizerError(
             f"the state for a parameter of the shape {tuple(p.shape)} has {saved}, and it needs {own}: load a state of "

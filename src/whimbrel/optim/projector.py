@@ -18,7 +18,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 
-__all__ = ["PROJECTION_TYPES", "Basis", "GaLoreProjector", "projected_shapes", "side_of"]
+__all__ = ["Basis", "GaLoreProjector", "PROJECTION_TYPES", "projected_shapes", "side_of"]
 
 PROJECTION_TYPES = ("std", "reverse_std", "right", "left", "full")
 """std projects the longer side away, reverse_std the other one; the rest say the side."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
 
 import pytest
@@ -200,7 +201,7 @@ def test_each_parameter_counts_its_own_steps_and_none_gradients_are_passed_over(
         optimizer.step()
         bases.append(optimizer.state[a]["ortho_matrix"].clone())
     assert [int(optimizer.state[p]["step"]) for p in (a, b)] == [4, 1]
-    assert [torch.equal(x, y) for x, y in zip(bases, bases[1:], strict=False)] == [True, False, True]
+    assert [torch.equal(x, y) for x, y in itertools.pairwise(bases)] == [True, False, True]
     expected = GaLoreProjector.get_orthogonal_matrix(random((8, 5), 9), 2, "right")
     assert torch.equal(optimizer.state[b]["ortho_matrix"], expected)
 
@@ -293,3 +294,28 @@ def test_it_steps_in_backward() -> None:
             layer(random((5, 6), step)).square().sum().backward()
             optimizer.step()
     assert same(tensors(plain), tensors(inner))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("projection_type", TYPES)
+def test_its_state_follows_a_model_to_its_device(projection_type: str, dtype: torch.dtype) -> None:
+    """`transformers.Trainer` moves a model after its optimizer was made. On a GPU all else is as on the CPU."""
+    module, there = (nn.ParameterList(parameters(dtype)) for _ in range(2))
+    optimizer, moved = (
+        GaLore(m.parameters(), lr=1e-2, rank=2, projection_type=projection_type) for m in (module, there)
+    )
+    there.to("cuda")
+    for step in range(3):
+        for place, (p, q) in enumerate(zip(module, there, strict=True)):
+            p.grad = random(tuple(p.shape), 100 * step + place, dtype)
+            q.grad = p.grad.to("cuda")
+        optimizer.step()
+        moved.step()
+    bar = 1e-4 if dtype == torch.float32 else 3e-2
+    for p, q in zip(module, there, strict=True):
+        torch.testing.assert_close(p, q.cpu(), atol=bar, rtol=bar)
+        assert all(t.is_cuda == (key != "step") for key, t in moved.state[q].items())
+    there[0].grad.fill_(math.nan)
+    moved.step()
+    assert moved.skipped_steps == 1

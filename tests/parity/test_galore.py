@@ -1,0 +1,112 @@
+"""GaLore beside the paper authors' own, beside torch's AdamW, and inside `transformers.Trainer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from whimbrel.optim import GaLore
+
+SHAPES = [(24, 10), (10, 24), (16, 16), (9,)]
+
+
+def random(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pairs() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The same parameters twice."""
+    ours, theirs = ([nn.Parameter(random(shape, seed)) for seed, shape in enumerate(SHAPES)] for _ in range(2))
+    return ours, theirs
+
+
+def give(ours: list[nn.Parameter], theirs: list[nn.Parameter], step: int) -> None:
+    """The same gradients to both."""
+    for place, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+        p.grad, q.grad = (random(tuple(p.shape), 1000 + 10 * step + place) for _ in range(2))
+
+
+@pytest.mark.parametrize("projection_type", ["std", "reverse_std", "right", "left", "full"])
+@pytest.mark.parametrize("rank", [1, 4])
+def test_the_steps_of_galore_torch(rank: int, projection_type: str) -> None:
+    """Theirs decays after the update, so neither decays."""
+    peer = pytest.importorskip("galore_torch", reason="needs the package 'galore-torch'")
+    ours, theirs = pairs()
+    settings = {"rank": rank, "update_proj_gap": 3, "scale": 0.25}
+    groups = [{"params": theirs[:3], "proj_type": projection_type, **settings}, {"params": theirs[3:]}]
+    their = peer.GaLoreAdamW(groups, lr=1e-2, no_deprecation_warning=True)
+    own = GaLore(ours, lr=1e-2, projection_type=projection_type, **settings)
+    for step in range(10):
+        give(ours, theirs, step)
+        own.step()
+        their.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("eps", "bar"), [(1e-6, 1e-3), (1e-12, 1e-6)])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_without_a_rank_it_is_adamw(eps: float, bar: float, maximize: bool) -> None:
+    ours, theirs = pairs()
+    own = GaLore(ours, lr=1e-2, betas=(0.9, 0.99), eps=eps, weight_decay=0.1, maximize=maximize)
+    their = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.99), eps=eps, weight_decay=0.1, maximize=maximize)
+    for step in range(20):
+        give(ours, theirs, step)
+        own.step()
+        their.step()
+        for p, q in zip(ours, theirs, strict=True):
+            assert (p - q).norm() <= bar * q.norm()
+
+
+def test_full_rank_is_not_adamw() -> None:
+    """Adam is not rotation-invariant: in another basis it goes another way."""
+    ours, theirs = pairs()
+    own, their = GaLore(ours[:1], lr=1e-2, rank=24, scale=1.0), torch.optim.AdamW(theirs[:1], lr=1e-2, weight_decay=0.0)
+    for step in range(5):
+        give(ours, theirs, step)
+        own.step()
+        their.step()
+    assert (ours[0] - theirs[0]).norm() > 1e-2 * (theirs[0] - random(SHAPES[0], 0)).norm()
+
+
+def model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return GPT2LMHeadModel(config)
+
+
+def trainer(folder: Path, trained: GPT2LMHeadModel, steps: int) -> Trainer:
+    ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0)).tolist()
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=steps, save_steps=4, logging_steps=1, per_device_train_batch_size=4, seed=1,
+        use_cpu=True, report_to=[], disable_tqdm=True, lr_scheduler_type="constant",
+    )  # fmt: skip
+    blocks = {name: p for name, p in trained.named_parameters() if "transformer.h." in name}
+    rest = [p for name, p in trained.named_parameters() if name not in blocks]
+    groups = [{"params": list(blocks.values()), "rank": 4, "update_proj_gap": 3}, {"params": rest}]
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    return Trainer(trained, arguments, train_dataset=rows, optimizers=(GaLore(groups, lr=1e-2), None))
+
+
+def test_in_the_trainer_of_transformers_with_a_save_and_a_resume(tmp_path: Path) -> None:
+    through, resumed = model(), model()
+    straight = trainer(tmp_path / "through", through, 8)
+    straight.train()
+    losses = [entry["loss"] for entry in straight.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] - 0.1
+
+    again = trainer(tmp_path / "resumed", resumed, 8)
+    again.train(resume_from_checkpoint=str(tmp_path / "through" / "checkpoint-4"))
+    assert again.state.global_step == 8
+    for (name, p), q in zip(through.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    states = (optimizer.state_dict()["state"] for optimizer in (straight.optimizer, again.optimizer))
+    for one, other in zip(*(state.values() for state in states), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one | other)
+        assert int(one["step"]) == 8
