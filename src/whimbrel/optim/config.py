@@ -9,7 +9,7 @@ from typing import Literal
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import build, check_unused, to_table
 
-__all__ = ["GroupConfig", "OptimConfig", "ScheduleConfig", "Shape"]
+__all__ = ["LISTENS", "GroupConfig", "OptimConfig", "ScheduleConfig", "Shape"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,10 @@ class GroupConfig:
     """Peak learning rate; not given: as for the others."""
     weight_decay: float | None = None
     """Decoupled weight decay; not given: as for the others."""
+    rank: int | None = None
+    """Rank of the subspace that these matrices, also embeddings and a head, move in; not given: as for the others."""
+    subspace: bool | None = None
+    """Whether these matrices move in a subspace; not given: hidden ones do, and those that are given a rank."""
 
     def __post_init__(self) -> None:
         try:
@@ -34,16 +38,29 @@ class GroupConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"optim.groups has {name} = {value} for {self.pattern!r}: it must not be negative")
-        if self.lr is None and self.weight_decay is None:
-            raise ConfigError(f"optim.groups sets nothing for {self.pattern!r}: give it lr or weight_decay")
+        if self.rank is not None and self.rank < 1:
+            raise ConfigError(f"optim.groups has rank = {self.rank} for {self.pattern!r}: it must be at least 1")
+        if self.rank is not None and self.subspace is False:
+            raise ConfigError(
+                f"optim.groups has rank = {self.rank} and subspace = false for {self.pattern!r}: give one of them"
+            )
+        if (self.lr, self.weight_decay, self.rank, self.subspace) == (None,) * 4:
+            raise ConfigError(
+                f"optim.groups sets nothing for {self.pattern!r}: give it lr, weight_decay, rank or subspace"
+            )
+
+
+OptimizerName = Literal[
+    "adamw", "adamw8bit", "galore", "galore_warm", "qgalore", "apollo", "apollo_mini", "fira", "ldadam", "muon"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """The optimizer and its settings. Muon moves the hidden matrices; everything else is moved by Adam."""
+    """The optimizer and its settings. Those for matrices move the hidden ones; everything else is moved by Adam."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """Which optimizer: adamw for every parameter, or muon for hidden matrices and adam for the rest."""
+    name: OptimizerName = "adamw"
+    """Which optimizer; all but adamw and adamw8bit are for hidden matrices, beside which adam moves the rest."""
     lr: float = 3e-4
     """Peak learning rate; with muon, of the hidden matrices."""
     embedding_lr: float | None = None
@@ -66,11 +83,29 @@ class OptimConfig:
     """Muon's momentum at the first step, rising to momentum over momentum_warmup steps; not given: momentum."""
     momentum_warmup: int = 0
     """Over how many steps Muon's momentum rises."""
+    rank: int | None = None
+    """Rank of the subspace that hidden matrices move in; not given: 128, with apollo_mini 1."""
+    gap: int | None = None
+    """Steps between two bases of a subspace; not given: 200, with galore_warm 20."""
+    lazy: bool | None = None
+    """Whether the gap grows while a basis stays as it is and shrinks while it moves; not given: yes."""
+    scale: float | None = None
+    """Factor of updates in a subspace; not given: 0.25 with galore, qgalore and fira, sqrt(128) with apollo_mini, 1."""
+    side: Literal["right", "left", "std", "cheapest"] | None = None
+    """Which side of a matrix is projected: right (columns), left (rows), std (shorter), cheapest; not given: right."""
+    store: Literal["fp32", "bf16", "int8"] | None = None
+    """How moments are kept, also those of parameters without a subspace; not given: fp32."""
+    basis_store: Literal["fp32", "bf16", "int8", "int4"] | None = None
+    """How the basis of a subspace is kept; not given: fp32."""
+    start: Literal["gradient", "random"] | None = None
+    """Where the first basis comes from: the first gradient, or chance until soon after; not given: gradient."""
+    projection_type: Literal["std", "reverse_std", "right", "left", "full"] | None = None
+    """Which side of a matrix galore projects; not given: std, the shorter one."""
     groups: tuple[GroupConfig, ...] = ()
     """Settings of their own for some parameters, by name: `[[optim.groups]]` tables."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "embedding_lr", "head_lr", "scalar_lr", "eps", "weight_decay", "momentum_warmup"):
+        for name in ("lr", "embedding_lr", "head_lr", "scalar_lr", "eps", "weight_decay", "momentum_warmup", "scale"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"optim.{name} = {value} must not be negative")
@@ -79,14 +114,40 @@ class OptimConfig:
                 raise ConfigError(f"optim.{name} holds {value}: it must be at least 0 and below 1")
         if self.momentum_start is not None and not 0 <= self.momentum_start < 1:
             raise ConfigError(f"optim.momentum_start = {self.momentum_start} must be at least 0 and below 1")
+        for name in ("rank", "gap"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"optim.{name} = {value} must be at least 1")
+        for name in sorted({name for names in LISTENS.values() for name in names} - set(LISTENS[self.name])):
+            check_unused("optim", self, (name,), f"optim.name = {_either(name)}")
         if (self.momentum_start is None) != (self.momentum_warmup == 0):
             raise ConfigError("optim.momentum_start and optim.momentum_warmup go together: give both or neither")
-        if self.name != "muon":
-            check_unused("optim", self, ("momentum", "momentum_start", "momentum_warmup"), "optim.name = muon")
+        for group in self.groups:
+            if "rank" not in LISTENS[self.name]:
+                check_unused("optim.groups", group, ("rank", "subspace"), f"optim.name = {_either('rank')}")
 
     def named(self, name: str) -> OptimConfig:
         """These settings, for another optimizer."""
         return build(OptimConfig, to_table(self) | {"name": name}, "optim")
+
+
+LISTENS: dict[str, tuple[str, ...]] = {
+    "adamw": (),
+    "adamw8bit": (),
+    "galore": ("rank", "gap", "scale", "projection_type"),
+    "galore_warm": ("rank", "gap", "lazy", "scale", "side", "store", "basis_store", "start"),
+    "qgalore": ("rank", "gap", "scale"),
+    "apollo": ("rank", "gap", "scale", "store"),
+    "apollo_mini": ("rank", "gap", "scale"),
+    "fira": ("rank", "gap", "scale", "store"),
+    "ldadam": ("rank", "scale"),
+    "muon": ("momentum", "momentum_start", "momentum_warmup"),
+}
+"""Settings that only some optimizers have: given to another, they would do nothing."""
+
+
+def _either(setting: str) -> str:
+    return " or ".join(name for name, listens in LISTENS.items() if setting in listens)
 
 
 Shape = Literal["linear", "cosine", "1-sqrt"]

@@ -48,7 +48,7 @@ __all__ = [
 logger = get_logger(__name__)
 
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-OptimizerChoice = Optimizer | str | Callable[..., Optimizer] | None
+OptimizerChoice = Optimizer | OptimConfig | str | Callable[..., Optimizer] | None
 SchedulerChoice = Scheduler | str | None
 
 
@@ -100,8 +100,8 @@ def build_optimizer_of(model: nn.Module, config: TrainerConfig, choice: Optimize
     elif callable(choice):
         optimizer = choice([p for p in model.parameters() if p.requires_grad])
     else:
-        settings = config.optim if choice is None else config.optim.named(choice)
-        optimizer = build_optimizer(settings, routed_parameters(model))
+        settings = config.optim if choice is None else config.optim.named(choice) if isinstance(choice, str) else choice
+        optimizer = build_optimizer(settings, routed_parameters(model), seed=config.train.seed)
     return step_in_backward(optimizer) if config.train.optimizer_in_backward else optimizer
 
 
@@ -153,17 +153,14 @@ class OptimizerState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up moments; those of another optimizer, or of other groups, are refused."""
-        if all("names" in group for group in self._optimizer.param_groups):
-            if not restore_optimizer(self._optimizer, state):
-                raise CheckpointError(
-                    "the checkpoint holds the state of another optimizer, or of other parameters: keep optim.name, "
-                    "name another output_dir, or leave it out with --resume.skip=optimizer"
-                )
-            return
+        named = all("names" in group for group in self._optimizer.param_groups)
         try:
-            self._optimizer.load_state_dict(state)
+            restore_optimizer(self._optimizer, state) if named else self._optimizer.load_state_dict(state)
         except (ValueError, KeyError) as error:
-            raise CheckpointError(f"the checkpoint holds the state of another optimizer: {error}") from error
+            raise CheckpointError(
+                f"the checkpoint holds the state of another optimizer, or of other parameters ({error}): keep the "
+                "settings of optim, name another output_dir, or leave it out with --resume.skip=optimizer"
+            ) from error
 
 
 def check_modes(config: TrainerConfig, accumulation: int, scaled: bool) -> None:

@@ -19,6 +19,8 @@ ELSEWHERE = {
     "metric_for_best_model": "best_model_metric",
     "no_cuda": "use_cpu",
     "optim": "optimizers=(NAME, None) of the trainer",
+    "optim_args": "optimizers=(OptimConfig(name=NAME, ...), None) of the trainer",
+    "optim_target_modules": "optimizers=(OptimConfig(name=NAME, groups=(GroupConfig(...),)), None) of the trainer",
     "report_to": "callbacks=[...] of the trainer, from whimbrel.train.callbacks",
     "tf32": "float32_matmul_precision='high'",
     "warmup_ratio": "warmup_steps, which below 1 is a share of the run",

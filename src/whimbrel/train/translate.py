@@ -209,13 +209,17 @@ UNEXPRESSED = {
     **dict.fromkeys(("train.tokens", "train.tokens_per_step"), "arguments count steps and micro-batches, not tokens"),
     **dict.fromkeys(("validation.path", "validation.tokens"), "a trainer is handed the held-out dataset"),
     "train.deterministic": "arguments have no such switch",
-    "optim.name": "arguments mean AdamW; a trainer may be handed another optimizer",
+    "optim.name": "arguments mean AdamW; a trainer may be handed another optimizer, by name or with settings",
     "optim.decay": "arguments mean matrices and embeddings, as transformers does: not biases, not norms",
     **dict.fromkeys(
         ("optim.embedding_lr", "optim.head_lr", "optim.scalar_lr", "optim.groups"),
         "arguments have one learning rate for all parameters",
     ),
-    **dict.fromkeys(("optim.momentum", "optim.momentum_start", "optim.momentum_warmup"), "arguments mean AdamW"),
+    **dict.fromkeys(
+        ("optim.momentum", "optim.momentum_start", "optim.momentum_warmup", "optim.rank", "optim.gap", "optim.lazy",
+         "optim.scale", "optim.side", "optim.store", "optim.basis_store", "optim.start", "optim.projection_type"),
+        "arguments mean AdamW; a trainer may be handed an OptimConfig",
+    ),
     "resume.skip": "deleting a component's file does the same",
     **dict.fromkeys(
         ("log.tensorboard", "log.wandb", "log.trackio", "log.norms", "log.profile", "early_stopping", "ema",

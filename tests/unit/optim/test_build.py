@@ -80,7 +80,7 @@ def test_groups_come_from_tables() -> None:
     ("group", "message"),
     [
         ({"pattern": "("}, "the pattern '\\(', no regular expression"),
-        ({"pattern": "x"}, "sets nothing for 'x'"),
+        ({"pattern": "x"}, "sets nothing for 'x': give it lr, weight_decay, rank or subspace"),
         ({"pattern": "x", "lr": -1.0}, "lr = -1.0 for 'x': it must not be negative"),
     ],
 )
@@ -98,7 +98,7 @@ def test_a_pattern_without_parameters_is_refused() -> None:
 def test_optimizers_and_schedules_by_name() -> None:
     assert OptimConfig(lr=0.1).named("muon") == OptimConfig(name="muon", lr=0.1)
     assert ScheduleConfig(warmup_steps=3).named("cosine") == ScheduleConfig(name="cosine", warmup_steps=3)
-    with pytest.raises(ConfigError, match=r"optim.name = 'adam' is not one of adamw, muon: did you mean 'adamw'\?"):
+    with pytest.raises(ConfigError, match=r"optim.name = 'adam' is not one of adamw, .*, muon: did you mean 'adamw'\?"):
         OptimConfig().named("adam")
     with pytest.raises(ConfigError, match="schedule.name = 'steps' is not one of constant"):
         ScheduleConfig().named("steps")
