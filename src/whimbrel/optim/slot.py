@@ -49,8 +49,9 @@ class Slot:
 
     @property
     def row_by_row(self) -> bool:
-        """Whether some rows can be moved without the others."""
-        return self.rule.row_by_row and (self.rank is None or (self.group["lift"] == "back" and len(self.shape) == 2))
+        """Whether some rows can be moved without the others; a vector has but one, whose numbers share scales."""
+        alone = self.rank is None or (self.group["lift"] == "back" and len(self.shape) == 2)
+        return self.rule.row_by_row and len(self.shape) > 1 and alone
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -110,8 +111,8 @@ class Slot:
 
     def read(self, state: State, name: str, rows: slice | None = None) -> Tensor:
         """A moment or the basis, in fp32; changed in place it may or may not be stored: `write` it afterwards."""
-        stored = self.stored(state, name, rows)
-        return self._codec(name).decode(stored, self.rank if name == "basis" else self.low_shape[-1])  # type: ignore[arg-type]
+        shape = self.basis_shape if name == "basis" else self.rule.shapes(self.low_shape)[name]
+        return self._codec(name).decode(self.stored(state, name, rows), shape[-1])
 
     def write(
         self,
@@ -126,7 +127,7 @@ class Slot:
 
     def noise(self, state: State, name: str, shape: torch.Size, rows: slice | None) -> Tensor | None:
         """For a moment that changes by less than a level from step to step, and so is rounded by chance."""
-        if self.codecs[name].levels is None or self.rule.moments[name] == "signed":
+        if self.codecs[name].dtype == torch.float32 or self.rule.moments[name] == "signed":
             return None
         generator = self.generator(state, salt=1 << 40 | (rows.start if rows else 0))
         return torch.rand(shape, generator=generator, device=self.parameter.device)

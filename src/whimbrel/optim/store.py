@@ -67,10 +67,10 @@ class Codec:
         return x.mul_(_spread(scales, width))
 
     def encode_(self, stored: Sequence[Tensor], numbers: Tensor, noise: Tensor | None = None) -> None:
-        """Store `numbers`. With `noise`, uniform in [0, 1), codes are rounded up as often as they should be."""
+        """Store `numbers`. With `noise`, uniform in [0, 1), they are rounded up as often as they should be."""
         if self.levels is None:
             if stored[0] is not numbers:
-                stored[0].copy_(numbers)
+                stored[0].copy_(numbers if noise is None else _cut_to_bfloat16(numbers, (noise * (1 << 16)).int()))
             return
         codes, scales = stored
         scales.copy_(_largest(numbers))
@@ -109,9 +109,13 @@ def add_rounded_(weight: Tensor, change: Tensor, generator: torch.Generator | No
 
 def round_to_bfloat16(numbers: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """fp32 to one of the two nearest bf16, each as likely as it is near: the mean of many roundings is the number."""
-    bits = numbers.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
-    rounded = bits.add(noise).bitwise_and_(-(1 << 16)).view(torch.float32)
+    noise = torch.randint(0, 1 << 16, numbers.shape, dtype=torch.int32, device=numbers.device, generator=generator)
+    return _cut_to_bfloat16(numbers, noise)
+
+
+def _cut_to_bfloat16(numbers: Tensor, noise: Tensor) -> Tensor:
+    """Add `noise` to the 16 bits that bf16 has not, and leave them out."""
+    rounded = numbers.contiguous().view(torch.int32).add(noise).bitwise_and_(-(1 << 16)).view(torch.float32)
     return torch.where(numbers.isfinite(), rounded, numbers).bfloat16()
 
 
