@@ -97,9 +97,9 @@ class Composed(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Check a group, and allocate its state."""
         check_keys(type(self).__name__, param_group, self.defaults)
+        check_group(self.defaults | param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        check_group(group)
         for parameter in group["params"]:
             slot = self._slots[parameter] = Slot(parameter, group, len(self._slots))
             self._reset(slot)
@@ -197,8 +197,8 @@ class Composed(torch.optim.Optimizer):
     def _finite(self, grads: list[Tensor]) -> bool:
         if not grads:
             return True
-        norms = torch._foreach_norm(grads)
-        return bool(torch.stack([norm.to(grads[0].device, torch.float32) for norm in norms]).isfinite().all())
+        norms = torch._foreach_norm(grads, dtype=torch.float32)
+        return bool(torch.stack([norm.to(grads[0].device) for norm in norms]).isfinite().all())
 
     def _batches(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> Iterator[list[Piece]]:
         """The work of a group in batches of bounded size: parameters together, or some rows of a large one."""
@@ -280,11 +280,12 @@ class Composed(torch.optim.Optimizer):
         rate, decay = -group["lr"] if group["maximize"] else group["lr"], group["lr"] * group["weight_decay"]
         lifted, basis, grad = Lifted(direction, None), None, None
         if slot.rank is not None:
-            rate, basis = rate * group["scale"], self._basis(slot, int(state["step"]) - 1)
+            rate *= group["scale"]
             if "length" in state:
                 assert slot.parameter.grad is not None
                 grad = slot.view(slot.parameter.grad)
                 lifted = lift(group["lift"], direction, low, grad, state["length"])
+            basis = None if lifted.low is None else self._basis(slot, int(state["step"]) - 1)
         if weight.dtype == torch.float32 and lifted.low is not None and grad is None:
             if decay:
                 weight.mul_(1 - decay)

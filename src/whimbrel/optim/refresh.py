@@ -25,13 +25,13 @@ def is_due(state: State) -> bool:
 def refresh(slot: Slot, state: State, grad: Tensor) -> None:
     """Seek a new basis and have the moments follow it; where none is found, all stays and it is sought again.
 
-    The first one empties the moments: what was learnt in no basis, or in one drawn by chance, says nothing of this one.
+    In a stack, matrices without one (an expert that saw nothing) do not keep the others waiting. The first one empties the moments: what was learnt in no basis, or in one drawn by chance, says nothing of this one.
     The second comes between half a gap and one and a half later, no two parameters alike, so that no step has many.
     """
     group, first = slot.group, int(state["gap"]) == 0
     old = slot.read(state, "basis")
     fresh = _seek(slot, state, grad, old, first=first)
-    found, overlap = torch.stack((fresh.found.all().float(), fresh.overlap.mean())).tolist()
+    found, overlap = torch.stack((fresh.found.any().float(), fresh.overlap.mean())).tolist()
     state["failures"] += ~fresh.found
     if first and not found:
         state["due"].copy_(state["step"] + 1)
@@ -57,7 +57,7 @@ def _seek(slot: Slot, state: State, grad: Tensor, old: Tensor, *, first: bool) -
         basis = svd_basis(grad, slot.rank)
         found = grad.abs().amax(dim=(-2, -1)) > 0
         overlap = (old.mT @ basis).square().sum(dim=(-2, -1)) / slot.rank
-        return Basis(torch.where(found[..., None, None], basis, old), overlap, found)
+        return Basis(basis if first else torch.where(found[..., None, None], basis, old), overlap, found)
     if first:
         return cold_basis(grad, slot.rank, slot.generator(state, salt=1))
     return warm_basis(grad, grad @ old.to(grad.dtype), old)

@@ -46,7 +46,7 @@ def random_basis(shape: torch.Size, rank: int, generator: torch.Generator, devic
 
 
 def cold_basis(grad: Tensor, rank: int, generator: torch.Generator) -> Basis:
-    """A basis from nothing but `grad`: Q = orth(G^T Omega), then one power step."""
+    """A basis from nothing but `grad`: Q = orth(G^T Omega), then one power step; by chance where that has no span."""
     grad = grad.float()
     sketch = torch.randn((*grad.shape[:-1], rank), generator=generator, device=grad.device)
     filler = torch.randn((*grad.shape[:-2], grad.shape[-1], rank), generator=generator, device=grad.device)
@@ -54,6 +54,7 @@ def cold_basis(grad: Tensor, rank: int, generator: torch.Generator) -> Basis:
     first, _ = cholesky_qr(y + filler * (FLOOR * _column_length(y) / grad.shape[-1] ** 0.5))
     y = grad.mT @ (grad @ first)
     basis, found = cholesky_qr(y + first * (FLOOR * _column_length(y)))
+    basis = torch.where(found[..., None, None], basis, cholesky_qr(filler)[0])
     return Basis(basis, torch.zeros(found.shape, device=grad.device), found)
 
 
@@ -62,6 +63,7 @@ def warm_basis(grad: Tensor, low: Tensor, old: Tensor) -> Basis:
 
     Y = G^T R, orthonormalised; Q = Y U with U the polar factor of Y^T Q_old (orthogonal Procrustes). `low` is R = G Q.
     """
+    grad = grad.float() if grad.dtype == torch.float16 else grad  # which has no room for products of gradients
     y = (grad.mT @ low.to(grad.dtype)).float()
     y, found = cholesky_qr(y + old * (FLOOR * _column_length(y)))
     with _full_precision():
