@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+from numbers import Real
 from typing import Any
+
+from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.config import nearest
@@ -15,6 +19,8 @@ __all__ = ["check_group", "check_keys", "check_numbers"]
 
 ALSO = ("params", "names", "param_names", "peak_lr", "initial_lr", "splits")
 """Keys that schedules and the trainer put into groups."""
+MAY_LACK = ("rank", "betas", "eps", "momentum")
+"""Settings that may be None: no subspace, or what the rule has by itself."""
 CHOICES = {
     "subspace": ("svd", "warm", "random"),
     "rule": tuple(RULES),
@@ -34,21 +40,23 @@ def check_keys(optimizer: str, group: Mapping[str, Any], known: Collection[str])
 
 def check_numbers(group: Mapping[str, Any]) -> None:
     """Refuse numbers out of range, of those that a group has."""
-    for name in ("lr", "weight_decay", "eps", "scale", "seed"):
-        value = group.get(name)
-        if value is not None and not value >= 0:
-            raise OptimizerError(f"{name} = {value} must be at least 0")
-    for name in ("betas", "momentum"):
-        value = group.get(name)
-        values = value if isinstance(value, tuple | list) else (value,)
-        if name == "betas" and value is not None and len(values) != 2:
-            raise OptimizerError(f"betas = {value} must be two numbers")
-        if any(beta is not None and not 0 <= beta < 1 for beta in values):
-            raise OptimizerError(f"{name} = {value} must be at least 0 and below 1")
-    for name in ("rank", "gap", "update_proj_gap"):
-        value = group.get(name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise OptimizerError(f"{name} = {value} must be a whole number of at least 1")
+    given = {name: value for name, value in group.items() if value is not None or name not in MAY_LACK}
+    for name in ("lr", "weight_decay", "eps", "scale"):
+        if name in given and not _is_number(given[name], math.inf):
+            raise OptimizerError(f"{name} = {given[name]!r} must be a number of at least 0")
+    betas = given.get("betas", (0, 0))
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(_is_number(beta, 1) for beta in betas):
+        raise OptimizerError(f"betas = {betas!r} must be two numbers, each at least 0 and below 1")
+    if not _is_number(given.get("momentum", 0), 1):
+        raise OptimizerError(f"momentum = {given['momentum']!r} must be at least 0 and below 1")
+    for name, least in (("rank", 1), ("gap", 1), ("update_proj_gap", 1), ("seed", 0)):
+        value = given.get(name, least)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise OptimizerError(f"{name} = {value!r} must be a whole number of at least {least}")
+
+
+def _is_number(value: Any, end: float) -> bool:
+    return isinstance(value, Real | Tensor) and 0 <= float(value) < end
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -100,8 +100,13 @@ class Composed(torch.optim.Optimizer):
         check_group(self.defaults | param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for parameter in group["params"]:
-            slot = self._slots[parameter] = Slot(parameter, group, len(self._slots))
+        try:
+            slots = [Slot(parameter, group, len(self._slots) + i) for i, parameter in enumerate(group["params"])]
+        except OptimizerError:
+            self.param_groups.pop()
+            raise
+        for slot in slots:
+            self._slots[slot.parameter] = slot
             self._reset(slot)
 
     def reset(self) -> None:
@@ -139,6 +144,8 @@ class Composed(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise OptimizerError("the state is of other groups of parameters: build the optimizer as it was when saved")
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            _check_alike(group, saved)
         pairs = [
             (p, state_dict["state"].get(key, {}))
             for group, saved in zip(self.param_groups, groups, strict=True)
@@ -335,6 +342,15 @@ def _parts(weight: Tensor) -> list[slice]:
     rows = weight.shape[0] if weight.ndim else 0
     size = max(1, AT_ONCE * rows // max(weight.numel(), 1))
     return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def _check_alike(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse the state of a group whose numbers mean something else here, though their shapes may agree."""
+    for name in ("rule", "side"):
+        if own[name] != saved.get(name):
+            raise OptimizerError(
+                f"the saved state is of {name} = {saved.get(name)!r} and not of {own[name]!r}: keep it"
+            )
 
 
 def _check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:

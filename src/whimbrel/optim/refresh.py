@@ -25,8 +25,9 @@ def is_due(state: State) -> bool:
 def refresh(slot: Slot, state: State, grad: Tensor) -> None:
     """Seek a new basis and have the moments follow it; where none is found, all stays and it is sought again.
 
-    In a stack, matrices without one (an expert that saw nothing) do not keep the others waiting. The first one empties the moments: what was learnt in no basis, or in one drawn by chance, says nothing of this one.
-    The second comes between half a gap and one and a half later, no two parameters alike, so that no step has many.
+    In a stack, matrices without one (an expert that saw nothing) do not keep the others waiting. The first one empties
+    the moments: what was learnt in no basis, or in one drawn by chance, says nothing of this one. The second comes
+    between half a gap and one and a half later, no two parameters alike, so that no step has many.
     """
     group, first = slot.group, int(state["gap"]) == 0
     old = slot.read(state, "basis")

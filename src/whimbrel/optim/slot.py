@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whimbrel.base.errors import OptimizerError
 from whimbrel.optim.rules import RULES, Rule
 from whimbrel.optim.store import Codec, codec
 
@@ -25,12 +26,19 @@ class Slot:
     """A parameter and its group: its shapes, and its state, which is flat tensors, all there from the beginning."""
 
     def __init__(self, parameter: Tensor, group: Mapping[str, Any], index: int) -> None:
+        if not parameter.is_floating_point():
+            raise OptimizerError(f"a parameter is of {parameter.dtype}, and only real ones can be moved: leave it out")
         self.parameter, self.group, self.index = parameter, group, index
         lowered = group["rank"] is not None and parameter.ndim >= 2
         self.rule_name = group["rule"] if RULES[group["rule"]].row_by_row or parameter.ndim >= 2 else "adamw"
         self.matrix_like = lowered or not self.rule.row_by_row
         self.transposed = False
         shape = self.view(parameter).shape
+        if parameter.ndim > 3 and self.view(parameter).data_ptr() != parameter.data_ptr():
+            raise OptimizerError(
+                f"a parameter of shape {tuple(parameter.shape)} lies in memory so that it is no matrix: give it as "
+                "parameter.contiguous()"
+            )
         self.rank = min(group["rank"], *shape[-2:]) if lowered else None
         self.moment_store = group["store"] if shape.numel() >= SMALLEST else "fp32"
         self.basis_codec = (
@@ -73,7 +81,7 @@ class Slot:
         """The state: zeros, but for the seed and the step at which the first basis is sought."""
         device = self.parameter.device
         state = {"step": torch.zeros((), dtype=torch.int64)}
-        state["seed"] = torch.tensor(self.group["seed"] * 1_000_003 + self.index, dtype=torch.int64)
+        state["seed"] = torch.tensor((self.group["seed"] * 1_000_003 + self.index) % 2**63, dtype=torch.int64)
         for name, shape in self.rule.shapes(self.low_shape).items():
             state.update(_named(name, self.codecs[name].allocate(shape, device)))
         if self.basis_codec is not None:
