@@ -12,6 +12,7 @@ from whimbrel.optim.project import ProjectInBackward, project_in_backward
 from whimbrel.optim.projector import GaLoreProjector
 from whimbrel.optim.routing import Role, RoutedParameter, route_parameters
 from whimbrel.optim.schedule import Schedule, lr_factor, whole_steps
+from whimbrel.optim.table import ParameterRow, parameter_table, state_bytes
 
 __all__ = [
     "AdamW8bit",
@@ -28,6 +29,7 @@ __all__ = [
     "Muon",
     "NoSparseGradientError",
     "OptimConfig",
+    "ParameterRow",
     "ProjectInBackward",
     "QGaLore",
     "Role",
@@ -37,9 +39,11 @@ __all__ = [
     "StepInBackward",
     "build_optimizer",
     "lr_factor",
+    "parameter_table",
     "project_in_backward",
     "restore_optimizer",
     "route_parameters",
+    "state_bytes",
     "step_in_backward",
     "whole_steps",
 ]

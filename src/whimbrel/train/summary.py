@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whimbrel.optim import InBackward
+from whimbrel.optim import ParameterRow, state_bytes
 from whimbrel.train.settings import TrainerConfig
 
 __all__ = ["MemoryEstimate", "RunSummary", "estimate_memory", "features"]
@@ -37,6 +34,8 @@ class RunSummary:
     parameters: int
     trained_parameters: int
     memory: MemoryEstimate
+    moved: tuple[ParameterRow, ...] = ()
+    """Who got what of the optimizer."""
     samples_per_step: int
     tokens_per_step: int | None = None
     """None where the data does not say how long its samples are."""
@@ -56,42 +55,9 @@ def estimate_memory(model: nn.Module, optimizer: Optimizer | None) -> MemoryEsti
     """Bytes of the weights, of their gradients, and of the state that `optimizer` has or will have."""
     weights = [*model.parameters(), *model.buffers()]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state = None if optimizer is None else _state_bytes(optimizer)
-    return MemoryEstimate(weights=_bytes(weights), gradients=_bytes(trained), optimizer=state)
-
-
-def _state_bytes(optimizer: Optimizer) -> int | None:
-    """What the optimizer holds; before its first step, what a step on the meta device makes a twin of it hold."""
-    if isinstance(optimizer, InBackward):
-        optimizer = optimizer.optimizer
-    if not optimizer.state:
-        if not type(optimizer).__module__.startswith(("torch.optim.", "whimbrel.optim.")):
-            return None
-        try:
-            optimizer = _stepped_twin(optimizer)
-        except RuntimeError:  # its step looks at values, and there are none on the meta device
-            return None
-    return _bytes(value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-
-
-def _stepped_twin(optimizer: Optimizer) -> Optimizer:
-    """A copy that has made one step with parameters that take no memory; `optimizer` itself is left alone."""
-    twin = copy.copy(optimizer)
-    twin.state = defaultdict(dict)
-    twin.param_groups = [
-        {**group, "fused": False, "foreach": False, "params": [_ghost(parameter) for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    twin.step()
-    return twin
-
-
-def _ghost(parameter: Tensor) -> Tensor:
-    """A parameter with a gradient, of which only shape and dtype are real."""
-    ghost = torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
-    if parameter.requires_grad:
-        ghost.grad = torch.empty_like(ghost)
-    return ghost
+    states = None if optimizer is None else state_bytes(optimizer)
+    held = None if states is None else sum(states.values())
+    return MemoryEstimate(weights=_bytes(weights), gradients=_bytes(trained), optimizer=held)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

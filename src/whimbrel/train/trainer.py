@@ -17,7 +17,7 @@ from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import step_folders
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT
-from whimbrel.optim import InBackward, whole_steps
+from whimbrel.optim import InBackward, parameter_table, whole_steps
 from whimbrel.parallel import memory_budget, offload_activations
 from whimbrel.precision import sdpa_backends, torch_switches
 from whimbrel.train import assemble
@@ -373,6 +373,7 @@ class BaseTrainer(TrainerCore):
             parameters=model.num_parameters() if isinstance(model, GPT) else sum(p.numel() for p in model.parameters()),
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
             memory=estimate_memory(model, self.optimizer),
+            moved=() if self.optimizer is None else parameter_table(model, self.optimizer),
             samples_per_step=samples,
             tokens_per_step=samples * length or None,
             tokens_per_micro_batch=samples * length // self._accumulation() or None,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from whimbrel.optim import ParameterRow
 from whimbrel.train.callback import StopRequest, TrainerCallback
 from whimbrel.train.device import peak_memory
 from whimbrel.train.log import number
@@ -17,6 +18,8 @@ from whimbrel.train.summary import MemoryEstimate, RunSummary
 
 __all__ = ["ProgressCallback"]
 
+NAMED = 4
+"""Names of parameters in a line, at most."""
 REDRAW = 0.1
 """Seconds between two changes of the live line: steps may be much shorter than anyone can read."""
 
@@ -121,6 +124,7 @@ def _head(summary: RunSummary) -> Iterator[str]:
         length += f" ({summary.total_steps * summary.tokens_per_step:,} tokens)"
     yield length
     yield f"Memory: {_memory(summary.memory)}; activations come on top"
+    yield from _moved(summary.moved)
     if summary.peak_flops is not None and summary.flops_per_token is not None:
         yield (
             f"MFU: {summary.flops_per_token:,.0f} operations a token (6 per parameter + attention, causality not "
@@ -138,6 +142,19 @@ def _memory(memory: MemoryEstimate) -> str:
     parts = [(memory.weights, "weights"), (memory.gradients, "gradients"), (memory.optimizer, "optimizer state")]
     known = [f"{_size(size)} {what}" for size, what in parts if size is not None]
     return " + ".join(known) + ("" if memory.optimizer is not None else " + optimizer state, not known yet")
+
+
+def _moved(rows: Iterable[ParameterRow]) -> Iterator[str]:
+    """What moves the parameters, a line for each way there is; `whimbrel memory` has one for each parameter."""
+    alike: dict[tuple[str, float, float], list[ParameterRow]] = {}
+    for row in rows:
+        alike.setdefault((row.rule, row.lr, row.weight_decay), []).append(row)
+    for (rule, lr, decay), found in alike.items():
+        known = [row.state for row in found if row.state is not None]
+        state = f", {_size(sum(known))} of state" if len(known) == len(found) else ""
+        names = ", ".join(row.name for row in found[:NAMED]) + (", ..." if len(found) > NAMED else "")
+        count = sum(row.count for row in found)
+        yield f"Moved by {rule} (lr {lr:g}, weight decay {decay:g}): {count} tensors{state}: {names}"
 
 
 def _step_line(metrics: dict[str, Any], total: int) -> str:
@@ -195,7 +212,9 @@ def _ending(
 
 def _size(size: int) -> str:
     """In the unit that fits."""
-    return _gib(size) if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    if size >= 2**30:
+        return _gib(size)
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def _gib(size: int, digits: int = 2) -> str:
