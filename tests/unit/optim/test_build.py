@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+from typing import Any, get_args, get_type_hints
+
 import pytest
 import torch
 from torch import nn
 
 from whimbrel.base.errors import ConfigError, OptimizerError
 from whimbrel.config import build
-from whimbrel.optim import GroupConfig, OptimConfig, ScheduleConfig, build_optimizer, route_parameters
+from whimbrel.optim import (
+    GroupConfig,
+    OptimConfig,
+    ScheduleConfig,
+    build_optimizer,
+    restore_optimizer,
+    route_parameters,
+)
+from whimbrel.optim.build import OPTIMIZERS
+from whimbrel.optim.config import LISTENS
+
+NAMES = get_args(get_type_hints(OptimConfig)["name"])
+LOW = [name for name in NAMES if "rank" in LISTENS[name]]
+SMALL = {name: {"rank": 2} if name in LOW else {} for name in NAMES}
 
 
 class Net(nn.Module):
@@ -82,6 +99,8 @@ def test_groups_come_from_tables() -> None:
         ({"pattern": "("}, "the pattern '\\(', no regular expression"),
         ({"pattern": "x"}, "sets nothing for 'x': give it lr, weight_decay, rank or subspace"),
         ({"pattern": "x", "lr": -1.0}, "lr = -1.0 for 'x': it must not be negative"),
+        ({"pattern": "x", "rank": 0}, "rank = 0 for 'x': it must be at least 1"),
+        ({"pattern": "x", "rank": 4, "subspace": False}, "rank = 4 and subspace = false for 'x': give one"),
     ],
 )
 def test_bad_groups_are_refused(group: dict[str, object], message: str) -> None:
@@ -102,3 +121,185 @@ def test_optimizers_and_schedules_by_name() -> None:
         OptimConfig().named("adam")
     with pytest.raises(ConfigError, match="schedule.name = 'steps' is not one of constant"):
         ScheduleConfig().named("steps")
+
+
+def test_every_name_is_an_optimizer_and_hears_all_its_settings() -> None:
+    """A setting that an optimizer has a keyword for is listened to, and no other."""
+    assert list(OPTIMIZERS) == list(LISTENS) == list(NAMES)
+    own = {name for names in LISTENS.values() for name in names}
+    for name, make in OPTIMIZERS.items():
+        if isinstance(make, type):
+            assert own & inspect.signature(make).parameters.keys() == set(LISTENS[name]), name
+
+
+def kinds(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: group.get("rank", group.get("rule")) for group in optimizer.param_groups for name in group["names"]}
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_hidden_matrices_move_in_a_subspace_and_the_rest_by_adam(name: str) -> None:
+    optimizer = build_optimizer(OptimConfig(name=name), route_parameters(Net(tied=False)))  # type: ignore[arg-type]
+    default = 1 if name == "apollo_mini" else 128
+    assert kinds(optimizer) == {
+        "inner.weight": default, "table.weight": None, "lm_head.weight": None, "inner.bias": None, "norm.weight": None,
+        "norm.bias": None,
+    }  # fmt: skip
+    shapes = {name: moved(optimizer, name).shape for name in ("inner.weight", "table.weight")}
+    assert shapes["table.weight"] == (7, 4)
+    assert shapes["inner.weight"] == ((4, 1) if name == "apollo_mini" else (4, 4))
+
+
+def moved(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor:
+    """The first moment of a parameter."""
+    for group in optimizer.param_groups:
+        for found, parameter in zip(group["names"], group["params"], strict=True):
+            if found == name:
+                return optimizer.state[parameter]["exp_avg"]  # type: ignore[no-any-return]
+    raise KeyError(name)
+
+
+def test_patterns_give_other_ranks_and_take_subspaces_away() -> None:
+    groups = (
+        GroupConfig(pattern="inner", subspace=False),
+        GroupConfig(pattern="table", rank=3),
+        GroupConfig(pattern="head", subspace=True),
+    )
+    optimizer = build_optimizer(OptimConfig(name="galore_warm", rank=2, groups=groups), route_parameters(Net(False)))
+    assert {name: moved(optimizer, f"{name}.weight").shape[1] for name in ("inner", "table", "lm_head")} == {
+        "inner": 4, "table": 3, "lm_head": 2,
+    }  # fmt: skip
+    vectors = OptimConfig(name="galore_warm", groups=(GroupConfig(pattern="norm", rank=3),))
+    with pytest.raises(ConfigError, match="speaks of a subspace for 'norm', and all such parameters are vectors"):
+        build_optimizer(vectors, route_parameters(Net(False)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 8}, "optim.rank = 8 needs optim.name = galore or galore_warm or qgalore or apollo"),
+        ({"name": "muon", "gap": 8}, "optim.gap = 8 needs optim.name = galore or"),
+        ({"name": "adamw8bit", "store": "int8"}, "optim.store = 'int8' needs optim.name = galore_warm or apollo or"),
+        ({"name": "galore", "side": "left"}, "optim.side = 'left' needs optim.name = galore_warm: set that, or leave"),
+        (
+            {"name": "galore_warm", "projection_type": "full"},
+            "optim.projection_type = 'full' needs optim.name = galore",
+        ),
+        ({"name": "ldadam", "gap": 2}, "optim.gap = 2 needs"),
+        ({"name": "qgalore", "momentum": 0.5}, "optim.momentum = 0.5 needs optim.name = muon"),
+        ({"name": "galore_warm", "rank": 0}, "optim.rank = 0 must be at least 1"),
+        ({"name": "galore_warm", "gap": 0}, "optim.gap = 0 must be at least 1"),
+        ({"name": "galore_warm", "scale": -1.0}, "optim.scale = -1.0 must not be negative"),
+        ({"name": "galore_warm", "store": "int4"}, "optim.store = 'int4' is not one of fp32, bf16, int8"),
+        ({"name": "galore_warm", "rnk": 4}, "unknown setting 'optim.rnk': did you mean 'rank'"),
+        ({"groups": [{"pattern": "x", "rank": 4}]}, "optim.groups.rank = 4 needs optim.name = galore or"),
+        ({"name": "muon", "groups": [{"pattern": "x", "subspace": False}]}, "optim.groups.subspace = False needs"),
+    ],
+)
+def test_what_an_optimizer_would_not_hear_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(OptimConfig, settings, "optim")
+
+
+@pytest.mark.parametrize("name", ["galore_warm", "apollo", "fira"])
+def test_a_store_holds_for_parameters_without_a_subspace_too(name: str) -> None:
+    config = OptimConfig(name=name, rank=64, store="int8")  # type: ignore[arg-type]
+    model = nn.ModuleDict({"table": nn.Embedding(128, 64), "inner": nn.Linear(64, 64)})
+    optimizer = build_optimizer(config, route_parameters(model))
+    assert {name: moved(optimizer, f"{name}.weight").dtype for name in model} == dict.fromkeys(model, torch.int8)
+
+
+def test_the_seed_is_the_one_that_is_given() -> None:
+    optimizers = [
+        build_optimizer(OptimConfig(name="apollo"), route_parameters(Net(True)), seed=seed)
+        for seed in (0, 1, 2**63 - 1)
+    ]
+    seeds = [[int(state["seed"]) for state in optimizer.state.values()] for optimizer in optimizers]
+    assert len({tuple(found) for found in seeds}) == 3
+
+
+def gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in sorted(model.named_parameters()):
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_is_taken_over_by_name_in_whatever_groups(name: str) -> None:
+    """Groups that are cut otherwise than when the state was saved, and in another order, change nothing."""
+    torch.manual_seed(0)
+    first, second = Net(tied=False), Net(tied=False)
+    config = OptimConfig(name=name, lr=0.1, **SMALL[name])  # type: ignore[arg-type]
+    optimizer = build_optimizer(config, route_parameters(first), seed=5)
+    for step in range(3):
+        gradients(first, step)
+        optimizer.step()
+    other = OptimConfig(
+        name=name,
+        lr=0.1,
+        **SMALL[name],
+        groups=(GroupConfig(pattern="table|inner.bias", lr=0.2),),  # type: ignore[arg-type]
+    )
+    again = build_optimizer(other, route_parameters(second)[::-1])
+    second.load_state_dict(first.state_dict())
+    restore_optimizer(again, copy.deepcopy(optimizer.state_dict()))
+    for group in again.param_groups:
+        assert group["lr"] == (0.2 if {"table.weight", "inner.bias"} & {*group["names"]} else 0.1)
+        group["lr"] = 0.1
+    for net, moving in ((first, optimizer), (second, again)):
+        gradients(net, 3)
+        moving.step()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "message"),
+    [
+        (
+            {"name": "galore_warm", "rank": 2},
+            {"name": "galore_warm", "rank": 3},
+            "inner.weight is of rank = 2, and now",
+        ),
+        (
+            {"name": "galore_warm"},
+            {"name": "galore_warm", "side": "left"},
+            "is of side = 'right', and now it is 'left'",
+        ),
+        (
+            {"name": "galore_warm"},
+            {"name": "galore_warm", "store": "int8"},
+            "is of store = 'fp32', and now it is 'int8'",
+        ),
+        ({"name": "galore"}, {"name": "galore", "projection_type": "left"}, "is of projection_type = 'std'"),
+        ({"name": "apollo", "rank": 1}, {"name": "apollo_mini"}, "is of lift = 'apollo', and now it is 'apollo_mini'"),
+        ({"name": "galore_warm", "rank": 2}, {"name": "galore", "rank": 2}, "is of another kind of optimizer"),
+        ({}, {"name": "adamw8bit"}, "is of another kind of optimizer"),
+        ({"name": "muon"}, {}, "is of another kind of optimizer"),
+    ],
+)
+def test_a_state_that_means_something_else_is_refused(
+    saved: dict[str, Any], asked: dict[str, Any], message: str
+) -> None:
+    before, after = (
+        build_optimizer(OptimConfig(**settings), route_parameters(Net(False))) for settings in (saved, asked)
+    )
+    with pytest.raises(OptimizerError, match=message):
+        restore_optimizer(after, before.state_dict())
+    other = build_optimizer(OptimConfig(**asked), route_parameters(Net(tied=True)))
+    with pytest.raises(OptimizerError, match="of other parameters: lm_head.weight is on one side only"):
+        restore_optimizer(after, other.state_dict())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("adamw", "muon")])
+def test_reset_forgets_all(name: str) -> None:
+    torch.manual_seed(0)
+    net = Net(tied=True)
+    optimizer = build_optimizer(OptimConfig(name=name, **SMALL[name]), route_parameters(net))  # type: ignore[arg-type]
+    fresh = [{key: value.clone() for key, value in state.items()} for state in optimizer.state.values()]
+    gradients(net, 0)
+    optimizer.step()
+    assert any(
+        not torch.equal(a, b[key]) for b, s in zip(fresh, optimizer.state.values(), strict=True) for key, a in s.items()
+    )
+    optimizer.reset()  # type: ignore[attr-defined]
+    for before, after in zip(fresh, optimizer.state.values(), strict=True):
+        assert all(torch.equal(value, after[key]) for key, value in before.items())
