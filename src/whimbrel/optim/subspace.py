@@ -7,7 +7,7 @@ failure is a tensor of truth values, one for each matrix.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from whimbrel.ops.orthogonal import POLYNOMIALS
 
 __all__ = ["Basis", "cholesky_qr", "cold_basis", "polar_factor", "random_basis", "svd_basis", "warm_basis"]
 
-FINISHING = ((15 / 8, -10 / 8, 3 / 8),) * 5
+FINISHING = ((15 / 8, -10 / 8, 3 / 8),) * 3
 """x (15 - 10 x^2 + 3 x^4) / 8, each of which cubes what a singular value lacks to 1."""
 FLOOR = 1e-5
 """Of the mean length of a column: how much of the old basis stays in the new, so that it never loses a direction."""
@@ -45,49 +45,56 @@ def random_basis(shape: torch.Size, rank: int, generator: torch.Generator, devic
     return basis
 
 
-def cold_basis(grad: Tensor, rank: int, generator: torch.Generator) -> Basis:
+def cold_basis(grad: Tensor, rank: int, generator: torch.Generator, power: int = 1, eig: bool = False) -> Basis:
     """A basis from nothing but `grad`: Q = orth(G^T Omega), then one power step; by chance where that has no span."""
     grad = grad.float()
     sketch = torch.randn((*grad.shape[:-1], rank), generator=generator, device=grad.device)
     filler = torch.randn((*grad.shape[:-2], grad.shape[-1], rank), generator=generator, device=grad.device)
     y = grad.mT @ sketch
     first, _ = cholesky_qr(y + filler * (FLOOR * _column_length(y) / grad.shape[-1] ** 0.5))
-    y = grad.mT @ (grad @ first)
-    basis, found = cholesky_qr(y + first * (FLOOR * _column_length(y)))
+    for _ in range(power):
+        y = grad.mT @ (grad @ first)
+        basis, found = cholesky_qr(y + first * (FLOOR * _column_length(y)))
+        first = basis
+    if eig:
+        low = grad @ basis
+        basis = basis @ torch.linalg.eigh(low.mT @ low)[1].flip(-1)
     basis = torch.where(found[..., None, None], basis, cholesky_qr(filler)[0])
     return Basis(basis, torch.zeros(found.shape, device=grad.device), found)
 
 
-def warm_basis(grad: Tensor, low: Tensor, old: Tensor) -> Basis:
-    """One power step from the old basis, turned to lie as near it as the new span allows (so moments stay as they are).
+def warm_basis(grad: Tensor, low: Tensor, old: Tensor, *, align: bool = True) -> Basis:
+    """One power step from the old basis: Y = G^T R, orthonormalised; `low` is R = G Q.
 
-    Y = G^T R, orthonormalised; Q = Y U with U the polar factor of Y^T Q_old (orthogonal Procrustes). `low` is R = G Q.
+    With `align` it is turned to lie as near the old one as the new span allows, so that moments can stay as they are:
+    Q = Y U with U the polar factor of Y^T Q_old (orthogonal Procrustes). Without, its columns go on to the singular
+    vectors, the first to the first, and moments must be transported.
     """
-    grad = grad.float() if grad.dtype == torch.float16 else grad  # which has no room for products of gradients
     y = (grad.mT @ low.to(grad.dtype)).float()
-    y, found = cholesky_qr(y + old * (FLOOR * _column_length(y)))
-    with _full_precision():
-        shared = y.mT @ old
-        turn, turned = cholesky_qr(polar_factor(shared))
+    basis, found = cholesky_qr(y + old * (FLOOR * _column_length(y)))
+    with _precision("highest"):
+        shared = basis.mT @ old
         overlap = shared.square().sum(dim=(-2, -1)) / old.shape[-1]
-        basis = y @ turn
-    found = found & turned & overlap.isfinite()
+        if align:
+            turn, turned = cholesky_qr(polar_factor(shared), shifts=(0.0,))
+            basis, found = basis @ turn, found & turned
+    found = found & overlap.isfinite()
     return Basis(torch.where(found[..., None, None], basis, old), torch.where(found, overlap, 1.0), found)
 
 
-def cholesky_qr(y: Tensor) -> tuple[Tensor, Tensor]:
+def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tuple[Tensor, Tensor]:
     """Orthonormal columns with the span of those of `y` (fp32), and whether that worked.
 
-    Shifted CholeskyQR3: C = Y^T Y, L L^T = C, Y <- Y L^-T; the first pass adds 1e-6 of the mean of diag C.
+    Shifted CholeskyQR, a pass for each shift: C = Y^T Y + shift mean(diag C) I;  L L^T = C;  Y <- Y L^-T.
     """
-    with _full_precision():
-        rank = y.shape[-1]
-        y = y * (rank**0.5 / torch.linalg.matrix_norm(y, keepdim=True))
+    with _precision("highest"):
+        y = y * (y.shape[-1] ** 0.5 / torch.linalg.matrix_norm(y, keepdim=True))
         found = torch.ones(y.shape[:-2], dtype=torch.bool, device=y.device)
-        for shift in (1e-6, 0.0, 0.0):
+        for shift in shifts:
             gram = y.mT @ y
-            diagonal = gram.diagonal(dim1=-2, dim2=-1)
-            diagonal += shift * diagonal.mean(dim=-1, keepdim=True)
+            if shift:
+                diagonal = gram.diagonal(dim1=-2, dim2=-1)
+                diagonal += shift * diagonal.mean(dim=-1, keepdim=True)
             factor, info = torch.linalg.cholesky_ex(gram)
             found &= info == 0
             y = torch.linalg.solve_triangular(factor.mT, y, upper=True, left=False)
@@ -96,12 +103,20 @@ def cholesky_qr(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def polar_factor(square: Tensor) -> Tensor:
-    """The orthogonal matrix nearest to one of singular values up to 1, by products alone; exact for those from 1e-4."""
-    x = square / 1.01
-    identity = torch.eye(x.shape[-1], device=x.device, dtype=x.dtype)
-    for a, b, c in (*POLYNOMIALS, *FINISHING):
+    """The orthogonal matrix nearest to one of singular values up to 1, by products alone; exact for those from 1e-3."""
+    with _precision("high"):  # steps correct the errors of those before them, so that the last alone must be exact
+        x = _polynomials(square / 1.01, (*POLYNOMIALS, *FINISHING[:1]))
+    with _precision("highest"):
+        return _polynomials(x, FINISHING[1:])
+
+
+def _polynomials(x: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
+    """x (a + b x^2 + c x^4) of the singular values, for each (a, b, c) in turn."""
+    for a, b, c in coefficients:
         gram = x.mT @ x
-        x = x @ (a * identity + b * gram + c * (gram @ gram))
+        inner = b * gram + c * (gram @ gram)
+        inner.diagonal(dim1=-2, dim2=-1).add_(a)
+        x = x @ inner
     return x
 
 
@@ -112,10 +127,10 @@ def _column_length(y: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
-    """fp32 products in fp32, whatever a GPU is allowed elsewhere: a Gram matrix squares every error."""
+def _precision(precision: str) -> Iterator[None]:
+    """The precision of fp32 products, whatever it is elsewhere: a Gram matrix squares every error."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
