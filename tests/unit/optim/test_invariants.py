@@ -1,0 +1,263 @@
+"""The table of optimizers x invariants: what a step does, whatever the gradients hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.optim.table import (
+    COMPOSED,
+    ENTRIES,
+    SHAPES,
+    Teacher,
+    differences,
+    everything,
+    move,
+    parameters,
+    params_of,
+    random,
+)
+from whimbrel.optim import NoSparseGradientError
+
+every = pytest.mark.parametrize("name", ENTRIES)
+every_but_muon = pytest.mark.parametrize("name", [name for name in ENTRIES if name != "muon"])
+"""Muon's class says nothing of gradients that are sparse or not finite: the trainer looks at them before."""
+every_composed = pytest.mark.parametrize("name", COMPOSED)
+FITS = {name: 8.0 for name in ENTRIES} | {"adafactor, int8": 5.0, "warm lion, bf16, int8": 5.0}
+"""By how much a loss falls at least."""
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_it_fits_a_small_problem(name: str, dtype: torch.dtype) -> None:
+    if name == "muon" and dtype == torch.float16:
+        pytest.skip("Muon's Adam has its moments in the parameter's dtype, and its eps is zero in fp16")
+    teacher = Teacher(dtype)
+    before, after = teacher.fit(ENTRIES[name](teacher.params), 60)
+    assert after < before / FITS[name]
+
+
+@every
+def test_a_closure_runs_with_gradients_on_and_its_loss_comes_back(name: str) -> None:
+    teacher = Teacher()
+    optimizer = ENTRIES[name](teacher.params)
+
+    def closure() -> Tensor:
+        assert torch.is_grad_enabled()
+        return teacher.loss()
+
+    with torch.no_grad():
+        losses = [float(optimizer.step(closure)) for _ in range(20)]
+    assert losses[0] == float(Teacher().loss())
+    assert losses[-1] < losses[0] / 2
+
+
+@every
+def test_a_parameter_without_a_gradient_stays_and_counts_no_step(name: str) -> None:
+    optimizer = ENTRIES[name](parameters())
+    params = params_of(optimizer)
+    move(optimizer, range(2))
+    for place, p in enumerate(params):
+        p.grad = None if place % 2 else random(p.shape, place)
+    before = everything(optimizer)
+    optimizer.step()
+    changed = {int(key.split()[0]) for key in differences(before, everything(optimizer))}
+    assert changed == set(range(0, len(params), 2))
+
+
+@every
+def test_no_gradients_at_all_are_no_step(name: str) -> None:
+    optimizer = ENTRIES[name](parameters())
+    before = everything(optimizer)
+    optimizer.step()
+    assert differences(before, everything(optimizer)) == []
+
+
+@every_but_muon
+def test_sparse_gradients_are_refused(name: str) -> None:
+    p = nn.Parameter(random((24, 16)))
+    optimizer = ENTRIES[name]([p])
+    p.grad = torch.eye(24, 16).to_sparse()
+    with pytest.raises(NoSparseGradientError, match="dense gradients"):
+        optimizer.step()
+
+
+@every
+def test_parameters_of_every_shape_move_everywhere(name: str) -> None:
+    """Matrices, vectors, numbers, stacks and convolutions, each in the direction that lessens <w, g>."""
+    optimizer = ENTRIES[name](parameters())
+    before = [p.detach().clone() for p in params_of(optimizer)]
+    move(optimizer, range(3))
+    for old, p in zip(before, params_of(optimizer), strict=True):
+        assert p.isfinite().all()
+        assert (p != old).float().mean() > 0.9
+
+
+@every
+@pytest.mark.parametrize("steps", [1, 8])
+def test_a_step_goes_down(name: str, steps: int) -> None:
+    optimizer = ENTRIES[name](parameters())
+    before = [p.detach().clone() for p in params_of(optimizer)]
+    for _ in range(steps):
+        for place, p in enumerate(params_of(optimizer)):
+            p.grad = random(p.shape, place)
+        optimizer.step()
+    for old, p in zip(before, params_of(optimizer), strict=True):
+        assert ((p.detach() - old) * p.grad).sum() < 0
+
+
+@every
+def test_a_convolution_in_any_memory_format_is_moved(name: str) -> None:
+    """The format of its gradient makes no difference either."""
+    weights = []
+    for gradient_format in (torch.channels_last, torch.contiguous_format):
+        p = nn.Parameter(random((8, 6, 3, 3)).to(memory_format=torch.channels_last))
+        optimizer = ENTRIES[name]([p])
+        for step in range(7):
+            p.grad = random(p.shape, step + 1).to(memory_format=gradient_format)
+            optimizer.step()
+        assert p.is_contiguous(memory_format=torch.channels_last)
+        weights.append(p.detach().clone())
+    torch.testing.assert_close(weights[0], weights[1], atol=1e-4, rtol=1e-4)
+    assert (weights[0] != random((8, 6, 3, 3))).float().mean() > 0.9
+
+
+@every_composed
+def test_the_matrices_of_a_stack_move_apart(name: str) -> None:
+    """What one of them does is no business of the others: another gradient for the first changes the first alone."""
+    moved = []
+    for size in (1.0, 3.0):
+        p = nn.Parameter(random((3, 8, 6)))
+        optimizer = COMPOSED[name]([p])
+        for step in range(7):
+            p.grad = random(p.shape, step) * torch.tensor([size**step, 1.0, 1.0])[:, None, None]
+            optimizer.step()
+        moved.append(p.detach().clone())
+    torch.testing.assert_close(moved[0][1:], moved[1][1:], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(moved[0][0], moved[1][0], atol=1e-4) or name in ("warm muon", "warm lion, bf16, int8")
+
+
+@every_composed
+def test_a_stack_trains_though_one_of_its_matrices_never_has_a_gradient(name: str) -> None:
+    p = nn.Parameter(random((3, 8, 6)))
+    optimizer = COMPOSED[name]([p])
+    before = p.detach().clone()
+    for step in range(3):
+        p.grad = random(p.shape, step)
+        p.grad[1] = 0
+        optimizer.step()
+    assert torch.equal(p[1], before[1])
+    assert (p[0] != before[0]).all()
+    assert (p[2] != before[2]).all()
+
+
+@every
+def test_zero_gradients_move_nothing_and_spoil_nothing(name: str) -> None:
+    teacher = Teacher()
+    optimizer = ENTRIES[name](teacher.params)
+    before = [p.detach().clone() for p in teacher.params]
+    for _ in range(3):
+        for p in teacher.params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    for old, p in zip(before, teacher.params, strict=True):
+        assert torch.equal(old, p)
+    first, last = teacher.fit(optimizer, 60)
+    assert last < first / 5
+
+
+@every
+def test_weights_decay_apart_from_the_gradient(name: str) -> None:
+    """W <- (1 - lr wd) W, whatever the rule makes of a gradient of zeros."""
+    optimizer = ENTRIES[name](parameters(), weight_decay=0.5)
+    expected = [p.detach() * (1 - group["lr"] * 0.5) for group in optimizer.param_groups for p in group["params"]]
+    move(optimizer, range(1), size=0.0)
+    for wanted, p in zip(expected, params_of(optimizer), strict=True):
+        torch.testing.assert_close(p.detach(), wanted, atol=0, rtol=1e-6)
+
+
+@every_but_muon
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_leaves_all_as_it_was(name: str, bad: float) -> None:
+    """One number of one gradient: no parameter moves, the step is counted, and the next one is as if it had not been."""
+    optimizer, unspoilt = ENTRIES[name](parameters()), ENTRIES[name](parameters())
+    for one in (optimizer, unspoilt):
+        move(one, range(3))
+    before = everything(optimizer)
+    params = params_of(optimizer)
+    for p in params:
+        p.grad = random(p.shape)
+    params[1].grad[3, 2] = bad
+    optimizer.step()
+    assert differences(before, everything(optimizer)) == []
+    assert (optimizer.skipped if name in COMPOSED else optimizer.skipped_steps) == 1
+    for one in (optimizer, unspoilt):
+        move(one, range(3, 8))
+    assert differences(everything(optimizer), everything(unspoilt)) == []
+
+
+@every_but_muon
+def test_large_gradients_in_fp16_are_finite(name: str) -> None:
+    """Their norm is beyond what fp16 holds."""
+    p = nn.Parameter(random((24, 16), dtype=torch.float16))
+    optimizer = ENTRIES[name]([p])
+    before = p.detach().clone()
+    p.grad = (random((24, 16), 1) * 8000).half()
+    optimizer.step()
+    assert p.isfinite().all()
+    assert not torch.equal(p, before)
+
+
+@every
+@pytest.mark.parametrize("rank", [1, 2])
+def test_gradients_of_lower_rank_than_the_subspace(name: str, rank: int) -> None:
+    p = nn.Parameter(random((24, 16)))
+    optimizer = ENTRIES[name]([p])
+    before = p.detach().clone()
+    for step in range(12):
+        p.grad = random((24, rank), step) @ random((rank, 16), step + 50)
+        optimizer.step()
+    assert p.isfinite().all()
+    assert not torch.equal(p, before)
+    if "failures" in optimizer.state[p]:
+        assert int(optimizer.state[p]["failures"]) == 0
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if "rank" in entry.settings])
+def test_a_rank_above_what_a_matrix_has_is_what_it_has(name: str) -> None:
+    one, other = (ENTRIES[name]([nn.Parameter(random((8, 6)))], rank=rank) for rank in (6, 1000))
+    move(one, range(8))
+    move(other, range(8))
+    assert differences(everything(one), everything(other)) == []
+
+
+@every_but_muon
+def test_maximize_climbs(name: str) -> None:
+    """Two steps, before a second basis is sought: its signs are free."""
+    down, up = ENTRIES[name](parameters()), ENTRIES[name](parameters(), maximize=True)
+    move(down, range(2))
+    move(up, range(2), size=-1.0)
+    for a, b in zip(params_of(down), params_of(up), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+@every_composed
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_16_bits_follow_changes_below_their_resolution(name: str, dtype: torch.dtype) -> None:
+    """Each step moves a weight by a small part of the distance of two; on average it goes where it would in fp32."""
+    steps, distance = 24, torch.finfo(dtype).eps
+    moved = {}
+    for kind in (torch.float32, dtype):
+        p = nn.Parameter(torch.full(SHAPES["large"], 1.5, dtype=kind))
+        optimizer = COMPOSED[name]([p], lr=COMPOSED[name].lr * distance)
+        for _ in range(steps):
+            p.grad = (random(p.shape) / 64).to(dtype).to(kind)
+            optimizer.step()
+        moved[kind] = p.detach().float() - 1.5
+    true, rounded = moved.values()
+    assert true.abs().max() / steps < distance / 2
+    share = float((true * rounded).sum() / (true * true).sum())
+    assert abs(share - 1) < 0.2
