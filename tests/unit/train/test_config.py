@@ -19,7 +19,7 @@ from whimbrel.train.device import choose_device
 MakeRun = Callable[..., RunConfig]
 
 
-@pytest.mark.parametrize("recipe", ["gpt2-baseline-20m", "gpt2-fast-20m", "shakespeare-cpu"])
+@pytest.mark.parametrize("recipe", ["gpt2-baseline-20m", "gpt2-fast-20m", "llama-60m-galore", "shakespeare-cpu"])
 def test_every_recipe_loads(root: Path, recipe: str) -> None:
     config = load_run_config(root / "configs" / f"{recipe}.toml")
     assert config.output_dir == Path("runs") / recipe

@@ -154,7 +154,7 @@ def _moved(rows: Iterable[ParameterRow]) -> Iterator[str]:
         state = f", {_size(sum(known))} of state" if len(known) == len(found) else ""
         names = ", ".join(row.name for row in found[:NAMED]) + (", ..." if len(found) > NAMED else "")
         count = sum(row.count for row in found)
-        yield f"Moved by {rule} (lr {lr:g}, weight decay {decay:g}): {count} tensors{state}: {names}"
+        yield f"Moved by {rule} (lr {lr:g}, weight decay {decay:g}): {count} tensor{'s' * (count > 1)}{state}: {names}"
 
 
 def _step_line(metrics: dict[str, Any], total: int) -> str:
