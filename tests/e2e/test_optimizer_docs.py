@@ -1,0 +1,64 @@
+"""The programs of docs/optimizers.md, run as a reader would, and its settings."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from whimbrel.config import build
+from whimbrel.optim import OptimConfig, build_optimizer, route_parameters
+
+
+def blocks(root: Path, language: str) -> list[str]:
+    text = (root / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def run(program: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_any_loop(root: Path, tmp_path: Path) -> None:
+    loss, words = run(blocks(root, "python")[0], tmp_path).split(" ", 1)
+    assert float(loss) < 2.0  # of log(64) = 4.2 before the first step
+    assert words == "warm rank 8, adamw 9252\n"
+
+
+def test_routing(root: Path, tmp_path: Path) -> None:
+    assert run(blocks(root, "python")[1], tmp_path).splitlines() == [
+        "1 x *.weight (64, 32): adamw, 16400 bytes",
+        "1 x *.weight (128, 32): random rank 8, adamw, apollo, 8212 bytes",
+        "1 x *.bias (128,): adamw, 1040 bytes",
+        "1 x *.weight (64, 128): adamw, 65552 bytes",
+        "1 x *.bias (64,): adamw, 528 bytes",
+    ]
+
+
+def test_the_trainer_of_transformers(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    programs = blocks(root, "python")
+    assert len(programs) == 3
+    run(programs[2], tmp_path)
+
+
+def test_the_settings(root: Path) -> None:
+    (table,) = blocks(root, "toml")
+    config = build(OptimConfig, tomllib.loads(table)["optim"], "optim")
+    layers = [nn.ModuleDict({"attn": nn.Linear(520, 520), "mlp": nn.Linear(520, 520)}) for _ in range(2)]
+    model = nn.ModuleDict({"wte": nn.Embedding(600, 520), "h": nn.ModuleList(layers)})
+    optimizer = build_optimizer(config, route_parameters(model))
+    ranks = {name: group["rank"] for group in optimizer.param_groups for name in group["names"]}
+    assert {name: rank for name, rank in ranks.items() if name.endswith("weight")} == {
+        "wte.weight": 512, "h.0.attn.weight": None, "h.0.mlp.weight": None, "h.1.attn.weight": 128,
+        "h.1.mlp.weight": 256,
+    }  # fmt: skip
