@@ -9,7 +9,7 @@ from typing import Literal
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import build, check_unused, to_table
 
-__all__ = ["LISTENS", "GroupConfig", "OptimConfig", "ScheduleConfig", "Shape"]
+__all__ = ["GroupConfig", "LISTENS", "OptimConfig", "ScheduleConfig", "Shape"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
