@@ -79,7 +79,7 @@ def test_what_to_skip_is_named_plainly(root: Path) -> None:
         ({"ema__decay": 1.0}, "ema.decay = 1.0 must be between 0 and 1"),
         ({"log__profile": [3, 2]}, r"log.profile = \[3, 2\] must be a step and a later one"),
         ({"divergence__slow": 0.5}, "divergence.fast = 0.1 must be above divergence.slow = 0.5"),
-        ({"optim__name": "adam"}, "optim.name = 'adam' is not one of adamw, muon: did you mean 'adamw'"),
+        ({"optim__name": "adam"}, "optim.name = 'adam' is not one of adamw, .*, muon: did you mean 'adamw'"),
     ],
 )
 def test_impossible_settings_are_refused(make_run: MakeRun, changes: dict[str, object], message: str) -> None:
