@@ -25,10 +25,7 @@ from whimbrel.optim.routing import RoutedParameter
 
 __all__ = ["build_optimizer", "restore_optimizer"]
 
-MEANING = (
-    *("rule", "rank", "subspace", "lift", "store", "basis_store", "side", "carry", "error_feedback"),
-    "projection_type",
-)
+MEANING = ("rule", "rank", "subspace", "lift", "store", "basis_store", "side", "error_feedback", "projection_type")
 """Settings of a group that say what its state means; with others than when it was saved, it would mean nothing."""
 
 
