@@ -44,10 +44,11 @@ def refresh(slot: Slot, state: State, grad: Tensor) -> None:
         state["gap"].fill_(group["gap"])
         state["due"].fill_(max(1, round(group["gap"] * (0.5 + slot.index * PHASE % 1)) if group["gap"] > 1 else 1))
     else:
-        if group["carry"] == "transport":
+        if group["carry"] in ("transport", "turn"):
             _transport(slot, state, old, fresh.basis)
         if group["lazy"]:
-            state["gap"].fill_(_next_gap(group["gap"], int(state["gap"]), overlap))
+            gap = _next_gap(group["gap"], int(state["gap"]), overlap)
+            state["gap"].fill_(gap)
         state["due"].copy_(state["step"] + state["gap"])
     slot.write(state, "basis", fresh.basis)
 
@@ -61,7 +62,7 @@ def _seek(slot: Slot, state: State, grad: Tensor, old: Tensor, *, first: bool) -
         return Basis(basis if first else torch.where(found[..., None, None], basis, old), overlap, found)
     if first:
         return cold_basis(grad, slot.rank, slot.generator(state, salt=1))
-    return warm_basis(grad, grad @ old.to(grad.dtype), old)
+    return warm_basis(grad, grad @ old.to(grad.dtype), old, align=slot.group["carry"] == "align")
 
 
 def _next_gap(asked: int, gap: int, overlap: float) -> int:
@@ -82,7 +83,7 @@ def _transport(slot: Slot, state: State, old: Tensor, new: Tensor) -> None:
     first = slot.read(state, slot.rule.linear).clone()
     turned = first @ turn
     slot.write(state, slot.rule.linear, turned)
-    if slot.rule_name != "adamw" or t == 0:
+    if slot.rule_name != "adamw" or t == 0 or slot.group["carry"] == "turn":
         return
     beta1, beta2 = slot.settings["betas"]
     if "error" in state:
