@@ -229,10 +229,10 @@ class Teacher:
     """A small problem: a network of two layers learns another's answers."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-        self.x = random((64, 16), seed + 1)
-        self.y = torch.tanh(self.x @ random((16, 24), seed + 2) / 4) @ random((24, 8), seed + 3) / 5
-        first, second = random((24, 16), seed + 4) / 4, random((8, 24), seed + 5) / 5
-        self.params = [nn.Parameter(w.to(dtype)) for w in (first, torch.zeros(24), second, torch.zeros(8))]
+        self.x = random((96, 60), seed + 1)
+        self.y = torch.tanh(self.x @ random((60, 72), seed + 2) / 8) @ random((72, 8), seed + 3) / 8
+        first, second = random((72, 60), seed + 4) / 8, random((8, 72), seed + 5) / 8
+        self.params = [nn.Parameter(w.to(dtype)) for w in (first, torch.zeros(72), second, torch.zeros(8))]
 
     def loss(self) -> Tensor:
         """Mean squared error, after its gradients were taken."""

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from tests.unit.optim.table import (
     COMPOSED,
     ENTRIES,
@@ -20,13 +18,15 @@ from tests.unit.optim.table import (
     params_of,
     random,
 )
+from torch import Tensor, nn
+
 from whimbrel.optim import NoSparseGradientError
 
 every = pytest.mark.parametrize("name", ENTRIES)
 every_but_muon = pytest.mark.parametrize("name", [name for name in ENTRIES if name != "muon"])
 """Muon's class says nothing of gradients that are sparse or not finite: the trainer looks at them before."""
 every_composed = pytest.mark.parametrize("name", COMPOSED)
-FITS = {name: 8.0 for name in ENTRIES} | {"adafactor, int8": 5.0, "warm lion, bf16, int8": 5.0}
+FITS = dict.fromkeys(ENTRIES, 8.0) | {"adafactor, int8": 5.0, "warm lion, bf16, int8": 5.0}
 """By how much a loss falls at least."""
 
 
@@ -182,7 +182,7 @@ def test_weights_decay_apart_from_the_gradient(name: str) -> None:
 @every_but_muon
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_leaves_all_as_it_was(name: str, bad: float) -> None:
-    """One number of one gradient: no parameter moves, the step is counted, and the next one is as if it had not been."""
+    """One number of one gradient: no parameter moves, the step is counted, and the next are as if it had not been."""
     optimizer, unspoilt = ENTRIES[name](parameters()), ENTRIES[name](parameters())
     for one in (optimizer, unspoilt):
         move(one, range(3))
