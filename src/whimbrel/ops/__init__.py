@@ -1,6 +1,7 @@
 """Pure tensor functions: a plain reference first, then the fast path behind the same name."""
 
 from whimbrel.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from whimbrel.ops.kernels import kernels_of
 from whimbrel.ops.orthogonal import orthogonalise
 
-__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference", "orthogonalise"]
+__all__ = ["kernels_of", "linear_cross_entropy", "linear_cross_entropy_reference", "orthogonalise"]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from whimbrel.ops.kernels import kernels_of
+
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**20, "mps": 2**27}
@@ -81,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if wants[1] else None
             )
             losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-            rows = max(FEWEST_ROWS, CHUNK_BYTES.get(device, 2**27) // (weight.shape[0] * dtype.itemsize))
+            rows = max(FEWEST_ROWS, CHUNK_BYTES.get(kernels_of(hidden), 2**27) // (weight.shape[0] * dtype.itemsize))
             rows = rows // FEWEST_ROWS * FEWEST_ROWS
             for start in range(0, hidden.shape[0], rows):
                 chunk = slice(start, start + rows)
@@ -121,7 +123,9 @@ def _loss_and_gradient_(
     logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
 ) -> Tensor:
     """Each row's loss; with `gradient`, `logits` is overwritten by the gradient of the summed loss."""
-    if logits.device.type == "cuda":
+    if kernels_of(logits) == "cuda":
+        if not logits.is_cuda:  # a stand-in without memory: what the kernel would make
+            return torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
         from whimbrel.ops.cross_entropy_triton import loss_and_gradient_
 
         return loss_and_gradient_(logits, targets, vocab_size, softcap, ignore_index, gradient)

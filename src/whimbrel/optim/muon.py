@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.ops import orthogonalise
+from whimbrel.ops import kernels_of, orthogonalise
 
 __all__ = ["Muon"]
 
@@ -77,7 +77,7 @@ class Muon(torch.optim.Optimizer):
             for weight, piece in zip(_split(p, rows), _split(update, rows), strict=True):
                 stacks[piece.shape].append((weight, piece))
         for shape, pieces in stacks.items():
-            dtype = torch.bfloat16 if pieces[0][0].is_cuda else torch.float32
+            dtype = torch.bfloat16 if kernels_of(params[0][0]) == "cuda" else torch.float32
             factors = orthogonalise(torch.stack([piece.to(dtype) for _, piece in pieces]))
             scale = -group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
             torch._foreach_add_(
@@ -92,14 +92,15 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 step = torch.zeros((), dtype=torch.float32)
                 self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            if p.is_cuda:  # the fused kernel wants it there, also after a state dict was loaded
+            if kernels_of(p) == "cuda":  # the fused kernel wants it there, also after a state dict was loaded
                 self.state[p]["step"] = self.state[p]["step"].to(p.device)
         states = [self.state[p] for p in params]
+        fused = all(kernels_of(p) == "cuda" for p in params)
         adamw(
             params, [cast(Tensor, p.grad) for p in params], [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states],
-            fused=all(p.is_cuda for p in params), amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
-            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            fused=fused, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from whimbrel.text import Tokenizer, load_tokenizer
 from whimbrel.train.batching import default_micro_batch
 from whimbrel.train.config import RunConfig
 
-__all__ = ["build_batches", "build_model", "build_validation", "choose_micro_batch", "find_tokenizer"]
+__all__ = ["build_batches", "build_model", "build_validation", "choose_micro_batch", "draw_model", "find_tokenizer"]
 
 GRADIENT_AND_STATE_BYTES = 12
 """Per parameter: an fp32 gradient and Adam's two moments."""
@@ -20,9 +20,14 @@ GRADIENT_AND_STATE_BYTES = 12
 
 def build_model(config: RunConfig, device: torch.device) -> GPT:
     """The model with its initial weights, drawn on the CPU so that a seed means the same on every device."""
+    return draw_model(config).to(device)
+
+
+def draw_model(config: RunConfig) -> GPT:
+    """The model with its initial weights, where torch makes its tensors."""
     torch.manual_seed(config.train.seed)
     with torch_switches(default_dtype=config.train.default_dtype):
-        return GPT(config.model).to(device)
+        return GPT(config.model)
 
 
 def build_batches(config: RunConfig, device: torch.device, micro_batch: int) -> TokenDataLoader:

@@ -1,0 +1,321 @@
+"""What a run will need in memory, found by walking through a step of it on tensors that have shapes alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_args, get_type_hints
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from whimbrel.base.errors import ConfigError, WhimbrelError
+from whimbrel.models import GPT
+from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, parameter_table
+from whimbrel.optim.config import LISTENS
+from whimbrel.parallel import recompute
+from whimbrel.precision import PrecisionPlan, sdpa_backends
+from whimbrel.train import assemble, recipe
+from whimbrel.train.batching import accumulation_steps
+from whimbrel.train.config import RunConfig
+from whimbrel.train.device import Stopwatch, choose_device
+from whimbrel.train.loop import Loop
+from whimbrel.train.outputs import Objective
+from whimbrel.train.settings import TrainConfig
+from whimbrel.train.simulated import Ledger, simulated_device
+
+__all__ = ["MemoryPrediction", "Refusal", "optimizer_names", "predict_memory", "rehearsal", "with_optimizer"]
+
+WORKSPACE = {"cuda": 64 * 2**20}
+"""What a device's library of products takes for itself: 32 MiB on Hopper, once for forward and once for backward."""
+FEW_BLOCKS = 4
+"""From how many blocks it is seen what a step of the optimizer takes."""
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPrediction:
+    """Bytes of a training step on a device. The most of each kind need not be there at once: `peak` says what is."""
+
+    device: str
+    optimizer: str
+    micro_batch: int
+    accumulation: int
+    weights: int
+    gradients: int
+    """The most that there are at once."""
+    states: int
+    activations: int
+    """The most of what forward keeps and backward makes, gradients of weights apart."""
+    temporaries: int
+    """The most that the optimizer takes and gives back in its step."""
+    peak: int
+    """The most that is allocated at once, the workspace of kernels included."""
+    phase: str
+    """When that is: forward, backward or step."""
+    at_peak: dict[str, int]
+    """What it then is."""
+    moved: tuple[ParameterRow, ...]
+    """Who got what of the optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An optimizer that these settings do not go with."""
+
+    optimizer: str
+    reason: str
+
+
+def optimizer_names() -> tuple[str, ...]:
+    """Every optimizer that a configuration can name."""
+    names: tuple[str, ...] = get_args(get_type_hints(OptimConfig)["name"])
+    return names
+
+
+def with_optimizer(config: RunConfig, name: str) -> RunConfig:
+    """The same run with another optimizer, which gets those of the settings that it listens to."""
+    if name == config.optim.name:
+        return config
+    special = {setting for listens in LISTENS.values() for setting in listens} - set(LISTENS[name])
+    dropped = {field.name: field.default for field in fields(OptimConfig) if field.name in special}
+    groups = config.optim.groups
+    if "rank" not in LISTENS[name]:
+        groups = tuple(
+            GroupConfig(pattern=group.pattern, lr=group.lr, weight_decay=group.weight_decay)
+            for group in groups
+            if group.lr is not None or group.weight_decay is not None
+        )
+    return replace(config, optim=replace(config.optim, name=name, groups=groups, **dropped))  # type: ignore[arg-type]
+
+
+def predict_memory(
+    config: RunConfig, device: str | None = None, names: Iterable[str] | None = None
+) -> list[MemoryPrediction | Refusal]:
+    """What the run needs with each of the named optimizers (None: its own), on a device that need not be here.
+
+    Nothing of it takes memory or time worth speaking of. Blocks are predicted as they are without torch.compile, which
+    keeps less of them for backward.
+    """
+    kind = choose_device(config.train.device).type if device is None else device
+    names = [config.optim.name] if names is None else names
+    with simulated_device(kind) as ledger, torch.random.fork_rng(devices=()):
+        config = _settled(config, kind)
+        if config.train.optimizer_in_backward:
+            return [_within(ledger, with_optimizer(config, name), kind) for name in names]
+        model = _model(config, ledger)
+        if (config.train.accumulation or 1) > 1:  # the last micro-batch finds the gradients of those before
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+                ledger.mark([parameter.grad], "gradients")
+        passes = _walk(ledger, config, kind, model, torch.optim.SGD(model.parameters(), lr=0.0), micro_batches=1)
+        return [_beside(ledger, with_optimizer(config, name), kind, model, passes) for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """What a ledger found in a step, or in a part of one."""
+
+    peak: int
+    phase: str
+    at_peak: dict[str, int]
+    most: dict[str, int]
+
+
+def _walk(
+    ledger: Ledger, config: RunConfig, kind: str, model: GPT, optimizer: Optimizer, *, micro_batches: int
+) -> _Walk:
+    """A whole step, of so many micro-batches: the last of them, norm and clipping, and what the optimizer does."""
+    shape = (2, config.train.micro_batch or 1, config.sequence_length)
+    others = (config.train.accumulation or 1) - micro_batches
+    tokens = [torch.empty(shape, dtype=torch.int64) for _ in range(others)]  # all of a step are there at once
+    few = replace(config, train=replace(config.train, accumulation=micro_batches))
+    loop = rehearsal(few, model, HOST, optimizer, ledger.enter)
+    loop.precision.scaler = None  # a few numbers, at which it looks
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    ledger.mark(states, "states")
+    with _settings(config.train, kind):
+        ledger.forget()
+        loop.step(1)
+    del tokens
+    return _found(ledger)
+
+
+def _found(ledger: Ledger) -> _Walk:
+    return _Walk(ledger.peak, ledger.phase, dict(ledger.at_peak), dict(ledger.most))
+
+
+def _model(config: RunConfig, ledger: Ledger) -> GPT:
+    """The model, its gradients told apart from what else backward makes."""
+    model = recipe.draw_model(config)
+    ledger.mark([*model.parameters(), *model.buffers()], "weights")
+    recompute(model, config.train.recompute)
+
+    def mark(parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            ledger.mark([parameter.grad], "gradients")
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(mark)
+    return model
+
+
+def _within(ledger: Ledger, config: RunConfig, kind: str) -> MemoryPrediction | Refusal:
+    """With an optimizer that works in backward, and so has its part in what is there meanwhile."""
+    model = _model(config, ledger)
+    try:
+        assemble.check_modes(config, config.train.accumulation or 1, config.train.precision == "fp16")
+        optimizer = assemble.build_optimizer_of(model, config, None)
+    except WhimbrelError as error:
+        return Refusal(config.optim.name, str(error))
+    micro_batches, made = min(config.train.accumulation or 1, 2), bool(optimizer.state)
+    walk = _walk(ledger, config, kind, model, optimizer, micro_batches=micro_batches)
+    if not made:  # but in that step
+        walk = _walk(ledger, config, kind, model, optimizer, micro_batches=micro_batches)
+    return _prediction(config, kind, model, parameter_table(model, optimizer), walk)
+
+
+def _beside(ledger: Ledger, config: RunConfig, kind: str, model: GPT, passes: _Walk) -> MemoryPrediction | Refusal:
+    """With an optimizer that waits for its step: its state lies beside the passes, and its step comes after them."""
+    try:
+        optimizer = assemble.build_optimizer_of(model, config, None)
+    except WhimbrelError as error:
+        return Refusal(config.optim.name, str(error))
+    rows = parameter_table(model, optimizer)
+    states = sum(row.state or 0 for row in rows)
+    held = {"weights": passes.at_peak["weights"], "gradients": passes.most["gradients"], "states": states}
+    held["temporaries"] = _temporaries(ledger, model, optimizer)
+    walk = _Walk(passes.peak + states, passes.phase, passes.at_peak | {"states": states}, passes.most | held)
+    if sum(held.values()) > walk.peak:
+        walk = replace(walk, peak=sum(held.values()), phase="step", at_peak=held)
+    return _prediction(config, kind, model, rows, walk)
+
+
+def _temporaries(ledger: Ledger, model: GPT, optimizer: Optimizer) -> int:
+    """The most that a step takes and gives back; of many blocks, which are alike, it is seen from the first few.
+
+    What grows by as much with each of them grows on. What does not has come to the size that work is cut to.
+    """
+    blocks = len(list(model.blocks))
+    few = min(blocks, FEW_BLOCKS)
+    made = bool(optimizer.state)
+    first = _step(ledger, model, optimizer, few)
+    one, two, most = (_step(ledger, model, optimizer, count) for count in (few // 4, few // 2, few))
+    if blocks > few and (most - two) > 0.9 * 2 * (two - one) > 0:
+        most += (most - two) * (blocks - few) // (few - few // 2)
+    return max(first, most) if made else most  # else the first step made the state, which stays
+
+
+def _step(ledger: Ledger, model: GPT, optimizer: Optimizer, blocks: int) -> int:
+    """What a step takes and gives back where so many blocks have gradients."""
+    left_out = {p for block in list(model.blocks)[blocks:] for p in block.parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None if parameter in left_out else torch.empty_like(parameter)
+    ledger.forget()
+    before = ledger.peak
+    ledger.enter("on_pre_optimizer_step")
+    optimizer.step()
+    ledger.enter("on_optimizer_step")
+    optimizer.zero_grad(set_to_none=True)
+    return ledger.peak - before
+
+
+def _prediction(
+    config: RunConfig, kind: str, model: GPT, moved: tuple[ParameterRow, ...], walk: _Walk
+) -> MemoryPrediction:
+    workspace = WORKSPACE.get(kind, 0)
+    return MemoryPrediction(
+        device=kind,
+        optimizer=config.optim.name,
+        micro_batch=config.train.micro_batch or 1,
+        accumulation=config.train.accumulation or 1,
+        weights=_bytes([*model.parameters(), *model.buffers()]),
+        gradients=walk.most.get("gradients", 0),
+        states=sum(row.state or 0 for row in moved),
+        activations=walk.most.get("activations", 0),
+        temporaries=walk.most.get("temporaries", 0),
+        peak=walk.peak + workspace,
+        phase=walk.phase,
+        at_peak={name: size for name, size in (walk.at_peak | {"workspace": workspace}).items() if size},
+        moved=moved,
+    )
+
+
+def _settled(config: RunConfig, kind: str) -> RunConfig:
+    """The run with its micro-batches settled, and without what is not predicted."""
+    train = config.train
+    if train.micro_batch is None:
+        here = choose_device(train.device)
+        if here.type != kind:
+            raise ConfigError(
+                f"train.micro_batch is not given, and how many sequences fit on a {kind} device is found there: set "
+                "--train.micro_batch=N"
+            )
+        train = replace(train, micro_batch=recipe.choose_micro_batch(config, recipe.draw_model(config), here))
+    assert train.micro_batch is not None
+    accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length)
+    unset: dict[str, Any] = {f.name: f.default for f in fields(TrainConfig) if "compile" in f.name}
+    train = replace(train, tokens_per_step=None, accumulation=accumulation, **unset)
+    if isinstance(train.recompute, float):  # a choice of the compiler
+        train = replace(train, recompute="none")
+    return replace(config, train=train)
+
+
+def rehearsal(
+    config: RunConfig, model: GPT, device: torch.device, optimizer: Optimizer, tell: Callable[[str], object] = str
+) -> Loop:
+    """The loop of a run, its parts made as for the run itself, but for tokens: those are any."""
+    documents = config.data.documents != "join"
+    return Loop(
+        model=model,
+        optimizer=optimizer,
+        scheduler=assemble.build_scheduler(optimizer, config, 1000, None),
+        batches=_AnyTokens(config, device),  # type: ignore[arg-type]
+        objective=Objective(model, None, (lambda x: {"documents": x}) if documents else (lambda _: {})),
+        precision=PrecisionPlan(config.train.precision, device),
+        accumulation=config.train.accumulation or 1,
+        stopwatch=Stopwatch(device),
+        tell=tell,
+        lr=lambda: 0.0,
+        clip=config.train.clip,
+    )
+
+
+class _AnyTokens:
+    """Micro-batches without end."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        self._shape, self._device = (config.train.micro_batch or 1, config.sequence_length), device
+        self._vocab_size = config.model.vocab_size
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets."""
+        x = torch.randint(self._vocab_size, self._shape, device=self._device)
+        return x, x.clone()
+
+
+@contextlib.contextmanager
+def _settings(train: TrainConfig, kind: str) -> Iterator[None]:
+    """Attention, and what becomes of activations, as in training."""
+    with contextlib.ExitStack() as stack:
+        if train.sdpa_backend in ("math", ("math",)):
+            stack.enter_context(sdpa_backends("math"))
+        if train.activation_offloading and kind != "cpu":
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_leave, _fetch))
+        yield
+
+
+def _leave(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    """What goes to the host: nothing of it stays."""
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _fetch(left: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
+    shape, stride, dtype = left
+    return torch.empty_strided(shape, stride, dtype=dtype)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
