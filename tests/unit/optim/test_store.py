@@ -1,0 +1,159 @@
+"""How numbers are kept: what a round trip loses, what it takes, and roundings that are right on average."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.unit.optim.table import random
+from torch import Tensor
+
+from whimbrel.base.errors import OptimizerError
+from whimbrel.optim.store import Codec, add_rounded_, codec, round_to_bfloat16
+
+WIDTHS = [1, 2, 7, 64, 255, 256, 257, 700]
+KINDS = [
+    ("fp32", "basis"),
+    ("fp32", "signed"),
+    ("fp32", "positive"),
+    ("bf16", "basis"),
+    ("bf16", "signed"),
+    ("bf16", "positive"),
+    ("int8", "basis"),
+    ("int8", "signed"),
+    ("int8", "positive"),
+    ("int4", "basis"),
+]
+WORST = {"fp32": 0.0, "bf16": 2**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}
+"""What a number loses at most where levels are even, as a share of the largest of its block."""
+
+
+def stored(kind: Codec, numbers: Tensor, noise: Tensor | None = None) -> tuple[Tensor, ...]:
+    places = kind.allocate(numbers.shape, numbers.device)
+    kind.encode_(places, numbers.clone(), noise)
+    return places
+
+
+def round_trip(kind: Codec, numbers: Tensor, noise: Tensor | None = None) -> Tensor:
+    return kind.decode(stored(kind, numbers, noise), numbers.shape[-1])
+
+
+def blocks(numbers: Tensor) -> Tensor:
+    """The largest magnitude of each number's block of 256."""
+    width = numbers.shape[-1]
+    return torch.cat([b.abs().amax(-1, keepdim=True).expand_as(b) for b in numbers.split(256, -1)], -1)[..., :width]
+
+
+@pytest.mark.parametrize(("store", "kind"), KINDS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_round_trip_loses_no_more_than_half_a_level(store: str, kind: str, width: int) -> None:
+    numbers = random((3, 5, width)) * torch.tensor([1e-8, 1.0, 1e6])[:, None, None]
+    numbers = numbers.square() if kind == "positive" else numbers
+    back = round_trip(codec(store, kind), numbers)
+    assert back.shape == numbers.shape
+    assert back.dtype == torch.float32
+    share, near = (numbers / blocks(numbers)).abs(), (back / blocks(numbers)).abs()
+    if store == "int8" and kind != "basis":  # levels are even in a root
+        levels, power = (127, 2) if kind == "signed" else (255, 4)
+        assert (share ** (1 / power) - near ** (1 / power)).abs().max() <= 0.5 / levels + 1e-5
+    else:
+        assert (share - near).abs().max() <= WORST[store] + 1e-6
+    assert ((back == 0) | (back.sign() == numbers.sign())).all()
+
+
+@pytest.mark.parametrize(("store", "kind"), KINDS)
+def test_what_was_stored_once_is_stored_again_without_loss(store: str, kind: str) -> None:
+    once = round_trip(codec(store, kind), random((6, 300)).abs())
+    torch.testing.assert_close(round_trip(codec(store, kind), once), once, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("store", "kind"), KINDS)
+def test_zeros_are_zeros_from_the_start_and_whole_rows_of_them_too(store: str, kind: str) -> None:
+    own = codec(store, kind)
+    assert torch.equal(own.decode(own.allocate((4, 33), torch.device("cpu")), 33), torch.zeros(4, 33))
+    numbers = random((4, 33)).abs()
+    numbers[1] = 0
+    numbers[2, ::2] = 0
+    back = round_trip(own, numbers)
+    assert back.isfinite().all()
+    assert (back[1] == 0).all()
+    assert (back[2, ::2] == 0).all()
+
+
+@pytest.mark.parametrize(("store", "kind"), KINDS)
+@pytest.mark.parametrize("shape", [(7,), (5, 1), (3, 255), (2, 3, 513), (4, 256)])
+def test_bytes_are_those_of_the_formula(store: str, kind: str, shape: tuple[int, ...]) -> None:
+    own = codec(store, kind)
+    for device in ("cpu", "meta"):
+        assert sum(t.nbytes for t in own.allocate(shape, torch.device(device))) == own.bytes_of(shape)
+
+
+def test_int4_takes_half_a_byte() -> None:
+    assert codec("int4", "basis").bytes_of((1024, 256)) == 1024 * (128 + 4)
+    assert codec("int8", "signed").bytes_of((1024, 256)) == 1024 * (256 + 4)
+
+
+@pytest.mark.parametrize("store", ["bf16", "int8"])
+def test_second_moments_are_rounded_right_on_average(store: str) -> None:
+    """A thousand roundings by chance of the same numbers."""
+    numbers = random((2, 40)).square()
+    noise = torch.rand(1000, 2, 40, generator=torch.Generator().manual_seed(0))
+    own = codec(store, "positive")
+    root = torch.stack([round_trip(own, numbers, one) for one in noise])
+    if store == "int8":  # the code is unbiased, and it is the fourth root
+        root, numbers = root**0.25, numbers**0.25
+    assert ((root.mean(0) - numbers).abs() <= 4 * root.std(0) / 1000**0.5 + 1e-5).all()
+    assert (root.std(0) > 0).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("store", ["bf16", "int8"])
+def test_second_moments_follow_gradients_that_change_them_by_less_than_a_level(store: str) -> None:
+    """v <- 0.999 v in each step; to the nearest level it would stay where it is."""
+    own = codec(store, "positive")
+    moment = torch.ones(1, 4096)
+    moment[0, ::256] = 4.0  # holds each block's scale in its place
+    generator = torch.Generator().manual_seed(0)
+    places = stored(own, moment)
+    for _ in range(500):
+        moment = own.decode(places, 4096).clone()
+        held = moment[0, ::256].clone()
+        moment *= 0.999
+        moment[0, ::256] = held
+        own.encode_(places, moment, torch.rand(moment.shape, generator=generator))
+    mean = own.decode(places, 4096)[0, 1::256].mean()
+    assert abs(float(mean) / 0.999**500 - 1) < 0.1
+
+
+def test_roundings_to_bf16_are_right_on_average() -> None:
+    numbers = torch.tensor([1.0 + 2**-9, -3.3, 1e-30, -1e30, 0.0, 5.0])
+    many = torch.stack([round_to_bfloat16(numbers, torch.Generator().manual_seed(i)).float() for i in range(2000)])
+    assert many.unique(dim=0).shape[0] > 2
+    for i, number in enumerate(numbers.tolist()):
+        assert many[:, i].unique().numel() <= 2
+        assert abs(float(many[:, i].double().mean()) - number) <= 2**-7 * abs(number) * 4 * 0.5 / 2000**0.5
+    assert round_to_bfloat16(torch.tensor([float("inf"), -float("inf")])).isinf().all()
+    assert round_to_bfloat16(torch.tensor([float("nan")])).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 300.0])
+def test_weights_of_16_bits_take_small_changes_on_average(dtype: torch.dtype, size: float) -> None:
+    weight = torch.full((20000,), size, dtype=dtype)
+    start = float(weight[0])
+    change = start * torch.finfo(dtype).eps / 50
+    add_rounded_(weight, torch.full((20000,), change), torch.Generator().manual_seed(0))
+    moved = float(weight.double().mean()) - start
+    assert abs(moved / change - 1) < 0.3
+    assert weight.unique().numel() == 2
+
+
+def test_weights_of_32_bits_take_changes_as_they_are() -> None:
+    weight = torch.ones(4)
+    add_rounded_(weight, torch.full((4,), 1e-6), torch.Generator())
+    assert torch.equal(weight, torch.ones(4) + 1e-6)
+
+
+def test_stores_that_there_are_not() -> None:
+    with pytest.raises(OptimizerError, match="store = 'int4' is not one of fp32, bf16, int8$"):
+        codec("int4", "signed")
+    with pytest.raises(OptimizerError, match="basis_store = 'fp8' is not one of fp32, bf16, int8, int4$"):
+        codec("fp8", "basis")
