@@ -26,7 +26,7 @@ CHOICES = {
     "rule": tuple(RULES),
     "lift": LIFTS,
     "side": ("right", "left", "std", "cheapest"),
-    "carry": ("keep", "transport"),
+    "carry": ("align", "turn", "transport", "keep"),
     "start": ("gradient", "random"),
 }
 
@@ -71,10 +71,14 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name in ("betas", "eps", "momentum"):
         if group[name] is not None and name not in rule.defaults:
             raise OptimizerError(f"{name} = {group[name]} means nothing to rule = {group['rule']!r}: leave it out")
-    if group["carry"] == "transport" and (rule.linear is None or group["subspace"] == "random"):
+    if group["carry"] == "align" and group["subspace"] != "warm":
         raise OptimizerError(
-            f"carry = 'transport' needs a basis that is kept and a rule with a mean of gradients, not subspace = "
-            f"{group['subspace']!r} with rule = {group['rule']!r}: use carry = 'keep'"
+            f"carry = 'align' turns a warm basis, and subspace = {group['subspace']!r}: use 'transport' or 'keep'"
+        )
+    if group["carry"] in ("transport", "turn") and (rule.linear is None or group["subspace"] == "random"):
+        raise OptimizerError(
+            f"carry = {group['carry']!r} needs a basis that is kept and a rule with a mean of gradients, not "
+            f"subspace = {group['subspace']!r} with rule = {group['rule']!r}: use carry = 'keep'"
         )
     if group["error_feedback"] and (group["lift"] != "back" or group["subspace"] == "random"):
         raise OptimizerError(

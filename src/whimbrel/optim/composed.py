@@ -18,7 +18,7 @@ from torch import Tensor
 from whimbrel.base.errors import NoSparseGradientError, OptimizerError
 from whimbrel.optim.check import check_group, check_keys
 from whimbrel.optim.lift import Lifted, lift
-from whimbrel.optim.refresh import is_due, refresh
+from whimbrel.optim.refresh import follow, is_due, refresh
 from whimbrel.optim.rules import RULES
 from whimbrel.optim.slot import PHASE, Slot
 from whimbrel.optim.store import add_rounded_
@@ -51,7 +51,8 @@ class Composed(torch.optim.Optimizer):
     store, basis_store: of moments (fp32, bf16, int8) and of the basis (those and int4).
     side: right (columns are projected away, the input side of a linear), left, std (the shorter side is), cheapest.
     gap: steps between two bases; lazy: it grows while bases stay alike and shrinks while they move.
-    carry: whether moments are transported into a new basis; a warm one is turned to the old, so that they can be kept.
+    carry: how moments follow a new basis: align (a warm one is turned to the old, and they stay), turn (the first is
+    turned to the new), transport (both are, the second as far as it can be), keep (as they are).
     start: gradient (the first basis is from the first gradient) or random (by chance, and from gradients soon after).
     """
 
@@ -88,6 +89,7 @@ class Composed(torch.optim.Optimizer):
             "error_feedback": error_feedback, "maximize": maximize, "foreach": foreach, "seed": seed,
         }  # fmt: skip
         self._slots: dict[Tensor, Slot] = {}
+        self._overlaps: list[tuple[Slot, dict[str, Tensor], Tensor]] = []
         self.projected: dict[Tensor, Tensor] = {}
         """Gradients that came projected, by their parameter; `project_in_backward` fills it, a step empties it."""
         self.skipped = 0
@@ -133,9 +135,11 @@ class Composed(torch.optim.Optimizer):
             self.skipped += 1
             self.projected.clear()
             return loss
+        self._overlaps.clear()
         for group, params in zip(self.param_groups, moving, strict=True):
             for batch in self._batches(group, params):
                 self._update(batch)
+        follow(self._overlaps)
         self.projected.clear()
         return loss
 
@@ -162,7 +166,7 @@ class Composed(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has slots of its own, over its own groups."""
         super().__setstate__(state)
-        self.projected, self.skipped = {}, 0
+        self.projected, self.skipped, self._overlaps = {}, 0, []
         self._slots = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -177,6 +181,11 @@ class Composed(torch.optim.Optimizer):
     def refreshes(self, parameter: Tensor) -> bool:
         """Whether the next step seeks a new basis for a parameter, for which it needs the whole gradient."""
         return is_due(self.state[parameter])
+
+    @property
+    def projects(self) -> bool:
+        """Whether some parameters move by the projection of their gradient alone."""
+        return any(not self.needs_whole(parameter) for parameter in self._slots)
 
     def needs_whole(self, parameter: Tensor) -> bool:
         """Whether every update of a parameter takes more of the gradient than its projection."""
@@ -239,7 +248,9 @@ class Composed(torch.optim.Optimizer):
         if "error" in state:
             grad = state["error"].add_(grad)
         if is_due(state):
-            refresh(slot, state, grad)
+            overlap = refresh(slot, state, grad)
+            if overlap is not None:
+                self._overlaps.append((slot, state, overlap))
         basis = self._basis(slot, int(state["step"]))
         state["step"] += 1
         low = grad @ basis.to(grad.dtype)

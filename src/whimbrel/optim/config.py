@@ -86,9 +86,11 @@ class OptimConfig:
     rank: int | None = None
     """Rank of the subspace that hidden matrices move in; not given: 128, with apollo_mini 1."""
     gap: int | None = None
-    """Steps between two bases of a subspace; not given: 200, with galore_warm 20."""
+    """Steps between two bases of a subspace; not given: 200, with galore_warm 10."""
     lazy: bool | None = None
-    """Whether the gap grows while a basis stays as it is and shrinks while it moves; not given: yes."""
+    """Whether the gap grows while a basis stays as it is and shrinks while it moves; not given: no."""
+    carry: Literal["turn", "align", "transport", "keep"] | None = None
+    """How moments follow a new basis: first turned, basis aligned, both transported, or kept; not given: turn."""
     scale: float | None = None
     """Factor of updates in a subspace; not given: 0.25 with galore, qgalore and fira, sqrt(128) with apollo_mini, 1."""
     side: Literal["right", "left", "std", "cheapest"] | None = None
@@ -126,6 +128,10 @@ class OptimConfig:
             if "rank" not in LISTENS[self.name]:
                 check_unused("optim.groups", group, ("rank", "subspace"), f"optim.name = {_either('rank')}")
 
+    def listens_to(self, setting: str) -> bool:
+        """Whether this optimizer has such a setting, of those that only some have."""
+        return setting in LISTENS[self.name]
+
     def named(self, name: str) -> OptimConfig:
         """These settings, for another optimizer."""
         return build(OptimConfig, to_table(self) | {"name": name}, "optim")
@@ -135,7 +141,7 @@ LISTENS: dict[str, tuple[str, ...]] = {
     "adamw": (),
     "adamw8bit": (),
     "galore": ("rank", "gap", "scale", "projection_type"),
-    "galore_warm": ("rank", "gap", "lazy", "scale", "side", "store", "basis_store", "start"),
+    "galore_warm": ("rank", "gap", "lazy", "carry", "scale", "side", "store", "basis_store", "start"),
     "qgalore": ("rank", "gap", "scale"),
     "apollo": ("rank", "gap", "scale", "store"),
     "apollo_mini": ("rank", "gap", "scale"),

@@ -40,10 +40,10 @@ class GaLore(torch.optim.Optimizer):
     in the projected shape, in fp32 (fp64 for fp64: second moments stand still in bf16), and the basis in the
     parameter's own dtype: `ortho_matrix`, or `ortho_matrix_left` and `ortho_matrix_right` with projection_type="full".
 
-    A step in which any gradient is not finite is skipped as a whole, and counted in `skipped_steps`.
+    A step in which any gradient is not finite is skipped as a whole, and counted in `skipped`.
     """
 
-    skipped_steps: int = 0
+    skipped: int = 0
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class GaLore(torch.optim.Optimizer):
         if any(grad.layout is not torch.strided for _, grad, _ in moving):
             raise NoSparseGradientError(str(self))
         if not get_total_norm([grad for _, grad, _ in moving], math.inf).isfinite():
-            self.skipped_steps += 1
+            self.skipped += 1
             return loss
         for p, grad, group in moving:
             self._move(p, grad, group)
@@ -114,7 +114,7 @@ class GaLore(torch.optim.Optimizer):
         for state in self.state.values():
             for tensor in state.values():
                 tensor.zero_()
-        self.skipped_steps = 0
+        self.skipped = 0
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state, the state checked and exact: torch would round it to the parameter's dtype.

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from whimbrel.optim.slot import Slot
 
-__all__ = ["ProjectedLinear", "Probe"]
+__all__ = ["Probe", "ProjectedLinear"]
 
 
 class Probe:

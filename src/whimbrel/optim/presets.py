@@ -47,8 +47,11 @@ class GaLoreWarm(Composed):
     """GaLore on the input side, with a basis that follows the gradient by one power step at a time. Our default.
 
     R = G Q;  W <- (1 - lr wd) W - lr scale adam(R) Q^T
-    Every `gap` steps, another step for each matrix:  Y = orth(G^T R);  Q <- Y polar(Y^T Q)
-    which costs products alone, and turns Q as little as its new span allows, so that moments hold across the change.
+    Every `gap` steps, at another step for each matrix:  Q' = orth(G^T R), which costs products alone. What follows:
+    carry = "turn"       M' = M Q^T Q' and V as it is (as in SOAP, Vyas et al., 2024): Q goes on to the singular
+                         vectors, and V to the directions along which the gradient varies
+    carry = "align"      Q' polar(Q'^T Q) in place of Q': the same span, turned as little as it allows; M and V stay
+    carry = "transport"  M' and V' as in LDAdam
     """
 
     def __init__(
@@ -57,13 +60,14 @@ class GaLoreWarm(Composed):
         lr: float = 1e-3,
         *,
         rank: int | None = 128,
-        gap: int = 20,
-        lazy: bool = True,
+        gap: int = 10,
+        lazy: bool = False,
         scale: float = 1.0,
         side: str = "right",
         store: str = "fp32",
         basis_store: str = "fp32",
         start: str = "gradient",
+        carry: str = "turn",
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -73,8 +77,8 @@ class GaLoreWarm(Composed):
     ) -> None:
         super().__init__(
             params, lr, rank=rank, subspace="warm", gap=gap, lazy=lazy, scale=scale, side=side, store=store,
-            basis_store=basis_store, start=start, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize,
-            foreach=foreach, seed=seed,
+            basis_store=basis_store, start=start, carry=carry, betas=betas, eps=eps, weight_decay=weight_decay,
+            maximize=maximize, foreach=foreach, seed=seed,
         )  # fmt: skip
 
 

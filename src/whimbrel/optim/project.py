@@ -29,12 +29,13 @@ DIRECTIONS = 16
 
 
 def project_in_backward(
-    optimizer: Composed, *, accumulation: int = 1, model: nn.Module | None = None, dtype: torch.dtype = torch.float32
+    optimizer: Composed, *, accumulation: int = 1, model: nn.Module | None = None, dtype: torch.dtype | None = None
 ) -> ProjectInBackward:
     """Have backward project gradients for `optimizer`; undone by `remove()`.
 
     `accumulation` is the number of micro-batches that make a step. `model`: its linear layers whose weights move in a
-    subspace compute the projection in place of the gradient. `dtype` is that of the projections that wait.
+    subspace compute the projection in place of the gradient. `dtype` is that of the projections that wait, by default
+    each parameter's own, in which its gradients would wait.
     """
     return ProjectInBackward(optimizer, accumulation=accumulation, model=model, dtype=dtype)
 
@@ -44,7 +45,9 @@ class ProjectInBackward(InBackward):
 
     optimizer: Composed
 
-    def __init__(self, optimizer: Composed, *, accumulation: int, model: nn.Module | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, optimizer: Composed, *, accumulation: int, model: nn.Module | None, dtype: torch.dtype | None
+    ) -> None:
         if not isinstance(optimizer, Composed):
             raise OptimizerError(
                 f"{type(optimizer).__name__} does not move in a subspace that gradients can be projected to"
@@ -56,7 +59,7 @@ class ProjectInBackward(InBackward):
         self._directions: dict[tuple[int, torch.device], Tensor] = {}
         params = [p for group in self.param_groups for p in group["params"]]
         self._lowered = [p for p in params if p.requires_grad and not optimizer.needs_whole(p)]
-        if not self._lowered:
+        if not optimizer.projects:
             raise OptimizerError(
                 f"{type(optimizer).__name__} needs the whole gradient of every parameter, so none can be projected in "
                 "backward: use one that moves by projections alone (galore_warm, qgalore), or step in backward"
@@ -127,7 +130,7 @@ class ProjectInBackward(InBackward):
             return
         grad = self.optimizer.matrix(parameter, parameter.grad)
         basis = self.optimizer.basis(parameter)
-        low = (grad @ basis.to(grad.dtype)).to(self.dtype)
+        low = (grad @ basis.to(grad.dtype)).to(self.dtype or parameter.dtype)
         if self.accumulation == 1 and parameter not in self.optimizer.projected:
             self._squares[parameter] = torch.linalg.vector_norm(grad, dtype=torch.float32).square()
         else:
@@ -166,7 +169,7 @@ class ProjectInBackward(InBackward):
     def _probe(self, weight: Tensor) -> Probe:
         slot = self.optimizer.slot(weight)
         sketch = self._sketch(slot.shape[-1], weight.device)
-        return Probe(slot, slot.stored(self.state[weight], "basis"), sketch, self.dtype)
+        return Probe(slot, slot.stored(self.state[weight], "basis"), sketch, self.dtype or weight.dtype)
 
     def _arm(self) -> None:
         """Before a step: linear layers whose basis is due make their whole gradient in it."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from whimbrel.optim.slot import PHASE, Slot
 from whimbrel.optim.subspace import Basis, cold_basis, svd_basis, warm_basis
 
-__all__ = ["is_due", "refresh"]
+__all__ = ["follow", "is_due", "refresh"]
 
 State = dict[str, Tensor]
 STEADY, MOVING = 0.9, 0.5
@@ -22,8 +24,10 @@ def is_due(state: State) -> bool:
     return "due" in state and int(state["step"]) >= int(state["due"])
 
 
-def refresh(slot: Slot, state: State, grad: Tensor) -> None:
+def refresh(slot: Slot, state: State, grad: Tensor) -> Tensor | None:
     """Seek a new basis and have the moments follow it; where none is found, all stays and it is sought again.
+
+    Given back is the overlap of the two, for `follow`, where the gap is to follow it.
 
     In a stack, matrices without one (an expert that saw nothing) do not keep the others waiting. The first one empties
     the moments: what was learnt in no basis, or in one drawn by chance, says nothing of this one. The second comes
@@ -32,11 +36,10 @@ def refresh(slot: Slot, state: State, grad: Tensor) -> None:
     group, first = slot.group, int(state["gap"]) == 0
     old = slot.read(state, "basis")
     fresh = _seek(slot, state, grad, old, first=first)
-    found, overlap = torch.stack((fresh.found.any().float(), fresh.overlap.mean())).tolist()
     state["failures"] += ~fresh.found
-    if first and not found:
+    if first and not bool(fresh.found.any()):
         state["due"].copy_(state["step"] + 1)
-        return
+        return None
     if first:
         state["step"].zero_()
         for name in slot.rule.moments:
@@ -46,11 +49,18 @@ def refresh(slot: Slot, state: State, grad: Tensor) -> None:
     else:
         if group["carry"] in ("transport", "turn"):
             _transport(slot, state, old, fresh.basis)
-        if group["lazy"]:
-            gap = _next_gap(group["gap"], int(state["gap"]), overlap)
-            state["gap"].fill_(gap)
         state["due"].copy_(state["step"] + state["gap"])
     slot.write(state, "basis", fresh.basis)
+    return fresh.overlap.mean() if group["lazy"] and not first else None
+
+
+def follow(overlaps: Sequence[tuple[Slot, State, Tensor]]) -> None:
+    """Longer gaps where bases stayed alike, shorter ones where they moved; all overlaps of a step are read at once."""
+    values = torch.stack([overlap.cpu() for _, _, overlap in overlaps]).tolist() if overlaps else []
+    for (slot, state, _), overlap in zip(overlaps, values, strict=True):
+        gap = _next_gap(slot.group["gap"], int(state["gap"]), overlap)
+        state["due"] += gap - state["gap"]
+        state["gap"].fill_(gap)
 
 
 def _seek(slot: Slot, state: State, grad: Tensor, old: Tensor, *, first: bool) -> Basis:
@@ -75,8 +85,8 @@ def _next_gap(asked: int, gap: int, overlap: float) -> int:
 def _transport(slot: Slot, state: State, old: Tensor, new: Tensor) -> None:
     """C = Q_old^T Q_new;  M' = M C;  V' = (1 - b2^t) [max(v^ - m^2, 0) (C o C) + (m^ C)^2], m^ and v^ unbiased.
 
-    With error feedback, what of the first moment the new basis cannot hold goes to the error (LDAdam); it is orthogonal
-    to that basis, so it changes nothing of the gradient's projection.
+    With carry = "turn", V stays. With error feedback, what of the first moment the new basis cannot hold goes to the
+    error (LDAdam); it is orthogonal to that basis, so it changes nothing of the gradient's projection.
     """
     turn, t = old.mT @ new, int(state["step"])
     assert slot.rule.linear is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whimbrel.ops import orthogonalise
 
-__all__ = ["RULES", "Moments", "Rule"]
+__all__ = ["Moments", "RULES", "Rule"]
 
 Moments = Mapping[str, list[Tensor]]
 Update = Callable[[list[Tensor], Moments, Sequence[int], Mapping[str, Any]], list[Tensor]]

@@ -45,20 +45,22 @@ def random_basis(shape: torch.Size, rank: int, generator: torch.Generator, devic
     return basis
 
 
-def cold_basis(grad: Tensor, rank: int, generator: torch.Generator, power: int = 1, eig: bool = False) -> Basis:
-    """A basis from nothing but `grad`: Q = orth(G^T Omega), then one power step; by chance where that has no span."""
+def cold_basis(grad: Tensor, rank: int, generator: torch.Generator) -> Basis:
+    """A basis from nothing but `grad`: Q = orth(G^T Omega), then one power step; by chance where that has no span.
+
+    Its columns are turned to the singular vectors of G Q, the first to the first: Adam's second moments then belong to
+    the directions along which the gradient varies, which is worth more than the span alone.
+    """
     grad = grad.float()
     sketch = torch.randn((*grad.shape[:-1], rank), generator=generator, device=grad.device)
     filler = torch.randn((*grad.shape[:-2], grad.shape[-1], rank), generator=generator, device=grad.device)
     y = grad.mT @ sketch
     first, _ = cholesky_qr(y + filler * (FLOOR * _column_length(y) / grad.shape[-1] ** 0.5))
-    for _ in range(power):
-        y = grad.mT @ (grad @ first)
-        basis, found = cholesky_qr(y + first * (FLOOR * _column_length(y)))
-        first = basis
-    if eig:
+    y = grad.mT @ (grad @ first)
+    basis, found = cholesky_qr(y + first * (FLOOR * _column_length(y)))
+    with _precision("highest"):
         low = grad @ basis
-        basis = basis @ torch.linalg.eigh(low.mT @ low)[1].flip(-1)
+        basis = basis @ torch.linalg.eigh((low.mT @ low).nan_to_num_()).eigenvectors.flip(-1)
     basis = torch.where(found[..., None, None], basis, cholesky_qr(filler)[0])
     return Basis(basis, torch.zeros(found.shape, device=grad.device), found)
 
@@ -70,6 +72,7 @@ def warm_basis(grad: Tensor, low: Tensor, old: Tensor, *, align: bool = True) ->
     Q = Y U with U the polar factor of Y^T Q_old (orthogonal Procrustes). Without, its columns go on to the singular
     vectors, the first to the first, and moments must be transported.
     """
+    grad = grad.float() if grad.dtype == torch.float16 else grad  # which has no room for products of gradients
     y = (grad.mT @ low.to(grad.dtype)).float()
     basis, found = cholesky_qr(y + old * (FLOOR * _column_length(y)))
     with _precision("highest"):
@@ -103,15 +106,20 @@ def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tupl
 
 
 def polar_factor(square: Tensor) -> Tensor:
-    """The orthogonal matrix nearest to one of singular values up to 1, by products alone; exact for those from 1e-3."""
+    """The nearest orthogonal matrix, by products alone; exact for singular values from 1e-3 of the largest.
+
+    That one is bounded by the eighth root of the sum of their eighth powers: a basis out of 4 bits has some above 1.
+    """
+    gram = square.mT @ square
+    longest = torch.linalg.matrix_norm(gram @ gram, keepdim=True) ** 0.25
     with _precision("high"):  # steps correct the errors of those before them, so that the last alone must be exact
-        x = _polynomials(square / 1.01, (*POLYNOMIALS, *FINISHING[:1]))
+        x = _polynomials(square / (1.01 * longest), (*POLYNOMIALS, *FINISHING[:1]))
     with _precision("highest"):
         return _polynomials(x, FINISHING[1:])
 
 
 def _polynomials(x: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
-    """x (a + b x^2 + c x^4) of the singular values, for each (a, b, c) in turn."""
+    """Map singular values x to x (a + b x^2 + c x^4), for each (a, b, c) in turn."""
     for a, b, c in coefficients:
         gram = x.mT @ x
         inner = b * gram + c * (gram @ gram)

@@ -305,7 +305,9 @@ class TrainingArguments(BaseTrainingArguments):
     recompute: float | Literal["none", "full", "selective"] = "none"
     """Activations computed again in backward: full; selective (all but products); or the share of memory to keep."""
     optimizer_in_backward: bool = False
-    """Move each parameter as soon as its gradient is there, and free it."""
+    """Free each gradient in backward: projected, by optimizers in a subspace; else used, which bars clipping."""
+    projected_linears: bool = False
+    """With optimizer_in_backward: linear layers make the projection of their weight gradient and never itself."""
     compile_scope: Literal["block", "model"] = "block"
     """With torch_compile: one block once, which the rest reuse, or the whole model in one graph."""
     async_save: bool = True
@@ -321,12 +323,6 @@ class TrainingArguments(BaseTrainingArguments):
             )
         if self.compile_scope != "block" and not self._compiles:
             raise ConfigError(f"compile_scope = {self.compile_scope!r} needs torch_compile=True: set it")
-        if self.optimizer_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):
-            raise ConfigError(
-                "optimizer_in_backward = True moves a parameter before the norm of all gradients and the next "
-                f"micro-batch are known: max_grad_norm = {self.max_grad_norm} must be 0 and "
-                f"gradient_accumulation_steps = {self.gradient_accumulation_steps} must be 1"
-            )
 
 
 _LEAST: dict[str, float] = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.logging import get_logger
 from whimbrel.models import GPT
 from whimbrel.optim import (
+    Composed,
     OptimConfig,
     RoutedParameter,
     Schedule,
     build_optimizer,
     lr_factor,
+    project_in_backward,
     restore_optimizer,
     route_parameters,
     step_in_backward,
@@ -91,8 +94,10 @@ def compile_model(model: nn.Module, config: TrainerConfig) -> None:
         part.compile(**settings)
 
 
-def build_optimizer_of(model: nn.Module, config: TrainerConfig, choice: OptimizerChoice) -> Optimizer:
-    """The optimizer that was given or named, or the one that the settings describe."""
+def build_optimizer_of(
+    model: nn.Module, config: TrainerConfig, choice: OptimizerChoice, *, accumulation: int = 1
+) -> Optimizer:
+    """The optimizer that was given or named, or the one that the settings describe; in backward where it is to be."""
     if choice is not None and not isinstance(choice, str) and config.optim != OptimConfig(lr=config.optim.lr):
         logger.warning("the optimizer was given: its own settings hold, not those of the arguments")
     if isinstance(choice, Optimizer):
@@ -101,8 +106,35 @@ def build_optimizer_of(model: nn.Module, config: TrainerConfig, choice: Optimize
         optimizer = choice([p for p in model.parameters() if p.requires_grad])
     else:
         settings = config.optim if choice is None else config.optim.named(choice) if isinstance(choice, str) else choice
+        if config.train.optimizer_in_backward and settings.listens_to("start") and settings.start is None:
+            settings = replace(
+                settings, start="random"
+            )  # bases from the first gradients would want all of them at once
         optimizer = build_optimizer(settings, routed_parameters(model), seed=config.train.seed)
-    return step_in_backward(optimizer) if config.train.optimizer_in_backward else optimizer
+    return _in_backward(optimizer, model, config, accumulation) if config.train.optimizer_in_backward else optimizer
+
+
+def _in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, accumulation: int) -> Optimizer:
+    """Project gradients where the optimizer moves by projections alone, else step: with nothing that needs them all."""
+    train = config.train
+    wrong = {"train.precision = fp16": train.precision == "fp16"}
+    if isinstance(optimizer, Composed) and optimizer.projects:
+        what = "train.optimizer_in_backward projects gradients before their scale is known"
+    else:
+        what = "train.optimizer_in_backward moves weights before the whole gradient is known"
+        wrong |= {
+            f"{accumulation} micro-batches a step": accumulation > 1,
+            f"train.clip = {train.clip} (max_grad_norm)": train.clip is not None,
+            "train.on_nonfinite = skip": train.on_nonfinite == "skip",
+            f"train.projected_linears, as {type(optimizer).__name__} needs whole gradients": train.projected_linears,
+        }
+    for name in (name for name, given in wrong.items() if given):
+        raise ConfigError(f"{what}, which does not go with {name}: turn one of them off")
+    if isinstance(optimizer, Composed) and optimizer.projects:
+        return project_in_backward(
+            optimizer, accumulation=accumulation, model=model if train.projected_linears else None
+        )
+    return step_in_backward(optimizer)
 
 
 def routed_parameters(model: nn.Module) -> list[RoutedParameter]:
@@ -161,21 +193,3 @@ class OptimizerState:
                 f"the checkpoint holds the state of another optimizer, or of other parameters ({error}): keep the "
                 "settings of optim, name another output_dir, or leave it out with --resume.skip=optimizer"
             ) from error
-
-
-def check_modes(config: TrainerConfig, accumulation: int, scaled: bool) -> None:
-    """Refuse settings that do not go together."""
-    train = config.train
-    if not train.optimizer_in_backward:
-        return
-    for wrong, name in (
-        (accumulation > 1, f"{accumulation} micro-batches a step"),
-        (train.clip is not None, f"train.clip = {train.clip} (max_grad_norm)"),
-        (train.on_nonfinite == "skip", "train.on_nonfinite = skip"),
-        (scaled, "train.precision = fp16"),
-    ):
-        if wrong:
-            raise ConfigError(
-                f"train.optimizer_in_backward moves weights before the whole gradient is known, which does not go "
-                f"with {name}: turn one of them off"
-            )

@@ -140,7 +140,10 @@ class Loop:
         """Unscale, measure and clip."""
         self.precision.unscale(self.optimizer)
         if isinstance(self.optimizer, InBackward):
-            return self.optimizer.grad_norm()  # the gradients are gone
+            norm = self.optimizer.grad_norm()  # the gradients are gone
+            if self.clip is not None:
+                self.optimizer.clip_(self.clip, norm)
+            return norm
         norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if self.clip is not None:
             nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)

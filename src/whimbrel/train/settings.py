@@ -67,7 +67,9 @@ class TrainConfig:
     activation_offloading: bool = False
     """Keep activations in host memory between forward and backward."""
     optimizer_in_backward: bool = False
-    """Move each parameter as soon as its gradient is there, and free it; needs one micro-batch a step and no clip."""
+    """Free each gradient in backward: projected, by an optimizer in a subspace; else used, which bars clip and more."""
+    projected_linears: bool = False
+    """Linear layers make the projection of their weight gradient and never itself; needs optimizer_in_backward."""
     sdpa_backend: SdpaBackend | tuple[SdpaBackend, ...] | None = None
     """Which attention kernels may be used; not given: torch chooses."""
     sdpa_set_priority: bool = False
@@ -100,6 +102,8 @@ class TrainConfig:
             raise ConfigError("train.sdpa_set_priority = true needs train.sdpa_backend, the order to try: give it")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"train.seed = {self.seed} must be at least 0 and below 2**63")
+        if not self.optimizer_in_backward:
+            check_unused("train", self, ("projected_linears",), "train.optimizer_in_backward = true")
         if not self.compile:
             names = ("compile_scope", "compile_backend", "compile_mode", "recompile_limit")
             check_unused("train", self, names, "train.compile = true")

@@ -73,6 +73,7 @@ def features(config: TrainerConfig) -> tuple[str, ...]:
         f"recompute {train.recompute}": train.recompute != "none",
         "activations in host memory": train.activation_offloading,
         "optimizer in backward": train.optimizer_in_backward,
+        "projected linears": train.projected_linears,
         "deterministic": train.deterministic,
         "anomaly detection": train.detect_anomaly,
         f"non-finite steps: {train.on_nonfinite}": train.on_nonfinite != "stop",

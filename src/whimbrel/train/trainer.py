@@ -77,11 +77,12 @@ class BaseTrainer(TrainerCore):
             self.eval_dataloader = self._make_batches(eval_dataset, config.validation.micro_batch, shuffle=False)
         if train_dataset is None:
             return
-        assemble.check_modes(config, self._accumulation(), self.precision.scaler is not None)
         self.train_dataloader = self._make_batches(train_dataset, config.train.micro_batch, shuffle=True)
         if isinstance(self.optimizer, InBackward):
             self.optimizer.remove()  # of an earlier train()
-        self.optimizer = assemble.build_optimizer_of(self.unwrapped_model(), config, self._optimizers[0])
+        self.optimizer = assemble.build_optimizer_of(
+            self.unwrapped_model(), config, self._optimizers[0], accumulation=self._accumulation()
+        )
         total = self._total_steps(self.train_dataloader)
         self.lr_scheduler = assemble.build_scheduler(self.optimizer, config, total, self._optimizers[1])
         self.state, self.control, self.tally = self._make_state(total), TrainerControl(), Tally()

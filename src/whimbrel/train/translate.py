@@ -192,6 +192,7 @@ TABLE = (
     ),
     _same("enable_activation_offloading", "train.activation_offloading"),
     _same("optimizer_in_backward", "train.optimizer_in_backward"),
+    _same("projected_linears", "train.projected_linears"),
     _as("mixed_precision", "train.precision", lambda p: p or "fp32", lambda p: None if p == "fp32" else p),
     _same("float32_matmul_precision", "train.matmul_precision"),
     _same("default_dtype", "train.default_dtype"),
@@ -217,7 +218,8 @@ UNEXPRESSED = {
     ),
     **dict.fromkeys(
         ("optim.momentum", "optim.momentum_start", "optim.momentum_warmup", "optim.rank", "optim.gap", "optim.lazy",
-         "optim.scale", "optim.side", "optim.store", "optim.basis_store", "optim.start", "optim.projection_type"),
+         "optim.carry", "optim.scale", "optim.side", "optim.store", "optim.basis_store", "optim.start",
+         "optim.projection_type"),
         "arguments mean AdamW; a trainer may be handed an OptimConfig",
     ),
     "resume.skip": "deleting a component's file does the same",

@@ -143,7 +143,6 @@ def test_changed_arguments_are_checked_again_and_keep_their_folder() -> None:
             {"gradient_checkpointing": True, "recompute": "selective"},
             "gradient_checkpointing = True is recompute='full'",
         ),
-        ({"optimizer_in_backward": True}, "max_grad_norm = 1.0 must be 0"),
     ],
 )
 def test_wrong_values_are_refused_by_name(given: dict[str, Any], message: str) -> None:

@@ -1,0 +1,278 @@
+"""What optimizers in a subspace cost, and what they reach.
+
+    python bench/optim.py refresh --out bench/results/optim-refresh.json
+    python bench/optim.py step --out bench/results/optim-step.json
+    python bench/optim.py quality --data data/webmix20M --out bench/results/optim-quality.json
+
+refresh: seconds to find a new basis of one matrix, ours against the SVD of galore-torch, and the share of the
+gradient's energy that each holds. step: the times of every step of a training run, the worst against the median, and
+the optimizer's share. quality: validation loss of the same model on the same tokens, for each optimizer and learning
+rate, the best of them with a second seed; what is no hidden matrix moves by AdamW at its own best rate in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from record import record
+from whimbrel.data import TokenDataLoader
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.optim import OptimConfig, ScheduleConfig, build_optimizer, lr_factor
+from whimbrel.optim.subspace import cold_basis, svd_basis, warm_basis
+from whimbrel.train.assemble import routed_parameters
+
+SHAPES = ((4096, 4096, 1024), (11008, 4096, 1024), (2752, 1024, 256))
+
+
+def seconds(work: Any, rounds: int) -> float:
+    """The median time of `work`, with the device waited for."""
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def peer_projector() -> Any:
+    """galore-torch's own projector, from its file: the package itself asks for bitsandbytes."""
+    package = importlib.util.find_spec("galore_torch")
+    if package is None or package.submodule_search_locations is None:
+        raise SystemExit("galore-torch is the peer of this benchmark: pip install galore-torch")
+    file = Path(package.submodule_search_locations[0]) / "galore_projector.py"
+    spec = importlib.util.spec_from_file_location("galore_projector", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.GaLoreProjector
+
+
+def drifting_gradients(rows: int, columns: int, count: int) -> list[Tensor]:
+    """Gradients with a spectrum that falls as 1/k^0.6 and singular vectors that turn a little from one to the next."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    short = min(rows, columns)
+    values = torch.arange(1, short + 1, device="cuda").float() ** -0.6
+    left, right = (
+        torch.linalg.qr(torch.randn(size, short, generator=generator, device="cuda")).Q for size in (rows, columns)
+    )
+    found = []
+    for _ in range(count):
+        found.append((left * values) @ right.mT)
+        right = torch.linalg.qr(right + 0.003 * torch.randn(right.shape, generator=generator, device="cuda")).Q
+    return found
+
+
+def energy(grad: Tensor, basis: Tensor) -> float:
+    """The share of the squared length of `grad` that a basis holds."""
+    return float((grad.float() @ basis).square().sum() / grad.float().square().sum())
+
+
+def measure_refresh(rounds: int) -> dict[str, Any]:
+    """A new basis, at several shapes, for gradients in fp32 and in bf16; fp32 products may use TF32, as in training."""
+    torch.set_float32_matmul_precision("high")
+    return {f"{m}x{n} rank {r}": refresh_row(m, n, r, rounds) for m, n, r in SHAPES}
+
+
+def refresh_row(rows: int, columns: int, rank: int, rounds: int) -> dict[str, Any]:
+    """The figures of one shape."""
+    *earlier, last = drifting_gradients(rows, columns, 4)
+    generator = torch.Generator("cuda").manual_seed(1)
+    basis = cold_basis(earlier[0], rank, generator).basis
+    for grad in earlier[1:]:
+        basis = warm_basis(grad, grad @ basis, basis).basis
+    peer = peer_projector()(rank, update_proj_gap=1, proj_type="right")
+    svd = seconds(lambda: peer.project(last, 0), 2)
+    row: dict[str, Any] = {"svd_seconds": svd, "svd_energy": energy(last, svd_basis(last, rank))}
+    row["cold_seconds"] = seconds(lambda: cold_basis(last, rank, generator), rounds)
+    row["cold_share_of_svd"] = energy(last, cold_basis(last, rank, generator).basis) / row["svd_energy"]
+    row["stale_share_of_svd"] = energy(last, basis) / row["svd_energy"]
+    for name, grad, align in (
+        ("fp32", last, False), ("fp32 aligned", last, True),
+        ("bf16", last.bfloat16(), False), ("bf16 aligned", last.bfloat16(), True),
+    ):  # fmt: skip
+        work = partial(warm_basis, grad, grad @ basis.to(grad.dtype), basis, align=align)
+        fresh, taken = work(), seconds(work, rounds)
+        assert bool(fresh.found)
+        row[name] = {
+            "seconds": taken,
+            "times_faster": svd / taken,
+            "share_of_svd": energy(grad, fresh.basis) / row["svd_energy"],
+            "overlap": float(fresh.overlap),
+        }
+    print(f"{rows}x{columns} rank {rank}", json.dumps(row), flush=True)
+    return row
+
+
+def llama(width: int, layers: int, vocab: int, context: int) -> GPTConfig:
+    """A model of Llama's kind."""
+    return GPTConfig(
+        vocab_size=vocab, context_length=context, num_layers=layers, embd_size=width, num_heads=width // 64,
+        position="rope", norm="rms", activation="silu", gated_mlp=True, mlp_size=-(-width * 8 // 3 // 32) * 32,
+        bias="none",
+    )  # fmt: skip
+
+
+def measure_steps(names: list[str], count: int) -> dict[str, Any]:
+    """Every step of short runs at 65,536 tokens a step: the whole of it, and its optimizer."""
+    results = {}
+    torch.set_float32_matmul_precision("high")
+    config = llama(1024, 24, 32_000, 1024)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = GPT(config)
+    for block in model.blocks:
+        block.compile()
+    ids = torch.randint(0, config.vocab_size, (16, 1025), device="cuda")
+    for name in names:
+        settings = {"name": name, "lr": 1e-3} | ({} if name in ("adamw", "muon") else {"rank": 256})
+        optimizer = build_optimizer(OptimConfig(**settings), routed_parameters(model))
+        whole, own = [], []
+        for _ in range(count):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(4):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = model(ids[:, :-1], ids[:, 1:]).loss
+                (loss / 4).backward()
+            torch.cuda.synchronize()
+            middle = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+            end = time.perf_counter()
+            whole.append(end - start)
+            own.append(end - middle)
+        warm = slice(3, None)
+        row = {
+            "parameters": model.num_parameters(),
+            "tokens": 4 * ids[:, 1:].numel(),
+            "first_step_optimizer_seconds": own[0],
+            "median_step_seconds": statistics.median(whole[warm]),
+            "worst_over_median": max(whole[warm]) / statistics.median(whole[warm]),
+            "optimizer_share": sum(own[warm]) / sum(whole[warm]),
+            "worst_optimizer_seconds": max(own[warm]),
+        }
+        results[name] = row
+        print(name, json.dumps(row))
+    return results
+
+
+class Quality:
+    """One model, trained anew for each optimizer on the same tokens in the same order."""
+
+    def __init__(self, data: Path, tokens: int, batch: int, context: int) -> None:
+        torch.set_float32_matmul_precision("high")
+        self.steps, self.batch, self.context = tokens // (batch * context), batch, context
+        self.data = data
+        self.loader = TokenDataLoader(data, batch, context, split="train", device="cuda")
+        self.config = llama(512, 10, 50_257, context)
+        with torch.device("cuda"):
+            self.model = GPT(self.config)
+        for block in self.model.blocks:
+            block.compile()
+
+    def run(self, settings: dict[str, Any], seed: int) -> dict[str, Any]:
+        """Train once; the curve, the validation loss and the time."""
+        torch.manual_seed(seed)
+        self.model.reset_parameters()
+        self.loader.reset()
+        optimizer = self.build(settings)
+        schedule = ScheduleConfig(name="cosine", warmup_steps=60, floor=0.1)
+        curve, start = [], time.perf_counter()
+        for step in range(self.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * lr_factor(schedule, step, self.steps)
+            x, y = self.loader.next_batch()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = self.model(x, y).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 20 == 0 or step == self.steps - 1:
+                curve.append((step, round(loss.item(), 4)))
+        seconds = time.perf_counter() - start
+        return {"settings": settings, "seed": seed, "loss": self.validate(), "seconds": seconds, "curve": curve}
+
+    def build(self, settings: dict[str, Any]) -> torch.optim.Optimizer:
+        """The optimizer that the settings describe."""
+        return build_optimizer(OptimConfig(**settings), routed_parameters(self.model))
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the held-out tokens."""
+        loader = TokenDataLoader(self.data, self.batch, self.context, split="val", device="cuda")
+        count = min(30, loader.total_tokens // (self.batch * self.context) - 1)
+        total = 0.0
+        for _ in range(count):
+            x, y = loader.next_batch()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                total += self.model(x, y).loss.item()
+        return total / count
+
+
+def compare(quality: Quality, rates: dict[str, list[dict[str, Any]]], seeds: int) -> dict[str, Any]:
+    """Each optimizer at each of its settings, the best of them again with other seeds; its mean loss by name."""
+    results: dict[str, Any] = {}
+    for name, candidates in rates.items():
+        runs = [shown(quality.run(settings, 0)) for settings in candidates]
+        best = min(runs, key=lambda run: float(run["loss"]))
+        again = [best, *(shown(quality.run(best["settings"], seed)) for seed in range(1, seeds))]
+        results[name] = {"mean": statistics.mean(run["loss"] for run in again), "runs": runs, "best": again}
+    return results
+
+
+def shown(run: dict[str, Any]) -> dict[str, Any]:
+    """Print a run in one line."""
+    print(json.dumps(run["settings"]), run["seed"], round(run["loss"], 4), f"{run['seconds']:.1f} s", flush=True)
+    return run
+
+
+def candidates() -> dict[str, list[dict[str, Any]]]:
+    """What is compared: each optimizer at three rates around where its loss was lowest before."""
+    shared = {"embedding_lr": 2e-3, "scalar_lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "decay": "hidden"}
+    low = shared | {"rank": 128}
+    return {
+        "adamw": [shared | {"name": "adamw", "lr": lr} for lr in (1e-3, 2e-3, 3e-3)],
+        "galore": [low | {"name": "galore", "lr": lr} for lr in (8e-3, 16e-3, 32e-3)],
+        "galore_warm": [low | {"name": "galore_warm", "lr": lr} for lr in (2e-3, 4e-3, 8e-3)],
+        "galore_warm, aligned": [low | {"name": "galore_warm", "carry": "align", "lr": lr} for lr in (4e-3, 8e-3)],
+    }
+
+
+def main() -> None:
+    """Measure one part and write it down."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("refresh", "step", "quality"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--data", type=Path, help="shards of GPT-2 tokens, for quality")
+    parser.add_argument("--tokens", type=int, default=19_900_000)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+    if args.part == "refresh":
+        results = measure_refresh(10)
+    elif args.part == "step":
+        results = measure_steps(["adamw", "galore_warm"], args.steps)
+    else:
+        if args.data is None:
+            parser.error("quality needs --data")
+        results = compare(Quality(args.data, args.tokens, 64, 512), candidates(), args.seeds)
+    record(f"optim {args.part}", results, args.out)
+
+
+if __name__ == "__main__":
+    main()
