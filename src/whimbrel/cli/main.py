@@ -10,7 +10,7 @@ import typer
 
 from whimbrel import __version__
 from whimbrel.base.errors import WhimbrelError
-from whimbrel.cli import compare, control, doctor, generate, plot, prepare, runs, tokenizer, train, verify
+from whimbrel.cli import compare, control, doctor, generate, memory, plot, prepare, runs, tokenizer, train, verify
 
 __all__ = ["app", "main"]
 
@@ -46,6 +46,7 @@ app.command()(prepare.prepare)
 app.add_typer(tokenizer.app, name="tokenizer")
 app.command()(verify.verify)
 app.command(context_settings=OVERRIDES)(train.train)
+app.command(context_settings=OVERRIDES)(memory.memory)
 app.command()(runs.runs)
 app.command()(control.control)
 app.command()(plot.plot)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whimbrel.base.errors import ConfigError, WhimbrelError
+from whimbrel.base.errors import ConfigError
 from whimbrel.models import GPT
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, parameter_table
 from whimbrel.optim.config import LISTENS
@@ -26,7 +26,7 @@ from whimbrel.train.outputs import Objective
 from whimbrel.train.settings import TrainConfig
 from whimbrel.train.simulated import Ledger, simulated_device
 
-__all__ = ["MemoryPrediction", "Refusal", "optimizer_names", "predict_memory", "rehearsal", "with_optimizer"]
+__all__ = ["MemoryPrediction", "optimizer_names", "predict_memory", "rehearsal", "with_optimizer"]
 
 WORKSPACE = {"cuda": 64 * 2**20}
 """What a device's library of products takes for itself: 32 MiB on Hopper, once for forward and once for backward."""
@@ -41,6 +41,8 @@ class MemoryPrediction:
 
     device: str
     optimizer: str
+    in_backward: bool
+    """Whether it works in backward, where gradients need not wait for its step."""
     micro_batch: int
     accumulation: int
     weights: int
@@ -59,14 +61,6 @@ class MemoryPrediction:
     """What it then is."""
     moved: tuple[ParameterRow, ...]
     """Who got what of the optimizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An optimizer that these settings do not go with."""
-
-    optimizer: str
-    reason: str
 
 
 def optimizer_names() -> tuple[str, ...]:
@@ -93,25 +87,29 @@ def with_optimizer(config: RunConfig, name: str) -> RunConfig:
 
 def predict_memory(
     config: RunConfig, device: str | None = None, names: Iterable[str] | None = None
-) -> list[MemoryPrediction | Refusal]:
+) -> list[MemoryPrediction]:
     """What the run needs with each of the named optimizers (None: its own), on a device that need not be here.
 
-    Nothing of it takes memory or time worth speaking of. Blocks are predicted as they are without torch.compile, which
-    keeps less of them for backward.
+    Nothing of it takes memory. An optimizer that cannot work in backward is predicted as it is without. Blocks are
+    predicted as they are without torch.compile, which keeps less of them for backward.
     """
     kind = choose_device(config.train.device).type if device is None else device
-    names = [config.optim.name] if names is None else names
-    with simulated_device(kind) as ledger, torch.random.fork_rng(devices=()):
-        config = _settled(config, kind)
-        if config.train.optimizer_in_backward:
-            return [_within(ledger, with_optimizer(config, name), kind) for name in names]
-        model = _model(config, ledger)
-        if (config.train.accumulation or 1) > 1:  # the last micro-batch finds the gradients of those before
-            for parameter in model.parameters():
-                parameter.grad = torch.empty_like(parameter)
-                ledger.mark([parameter.grad], "gradients")
-        passes = _walk(ledger, config, kind, model, torch.optim.SGD(model.parameters(), lr=0.0), micro_batches=1)
-        return [_beside(ledger, with_optimizer(config, name), kind, model, passes) for name in names]
+    config = _settled(config, kind)
+    passes: list[_Walk] = []
+    found = []
+    for name in [config.optim.name] if names is None else names:
+        own = with_optimizer(config, name)
+        if own.train.optimizer_in_backward:
+            try:
+                found.append(_within(own, kind))
+                continue
+            except ConfigError:
+                if name == config.optim.name:
+                    raise
+                own = replace(own, train=replace(own.train, optimizer_in_backward=False, projected_linears=False))
+        passes = passes or [_passes(own, kind)]
+        found.append(_beside(own, kind, passes[0]))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,27 +122,50 @@ class _Walk:
     most: dict[str, int]
 
 
-def _walk(
-    ledger: Ledger, config: RunConfig, kind: str, model: GPT, optimizer: Optimizer, *, micro_batches: int
-) -> _Walk:
-    """A whole step, of so many micro-batches: the last of them, norm and clipping, and what the optimizer does."""
-    shape = (2, config.train.micro_batch or 1, config.sequence_length)
-    others = (config.train.accumulation or 1) - micro_batches
-    tokens = [torch.empty(shape, dtype=torch.int64) for _ in range(others)]  # all of a step are there at once
-    few = replace(config, train=replace(config.train, accumulation=micro_batches))
-    loop = rehearsal(few, model, HOST, optimizer, ledger.enter)
-    loop.precision.scaler = None  # a few numbers, at which it looks
-    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    ledger.mark(states, "states")
-    with _settings(config.train, kind):
-        ledger.forget()
-        loop.step(1)
-    del tokens
-    return _found(ledger)
+def _passes(config: RunConfig, kind: str) -> _Walk:
+    """Forward and backward of the last micro-batch, which finds the gradients of those before it."""
+    with _simulation(kind) as ledger:
+        model = _model(config, ledger)
+        if (config.train.accumulation or 1) > 1:
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+                ledger.mark([parameter.grad], "gradients")
+        plain = torch.optim.SGD(model.parameters(), lr=0.0)  # has no state, and takes nothing in its step
+        return _walk(ledger, config, kind, model, plain, micro_batches=1)
 
 
-def _found(ledger: Ledger) -> _Walk:
-    return _Walk(ledger.peak, ledger.phase, dict(ledger.at_peak), dict(ledger.most))
+def _within(config: RunConfig, kind: str) -> MemoryPrediction:
+    """With an optimizer that works in backward, and so has its part in what is there meanwhile."""
+    accumulation = config.train.accumulation or 1
+    with _simulation(kind) as ledger:
+        model = _model(config, ledger)
+        optimizer = assemble.build_optimizer_of(model, config, None, accumulation=accumulation)
+        rows = parameter_table(model, optimizer)
+        for _ in range(1 if optimizer.state else 2):  # a state may be made in the first step only
+            walk = _walk(ledger, config, kind, model, optimizer, micro_batches=min(accumulation, 2))
+        return _prediction(config, kind, rows, walk)
+
+
+def _beside(config: RunConfig, kind: str, passes: _Walk) -> MemoryPrediction:
+    """With an optimizer that waits for its step: its state lies beside the passes, and its step comes after them."""
+    with _simulation(kind) as ledger:
+        model = _model(config, ledger)
+        optimizer = assemble.build_optimizer_of(model, config, None)
+        rows = parameter_table(model, optimizer)
+        temporaries = _temporaries(ledger, model, optimizer)
+    states = sum(row.state or 0 for row in rows)
+    held = {"weights": passes.most["weights"], "gradients": passes.most["gradients"]}
+    held |= {"states": states, "temporaries": temporaries}
+    walk = _Walk(passes.peak + states, passes.phase, passes.at_peak | {"states": states}, passes.most | held)
+    if sum(held.values()) > walk.peak:
+        walk = replace(walk, peak=sum(held.values()), phase="step", at_peak=held)
+    return _prediction(config, kind, rows, walk)
+
+
+@contextlib.contextmanager
+def _simulation(kind: str) -> Iterator[Ledger]:
+    with simulated_device(kind) as ledger, torch.random.fork_rng(devices=()):
+        yield ledger
 
 
 def _model(config: RunConfig, ledger: Ledger) -> GPT:
@@ -162,49 +183,37 @@ def _model(config: RunConfig, ledger: Ledger) -> GPT:
     return model
 
 
-def _within(ledger: Ledger, config: RunConfig, kind: str) -> MemoryPrediction | Refusal:
-    """With an optimizer that works in backward, and so has its part in what is there meanwhile."""
-    model = _model(config, ledger)
-    try:
-        assemble.check_modes(config, config.train.accumulation or 1, config.train.precision == "fp16")
-        optimizer = assemble.build_optimizer_of(model, config, None)
-    except WhimbrelError as error:
-        return Refusal(config.optim.name, str(error))
-    micro_batches, made = min(config.train.accumulation or 1, 2), bool(optimizer.state)
-    walk = _walk(ledger, config, kind, model, optimizer, micro_batches=micro_batches)
-    if not made:  # but in that step
-        walk = _walk(ledger, config, kind, model, optimizer, micro_batches=micro_batches)
-    return _prediction(config, kind, model, parameter_table(model, optimizer), walk)
-
-
-def _beside(ledger: Ledger, config: RunConfig, kind: str, model: GPT, passes: _Walk) -> MemoryPrediction | Refusal:
-    """With an optimizer that waits for its step: its state lies beside the passes, and its step comes after them."""
-    try:
-        optimizer = assemble.build_optimizer_of(model, config, None)
-    except WhimbrelError as error:
-        return Refusal(config.optim.name, str(error))
-    rows = parameter_table(model, optimizer)
-    states = sum(row.state or 0 for row in rows)
-    held = {"weights": passes.at_peak["weights"], "gradients": passes.most["gradients"], "states": states}
-    held["temporaries"] = _temporaries(ledger, model, optimizer)
-    walk = _Walk(passes.peak + states, passes.phase, passes.at_peak | {"states": states}, passes.most | held)
-    if sum(held.values()) > walk.peak:
-        walk = replace(walk, peak=sum(held.values()), phase="step", at_peak=held)
-    return _prediction(config, kind, model, rows, walk)
+def _walk(
+    ledger: Ledger, config: RunConfig, kind: str, model: GPT, optimizer: Optimizer, *, micro_batches: int
+) -> _Walk:
+    """A step of so many micro-batches: their passes, norm and clipping, and what the optimizer does."""
+    shape = (2, config.train.micro_batch or 1, config.sequence_length)
+    others = (config.train.accumulation or 1) - micro_batches
+    tokens = [torch.empty(shape, dtype=torch.int64) for _ in range(others)]  # all of a step are there at once
+    few = replace(config, train=replace(config.train, accumulation=micro_batches))
+    loop = rehearsal(few, model, HOST, optimizer, ledger.enter)
+    loop.precision.scaler = None  # a few numbers, at which it looks
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    ledger.mark(states, "states")
+    with _settings(config.train, kind):
+        ledger.forget()
+        loop.step(1)
+    del tokens
+    return _Walk(ledger.peak, ledger.phase, dict(ledger.at_peak), dict(ledger.most))
 
 
 def _temporaries(ledger: Ledger, model: GPT, optimizer: Optimizer) -> int:
     """The most that a step takes and gives back; of many blocks, which are alike, it is seen from the first few.
 
-    What grows by as much with each of them grows on. What does not has come to the size that work is cut to.
+    What each of them adds alike, all do. Otherwise it has come to the size that work is cut to.
     """
     blocks = len(list(model.blocks))
     few = min(blocks, FEW_BLOCKS)
     made = bool(optimizer.state)
     first = _step(ledger, model, optimizer, few)
-    one, two, most = (_step(ledger, model, optimizer, count) for count in (few // 4, few // 2, few))
-    if blocks > few and (most - two) > 0.9 * 2 * (two - one) > 0:
-        most += (most - two) * (blocks - few) // (few - few // 2)
+    half, most = (_step(ledger, model, optimizer, count) for count in (few // 2, few))
+    if blocks > few and most > 1.8 * half:
+        most = most * blocks // few
     return max(first, most) if made else most  # else the first step made the state, which stays
 
 
@@ -222,16 +231,15 @@ def _step(ledger: Ledger, model: GPT, optimizer: Optimizer, blocks: int) -> int:
     return ledger.peak - before
 
 
-def _prediction(
-    config: RunConfig, kind: str, model: GPT, moved: tuple[ParameterRow, ...], walk: _Walk
-) -> MemoryPrediction:
+def _prediction(config: RunConfig, kind: str, moved: tuple[ParameterRow, ...], walk: _Walk) -> MemoryPrediction:
     workspace = WORKSPACE.get(kind, 0)
     return MemoryPrediction(
         device=kind,
         optimizer=config.optim.name,
+        in_backward=config.train.optimizer_in_backward,
         micro_batch=config.train.micro_batch or 1,
         accumulation=config.train.accumulation or 1,
-        weights=_bytes([*model.parameters(), *model.buffers()]),
+        weights=walk.most["weights"],
         gradients=walk.most.get("gradients", 0),
         states=sum(row.state or 0 for row in moved),
         activations=walk.most.get("activations", 0),
@@ -253,7 +261,9 @@ def _settled(config: RunConfig, kind: str) -> RunConfig:
                 f"train.micro_batch is not given, and how many sequences fit on a {kind} device is found there: set "
                 "--train.micro_batch=N"
             )
-        train = replace(train, micro_batch=recipe.choose_micro_batch(config, recipe.draw_model(config), here))
+        with _simulation(kind):
+            model = recipe.draw_model(config)
+        train = replace(train, micro_batch=recipe.choose_micro_batch(config, model, here))
     assert train.micro_batch is not None
     accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length)
     unset: dict[str, Any] = {f.name: f.default for f in fields(TrainConfig) if "compile" in f.name}
@@ -315,7 +325,3 @@ def _leave(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
 def _fetch(left: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
     shape, stride, dtype = left
     return torch.empty_strided(shape, stride, dtype=dtype)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)

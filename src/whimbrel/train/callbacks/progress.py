@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from whimbrel.base.units import readable_bytes
 from whimbrel.optim import ParameterRow
 from whimbrel.train.callback import StopRequest, TrainerCallback
 from whimbrel.train.device import peak_memory
@@ -140,7 +141,7 @@ def _head(summary: RunSummary) -> Iterator[str]:
 
 def _memory(memory: MemoryEstimate) -> str:
     parts = [(memory.weights, "weights"), (memory.gradients, "gradients"), (memory.optimizer, "optimizer state")]
-    known = [f"{_size(size)} {what}" for size, what in parts if size is not None]
+    known = [f"{readable_bytes(size)} {what}" for size, what in parts if size is not None]
     return " + ".join(known) + ("" if memory.optimizer is not None else " + optimizer state, not known yet")
 
 
@@ -151,7 +152,7 @@ def _moved(rows: Iterable[ParameterRow]) -> Iterator[str]:
         alike.setdefault((row.rule, row.lr, row.weight_decay), []).append(row)
     for (rule, lr, decay), found in alike.items():
         known = [row.state for row in found if row.state is not None]
-        state = f", {_size(sum(known))} of state" if len(known) == len(found) else ""
+        state = f", {readable_bytes(sum(known))} of state" if len(known) == len(found) else ""
         names = ", ".join(row.name for row in found[:NAMED]) + (", ..." if len(found) > NAMED else "")
         count = sum(row.count for row in found)
         yield f"Moved by {rule} (lr {lr:g}, weight decay {decay:g}): {count} tensor{'s' * (count > 1)}{state}: {names}"
@@ -208,13 +209,6 @@ def _ending(
         saved = f"saved in {checkpoint}" if checkpoint else "nothing to save yet"
         again = "leave out overwrite_output_dir to go on" if overwrites else "run the same command to go on"
         yield f"Stopped at step {step}, {saved}: {again}"
-
-
-def _size(size: int) -> str:
-    """In the unit that fits."""
-    if size >= 2**30:
-        return _gib(size)
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def _gib(size: int, digits: int = 2) -> str:
