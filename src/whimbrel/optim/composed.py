@@ -305,9 +305,7 @@ class Composed(torch.optim.Optimizer):
                 lifted = lift(group["lift"], direction, low, grad, state["length"])
             basis = None if lifted.low is None else self._basis(slot, int(state["step"]) - 1)
         if weight.dtype == torch.float32 and lifted.low is not None and grad is None:
-            if decay:
-                weight.mul_(1 - decay)
-            _add_product_(weight, lifted.low, basis, -rate)
+            _add_product_(weight, lifted.low, basis, -rate, 1 - decay)
             return
         generator = slot.generator(state, salt=2 + (rows.start if rows else 0))
         for part in _parts(weight):
@@ -330,14 +328,14 @@ class Composed(torch.optim.Optimizer):
                 slot.write(state, "basis", cholesky_qr(noise)[0])
 
 
-def _add_product_(total: Tensor, low: Tensor, basis: Tensor | None, scale: float) -> None:
-    """`total += scale * low @ basis^T` with no matrix of that size beside it; None is the identity."""
+def _add_product_(total: Tensor, low: Tensor, basis: Tensor | None, scale: float, keep: float = 1.0) -> None:
+    """`total = keep * total + scale * low @ basis^T` with no matrix of that size beside it; None is the identity."""
     if basis is None:
-        total.add_(low, alpha=scale)
+        (total if keep == 1.0 else total.mul_(keep)).add_(low, alpha=scale)
     elif total.ndim == 2:
-        total.addmm_(low, basis.mT, alpha=scale)
+        total.addmm_(low, basis.mT, beta=keep, alpha=scale)
     else:
-        total.baddbmm_(low, basis.mT, alpha=scale)
+        total.baddbmm_(low, basis.mT, beta=keep, alpha=scale)
 
 
 def _cuts(slot: Slot) -> list[slice | None]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim.rules import RULES, Rule
-from whimbrel.optim.store import Codec, codec
+from whimbrel.optim.store import codec
 
 __all__ = ["Slot"]
 
@@ -49,6 +49,9 @@ class Slot:
         self.shape = self.view(parameter).shape
         self.low_shape = self.shape if self.rank is None else torch.Size((*self.shape[:-1], self.rank))
         self.codecs = {name: codec(self.moment_store, kind) for name, kind in self.rule.moments.items()}
+        self.shapes = self.rule.shapes(self.low_shape)
+        if self.basis_codec is not None:
+            self.codecs["basis"], self.shapes["basis"] = self.basis_codec, self.basis_shape
 
     @property
     def rule(self) -> Rule:
@@ -82,12 +85,11 @@ class Slot:
         device = self.parameter.device
         state = {"step": torch.zeros((), dtype=torch.int64)}
         state["seed"] = torch.tensor((self.group["seed"] * 1_000_003 + self.index) % 2**63, dtype=torch.int64)
-        for name, shape in self.rule.shapes(self.low_shape).items():
+        for name, shape in self.shapes.items():
             state.update(_named(name, self.codecs[name].allocate(shape, device)))
         if self.basis_codec is not None:
             state |= {"due": torch.zeros((), dtype=torch.int64), "gap": torch.zeros((), dtype=torch.int64)}
             state |= {"failures": torch.zeros(self.shape[:-2], dtype=torch.int32, device=device)}
-            state.update(_named("basis", self.basis_codec.allocate(self.basis_shape, device)))
         if self.rank is not None and self.group["lift"] != "back":
             state["length"] = torch.zeros(self.shape[:-2], device=device)
         if self.rank is not None and self.group["error_feedback"]:
@@ -96,10 +98,10 @@ class Slot:
 
     def bytes_of(self) -> int:
         """What `allocate` takes, by arithmetic alone."""
-        total = 8 * 2 + sum(self.codecs[n].bytes_of(s) for n, s in self.rule.shapes(self.low_shape).items())
+        total = 8 * 2 + sum(self.codecs[name].bytes_of(shape) for name, shape in self.shapes.items())
         stack = self.shape[:-2].numel() if self.matrix_like else 1
         if self.basis_codec is not None:
-            total += 8 * 2 + 4 * stack + self.basis_codec.bytes_of(self.basis_shape)
+            total += 8 * 2 + 4 * stack
         if self.rank is not None and self.group["lift"] != "back":
             total += 4 * stack
         if self.rank is not None and self.group["error_feedback"]:
@@ -119,8 +121,10 @@ class Slot:
 
     def read(self, state: State, name: str, rows: slice | None = None) -> Tensor:
         """A moment or the basis, in fp32; changed in place it may or may not be stored: `write` it afterwards."""
-        shape = self.basis_shape if name == "basis" else self.rule.shapes(self.low_shape)[name]
-        return self._codec(name).decode(self.stored(state, name, rows), shape[-1])
+        codec = self.codecs[name]
+        if codec.dtype == torch.float32 and rows is None:
+            return state[name]
+        return codec.decode(self.stored(state, name, rows), self.shapes[name][-1])
 
     def write(
         self,
@@ -131,7 +135,8 @@ class Slot:
         noise: Tensor | None = None,
     ) -> None:
         """Store a moment or the basis, codes rounded to the nearest or, with `noise`, by chance."""
-        self._codec(name).encode_(self.stored(state, name, rows), numbers, noise)
+        if numbers is not state[name]:
+            self.codecs[name].encode_(self.stored(state, name, rows), numbers, noise)
 
     def noise(self, state: State, name: str, shape: torch.Size, rows: slice | None) -> Tensor | None:
         """For a moment that changes by less than a level from step to step, and so is rounded by chance."""
@@ -173,11 +178,6 @@ class Slot:
             return total + (self.basis_codec.bytes_of((stack, projected, self.rank or 1)) if self.basis_codec else 0)
 
         return cost(columns, rows) < cost(rows, columns)
-
-    def _codec(self, name: str) -> Codec:
-        if name == "basis" and self.basis_codec is not None:
-            return self.basis_codec
-        return self.codecs[name]
 
 
 def _named(name: str, stored: Sequence[Tensor]) -> dict[str, Tensor]:
