@@ -56,6 +56,10 @@ class Composed(torch.optim.Optimizer):
     start: gradient (the first basis is from the first gradient) or random (by chance, and from gradients soon after).
     """
 
+    skip_nonfinite: bool = True
+    """Whether a step with a gradient that is not finite is left out as a whole, for which a GPU must be waited for once
+    a step; False where the caller sees to it, as the trainer does."""
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -119,7 +123,7 @@ class Composed(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; none of any where a gradient is not finite."""
+        """One update of every parameter that has a gradient; of none where one of them is not finite."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -131,7 +135,7 @@ class Composed(torch.optim.Optimizer):
         for grad in grads:
             if grad is not None and grad.is_sparse:
                 raise NoSparseGradientError(type(self).__name__)
-        if not self._finite([grad for grad in grads if grad is not None]):
+        if self.skip_nonfinite and not self._finite([grad for grad in grads if grad is not None]):
             self.skipped += 1
             self.projected.clear()
             return loss

@@ -33,7 +33,7 @@ class Basis(NamedTuple):
 
 def svd_basis(grad: Tensor, rank: int) -> Tensor:
     """The first right singular vectors: no basis keeps more of `grad`, and none takes longer to find."""
-    _, _, vh = torch.linalg.svd(grad.float(), full_matrices=False)
+    _, _, vh = torch.linalg.svd(grad.float().nan_to_num(), full_matrices=False)
     basis: Tensor = vh[..., :rank, :].mT.contiguous()
     return basis
 
