@@ -1,0 +1,157 @@
+"""When bases are sought, and what becomes of moments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.optim.table import move, random
+from torch import Tensor, nn
+
+from whimbrel.optim import Composed, GaLoreWarm
+
+
+def sought(optimizer: Composed, steps: int, grad: Tensor | None = None) -> list[list[int]]:
+    """Which parameters, by place, got a new basis in each step."""
+    found = []
+    params = optimizer.param_groups[0]["params"]
+    for step in range(steps):
+        found.append([place for place, p in enumerate(params) if optimizer.refreshes(p)])
+        for place, p in enumerate(params):
+            p.grad = random(p.shape, step * 100 + place) if grad is None else grad.clone()
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("gap", [1, 2, 7])
+def test_a_basis_is_kept_for_a_gap(gap: int) -> None:
+    """From the second on; until then it is by the parameter's place."""
+    optimizer = Composed([nn.Parameter(random((8, 6)))], rank=2, gap=gap)
+    steps = [step for step, places in enumerate(sought(optimizer, 5 * gap + 2)) if places]
+    assert steps[0] == 0
+    assert max(1, gap // 2) <= steps[1] <= max(1, 2 * gap)
+    assert {b - a for a, b in pairwise(steps[1:])} == {gap}
+
+
+@pytest.mark.parametrize(("count", "most"), [(40, 3), (7, 1), (100, 7)])
+def test_no_step_after_the_first_seeks_many_bases(count: int, most: int) -> None:
+    optimizer = Composed([nn.Parameter(random((4, 3), i)) for i in range(count)], rank=1, gap=20)
+    steps = sought(optimizer, 80)
+    assert len(steps[0]) == count
+    assert max(len(places) for places in steps[1:]) <= most
+    assert set(Counter(place for places in steps[31:71] for place in places).values()) == {2}
+
+
+def test_no_step_seeks_many_where_bases_start_at_random() -> None:
+    optimizer = Composed([nn.Parameter(random((4, 3), i)) for i in range(40)], rank=1, gap=20, start="random")
+    steps = sought(optimizer, 80)
+    assert max(len(places) for places in steps) <= 5
+    assert {place for places in steps[:20] for place in places} == set(range(40))
+
+
+@pytest.mark.parametrize("subspace", ["warm", "svd"])
+def test_a_gap_grows_while_bases_stay_alike(subspace: str) -> None:
+    """Doubled each time, to eight times what was asked."""
+    optimizer = Composed([nn.Parameter(random((8, 6)))], rank=2, gap=4, lazy=True, subspace=subspace)
+    grad = torch.diag(torch.tensor([9.0, 8, 0.1, 0.1, 0.1, 0.1])) @ random((6, 6))
+    grad = torch.cat((grad, torch.zeros(2, 6)))
+    steps = [step for step, places in enumerate(sought(optimizer, 120, grad)) if places]
+    assert [b - a for a, b in pairwise(steps[1:])] == [8, 16, 32, 32]
+
+
+def test_a_gap_shrinks_while_bases_move() -> None:
+    """Halved each time, to an eighth of what was asked: bases of noise have little in common."""
+    optimizer = Composed([nn.Parameter(random((8, 64)))], rank=2, gap=16, lazy=True)
+    steps = [step for step, places in enumerate(sought(optimizer, 40)) if places]
+    assert [b - a for a, b in pairwise(steps[1:])][:5] == [8, 4, 2, 2, 2]
+
+
+def test_a_gap_stays_where_it_was_not_asked_to_be_lazy() -> None:
+    optimizer = Composed([nn.Parameter(random((64, 64)))], rank=2, gap=4)
+    sought(optimizer, 20)
+    assert all(int(state["gap"]) == 4 for state in optimizer.state.values())
+
+
+def test_a_basis_that_is_not_found_is_counted_and_sought_again() -> None:
+    p = nn.Parameter(random((8, 6)))
+    optimizer = GaLoreWarm([p], rank=2, gap=3)
+    assert sought(optimizer, 2, torch.zeros(8, 6)) == [[0], [0]]
+    assert int(optimizer.state[p]["failures"]) == 2
+    assert sought(optimizer, 2) == [[0], []]
+    basis = optimizer.basis(p).clone()
+    assert int(optimizer.state[p]["step"]) == 2
+    sought(optimizer, 6, torch.zeros(8, 6))
+    assert int(optimizer.state[p]["failures"]) > 2
+    assert torch.equal(optimizer.basis(p), basis)
+
+
+def transported(m: Tensor, v: Tensor, turn: Tensor, betas: tuple[float, float], t: int) -> tuple[Tensor, Tensor]:
+    """C = Q_old^T Q_new;  M' = M C;  V' = (1 - b2^t) [max(v^ - m^2, 0) (C o C) + (m^ C)^2]."""
+    mean, square = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+    spread = (square - mean**2).clamp(min=0)
+    return m @ turn, (1 - betas[1] ** t) * (spread @ turn**2 + (mean @ turn) ** 2)
+
+
+@pytest.mark.parametrize("subspace", ["warm", "svd"])
+@pytest.mark.parametrize("shape", [(24, 16), (3, 10, 8)])
+def test_moments_are_transported_as_the_equation_says(subspace: str, shape: tuple[int, ...]) -> None:
+    """Into the second basis; the moments of the step itself are then made from the transported ones."""
+    p, (b1, b2) = nn.Parameter(random(shape)), (0.8, 0.95)
+    settings: dict[str, Any] = {"subspace": subspace, "betas": (b1, b2), "carry": "transport", "gap": 4}
+    optimizer = Composed([p], rank=4, **settings)
+    state = optimizer.state[p]
+    while not (optimizer.refreshes(p) and int(state["step"])):
+        p.grad = random(shape, int(state["step"]) + 1)
+        optimizer.step()
+    t, old = int(state["step"]), optimizer.basis(p).double().clone()
+    m, v = state["exp_avg"].double().clone(), state["exp_avg_sq"].double().clone()
+    p.grad = random(shape, 77)
+    optimizer.step()
+    new = optimizer.basis(p).double()
+    assert (new - old).abs().max() > 0.1
+    m, v = transported(m, v, old.mT @ new, (b1, b2), t)
+    low = p.grad.double() @ new
+    m, v = b1 * m + (1 - b1) * low, b2 * v + (1 - b2) * low**2
+    torch.testing.assert_close(state["exp_avg"].double(), m, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(state["exp_avg_sq"].double(), v, atol=1e-6, rtol=1e-4)
+    assert (state["exp_avg_sq"] >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"subspace": "svd", "carry": "transport"},
+        {"subspace": "svd", "carry": "transport", "side": "left"},
+        {"subspace": "warm", "carry": "transport"},
+    ],
+    ids=str,
+)
+def test_full_rank_sgd_in_a_subspace_is_sgd(settings: dict[str, Any]) -> None:
+    """It does not depend on the basis, as Adam does; so a change of basis must leave no trace."""
+    side = (16, 24) if settings.get("side") == "left" else (24, 16)
+    ours, theirs = (nn.Parameter(random(side)) for _ in range(2))
+    mine = Composed([ours], lr=0.1, rule="sgd", rank=16, gap=3, **settings)
+    peer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
+    for step in range(12):
+        ours.grad, theirs.grad = random(side, step), random(side, step)
+        mine.step()
+        peer.step()
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_the_first_basis_from_a_gradient_empties_what_a_random_one_had() -> None:
+    optimizer = Composed([nn.Parameter(random((8, 6), i)) for i in range(3)], rank=2, gap=8, start="random")
+    waiting = optimizer.param_groups[0]["params"][1]
+    state, before = optimizer.state[waiting], int(optimizer.state[waiting]["due"])
+    assert before > 1
+    torch.testing.assert_close(optimizer.basis(waiting).mT @ optimizer.basis(waiting), torch.eye(2), atol=1e-6, rtol=0)
+    move(optimizer, range(before))
+    assert int(state["step"]) == before
+    assert state["exp_avg"].abs().max() > 0
+    move(optimizer, range(before, before + 1))
+    assert int(state["step"]) == 1
+    low = waiting.grad @ optimizer.basis(waiting)
+    torch.testing.assert_close(state["exp_avg"], 0.1 * low, atol=1e-6, rtol=1e-5)

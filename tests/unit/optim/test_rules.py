@@ -1,0 +1,113 @@
+"""Rules: against torch's optimizers where there is one, and against the equation where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.optim.table import parameters, params_of, random
+from torch import Tensor, nn
+
+from whimbrel.optim import Composed, Muon
+
+MATRICES = [(24, 16), (16, 24), (72, 60)]
+
+
+def weights(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
+    return [nn.Parameter(random(shape, seed)) for seed, shape in enumerate(shapes)]
+
+
+def same_steps(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, steps: int = 6) -> None:
+    """Both make steps by the same gradients, and are at the same place after each."""
+    for step in range(steps):
+        for place, (p, q) in enumerate(zip(params_of(ours), params_of(theirs), strict=True)):
+            p.grad = q.grad = random(p.shape, 100 * step + place) * 10.0 ** (step - 3)
+        ours.step()
+        theirs.step()
+        for p, q in zip(params_of(ours), params_of(theirs), strict=True):
+            torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_adamw_is_that_of_torch(maximize: bool) -> None:
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+    settings["maximize"] = maximize
+    same_steps(Composed(parameters(), **settings), torch.optim.AdamW(parameters(), **settings))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_that_of_torch(momentum: float) -> None:
+    ours = Composed(parameters(), lr=1e-3, rule="sgd", momentum=momentum)
+    same_steps(ours, torch.optim.SGD(parameters(), lr=1e-3, momentum=momentum))
+
+
+def test_muon_is_the_class_of_that_name() -> None:
+    settings: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    same_steps(Composed(weights(MATRICES), rule="muon", **settings), Muon(weights(MATRICES), **settings))
+
+
+def test_muon_takes_stacks_apart_and_leaves_vectors_to_adamw() -> None:
+    stack, vector = nn.Parameter(random((3, 8, 6))), nn.Parameter(random((5,), 3))
+    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    ours, theirs = Composed([stack, vector], lr=0.02, rule="muon"), Muon(alone, lr=0.02)
+    for step in range(3):
+        stack.grad, vector.grad = random((3, 8, 6), step), random((5,), step)
+        for p, grad in zip(alone, stack.grad, strict=True):
+            p.grad = grad.clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(stack.detach(), torch.stack([p.detach() for p in alone]), atol=1e-6, rtol=1e-5)
+    assert set(ours.state[vector]) == {"step", "seed", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("shape", MATRICES)
+def test_adafactor_is_that_of_torch(shape: tuple[int, ...]) -> None:
+    """Torch's takes its step relative to the size of the weight, and ours as it is asked."""
+    ours, theirs = (nn.Parameter(random(shape)) for _ in range(2))
+    mine = Composed([ours], lr=1.0, rule="adafactor")
+    peer = torch.optim.Adafactor([theirs], lr=0.01, weight_decay=0.0)
+    for step in range(6):
+        ours.grad = theirs.grad = random(shape, step + 1) * 10.0 ** (step - 3)
+        size = max(1e-3, float(theirs.detach().square().mean().sqrt())) * min(0.01, (step + 1) ** -0.5)
+        before = ours.detach().clone(), theirs.detach().clone()
+        mine.step()
+        peer.step()
+        directions = before[0] - ours.detach(), (before[1] - theirs.detach()) / size
+        torch.testing.assert_close(*directions, atol=1e-3, rtol=1e-3)
+
+
+def test_lion_follows_the_equation() -> None:
+    p = nn.Parameter(random((24, 16)))
+    lr, (b1, b2), decay = 0.01, (0.9, 0.97), 0.1
+    optimizer = Composed([p], lr=lr, rule="lion", betas=(b1, b2), weight_decay=decay)
+    expected, m = p.detach().double(), torch.zeros(24, 16, dtype=torch.float64)
+    for step in range(5):
+        p.grad = random((24, 16), step + 1)
+        g = p.grad.double()
+        expected = (1 - lr * decay) * expected - lr * (b1 * m + (1 - b1) * g).sign()
+        m = b2 * m + (1 - b2) * g
+        optimizer.step()
+        torch.testing.assert_close(p.detach().double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def direct_adafactor(grads: list[Tensor]) -> Tensor:
+    """Shazeer and Stern (2018), algorithm 4, without relative steps."""
+    rows = columns = torch.zeros(())
+    for t, g in enumerate((g.double() for g in grads), start=1):
+        beta = 1 - t**-0.8
+        rows = beta * rows + (1 - beta) * (g * g + 1e-30).sum(dim=1)
+        columns = beta * columns + (1 - beta) * (g * g + 1e-30).sum(dim=0)
+        u = g / (rows[:, None] * columns[None, :] / rows.sum()).sqrt()
+        u = u / max(1.0, float(u.square().mean().sqrt()))
+    return u
+
+
+def test_adafactor_follows_the_equation() -> None:
+    p, grads = nn.Parameter(random((24, 16))), [random((24, 16), seed) for seed in range(1, 6)]
+    optimizer = Composed([p], lr=1.0, rule="adafactor")
+    for grad in grads:
+        before = p.detach().clone()
+        p.grad = grad
+        optimizer.step()
+    torch.testing.assert_close((before - p.detach()).double(), direct_adafactor(grads), atol=1e-5, rtol=1e-5)
