@@ -91,12 +91,16 @@ class Ledger(TorchDispatchMode):
             key = tensor.untyped_storage()._cdata
             reference, before, size = self._held[key]
             self._held[key] = reference, kind, size
-            self.live[before] -= size
-            self.live[kind] += size
-            self.most[kind] = max(self.most[kind], self.live[kind])
+            self._move(size, before, kind)
 
     def enter(self, event: str) -> None:
-        """Hear of the events of a step: what is new while the optimizer moves weights is its own."""
+        """Hear of a step: what outlives a micro-batch are gradients, projected or not; what is new when weights are
+        moved is the optimizer's own.
+        """
+        if event == "on_substep_end":
+            for key, (reference, kind, size) in self._held.items():
+                self._held[key] = reference, "gradients" if kind == "activations" else kind, size
+            self._move(self.live["activations"], "activations", "gradients")
         self.kind = "temporaries" if event == "on_pre_optimizer_step" else "activations"
 
     def forget(self) -> None:
@@ -113,6 +117,11 @@ class Ledger(TorchDispatchMode):
         self.live[self.kind] += size
         self.most[self.kind] = max(self.most[self.kind], self.live[self.kind])
         self._measure(0)
+
+    def _move(self, size: int, before: str, kind: str) -> None:
+        self.live[before] -= size
+        self.live[kind] += size
+        self.most[kind] = max(self.most[kind], self.live[kind])
 
     def _release(self, key: int) -> None:
         _, kind, size = self._held.pop(key)
