@@ -156,16 +156,17 @@ ENTRIES: dict[str, Entry] = {
     "adamw, bf16": Entry(Composed, 0.02, lambda shape: whole(shape, bf16, bf16), {"store": "bf16"}),
     "warm adamw, int8, int4": Entry(
         Composed, 0.02, lambda shape: low(shape, "right", (int8, int8), int4),
-        LOW | {"store": "int8", "basis_store": "int4", "start": "random", "lazy": True},
+        LOW | {"store": "int8", "basis_store": "int4", "start": "random", "lazy": True, "carry": "align"},
     ),
     "svd sgd, transported": Entry(
         Composed, 0.1, lambda shape: low(shape, "left", (fp32,)),
         LOW | {"rule": "sgd", "subspace": "svd", "side": "left", "carry": "transport"},
     ),
     "warm lion, bf16, int8": Entry(
-        Composed, 0.01, lion, LOW | {"rule": "lion", "store": "bf16", "basis_store": "int8", "side": "cheapest"}
+        Composed, 0.01, lion,
+        LOW | {"rule": "lion", "store": "bf16", "basis_store": "int8", "side": "cheapest", "carry": "align"},
     ),
-    "warm muon": Entry(Composed, 0.05, polar, LOW | {"rule": "muon", "side": "std"}),
+    "warm muon": Entry(Composed, 0.05, polar, LOW | {"rule": "muon", "side": "std", "carry": "turn"}),
     "warm adamw, fed back": Entry(
         Composed, 0.02, lambda shape: low(shape, "right", more=error), LOW | {"error_feedback": True}
     ),

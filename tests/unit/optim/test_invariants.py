@@ -193,7 +193,7 @@ def test_a_gradient_that_is_not_finite_leaves_all_as_it_was(name: str, bad: floa
     params[1].grad[3, 2] = bad
     optimizer.step()
     assert differences(before, everything(optimizer)) == []
-    assert (optimizer.skipped if name in COMPOSED else optimizer.skipped_steps) == 1
+    assert optimizer.skipped == 1
     for one in (optimizer, unspoilt):
         move(one, range(3, 8))
     assert differences(everything(optimizer), everything(unspoilt)) == []
@@ -252,12 +252,12 @@ def test_weights_of_16_bits_follow_changes_below_their_resolution(name: str, dty
     moved = {}
     for kind in (torch.float32, dtype):
         p = nn.Parameter(torch.full(SHAPES["large"], 1.5, dtype=kind))
-        optimizer = COMPOSED[name]([p], lr=COMPOSED[name].lr * distance)
+        optimizer = COMPOSED[name]([p], lr=8 * COMPOSED[name].lr * distance)
         for _ in range(steps):
             p.grad = (random(p.shape) / 64).to(dtype).to(kind)
             optimizer.step()
         moved[kind] = p.detach().float() - 1.5
     true, rounded = moved.values()
-    assert true.abs().max() / steps < distance / 2
+    assert true.square().mean().sqrt() / steps < distance / 2
     share = float((true * rounded).sum() / (true * true).sum())
     assert abs(share - 1) < 0.2

@@ -1,0 +1,260 @@
+"""Each preset against its paper's equation, written out in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.optim.table import random
+from torch import Tensor, nn
+
+from whimbrel.optim import (
+    AdamW8bit,
+    Apollo,
+    ApolloMini,
+    Composed,
+    Fira,
+    GaLore,
+    GaLoreWarm,
+    LDAdam,
+    QGaLore,
+)
+
+LR, B1, B2, EPS, DECAY, SCALE = 0.05, 0.8, 0.95, 1e-4, 0.2, 0.7
+SETTINGS: dict[str, Any] = {"betas": (B1, B2), "eps": EPS, "weight_decay": DECAY, "scale": SCALE}
+SHAPES = [(24, 16), (16, 24), (3, 10, 8)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+class Adam:
+    """m^ / (sqrt(v^) + eps)."""
+
+    def __init__(self) -> None:
+        self.m = self.v = torch.zeros((), dtype=torch.float64)
+        self.t = 0
+
+    def __call__(self, r: Tensor) -> Tensor:
+        self.t += 1
+        self.m, self.v = B1 * self.m + (1 - B1) * r, B2 * self.v + (1 - B2) * r * r
+        return (self.m / (1 - B1**self.t)) / ((self.v / (1 - B2**self.t)).sqrt() + EPS)
+
+
+class Limiter:
+    """A tensor whose length grows by 1.01 from one step to the next at most; matrix by matrix."""
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        length = torch.linalg.matrix_norm(x, keepdim=True)
+        if self.last is not None:
+            x = x * (1.01 * self.last / length).clamp(max=1)
+        self.last = torch.linalg.matrix_norm(x, keepdim=True)
+        return x
+
+
+def gradient(shape: tuple[int, ...], step: int) -> Tensor:
+    """Longer in some steps than in others."""
+    return random(shape, step + 1) * (1.0, 3.0, 0.5)[step % 3]
+
+
+def turned(shape: tuple[int, ...]) -> bool:
+    """Whether side = "std" takes a matrix transposed."""
+    return shape[-2] < shape[-1]
+
+
+def compare(optimizer: Composed, p: nn.Parameter, steps: int, direction: Any, tolerance: float = 2e-5) -> None:
+    """W <- (1 - lr wd) W - lr scale D in each step, D from the gradient as the optimizer takes it, rows first."""
+    expected = p.detach().double()
+    for step in range(steps):
+        p.grad = gradient(tuple(p.shape), step)
+        old = optimizer.basis(p).double()
+        optimizer.step()
+        g = p.grad.double()
+        std = optimizer.defaults["side"] == "std" and turned(tuple(p.shape))
+        d = direction(g.mT if std else g, old)
+        expected = (1 - LR * DECAY) * expected - LR * SCALE * (d.mT if std else d)
+        torch.testing.assert_close(p.detach().double(), expected, atol=tolerance, rtol=1e-4)
+
+
+@shapes
+def test_apollo(shape: tuple[int, ...]) -> None:
+    """s_i = |adam(R)_i| / |R_i|, the rows of R being channels; the basis is another one from the fourth step on."""
+    p = nn.Parameter(random(shape))
+    optimizer = Apollo([p], LR, rank=4, gap=3, **SETTINGS)
+    adam, limit, bases = Adam(), Limiter(), []
+
+    def direction(g: Tensor, q: Tensor) -> Tensor:
+        bases.append(q)
+        r = g @ q
+        return limit(adam(r).norm(dim=-1, keepdim=True) / r.norm(dim=-1, keepdim=True) * g)
+
+    compare(optimizer, p, 7, direction)
+    assert torch.equal(bases[0], bases[2])
+    assert not torch.equal(bases[2], bases[3])
+    assert abs(float(bases[0].var()) * 4 - 1) < 0.5
+    assert "basis" not in optimizer.state[p]
+
+
+@shapes
+def test_apollo_mini(shape: tuple[int, ...]) -> None:
+    """s = |adam(R)| / |R| of the whole matrix, at rank 1."""
+    p = nn.Parameter(random(shape))
+    optimizer = ApolloMini([p], LR, gap=3, **SETTINGS)
+    adam, limit = Adam(), Limiter()
+
+    def direction(g: Tensor, q: Tensor) -> Tensor:
+        r = g @ q
+        assert r.shape[-1] == 1
+        return limit(torch.linalg.matrix_norm(adam(r), keepdim=True) / torch.linalg.matrix_norm(r, keepdim=True) * g)
+
+    compare(optimizer, p, 7, direction)
+    assert ApolloMini([p]).defaults["scale"] == 128**0.5
+
+
+@shapes
+def test_fira(shape: tuple[int, ...]) -> None:
+    """D = adam(R) Q^T + phi (G - R Q^T), phi_i = |adam(R)_i| / |R_i|, the second term limited; Q by SVD, once."""
+    p = nn.Parameter(random(shape))
+    optimizer = Fira([p], LR, rank=4, gap=1000, **SETTINGS)
+    adam, limit = Adam(), Limiter()
+    q: Tensor | None = None
+
+    def direction(g: Tensor, _: Tensor) -> Tensor:
+        nonlocal q
+        q = torch.linalg.svd(g, full_matrices=False)[2][..., :4, :].mT if q is None else q
+        r = g @ q
+        n = adam(r)
+        return n @ q.mT + limit(n.norm(dim=-1, keepdim=True) / r.norm(dim=-1, keepdim=True) * (g - r @ q.mT))
+
+    compare(optimizer, p, 7, direction)
+
+
+def power_step(g: Tensor, old: Tensor) -> Tensor:
+    """Y = orth(G^T G Q), by Gram and Schmidt: with a triangular factor whose diagonal is positive."""
+    y, triangle = torch.linalg.qr(g.mT @ (g @ old))
+    return y * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+
+
+def transported(adam: Adam, turn: Tensor) -> tuple[Tensor, Tensor]:
+    """M' = M C;  V' = (1 - b2^t) [max(v^ - m^2, 0) (C o C) + (m^ C)^2]."""
+    mean, square = adam.m / (1 - B1**adam.t), adam.v / (1 - B2**adam.t)
+    return adam.m @ turn, (1 - B2**adam.t) * ((square - mean**2).clamp(min=0) @ turn**2 + (mean @ turn) ** 2)
+
+
+@shapes
+@pytest.mark.parametrize("carry", ["turn", "align", "transport"])
+def test_galore_warm(shape: tuple[int, ...], carry: str) -> None:
+    """D = adam(R) Q^T, and every gap a Q by one power step; the first is that of the optimizer."""
+    p = nn.Parameter(random(shape))
+    optimizer = GaLoreWarm([p], LR, rank=4, gap=4, lazy=False, carry=carry, **SETTINGS)
+    adam, changes = Adam(), []
+
+    def direction(g: Tensor, old: Tensor) -> Tensor:
+        new = optimizer.basis(p).double()
+        if not torch.equal(old, new):
+            changes.append(int(optimizer.state[p]["step"]))
+        if not torch.equal(old, new) and len(changes) > 1:
+            expected = power_step(g, old)
+            if carry == "align":
+                u, _, vh = torch.linalg.svd(expected.mT @ old)
+                expected = expected @ u @ vh
+            torch.testing.assert_close(new, expected, atol=1e-3, rtol=1e-3)
+            if carry == "turn":
+                adam.m = adam.m @ old.mT @ new
+            if carry == "transport":
+                adam.m, adam.v = transported(adam, old.mT @ new)
+        return adam(g @ new) @ new.mT
+
+    compare(optimizer, p, 9, direction)
+    assert changes == [1, 3, 7]
+
+
+@shapes
+def test_ldadam(shape: tuple[int, ...]) -> None:
+    """A = G + E; Q by a power step of A; moments transported; E <- A - R Q^T + b1 / (1 - b1) (M Q_old^T - M' Q^T)."""
+    p = nn.Parameter(random(shape))
+    optimizer = LDAdam([p], LR, rank=4, **SETTINGS)
+    adam = Adam()
+    error = torch.zeros((), dtype=torch.float64)
+
+    def direction(g: Tensor, old: Tensor) -> Tensor:
+        nonlocal error
+        a, q = g + error, optimizer.basis(p).double()
+        error = torch.zeros((), dtype=torch.float64)
+        if adam.t:
+            torch.testing.assert_close(q, power_step(a, old), atol=1e-3, rtol=1e-3)
+            moved, adam.v = transported(adam, old.mT @ q)
+            error = B1 / (1 - B1) * (adam.m @ old.mT - moved @ q.mT)
+            adam.m = moved
+        r = a @ q
+        error = error + a - r @ q.mT
+        torch.testing.assert_close(optimizer.state[p]["error"].double(), error, atol=1e-4, rtol=1e-3)
+        return adam(r) @ q.mT
+
+    compare(optimizer, p, 8, direction, tolerance=1e-4)
+
+
+def test_ldadam_loses_nothing_of_the_gradients() -> None:
+    """What has gone into moments and what waits in the error are all there was: with b1 = 0 they add up."""
+    p = nn.Parameter(random((24, 16)))
+    optimizer = LDAdam([p], LR, rank=2, betas=(0.0, 0.9))
+    total, spent = torch.zeros(24, 16), torch.zeros(24, 16)
+    for step in range(10):
+        p.grad = random((24, 16), step)
+        total += p.grad
+        optimizer.step()
+        spent += optimizer.state[p]["exp_avg"] @ optimizer.basis(p).mT
+    torch.testing.assert_close(spent + optimizer.state[p]["error"], total, atol=1e-4, rtol=1e-4)
+
+
+@shapes
+def test_qgalore_without_its_stores_is_galore(shape: tuple[int, ...]) -> None:
+    """While the first basis lasts; eps stands elsewhere, so it is small."""
+    ours, theirs = (nn.Parameter(random(shape)) for _ in range(2))
+    qgalore = QGaLore([ours], LR, rank=4, gap=100, eps=1e-12, weight_decay=DECAY)
+    plain = qgalore.defaults | {"store": "fp32", "basis_store": "fp32"}
+    mine = Composed([ours], **{name: plain[name] for name in plain if name != "differentiable"})
+    peer = GaLore([theirs], LR, rank=4, update_proj_gap=100, eps=1e-12, weight_decay=DECAY)
+    for step in range(8):
+        ours.grad, theirs.grad = gradient(shape, step), gradient(shape, step)
+        mine.step()
+        peer.step()
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_qgalore_stays_near_galore() -> None:
+    """With moments in 8 bits and a basis in 4."""
+    ours, theirs = (nn.Parameter(random((72, 60))) for _ in range(2))
+    start = ours.detach().clone()
+    mine = QGaLore([ours], 0.01, rank=8, gap=100)
+    peer = GaLore([theirs], 0.01, rank=8, update_proj_gap=100)
+    grad = random((72, 60), 50)
+    for step in range(20):
+        ours.grad = theirs.grad = grad + 0.3 * random((72, 60), step)
+        mine.step()
+        peer.step()
+    assert mine.state[ours]["exp_avg"].dtype == torch.int8
+    assert (ours - theirs).norm() < 0.25 * (theirs.detach() - start).norm()
+
+
+def test_adamw8bit_stays_near_adamw() -> None:
+    """Rounded moments send each weight astray by little, and all together nowhere."""
+    ours, theirs = (nn.Parameter(random((72, 60))) for _ in range(2))
+    start = ours.detach().clone()
+    mine = AdamW8bit([ours], 0.01, weight_decay=0.1)
+    peer = torch.optim.AdamW([theirs], 0.01, weight_decay=0.1)
+    grad = random((72, 60), 50)
+    for step in range(40):
+        ours.grad = theirs.grad = grad + random((72, 60), step)
+        mine.step()
+        peer.step()
+    assert {mine.state[ours][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.int8, torch.uint8}
+    assert (ours - theirs).norm() < 0.05 * (theirs.detach() - start).norm()
+    assert (ours - theirs).mean().abs() < 1e-3
+
+
+@pytest.mark.parametrize("kind", [AdamW8bit, GaLoreWarm, QGaLore, Apollo, ApolloMini, Fira, LDAdam])
+def test_its_equation_is_in_its_docstring(kind: type) -> None:
+    assert "W <- (1 - lr wd) W - lr " in (kind.__doc__ or "")
