@@ -1,0 +1,117 @@
+"""Composed optimizers beside those of other packages, on the same gradients or the same text."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from whimbrel.optim import AdamW8bit, Composed, Fira
+
+
+def random(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def torchao_optim() -> ModuleType:
+    """What it says while it is imported is of its own kernels, which are not needed."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return pytest.importorskip("torchao.optim", reason="needs the package 'torchao'")
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def pytorch_optimizer() -> ModuleType:
+    return pytest.importorskip("pytorch_optimizer", reason="needs the package 'pytorch_optimizer'")
+
+
+class NextLetter:
+    """A network that guesses the next letter of a text from eight, and the text in batches."""
+
+    def __init__(self, text: str) -> None:
+        letters = sorted(set(text))
+        self.codes = torch.tensor([letters.index(letter) for letter in text])
+        sizes = ((len(letters), 32), (128, 8 * 32), (128,), (len(letters), 128))
+        self.params = [nn.Parameter(random(size, seed) / size[-1] ** 0.5) for seed, size in enumerate(sizes)]
+
+    def loss(self, step: int) -> Tensor:
+        starts = torch.randint(len(self.codes) - 9, (64,), generator=torch.Generator().manual_seed(step))
+        windows = self.codes[starts[:, None] + torch.arange(9)]
+        embedding, first, bias, second = self.params
+        hidden = functional.gelu(embedding[windows[:, :8]].flatten(1) @ first.mT + bias)
+        return functional.cross_entropy(hidden @ second.mT, windows[:, 8])
+
+    def train(self, build: Callable[[list[nn.Parameter]], Any], steps: int) -> tuple[Tensor, float]:
+        """Where the weights go, and the mean loss on texts that were not seen."""
+        start = [p.detach().clone() for p in self.params]
+        optimizer = build(self.params)
+        for step in range(steps):
+            optimizer.zero_grad()
+            self.loss(step).backward()
+            optimizer.step()
+        with torch.no_grad():
+            unseen = torch.stack([self.loss(10_000 + step) for step in range(20)]).mean()
+        moved = [(p.detach() - s).flatten() for p, s in zip(self.params, start, strict=True)]
+        return torch.cat(moved), float(unseen)
+
+
+def test_adamw8bit_beside_torchao(torchao_optim: ModuleType, shakespeare: str) -> None:
+    """Both stay near AdamW in fp32 on a text, ours as near as theirs at least; it is theirs in eager mode."""
+    text, steps = shakespeare[:40_000], 100
+    settings: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.01}
+    exact, loss = NextLetter(text).train(lambda params: torch.optim.AdamW(params, **settings), steps)
+    ours, our_loss = NextLetter(text).train(lambda params: AdamW8bit(params, **settings), steps)
+    with torch.compiler.set_stance("force_eager"):
+        theirs, their_loss = NextLetter(text).train(lambda params: torchao_optim.AdamW8bit(params, **settings), steps)
+    our_distance, their_distance = (float((moved - exact).norm() / exact.norm()) for moved in (ours, theirs))
+    assert loss < 2.7
+    assert abs(our_loss - loss) < 0.02
+    assert abs(their_loss - loss) < 0.02
+    assert our_distance < 0.3
+    assert our_distance < 1.1 * their_distance
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (16, 24), (20, 20)])
+def test_fira_beside_pytorch_optimizer(pytorch_optimizer: ModuleType, shape: tuple[int, ...]) -> None:
+    """Step for step at scale 1 (theirs scales what it takes from the gradient, too), while nothing is limited.
+
+    Its limiter looks at lengths before, ours after the correction of Adam's bias, so what a basis leaves out shrinks.
+    """
+    ours, theirs = (nn.Parameter(random(shape, 0)) for _ in range(2))
+    settings: dict[str, Any] = {"rank": 4, "scale": 1.0}
+    mine = Fira([ours], 0.01, eps=1e-12, gap=1000, **settings)
+    group = {"params": [theirs], "update_proj_gap": 1000, "projection_type": "std", **settings}
+    peer = pytorch_optimizer.Fira([group], 0.01, eps=1e-12)
+    start = random(shape, 1)
+    u, s, vh = torch.linalg.svd(start, full_matrices=False)
+    for step in range(8):
+        kept = s * (1 + 0.1 * random(tuple(s.shape), step))
+        kept[4:] *= 0.4**step
+        grad = start if step == 0 else u @ torch.diag(kept) @ vh
+        ours.grad, theirs.grad = grad.clone(), grad.clone()
+        mine.step()
+        peer.step()
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
+def test_lion_beside_pytorch_optimizer(pytorch_optimizer: ModuleType) -> None:
+    ours, theirs = (nn.Parameter(random((24, 16), 0)) for _ in range(2))
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.97), "weight_decay": 0.1}
+    mine, peer = Composed([ours], rule="lion", **settings), pytorch_optimizer.Lion([theirs], **settings)
+    for step in range(8):
+        ours.grad, theirs.grad = random((24, 16), step), random((24, 16), step)
+        mine.step()
+        peer.step()
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
