@@ -7,18 +7,18 @@ failure is a tensor of truth values, one for each matrix.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from whimbrel.ops.orthogonal import POLYNOMIALS
-
 __all__ = ["Basis", "cholesky_qr", "cold_basis", "polar_factor", "random_basis", "svd_basis", "warm_basis"]
 
-FINISHING = ((15 / 8, -10 / 8, 3 / 8),) * 3
-"""x (15 - 10 x^2 + 3 x^4) / 8, each of which cubes what a singular value lacks to 1."""
+QUINTIC = (15 / 8, -10 / 8, 3 / 8)
+"""x (15 - 10 x^2 + 3 x^4) / 8 brings singular values up to 1 nearer to it, and cubes what the near ones lack."""
+ROUGH, FINE = 6, 2
+"""Newton-Schulz steps; each corrects the errors of those before it, so that the last alone must be exact."""
 FLOOR = 1e-5
 """Of the mean length of a column: how much of the old basis stays in the new, so that it never loses a direction."""
 
@@ -106,25 +106,14 @@ def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tupl
 
 
 def polar_factor(square: Tensor) -> Tensor:
-    """The nearest orthogonal matrix, by products alone; exact for singular values from 1e-3 of the largest.
-
-    That one is bounded by the eighth root of the sum of their eighth powers: a basis out of 4 bits has some above 1.
-    """
-    gram = square.mT @ square
-    longest = torch.linalg.matrix_norm(gram @ gram, keepdim=True) ** 0.25
-    with _precision("high"):  # steps correct the errors of those before them, so that the last alone must be exact
-        x = _polynomials(square / (1.01 * longest), (*POLYNOMIALS, *FINISHING[:1]))
-    with _precision("highest"):
-        return _polynomials(x, FINISHING[1:])
-
-
-def _polynomials(x: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
-    """Map singular values x to x (a + b x^2 + c x^4), for each (a, b, c) in turn."""
-    for a, b, c in coefficients:
-        gram = x.mT @ x
-        inner = b * gram + c * (gram @ gram)
-        inner.diagonal(dim1=-2, dim2=-1).add_(a)
-        x = x @ inner
+    """The orthogonal matrix nearest to one of singular values up to 1, by products alone; exact for those from 0.05."""
+    x, (a, b, c) = square, QUINTIC
+    for precision in ("high",) * ROUGH + ("highest",) * FINE:
+        with _precision(precision):
+            gram = x.mT @ x
+            inner = b * gram + c * (gram @ gram)
+            inner.diagonal(dim1=-2, dim2=-1).add_(a)
+            x = x @ inner
     return x
 
 
