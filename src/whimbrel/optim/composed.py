@@ -8,6 +8,7 @@ Matrices are taken as they are; a convolution as (out, rest); three dimensions a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -215,10 +216,11 @@ class Composed(torch.optim.Optimizer):
     # The parts of a step
 
     def _finite(self, grads: list[Tensor]) -> bool:
+        grads = [grad for grad in grads if grad.numel()]
         if not grads:
             return True
-        norms = torch._foreach_norm(grads, dtype=torch.float32)
-        return bool(torch.stack([norm.to(grads[0].device) for norm in norms]).isfinite().all())
+        largest = torch._foreach_norm(grads, math.inf)
+        return bool(torch.stack([value.to(grads[0].device, torch.float32) for value in largest]).isfinite().all())
 
     def _batches(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> Iterator[list[Piece]]:
         """The work of a group in batches of bounded size: parameters together, or some rows of a large one."""
