@@ -1,0 +1,254 @@
+"""What is predicted of a step is what torch's allocator is then asked for."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.optim import GroupConfig, OptimConfig
+from whimbrel.parallel import recompute
+from whimbrel.precision import sdpa_backends
+from whimbrel.train import RunConfig
+from whimbrel.train.assemble import build_optimizer_of
+from whimbrel.train.config import run_config
+from whimbrel.train.memory import (
+    WORKSPACE,
+    MemoryPrediction,
+    optimizer_names,
+    predict_memory,
+    rehearsal,
+    with_optimizer,
+)
+from whimbrel.train.recipe import draw_model
+from whimbrel.train.simulated import simulated_device
+
+MakeRun = Callable[..., RunConfig]
+LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
+
+
+def make(tmp_path: Path, model: dict[str, Any], optim: dict[str, Any] | None = None, **train: Any) -> RunConfig:
+    shape = {"context_length": 64, "vocab_size": 1000, "num_layers": 2, "embd_size": 128, "num_heads": 4}
+    settings = {"steps": 9, "micro_batch": 4, "accumulation": 2, "clip": 1.0, **train}
+    return run_config(
+        {
+            "output_dir": str(tmp_path), "data": {"path": "unused"}, "model": shape | model, "optim": optim or {},
+            "train": settings,
+        }
+    )  # fmt: skip
+
+
+def predict(config: RunConfig, device: str = "cpu") -> MemoryPrediction:
+    (found,) = predict_memory(config, device)
+    return found
+
+
+def make_steps(config: RunConfig, device: torch.device, steps: int = 2) -> None:
+    with device:
+        model = draw_model(config)
+    recompute(model, config.train.recompute)
+    optimizer = build_optimizer_of(model, config, None, accumulation=config.train.accumulation or 1)
+    loop = rehearsal(config, model, device, optimizer)
+    for number in range(steps):
+        loop.step(number + 1)
+
+
+def most_allocated(config: RunConfig) -> int:
+    """By torch's own record of what its allocator gave out and took back."""
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        make_steps(config, torch.device("cpu"))
+    assert profiler.profiler is not None
+    changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = most = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        live += change.nbytes()
+        most = max(most, live)
+    return most
+
+
+@pytest.mark.parametrize("name", optimizer_names())
+def test_every_optimizer_takes_what_was_predicted(tmp_path: Path, name: str):
+    config = with_optimizer(make(tmp_path, {}, {"name": "galore_warm", "rank": 16}), name)
+    assert predict(config).peak == pytest.approx(most_allocated(config), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("model", "train"),
+    [
+        (LLAMA, {}),
+        (LLAMA | {"num_kv_heads": 2}, {"accumulation": 1}),
+        (LLAMA, {"recompute": "full"}),
+        ({}, {"recompute": "selective"}),
+        ({}, {"precision": "bf16"}),
+        (LLAMA, {"default_dtype": "bfloat16"}),
+        ({}, {"sdpa_backend": "math"}),
+        ({"sliding_window": 16}, {}),
+    ],
+)
+def test_every_kind_of_pass_takes_what_was_predicted(tmp_path: Path, model: dict[str, Any], train: dict[str, Any]):
+    config = make(tmp_path, model, **train)
+    with sdpa_backends(config.train.sdpa_backend):
+        measured = most_allocated(config)
+    assert predict(config).peak == pytest.approx(measured, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("optim", "train"),
+    [
+        ({"name": "galore_warm", "rank": 16, "gap": 50}, {}),
+        ({"name": "galore_warm", "rank": 16, "gap": 50, "store": "int8"}, {"projected_linears": True}),
+        ({"name": "adamw"}, {"accumulation": 1, "clip": None}),
+    ],
+)
+def test_optimizers_that_work_in_backward(tmp_path: Path, optim: dict[str, Any], train: dict[str, Any]):
+    settings = {"micro_batch": 1, "recompute": "full", **train}
+    within = make(tmp_path, {"embd_size": 256, "num_layers": 4}, optim, optimizer_in_backward=True, **settings)
+    beside = replace(within, train=replace(within.train, optimizer_in_backward=False, projected_linears=False))
+    predicted, otherwise = predict(within), predict(beside)
+    assert predicted.in_backward
+    assert predicted.gradients < 0.7 * otherwise.gradients
+    assert predicted.peak < 0.9 * otherwise.peak
+    assert predicted.peak == pytest.approx(most_allocated(within), rel=0.05)
+
+
+def test_states_are_exact_and_each_parameter_has_its_own(tmp_path: Path):
+    config = make(tmp_path, {"vocab_size": 1024})
+    predicted = predict(config)
+    parameters = sum(p.numel() for p in draw_model(config).parameters())
+    count = sum(row.count for row in predicted.moved)
+    assert predicted.states == 8 * parameters + 4 * count == sum(row.state or 0 for row in predicted.moved)
+    assert predicted.weights == pytest.approx(4 * parameters, rel=1e-3)
+    assert predicted.gradients == pytest.approx(4 * parameters, rel=1e-2)
+
+
+def test_what_takes_less_is_predicted_to_take_less(tmp_path: Path):
+    config = make(tmp_path, {**LLAMA, "num_layers": 4}, micro_batch=8, precision="bf16")
+
+    def activations(**train: Any) -> int:
+        return predict(replace(config, train=replace(config.train, **train)), "cuda").activations
+
+    plain = activations()
+    assert activations(micro_batch=4, accumulation=4) < 0.6 * plain
+    assert activations(recompute="full") < activations(recompute="selective") < plain
+    assert activations(activation_offloading=True) < 0.5 * plain
+
+
+def test_kernels_of_another_device_are_counted(tmp_path: Path):
+    """On a GPU RMSNorm keeps its input alone, and fp32 has no fused attention for grouped heads."""
+    config = make(tmp_path, {**LLAMA, "context_length": 512, "num_kv_heads": 2}, micro_batch=1)
+    grouped = predict(config, "cuda")
+    alike = predict(make(tmp_path, {**LLAMA, "context_length": 512}, micro_batch=1), "cuda")
+    assert grouped.activations > alike.activations + 4 * 512 * 512 * 4
+    half = replace(config, train=replace(config.train, precision="bf16"))
+    assert predict(half, "cuda").activations < alike.activations
+    normed = replace(config, train=replace(config.train, sdpa_backend="math"))
+    assert predict(normed, "cuda").activations < predict(normed, "cpu").activations
+    assert grouped.at_peak["workspace"] == WORKSPACE["cuda"]
+
+
+def test_large_models_need_nothing_here(tmp_path: Path):
+    wide = {**LLAMA, "embd_size": 8192, "num_heads": 64, "mlp_size": 28672, "context_length": 4096, "num_layers": 5}
+    predicted = predict(make(tmp_path, wide, default_dtype="bfloat16", recompute="full"), "cuda")
+    assert predicted.weights == sum(row.weights for row in predicted.moved) > 8 * 2**30
+    assert predicted.states == pytest.approx(2 * predicted.weights, rel=1e-6)
+
+
+def test_what_grows_with_every_block_is_seen_from_the_first_few(tmp_path: Path):
+    config = make(tmp_path, {"num_layers": 9, "vocab_size": 300}, {"name": "muon"}, micro_batch=1)
+    predicted = predict(config)
+    assert predicted.phase == "step"
+    assert predicted.temporaries > 1.5 * predicted.weights
+    assert predicted.peak == pytest.approx(most_allocated(config), rel=0.03)
+
+
+def test_torch_is_left_as_it_was(tmp_path: Path):
+    functions, state = (F.rms_norm, F.scaled_dot_product_attention), torch.get_rng_state()
+    predict(make(tmp_path, LLAMA), "cuda")
+    assert (F.rms_norm, F.scaled_dot_product_attention) == functions
+    assert torch.equal(torch.get_rng_state(), state)
+    assert type(torch.ones(2)) is torch.Tensor
+
+
+def test_a_ledger_counts_what_is_live():
+    with simulated_device("cuda") as ledger:
+        x = torch.empty(1000)
+        assert ledger.live == {"activations": 4096}
+        ledger.mark([x], "weights")
+        y = x.view(10, 100)[2:] * 2
+        assert (ledger.live["weights"], ledger.live["activations"], ledger.peak) == (4096, 3584, 7680)
+        del y
+        assert ledger.live.total() == 4096
+        (x + 1).add_(1)
+        assert (ledger.peak, ledger.most["activations"]) == (8192, 4096)
+
+
+def test_numbers_that_follow_from_constants_are_known():
+    with simulated_device("cpu"):
+        step = torch.zeros((), dtype=torch.int64)
+        for _ in range(3):
+            step += 1
+        due = torch.tensor(5)
+        assert (int(step), int(due), bool(step >= due)) == (3, 5, False)
+        due.copy_(step + 1)
+        assert int(due) == 4
+        norm = torch.randn(9).norm()
+        assert (norm.item(), bool(norm.isfinite())) == (1.0, True)
+        due.copy_(norm)
+        assert int(due) == 1
+
+
+def test_another_optimizer_gets_the_settings_it_listens_to(tmp_path: Path):
+    groups = [{"pattern": "attn", "rank": 4}, {"pattern": "mlp", "rank": 4, "lr": 1e-4}]
+    config = make(tmp_path, {}, {"name": "galore_warm", "lr": 1e-2, "rank": 8, "store": "int8", "groups": groups})
+    assert with_optimizer(config, "galore_warm") == config
+    assert with_optimizer(config, "muon").optim == OptimConfig(
+        name="muon", lr=1e-2, groups=(GroupConfig(pattern="mlp", lr=1e-4),)
+    )
+    other = with_optimizer(config, "galore").optim
+    assert (other.rank, other.store, other.groups) == (8, None, config.optim.groups)
+    for name in optimizer_names():
+        assert with_optimizer(config, name).optim.lr == 1e-2
+
+
+def test_optimizers_that_cannot_work_in_backward_are_predicted_without(tmp_path: Path):
+    config = make(tmp_path, {}, {"name": "galore_warm", "rank": 8}, optimizer_in_backward=True)
+    found = predict_memory(config, "cuda", ["galore_warm", "muon"])
+    assert [(row.optimizer, row.in_backward) for row in found] == [("galore_warm", True), ("muon", False)]
+    with pytest.raises(ConfigError, match="does not go with 2 micro-batches"):
+        predict_memory(with_optimizer(config, "adamw"), "cuda", ["adamw"])
+
+
+def test_a_micro_batch_is_chosen_on_its_device_only(make_run: MakeRun):
+    config = make_run()
+    unset = replace(config, train=replace(config.train, micro_batch=None))
+    assert predict(unset).micro_batch == 8
+    with pytest.raises(ConfigError, match="set --train.micro_batch=N"):
+        predict(unset, "cuda")
+
+
+def test_documents_that_are_told_apart_need_a_mask(tmp_path: Path):
+    config = make(tmp_path, {"context_length": 512, "num_layers": 1}, micro_batch=2)
+    masked = replace(config, data=replace(config.data, documents="mask"))
+    assert predict(masked).activations >= predict(config).activations + 2 * 512 * 512
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["adamw", "muon", "galore_warm"])
+def test_a_gpu_takes_what_was_predicted(tmp_path: Path, name: str):
+    model = {"num_layers": 8, "embd_size": 1024, "num_heads": 16, "vocab_size": 32_000, "context_length": 1024, **LLAMA}
+    config = with_optimizer(make(tmp_path, model, micro_batch=8, precision="bf16"), name)
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    make_steps(config, torch.device("cuda"))
+    assert predict(config, "cuda").peak == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.05)
