@@ -53,7 +53,7 @@ def test_columns_in_one_direction_are_not_orthonormalised() -> None:
     assert found.tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("spread", [1.0, 1e-1, 1e-2])
+@pytest.mark.parametrize("spread", [1.0, 0.2, 0.05])
 def test_the_polar_factor_is_that_of_the_svd(spread: float) -> None:
     square = decaying(24, 24, rate=spread ** (1 / 23))
     u, _, vh = torch.linalg.svd(square.double())
