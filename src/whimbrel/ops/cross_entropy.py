@@ -79,12 +79,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             hidden_c, weight_c = hidden.to(dtype), weight.to(dtype)
             grad_hidden = torch.empty_like(hidden_c) if wants[0] else None
-            grad_weight = (
-                torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if wants[1] else None
-            )
             losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
             rows = max(FEWEST_ROWS, CHUNK_BYTES.get(kernels_of(hidden), 2**27) // (weight.shape[0] * dtype.itemsize))
             rows = rows // FEWEST_ROWS * FEWEST_ROWS
+            # The sum over chunks is kept in fp32; one chunk alone has no sum, and large vocabularies little room.
+            kept = weight.dtype if rows >= hidden.shape[0] else torch.promote_types(weight.dtype, torch.float32)
+            grad_weight = torch.zeros_like(weight, dtype=kept) if wants[1] else None
             for start in range(0, hidden.shape[0], rows):
                 chunk = slice(start, start + rows)
                 logits = hidden_c[chunk] @ weight_c.T

@@ -29,7 +29,7 @@ __all__ = ["Composed"]
 
 AT_ONCE = 1 << 24
 """Numbers that one batch of work takes on, so that what it needs beside the state stays small."""
-SPREAD = 32
+SPREAD = 64
 """Steps over which the first bases are sought where they start at random."""
 
 
