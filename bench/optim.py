@@ -3,6 +3,7 @@
     python bench/optim.py refresh --out bench/results/optim-refresh.json
     python bench/optim.py step --out bench/results/optim-step.json
     python bench/optim.py quality --data data/webmix20M --out bench/results/optim-quality.json
+    python bench/optim.py curves --out docs/pictures/optimizers.svg
 
 refresh: seconds to find a new basis of one matrix, ours against the SVD of galore-torch, and the share of the
 gradient's energy that each holds. step: the times of every step of a training run, the worst against the median, and
@@ -256,16 +257,32 @@ def candidates() -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def draw_curves(results: Path, out: Path) -> None:
+    """The training loss of the best run of each optimizer, from the figures of `quality`."""
+    from matplotlib import pyplot as plt  # an extra, for this part alone
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, row in json.loads(results.read_text(encoding="utf-8"))["results"].items():
+        steps, losses = zip(*row["best"][0]["curve"], strict=True)
+        axes.plot(steps, losses, label=f"{name}, validation {row['mean']:.3f}")
+    axes.set(xlabel="step of 32,768 tokens", ylabel="training loss", ylim=(4.4, 8))
+    axes.legend()
+    figure.savefig(out)
+
+
 def main() -> None:
     """Measure one part and write it down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("refresh", "step", "quality"))
+    parser.add_argument("part", choices=("refresh", "step", "quality", "curves"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--data", type=Path, help="shards of GPT-2 tokens, for quality")
     parser.add_argument("--tokens", type=int, default=19_900_000)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
+    if args.part == "curves":
+        draw_curves(Path("bench/results/optim-quality.json"), args.out)
+        return
     if args.part == "refresh":
         results = measure_refresh(10)
     elif args.part == "step":
