@@ -196,6 +196,15 @@ def test_ldadam(shape: tuple[int, ...]) -> None:
     compare(optimizer, p, 8, direction, tolerance=1e-4)
 
 
+@shapes
+def test_a_random_subspace(shape: tuple[int, ...]) -> None:
+    """No preset, but a choice: D = adam(R) Q^T with the Q of the very step, drawn anew before the fourth."""
+    p = nn.Parameter(random(shape))
+    optimizer = Composed([p], LR, rank=4, subspace="random", gap=3, **SETTINGS)
+    adam = Adam()
+    compare(optimizer, p, 7, lambda g, q: adam(g @ q) @ q.mT)
+
+
 def test_ldadam_loses_nothing_of_the_gradients() -> None:
     """What has gone into moments and what waits in the error are all there was: with b1 = 0 they add up."""
     p = nn.Parameter(random((24, 16)))
