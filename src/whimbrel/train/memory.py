@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args, get_type_hints
@@ -232,7 +233,9 @@ def _step(ledger: Ledger, model: GPT, optimizer: Optimizer, blocks: int) -> int:
 
 
 def _prediction(config: RunConfig, kind: str, moved: tuple[ParameterRow, ...], walk: _Walk) -> MemoryPrediction:
-    workspace = WORKSPACE.get(kind, 0)
+    more = {"workspace": WORKSPACE.get(kind, 0)}
+    if config.ema.decay is not None:
+        more["mean of weights"] = sum(4 * math.prod(row.shape) * row.count for row in moved)
     return MemoryPrediction(
         device=kind,
         optimizer=config.optim.name,
@@ -244,9 +247,9 @@ def _prediction(config: RunConfig, kind: str, moved: tuple[ParameterRow, ...], w
         states=sum(row.state or 0 for row in moved),
         activations=walk.most.get("activations", 0),
         temporaries=walk.most.get("temporaries", 0),
-        peak=walk.peak + workspace,
+        peak=walk.peak + sum(more.values()),
         phase=walk.phase,
-        at_peak={name: size for name, size in (walk.at_peak | {"workspace": workspace}).items() if size},
+        at_peak={name: size for name, size in (walk.at_peak | more).items() if size},
         moved=moved,
     )
 

@@ -28,6 +28,7 @@ from whimbrel.train.memory import (
     with_optimizer,
 )
 from whimbrel.train.recipe import draw_model
+from whimbrel.train.settings import EmaConfig
 from whimbrel.train.simulated import simulated_device
 
 MakeRun = Callable[..., RunConfig]
@@ -127,6 +128,14 @@ def test_states_are_exact_and_each_parameter_has_its_own(tmp_path: Path):
     assert predicted.states == 8 * parameters + 4 * count == sum(row.state or 0 for row in predicted.moved)
     assert predicted.weights == pytest.approx(4 * parameters, rel=1e-3)
     assert predicted.gradients == pytest.approx(4 * parameters, rel=1e-2)
+
+
+def test_a_running_mean_of_the_weights_lies_beside_them(tmp_path: Path):
+    config = make(tmp_path, {}, default_dtype="bfloat16")
+    averaged, plain = predict(replace(config, ema=EmaConfig(decay=0.9))), predict(config)
+    assert (
+        averaged.peak - plain.peak == averaged.at_peak["mean of weights"] == 2 * sum(row.weights for row in plain.moved)
+    )
 
 
 def test_what_takes_less_is_predicted_to_take_less(tmp_path: Path):
