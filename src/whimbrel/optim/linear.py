@@ -9,6 +9,7 @@ of R's shape that takes no memory, stands for no weight, and lets autograd accum
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,9 +34,8 @@ class Probe:
         self.transposed = slot.transposed
         self.on = True
         """Off in a step that needs the whole gradient."""
-        zero = torch.zeros((), device=sketch.device, dtype=dtype)
-        self.low = zero.expand(slot.low_shape).requires_grad_()
-        self.sketched = zero.expand(slot.shape[-2], sketch.shape[-1]).requires_grad_()
+        self.low = _nothing(slot.low_shape, sketch.device, dtype)
+        self.sketched = _nothing((slot.shape[-2], sketch.shape[-1]), sketch.device, dtype)
 
     def basis(self) -> Tensor:
         """Q or P, beside the directions of the sketch."""
@@ -58,6 +58,11 @@ class ProjectedLinear(nn.Linear):
             x.to(dtype), self.weight, self.bias, probe.basis().to(dtype), probe.low, probe.sketched, probe.transposed
         )
         return y
+
+
+def _nothing(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A leaf of any shape over one number, for the gradient that it gets."""
+    return torch.empty_strided(shape, (0,) * len(shape), device=device, dtype=dtype).requires_grad_()
 
 
 class _Project(torch.autograd.Function):

@@ -107,7 +107,8 @@ class RunTrainer(Trainer):
         objective, ones = self._objective(loader), torch.ones((), device=self.device)
         with self.precision.autocast():
             loss = objective.loss((x, x), ones, ones)
-        torch.autograd.grad(loss, [p for p in self.model.parameters() if p.requires_grad])  # no hook hears of it
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        torch.autograd.grad(loss, parameters, allow_unused=True)  # no hook hears of it
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.compile_seconds = time.perf_counter() - start

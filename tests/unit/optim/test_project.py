@@ -1,0 +1,296 @@
+"""Projecting in backward is the step itself: exact under accumulation, and no whole gradient waits for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whimbrel.base.errors import OptimizerError
+from whimbrel.optim import (
+    Apollo,
+    Composed,
+    GaLoreWarm,
+    LDAdam,
+    ProjectInBackward,
+    QGaLore,
+    project_in_backward,
+)
+from whimbrel.optim.linear import ProjectedLinear
+
+SIDES = ("right", "left")
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 48, bias=False), nn.GELU(), nn.LayerNorm(48), nn.Linear(48, 10)
+    )
+
+
+def warm(net: nn.Module, **settings: Any) -> GaLoreWarm:
+    return GaLoreWarm(net.parameters(), lr=1e-2, **{"rank": 6, "gap": 5, "start": "random", **settings})
+
+
+def fit(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: int = 1,
+    clip: float | None = None,
+    steps: range = range(24),
+    look: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Train on sixteen samples a step, in so many parts; the norm of each step."""
+    norms = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(16, 24, generator=generator), torch.randint(0, 10, (16,), generator=generator)
+        for part, labels in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+            (nn.functional.cross_entropy(net(part), labels, reduction="sum") / 16).backward()
+            look()
+        if isinstance(optimizer, ProjectInBackward):
+            norm = optimizer.grad_norm()
+            if clip is not None:
+                optimizer.clip_(clip, norm)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+            if clip is not None:
+                nn.utils.clip_grads_with_norm_(net.parameters(), clip, norm)
+        norms.append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def weights(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().float().flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_one_micro_batch_gives_the_very_same_bits(side: str) -> None:
+    plain, projected = model(), model()
+    norms = fit(plain, warm(plain, side=side))
+    again = fit(projected, project_in_backward(warm(projected, side=side)))
+    assert torch.equal(weights(plain), weights(projected))
+    assert again == pytest.approx(norms, rel=1e-6)
+
+
+def test_clipped_by_the_exact_norm_it_is_the_same_run() -> None:
+    plain, projected = model(), model()
+    fit(plain, warm(plain), clip=0.5)
+    fit(projected, project_in_backward(warm(projected)), clip=0.5)
+    torch.testing.assert_close(weights(projected), weights(plain), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("linears", [False, True])
+@pytest.mark.parametrize("start", ["random", "gradient"])
+def test_eight_parts_equal_one_whole(side: str, linears: bool, start: str) -> None:
+    whole, parts = model(), model()
+    fit(whole, warm(whole, side=side, start=start))
+    settings: dict[str, Any] = {"accumulation": 8, "model": parts if linears else None}
+    fit(parts, project_in_backward(warm(parts, side=side, start=start), **settings), micro_batches=8)
+    torch.testing.assert_close(weights(parts), weights(whole), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("linears", [False, True])
+def test_the_norm_of_accumulated_gradients_is_estimated_well(linears: bool) -> None:
+    plain, parts = model(), model()
+    true = fit(plain, warm(plain), micro_batches=4)
+    optimizer = project_in_backward(warm(parts), accumulation=4, model=parts if linears else None)
+    estimated = fit(parts, optimizer, micro_batches=4)
+    errors = torch.tensor(estimated) / torch.tensor(true) - 1
+    assert errors.abs().max() < 0.2  # of three small matrices: the more there are, the less it errs
+    assert abs(float(errors.mean())) < 0.03
+
+
+def test_clipping_scales_projections_and_whole_gradients_alike() -> None:
+    net = model()
+    optimizer = project_in_backward(warm(net))
+    fit(net, optimizer, steps=range(3))
+    nn.functional.cross_entropy(net(torch.randn(8, 24)), torch.randint(0, 10, (8,))).backward()
+    norm = optimizer.grad_norm()
+    before = [tensor.clone() for tensor in optimizer.optimizer.projected.values()]
+    biases = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    optimizer.clip_(float(norm) / 4, norm)
+    for was, now in zip(before, optimizer.optimizer.projected.values(), strict=True):
+        torch.testing.assert_close(now, was / 4)
+    for was, now in zip(biases, [p.grad for p in net.parameters() if p.grad is not None], strict=True):
+        torch.testing.assert_close(now, was / 4)
+
+
+def test_only_matrices_whose_basis_is_due_keep_their_gradient() -> None:
+    net = model()
+    optimizer = project_in_backward(warm(net, gap=4))
+    matrices = [p for p in net.parameters() if p.ndim == 2]
+    kept = []
+
+    def look() -> None:
+        for p in matrices:
+            due = optimizer.optimizer.refreshes(p)
+            assert (p.grad is not None) == due
+            assert (p in optimizer.optimizer.projected) != due
+            kept.append(due)
+
+    fit(net, optimizer, micro_batches=2, look=look)
+    assert 0 < sum(kept) < len(kept) / 2
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of everything that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {
+            tuple(t.shape) for t in (result if isinstance(result, tuple) else (result,)) if torch.is_tensor(t)
+        }
+        return result
+
+
+@pytest.mark.parametrize("linears", [False, True])
+def test_a_projected_linear_never_makes_the_gradient_of_its_weight(linears: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(31, 57), nn.Linear(57, 43))
+    optimizer = project_in_backward(warm(net, gap=1000, rank=3), model=net if linears else None)
+    for _ in range(70):  # past the first bases
+        net(torch.randn(5, 31)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = net(torch.randn(5, 31)).square().mean()
+    with Shapes() as shapes:
+        loss.backward()
+    assert ((57, 31) in shapes.seen) == (not linears)
+    assert ((43, 57) in shapes.seen) == (not linears)
+    assert (57, 3) in shapes.seen or (57, 19) in shapes.seen
+
+
+def test_forward_keeps_the_projected_input_alone() -> None:
+    """dY^T (X Q) needs X Q: r and 16 numbers a token instead of n."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 48, bias=False))
+    optimizer = project_in_backward(warm(net, gap=1000, rank=4), model=net)
+    for _ in range(70):
+        net(torch.randn(5, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved: list[tuple[int, ...]] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        net(torch.randn(5, 64))
+    assert (5, 20) in saved
+    assert (5, 64) not in saved
+
+
+def test_under_autocast_and_without_gradients_a_projected_linear_is_a_linear() -> None:
+    net = model()
+    reference = copy.deepcopy(net)
+    optimizer = project_in_backward(warm(net), model=net)
+    assert isinstance(net[0], ProjectedLinear)
+    x = torch.randn(3, 24)
+    with torch.no_grad():
+        assert torch.equal(net(x), reference(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = net(x), reference(x)
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs)
+    assert type(optimizer.remove()) is GaLoreWarm
+    assert type(net[0]) is nn.Linear
+    assert list(net.state_dict()) == list(reference.state_dict())
+
+
+def test_a_state_goes_on_in_either_mode() -> None:
+    whole, half = model(), model()
+    fit(whole, warm(whole))
+    first = project_in_backward(warm(half))
+    fit(half, first, steps=range(11))
+    state = copy.deepcopy(first.state_dict())
+    first.remove()
+    second = warm(half)
+    second.load_state_dict(state)
+    fit(half, second, steps=range(11, 24))
+    assert torch.equal(weights(half), weights(whole))
+
+
+@pytest.mark.parametrize("linears", [False, True])
+def test_a_gradient_that_is_not_finite_skips_the_whole_step(linears: bool) -> None:
+    net = model()
+    optimizer = project_in_backward(warm(net), model=net if linears else None)
+    fit(net, optimizer, steps=range(12))
+    before, state = weights(net), copy.deepcopy(optimizer.state_dict())
+    (net(torch.full((2, 24), float("nan"))).sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.equal(weights(net), before)
+    for index, tensors in optimizer.state_dict()["state"].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, state["state"][index][name])
+    assert optimizer.optimizer.skipped == 1
+    fit(net, optimizer, steps=range(12, 14))
+    assert not torch.equal(weights(net), before)
+
+
+def test_projections_wait_in_the_dtype_of_their_parameter_unless_told() -> None:
+    for dtype, asked, expected in (
+        (torch.float32, None, torch.float32),
+        (torch.bfloat16, None, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.float32),
+    ):
+        for linears in (False, True):
+            net = model().to(dtype)
+            optimizer = project_in_backward(warm(net, gap=1000), dtype=asked, model=net if linears else None)
+            for _ in range(70):
+                net(torch.randn(4, 24, dtype=dtype)).float().square().mean().backward()
+                optimizer.step()
+            net(torch.randn(4, 24, dtype=dtype)).float().square().mean().backward()
+            optimizer.grad_norm()
+            assert {low.dtype for low in optimizer.optimizer.projected.values()} == {expected}
+
+
+def test_a_tied_weight_gets_both_of_its_gradients() -> None:
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Tanh(), nn.Linear(24, 24, bias=False), nn.Linear(24, 10))
+        made[2].weight = made[0].weight
+        return made
+
+    plain, projected = net(), net()
+    fit(plain, warm(plain))
+    fit(projected, project_in_backward(warm(projected), model=projected))
+    torch.testing.assert_close(weights(projected), weights(plain), rtol=0, atol=1e-5)
+
+
+def test_what_cannot_be_projected_is_refused() -> None:
+    for kind in (Apollo, LDAdam):
+        with pytest.raises(OptimizerError, match="needs the whole gradient of every parameter"):
+            project_in_backward(kind(model().parameters(), rank=4))
+    with pytest.raises(OptimizerError, match="AdamW does not move in a subspace"):
+        project_in_backward(torch.optim.AdamW(model().parameters()))  # type: ignore[arg-type]
+    with pytest.raises(OptimizerError, match="a group cannot be added once the optimizer works in backward"):
+        project_in_backward(warm(model())).add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+@pytest.mark.parametrize("kind", ["qgalore", "random"])
+def test_bases_of_other_kinds_are_projected_by_too(kind: str) -> None:
+    def optimizer(net: nn.Module) -> Composed:
+        if kind == "qgalore":
+            return QGaLore(net.parameters(), lr=1e-2, rank=6, gap=7)
+        return Composed(net.parameters(), lr=1e-2, rank=6, gap=7, subspace="random")
+
+    whole, parts = model(), model()
+    fit(whole, optimizer(whole))
+    fit(parts, project_in_backward(optimizer(parts), accumulation=4, model=parts), micro_batches=4)
+    far = 1e-2 if kind == "qgalore" else 1e-5  # codes of four bits turn a rounding into a level
+    torch.testing.assert_close(weights(parts), weights(whole), rtol=0, atol=far)

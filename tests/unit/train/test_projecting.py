@@ -1,0 +1,99 @@
+"""`train.optimizer_in_backward` with an optimizer in a subspace: gradients are projected, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.optim import ProjectInBackward
+from whimbrel.train import RunConfig, RunTrainer, TrainerCallback, train
+
+MakeRun = Callable[..., RunConfig]
+WARM = {"optim__name": "galore_warm", "optim__rank": 4, "optim__gap": 3, "optim__start": "random", "train__clip": 0.5}
+
+
+class Losses(TrainerCallback):
+    """Keeps every loss, and asks for the end after so many steps."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.values: list[float] = []
+        self.stop_after = stop_after
+
+    def on_step_end(self, **event: Any) -> None:
+        event["control"].should_training_stop = event["state"].global_step == self.stop_after
+
+    def on_train_metrics(self, **event: Any) -> None:
+        self.values.append(event["metrics"]["loss"])
+
+
+def losses(config: RunConfig, stop_after: int | None = None) -> list[float]:
+    callback = Losses(stop_after)
+    train(config, callbacks=[callback])
+    return callback.values
+
+
+def test_one_micro_batch_a_step_trains_to_the_same_bits(make_run: MakeRun, tmp_path: Path) -> None:
+    settings = {**WARM, "train__micro_batch": 8, "train__clip": None}
+    plain = losses(make_run(**settings))
+    assert losses(make_run(**settings, train__optimizer_in_backward=True, output_dir=tmp_path / "b")) == plain
+
+
+@pytest.mark.parametrize("linears", [False, True])
+def test_accumulated_it_trains_alike(make_run: MakeRun, tmp_path: Path, linears: bool) -> None:
+    settings = {**WARM, "train__micro_batch": 2, "train__clip": None}
+    plain = losses(make_run(**settings))
+    settings |= {"train__optimizer_in_backward": True, "train__projected_linears": linears}
+    assert losses(make_run(**settings, output_dir=tmp_path / "b")) == pytest.approx(plain, abs=1e-4)
+
+
+@pytest.mark.parametrize("linears", [False, True])
+def test_it_resumes_bit_for_bit(make_run: MakeRun, tmp_path: Path, linears: bool) -> None:
+    settings = {**WARM, "train__optimizer_in_backward": True, "train__projected_linears": linears}
+    whole = losses(make_run(**settings))
+    config = make_run(**settings, output_dir=tmp_path / "b")
+    assert losses(config, stop_after=3) + losses(config) == whole
+
+
+def test_first_bases_are_random_unless_told(make_run: MakeRun, tmp_path: Path) -> None:
+    for given, expected in ((None, "random"), ("gradient", "gradient")):
+        settings = WARM | {"optim__start": given, "train__optimizer_in_backward": True}
+        trainer = RunTrainer(make_run(**settings, output_dir=tmp_path / expected))
+        trainer.train()
+        assert isinstance(trainer.optimizer, ProjectInBackward)
+        assert {group["start"] for group in trainer.optimizer.param_groups} == {expected}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # both come from torch, as it traces
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_blocks_project_too(make_run: MakeRun, tmp_path: Path) -> None:
+    settings = {**WARM, "train__optimizer_in_backward": True, "train__projected_linears": True}
+    compiled = {"train__compile": True, "train__compile_backend": "aot_eager"}
+    torch._dynamo.reset()
+    plain = losses(make_run(**settings))
+    assert losses(make_run(**settings, **compiled, output_dir=tmp_path / "b")) == pytest.approx(plain, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optim__name": "apollo", "train__clip": 1.0}, "moves weights before .* does not go with train.clip = 1.0"),
+        (
+            {"train__projected_linears": True},
+            "does not go with train.projected_linears, as AdamW needs whole gradients",
+        ),
+        ({**WARM, "train__precision": "fp16"}, "projects gradients before .* does not go with train.precision = fp16"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(make_run: MakeRun, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(make_run(**given, train__micro_batch=8, train__optimizer_in_backward=True))
+
+
+def test_projected_linears_alone_are_refused(make_run: MakeRun) -> None:
+    with pytest.raises(ConfigError, match="train.projected_linears = True needs train.optimizer_in_backward = true"):
+        make_run(**WARM, train__projected_linears=True)
