@@ -101,6 +101,7 @@ class Ledger(TorchDispatchMode):
             for key, (reference, kind, size) in self._held.items():
                 self._held[key] = reference, "gradients" if kind == "activations" else kind, size
             self._move(self.live["activations"], "activations", "gradients")
+            self.most["activations"] = 0  # the last micro-batch shows them alone
         self.kind = "temporaries" if event == "on_pre_optimizer_step" else "activations"
 
     def forget(self) -> None:
