@@ -10,6 +10,7 @@ from whimbrel.optim.muon import Muon
 from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, QGaLore
 from whimbrel.optim.project import ProjectInBackward, project_in_backward
 from whimbrel.optim.projector import GaLoreProjector
+from whimbrel.optim.replicas import check_replicas
 from whimbrel.optim.routing import Role, RoutedParameter, route_parameters
 from whimbrel.optim.schedule import Schedule, lr_factor, whole_steps
 from whimbrel.optim.table import ParameterRow, parameter_table, state_bytes
@@ -38,6 +39,7 @@ __all__ = [
     "ScheduleConfig",
     "StepInBackward",
     "build_optimizer",
+    "check_replicas",
     "lr_factor",
     "parameter_table",
     "project_in_backward",

@@ -21,6 +21,7 @@ from whimbrel.optim.check import check_group, check_keys
 from whimbrel.optim.lift import Lifted, lift
 from whimbrel.optim.refresh import follow, is_due, refresh
 from whimbrel.optim.rules import RULES
+from whimbrel.optim.shards import all_true, copy_, draw
 from whimbrel.optim.slot import PHASE, Slot
 from whimbrel.optim.store import add_rounded_
 from whimbrel.optim.subspace import cholesky_qr, random_basis
@@ -132,11 +133,11 @@ class Composed(torch.optim.Optimizer):
         moving = [
             [p for p in group["params"] if p.grad is not None or p in self.projected] for group in self.param_groups
         ]
-        grads = [self.projected.get(p, p.grad) for params in moving for p in params]
-        for grad in grads:
-            if grad is not None and grad.is_sparse:
-                raise NoSparseGradientError(type(self).__name__)
-        if self.skip_nonfinite and not self._finite([grad for grad in grads if grad is not None]):
+        found = ((self._slots[p], self.projected.get(p, p.grad)) for params in moving for p in params)
+        grads = [slot.here(grad) for slot, grad in found if grad is not None]
+        if any(grad.is_sparse for grad in grads):
+            raise NoSparseGradientError(type(self).__name__)
+        if self.skip_nonfinite and not self._finite(grads):
             self.skipped += 1
             self.projected.clear()
             return loss
@@ -166,7 +167,7 @@ class Composed(torch.optim.Optimizer):
             group.update({name: value for name, value in saved.items() if name != "params"})
         for parameter, saved in pairs:
             for name, value in saved.items():
-                self.state[parameter][name].copy_(value)
+                copy_(self.state[parameter][name], value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has slots of its own, over its own groups."""
@@ -216,11 +217,11 @@ class Composed(torch.optim.Optimizer):
     # The parts of a step
 
     def _finite(self, grads: list[Tensor]) -> bool:
-        grads = [grad for grad in grads if grad.numel()]
-        if not grads:
-            return True
+        """Whether all gradients are finite, here and on all ranks that have parts of a parameter."""
+        grads = [grad for grad in grads if grad.numel()] or [torch.zeros(1, device=next(iter(self._slots)).device)]
         largest = torch._foreach_norm(grads, math.inf)
-        return bool(torch.stack([value.to(grads[0].device, torch.float32) for value in largest]).isfinite().all())
+        finite = torch.stack([value.to(largest[0].device, torch.float32) for value in largest]).isfinite().all()
+        return all_true(finite, (slot.shard for slot in self._slots.values()))
 
     def _batches(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> Iterator[list[Piece]]:
         """The work of a group in batches of bounded size: parameters together, or some rows of a large one."""
@@ -242,7 +243,7 @@ class Composed(torch.optim.Optimizer):
 
     def _project(self, slot: Slot) -> Tensor:
         """The gradient in the subspace, after a new basis was found where one was due; and count the step."""
-        parameter, state = slot.parameter, self.state[slot.parameter]
+        parameter, state = slot.parameter, self._state(slot)
         if (low := self.projected.get(parameter)) is not None:
             state["step"] += 1
             return low
@@ -266,12 +267,12 @@ class Composed(torch.optim.Optimizer):
 
     def _basis(self, slot: Slot, step: int) -> Tensor:
         """Q: the one that is kept, or the random one of `step`, drawn again from its seed."""
-        state = self.state[slot.parameter]
+        state = self._state(slot)
         if slot.basis_codec is not None:
             return slot.read(state, "basis")
         generator = slot.generator(state, salt=-1, step=step // slot.group["gap"])
         assert slot.rank is not None
-        return random_basis(slot.shape, slot.rank, generator, slot.parameter.device)
+        return random_basis(slot.shape, slot.rank, generator, slot.parameter.device, slot.shard)
 
     def _update(self, batch: Sequence[Piece]) -> None:
         """Rule, lift and weights, for a batch of pieces."""
@@ -279,7 +280,7 @@ class Composed(torch.optim.Optimizer):
         for piece in batch:
             by_rule[piece.slot.rule_name].append(piece)
         for name, pieces in by_rule.items():
-            states = [self.state[piece.slot.parameter] for piece in pieces]
+            states = [self._state(piece.slot) for piece in pieces]
             lows = [piece.low.float() for piece in pieces]
             moments = {
                 moment: [
@@ -298,7 +299,7 @@ class Composed(torch.optim.Optimizer):
 
     def _move(self, piece: Piece, low: Tensor, direction: Tensor) -> None:
         """Move the rows of a piece: W <- (1 - lr wd) W - lr scale (A Q^T + c G)."""
-        slot, rows, state = piece.slot, piece.rows, self.state[piece.slot.parameter]
+        slot, rows, state = piece.slot, piece.rows, self._state(piece.slot)
         group, weight = slot.group, slot.view(slot.parameter)
         weight = weight[rows] if rows else weight
         rate, decay = -group["lr"] if group["maximize"] else group["lr"], group["lr"] * group["weight_decay"]
@@ -308,12 +309,12 @@ class Composed(torch.optim.Optimizer):
             if "length" in state:
                 assert slot.parameter.grad is not None
                 grad = slot.view(slot.parameter.grad)
-                lifted = lift(group["lift"], direction, low, grad, state["length"])
+                lifted = lift(group["lift"], direction, low, grad, state["length"], slot.shard)
             basis = None if lifted.low is None else self._basis(slot, int(state["step"]) - 1)
         if weight.dtype == torch.float32 and lifted.low is not None and grad is None:
             _add_product_(weight, lifted.low, basis, -rate, 1 - decay)
             return
-        generator = slot.generator(state, salt=2 + (rows.start if rows else 0))
+        generator = slot.generator(state, salt=2 + slot.first(rows))
         for part in _parts(weight):
             change = weight[part].float() * -decay
             if lifted.low is not None:
@@ -324,13 +325,21 @@ class Composed(torch.optim.Optimizer):
                 change.addcmul_(lifted.factor[part], grad[part].float(), value=-rate)
             add_rounded_(weight[part], change, generator)
 
+    def _state(self, slot: Slot) -> dict[str, Tensor]:
+        """The state of a parameter, as far as it is on this rank."""
+        state: dict[str, Tensor] = self.state[slot.parameter]
+        return state if slot.shard is None else {name: slot.here(tensor) for name, tensor in state.items()}
+
+    @torch.no_grad()
     def _reset(self, slot: Slot) -> None:
-        state = self.state[slot.parameter] = slot.allocate()
+        self.state[slot.parameter] = slot.allocate()
+        state = self._state(slot)
         if "due" in state and slot.group["start"] == "random":
             state["due"].fill_(int(min(slot.group["gap"], SPREAD) * (slot.index * PHASE % 1)))
             if not slot.parameter.is_meta:
                 shape, device = slot.basis_shape, slot.parameter.device
-                noise = torch.randn(shape, generator=slot.generator(state, salt=0), device=device)
+                shard = slot.shard if len(shape) > 2 else None
+                noise = draw(shape, slot.generator(state, salt=0), device, shard)
                 slot.write(state, "basis", cholesky_qr(noise)[0])
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
+from whimbrel.optim.replicas import are_replicated
 
 __all__ = ["InBackward", "StepInBackward", "step_in_backward"]
 
@@ -71,6 +72,11 @@ class StepInBackward(InBackward):
         if isinstance(optimizer, torch.optim.LBFGS):
             raise OptimizerError("LBFGS moves all parameters together: it cannot step in backward, use another")
         super().__init__(optimizer)
+        if are_replicated(p for group in self.param_groups for p in group["params"]):
+            raise OptimizerError(
+                "weights would move in backward before gradients are averaged over ranks: use project_in_backward with "
+                "a process_group, or step after backward"
+            )
         self._norms: dict[Tensor, Tensor] = {}
         self._begun = False
         self._handles += [

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whimbrel.optim.shards import Shard, add_up
+
 __all__ = ["LIFTS", "Lifted", "lift"]
 
 LIFTS = ("back", "fira", "apollo", "apollo_mini")
@@ -32,17 +34,28 @@ class Lifted(NamedTuple):
     factor: Tensor | None
 
 
-def lift(kind: str, direction: Tensor, low: Tensor, grad: Tensor | None, length: Tensor | None) -> Lifted:
+def lift(
+    kind: str,
+    direction: Tensor,
+    low: Tensor,
+    grad: Tensor | None,
+    length: Tensor | None,
+    shard: Shard | None = None,
+) -> Lifted:
     """A and c. `length` is the length that c * G (or the residual) had in the last step, 0 at first; it is renewed."""
     if kind == "back" or grad is None or length is None:
         return Lifted(direction, None)
-    dims = (-2, -1) if kind == "apollo_mini" else (-1,)
-    rows = low.square().sum(dim=dims, keepdim=True).sqrt()
-    factor = direction.square().sum(dim=dims, keepdim=True).sqrt() / rows.clamp(min=TINY)
+
+    def norm(tensor: Tensor) -> Tensor:
+        if kind == "apollo_mini":
+            return add_up(tensor.square().sum(dim=(-2, -1), keepdim=True), shard).sqrt()
+        return tensor.square().sum(dim=-1, keepdim=True).sqrt()
+
+    factor = norm(direction) / norm(low).clamp(min=TINY)
     squares = grad.float().square().sum(dim=-1, keepdim=True)
     if kind == "fira":  # Q has orthonormal columns, so what G has beside its span is what is left of its length
         squares = (squares - low.square().sum(dim=-1, keepdim=True)).clamp(min=0)
-    scaled = (factor.square() * squares).sum(dim=-2, keepdim=True).sqrt()
+    scaled = add_up((factor.square() * squares).sum(dim=-2, keepdim=True), shard).sqrt()
     longest = GROWTH * length.view_as(scaled)
     bound = torch.where((longest > 0) & (scaled > longest), longest / scaled.clamp(min=TINY), 1.0)
     length.copy_((scaled * bound).view_as(length))

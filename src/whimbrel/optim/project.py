@@ -7,6 +7,9 @@ linear layers never make their gradients at all (see `linear`).
 The norm of all gradients, for clipping: exact while one micro-batch makes a step, as each gradient is measured before
 it is freed. Otherwise |G|^2 is estimated as |R|^2 + |G w - R Q^T w|^2 / 16, w being 16 Gaussian directions: what the
 basis holds is exact, what it leaves out is right on average, about 1% for a whole model.
+
+Ranks that each hold the whole model average R, not G: m x r numbers travel for a matrix, once a step, and the whole
+gradients of those alone whose basis is due or who have none.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim.composed import Composed
 from whimbrel.optim.in_backward import InBackward
 from whimbrel.optim.linear import Probe, ProjectedLinear
+from whimbrel.optim.replicas import are_replicated, average_
+from whimbrel.optim.shards import is_shared_out, total
 
 __all__ = ["ProjectInBackward", "project_in_backward"]
 
@@ -29,15 +35,23 @@ DIRECTIONS = 16
 
 
 def project_in_backward(
-    optimizer: Composed, *, accumulation: int = 1, model: nn.Module | None = None, dtype: torch.dtype | None = None
+    optimizer: Composed,
+    *,
+    accumulation: int = 1,
+    model: nn.Module | None = None,
+    dtype: torch.dtype | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> ProjectInBackward:
     """Have backward project gradients for `optimizer`; undone by `remove()`.
 
     `accumulation` is the number of micro-batches that make a step. `model`: its linear layers whose weights move in a
     subspace compute the projection in place of the gradient. `dtype` is that of the projections that wait, by default
-    each parameter's own, in which its gradients would wait.
+    each parameter's own, in which its gradients would wait. `process_group`: ranks that each hold the whole model, over
+    which projections are averaged; nobody else may average gradients, so DDP is used under its `no_sync()`.
     """
-    return ProjectInBackward(optimizer, accumulation=accumulation, model=model, dtype=dtype)
+    return ProjectInBackward(
+        optimizer, accumulation=accumulation, model=model, dtype=dtype, process_group=process_group
+    )
 
 
 class ProjectInBackward(InBackward):
@@ -46,14 +60,21 @@ class ProjectInBackward(InBackward):
     optimizer: Composed
 
     def __init__(
-        self, optimizer: Composed, *, accumulation: int, model: nn.Module | None, dtype: torch.dtype | None
+        self,
+        optimizer: Composed,
+        *,
+        accumulation: int,
+        model: nn.Module | None,
+        dtype: torch.dtype | None,
+        process_group: dist.ProcessGroup | None,
     ) -> None:
         if not isinstance(optimizer, Composed):
             raise OptimizerError(
                 f"{type(optimizer).__name__} does not move in a subspace that gradients can be projected to"
             )
         super().__init__(optimizer)
-        self.accumulation, self.dtype = accumulation, dtype
+        self.accumulation, self.dtype, self.process_group = accumulation, dtype, process_group
+        self._averaged = self._averaged_sketches = False
         self._squares: dict[Tensor, Tensor] = {}
         self._sketches: dict[Tensor, Tensor] = {}
         self._directions: dict[tuple[int, torch.device], Tensor] = {}
@@ -64,6 +85,7 @@ class ProjectInBackward(InBackward):
                 f"{type(optimizer).__name__} needs the whole gradient of every parameter, so none can be projected in "
                 "backward: use one that moves by projections alone (galore_warm, qgalore), or step in backward"
             )
+        self._check_ranks(params, model)
         self._linears = {} if model is None else self._take_over(model)
         self._handles += [p.register_post_accumulate_grad_hook(self._project) for p in self._lowered]
         self._arm()
@@ -75,7 +97,7 @@ class ProjectInBackward(InBackward):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._collect()
+        self._bring()
         self.optimizer.step()
         self._forget()
         self._arm()
@@ -90,23 +112,23 @@ class ProjectInBackward(InBackward):
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """The norm of all gradients of the step together; exact or estimated, as the head of this file says."""
-        self._collect()
+        self._bring()
+        self._average_sketches()
         squares = []
-        for group in self.param_groups:
-            for p in group["params"]:
-                if (low := self.optimizer.projected.get(p)) is not None:
-                    squares.append(self._squares[p] if p in self._squares else self._estimate(p, low))
-                if p.grad is not None:
-                    squares.append(torch.linalg.vector_norm(p.grad, dtype=torch.float32).square())
-        total: Tensor = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
-        return total
+        for p in self._params():
+            slot = self.optimizer.slot(p)
+            if (low := self.optimizer.projected.get(p)) is not None:
+                squares.append((self._squares[p] if p in self._squares else self._estimate(p, low), slot.shard))
+            if p.grad is not None:
+                squares.append((torch.linalg.vector_norm(slot.here(p.grad), dtype=torch.float32).square(), slot.shard))
+        return total(squares).sqrt()
 
     @torch.no_grad()
     def clip_(self, longest: float, norm: Tensor) -> None:
         """Scale gradients and projections alike."""
-        self._collect()
+        self._bring()
         scale = (longest / (norm + 1e-6)).clamp(max=1.0)
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [self.optimizer.slot(p).here(p.grad) for p in self._params() if p.grad is not None]
         for tensor in (*grads, *self.optimizer.projected.values()):
             tensor.mul_(scale.to(tensor.device, tensor.dtype))
 
@@ -126,12 +148,14 @@ class ProjectInBackward(InBackward):
     @torch.no_grad()
     def _project(self, parameter: Tensor) -> None:
         """The hook: project the gradient of a micro-batch and free it, unless it is wanted whole."""
+        self._check_not_late()
         if parameter.grad is None or self.optimizer.refreshes(parameter):
             return
         grad = self.optimizer.matrix(parameter, parameter.grad)
         basis = self.optimizer.basis(parameter)
         low = (grad @ basis.to(grad.dtype)).to(self.dtype or parameter.dtype)
-        if self.accumulation == 1 and parameter not in self.optimizer.projected:
+        alone = self.accumulation == 1 and self.process_group is None
+        if alone and parameter not in self.optimizer.projected:
             self._squares[parameter] = torch.linalg.vector_norm(grad, dtype=torch.float32).square()
         else:
             self._squares.pop(parameter, None)
@@ -181,12 +205,69 @@ class ProjectInBackward(InBackward):
         for module, weight in self._linears.items():
             probe = module.probe
             if probe.low.grad is not None:
+                self._check_not_late()
                 _add(self.optimizer.projected, weight, probe.low.grad)
                 _add(self._sketches, weight, probe.sketched.grad)
                 self._squares.pop(weight, None)
                 probe.low.grad = probe.sketched.grad = None
 
+    def _bring(self) -> None:
+        """Have all that a step takes: what arrived at the probes, and of several ranks the mean."""
+        self._collect()
+        if self.process_group is None or self._averaged:
+            return
+        self._averaged = True
+        params = [p for p in self._params() if p.requires_grad]
+        projected, low = self.optimizer.projected, {p for p in self._lowered if not self.optimizer.refreshes(p)}
+        here = [(projected.get(p) if p in low else p.grad) is not None for p in params]
+        for p in [p for p, found in zip(params, here, strict=True) if not found]:
+            if p in low:
+                shape = self.optimizer.slot(p).low_shape
+                projected[p] = torch.zeros(shape, dtype=self.dtype or p.dtype, device=p.device)
+            else:
+                p.grad = torch.zeros_like(p)
+        means = [projected[p] if p in low else p.grad for p in params]
+        anywhere = average_([mean for mean in means if mean is not None], here, self.process_group)
+        for p in [p for p, found in zip(params, anywhere, strict=True) if not found]:
+            projected.pop(p, None)
+            p.grad = None
+
+    def _average_sketches(self) -> None:
+        """Over ranks, where the norm is asked for; without sketches, nobody could tell the length of a mean."""
+        if self.process_group is None or self._averaged_sketches:
+            return
+        self._averaged_sketches = True
+        params = [p for p in self._params() if p in self.optimizer.projected]
+        for p in params:
+            empty = torch.zeros(self.optimizer.slot(p).shape[-2], DIRECTIONS, device=p.device)
+            self._sketches[p] = self._sketches.get(p, empty).float()
+        if params:
+            average_([self._sketches[p] for p in params], [True] * len(params), self.process_group)
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _check_ranks(self, params: list[Tensor], model: nn.Module | None) -> None:
+        """Refuse ranks that would drift apart, or average twice."""
+        shared_out = any(is_shared_out(p) for p in params)
+        if shared_out and (model is not None or self.process_group is not None):
+            what = "process_group" if model is None else "model"
+            raise OptimizerError(f"fully_shard computes and averages gradients in its own way: leave {what} out")
+        if self.process_group is None and are_replicated(params):
+            raise OptimizerError(
+                "gradients are projected before DDP averages them: give process_group = torch.distributed.group.WORLD, "
+                "over which projections are averaged, and run backward under the no_sync() of DDP"
+            )
+
+    def _check_not_late(self) -> None:
+        if self._averaged:
+            raise OptimizerError(
+                "a gradient came after those of the step were averaged over ranks: ask for the norm, clip and step "
+                "after the last micro-batch"
+            )
+
     def _forget(self) -> None:
+        self._averaged = self._averaged_sketches = False
         self._squares.clear()
         self._sketches.clear()
         for module in self._linears:

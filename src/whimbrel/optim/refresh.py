@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from whimbrel.optim.shards import gather, mean
 from whimbrel.optim.slot import PHASE, Slot
 from whimbrel.optim.subspace import Basis, cold_basis, svd_basis, warm_basis
 
@@ -37,7 +38,7 @@ def refresh(slot: Slot, state: State, grad: Tensor) -> Tensor | None:
     old = slot.read(state, "basis")
     fresh = _seek(slot, state, grad, old, first=first)
     state["failures"] += ~fresh.found
-    if first and not bool(fresh.found.any()):
+    if first and not bool(mean(fresh.found, slot.shard)):
         state["due"].copy_(state["step"] + 1)
         return None
     if first:
@@ -51,7 +52,7 @@ def refresh(slot: Slot, state: State, grad: Tensor) -> Tensor | None:
             _transport(slot, state, old, fresh.basis)
         state["due"].copy_(state["step"] + state["gap"])
     slot.write(state, "basis", fresh.basis)
-    return fresh.overlap.mean() if group["lazy"] and not first else None
+    return mean(fresh.overlap, slot.shard) if group["lazy"] and not first else None
 
 
 def follow(overlaps: Sequence[tuple[Slot, State, Tensor]]) -> None:
@@ -66,13 +67,15 @@ def follow(overlaps: Sequence[tuple[Slot, State, Tensor]]) -> None:
 def _seek(slot: Slot, state: State, grad: Tensor, old: Tensor, *, first: bool) -> Basis:
     assert slot.rank is not None
     if slot.group["subspace"] == "svd":
+        grad = gather(grad, slot.shard)
         basis = svd_basis(grad, slot.rank)
         found = grad.abs().amax(dim=(-2, -1)) > 0
         overlap = (old.mT @ basis).square().sum(dim=(-2, -1)) / slot.rank
         return Basis(basis if first else torch.where(found[..., None, None], basis, old), overlap, found)
     if first:
-        return cold_basis(grad, slot.rank, slot.generator(state, salt=1))
-    return warm_basis(grad, grad @ old.to(grad.dtype), old, align=slot.group["carry"] == "align")
+        return cold_basis(grad, slot.rank, slot.generator(state, salt=1), slot.shard)
+    low = grad @ old.to(grad.dtype)
+    return warm_basis(grad, low, old, align=slot.group["carry"] == "align", shard=slot.shard)
 
 
 def _next_gap(asked: int, gap: int, overlap: float) -> int:

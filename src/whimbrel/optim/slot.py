@@ -10,7 +10,8 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim.rules import RULES, Rule
-from whimbrel.optim.store import codec
+from whimbrel.optim.shards import local, shard_of
+from whimbrel.optim.store import BLOCK, codec
 
 __all__ = ["Slot"]
 
@@ -29,12 +30,14 @@ class Slot:
         if not parameter.is_floating_point():
             raise OptimizerError(f"a parameter is of {parameter.dtype}, and only real ones can be moved: leave it out")
         self.parameter, self.group, self.index = parameter, group, index
+        self.shard = shard_of(parameter)
         lowered = group["rank"] is not None and parameter.ndim >= 2
         self.rule_name = group["rule"] if RULES[group["rule"]].row_by_row or parameter.ndim >= 2 else "adamw"
         self.matrix_like = lowered or not self.rule.row_by_row
         self.transposed = False
-        shape = self.view(parameter).shape
-        if parameter.ndim > 3 and self.view(parameter).data_ptr() != parameter.data_ptr():
+        here = self.view(parameter).shape
+        shape = here if self.shard is None else self.shard.whole(here)
+        if parameter.ndim > 3 and self.view(parameter).data_ptr() != local(parameter).data_ptr():
             raise OptimizerError(
                 f"a parameter of shape {tuple(parameter.shape)} lies in memory so that it is no matrix: give it as "
                 "parameter.contiguous()"
@@ -52,6 +55,8 @@ class Slot:
         self.shapes = self.rule.shapes(self.low_shape)
         if self.basis_codec is not None:
             self.codecs["basis"], self.shapes["basis"] = self.basis_codec, self.basis_shape
+        if self.shard is not None and not self.shard.stacked:
+            self._check_rows_apart()
 
     @property
     def rule(self) -> Rule:
@@ -72,7 +77,7 @@ class Slot:
 
     def view(self, tensor: Tensor) -> Tensor:
         """The parameter, or a tensor like it, as a matrix or a stack of them; its columns are projected away."""
-        tensor = tensor.detach()
+        tensor = self.here(tensor).detach()
         if not self.matrix_like:
             return tensor if tensor.ndim else tensor.view(1)
         if tensor.ndim > 3:  # a convolution: (out, all the rest), in the order they lie in memory
@@ -80,8 +85,20 @@ class Slot:
             tensor = tensor.permute(0, *sorted(range(1, tensor.ndim), key=lambda dim: -strides[dim])).flatten(1)
         return tensor.mT if self.transposed else tensor
 
+    def here(self, tensor: Tensor) -> Tensor:
+        """What of the parameter, or of a tensor like it, is on this rank."""
+        return tensor if self.shard is None else local(tensor)
+
+    def first(self, rows: slice | None) -> int:
+        """Which row of the whole parameter the first of `rows` is, None being all that are here."""
+        return (rows.start if rows else 0) + (self.shard.start if self.shard else 0)
+
     def allocate(self) -> dict[str, Tensor]:
-        """The state: zeros, but for the seed and the step at which the first basis is sought."""
+        """The state: zeros, but for the seed and the step at which the first basis is sought.
+
+        Of a parameter that is shared out, all is shared out likewise that has its first dimension: of a stack
+        everything but numbers, of a matrix all but the basis.
+        """
         device = self.parameter.device
         state = {"step": torch.zeros((), dtype=torch.int64)}
         state["seed"] = torch.tensor((self.group["seed"] * 1_000_003 + self.index) % 2**63, dtype=torch.int64)
@@ -94,6 +111,9 @@ class Slot:
             state["length"] = torch.zeros(self.shape[:-2], device=device)
         if self.rank is not None and self.group["error_feedback"]:
             state["error"] = torch.zeros(self.shape, device=device)
+        if (shard := self.shard) is not None:
+            alike = {name for name in state if state[name].ndim and (shard.stacked or not name.startswith("basis"))}
+            state |= {name: shard.wrap(state[name], BLOCK if self._counts_blocks(name) else 1) for name in alike}
         return state
 
     def bytes_of(self) -> int:
@@ -142,7 +162,7 @@ class Slot:
         """For a moment that changes by less than a level from step to step, and so is rounded by chance."""
         if self.codecs[name].dtype == torch.float32 or self.rule.moments[name] == "signed":
             return None
-        generator = self.generator(state, salt=1 << 40 | (rows.start if rows else 0))
+        generator = self.generator(state, salt=1 << 40 | self.first(rows))
         return torch.rand(shape, generator=generator, device=self.parameter.device)
 
     def generator(self, state: State, salt: int, step: int | None = None) -> torch.Generator:
@@ -162,6 +182,29 @@ class Slot:
             if self.basis_codec is not None and self.group["basis_store"] != "fp32":
                 words.append(f"basis {self.group['basis_store']}")
         return ", ".join(words + ([self.moment_store] if self.moment_store != "fp32" else []))
+
+    def _check_rows_apart(self) -> None:
+        """Refuse choices that need all rows of a matrix together, where ranks have some each."""
+        if self.transposed:
+            raise OptimizerError(
+                f"side = {self.group['side']!r} projects away the rows of a parameter of shape "
+                f"{tuple(self.parameter.shape)}, which are shared out over ranks: use side = 'right'"
+            )
+        if not self.rule.row_by_row:
+            raise OptimizerError(
+                f"rule = {self.rule_name!r} needs all rows of a parameter of shape {tuple(self.parameter.shape)}, "
+                "which are shared out over ranks: use rule = 'adamw', 'sgd' or 'lion'"
+            )
+        assert self.shard is not None
+        if self.moment_store == "int8" and len(self.shape) == 1 and self.shard.each % BLOCK:
+            raise OptimizerError(
+                f"store = 'int8' has a scale for every {BLOCK} numbers, and ranks have {self.shard.each} each of a "
+                f"vector of {self.shard.size}: give vectors a group with store = 'fp32'"
+            )
+
+    def _counts_blocks(self, name: str) -> bool:
+        """Whether a tensor of the state has a number for each block of the first dimension: the scales of a vector."""
+        return len(self.shape) == 1 and name.endswith("_scale")
 
     def _turns(self, shape: torch.Size) -> bool:
         """Whether rows, not columns, are projected away: the matrix is then taken transposed."""

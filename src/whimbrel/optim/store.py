@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 
-__all__ = ["Codec", "Store", "add_rounded_", "codec", "round_to_bfloat16"]
+__all__ = ["BLOCK", "Codec", "Store", "add_rounded_", "codec", "round_to_bfloat16"]
 
 Store = Literal["fp32", "bf16", "int8", "int4"]
 BLOCK = 256

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whimbrel.optim.shards import Shard, add_up, draw
+
 __all__ = ["Basis", "cholesky_qr", "cold_basis", "polar_factor", "random_basis", "svd_basis", "warm_basis"]
 
 QUINTIC = (15 / 8, -10 / 8, 3 / 8)
@@ -38,34 +40,38 @@ def svd_basis(grad: Tensor, rank: int) -> Tensor:
     return basis
 
 
-def random_basis(shape: torch.Size, rank: int, generator: torch.Generator, device: torch.device) -> Tensor:
+def random_basis(
+    shape: torch.Size, rank: int, generator: torch.Generator, device: torch.device, shard: Shard | None = None
+) -> Tensor:
     """Gaussian with variance 1/r (..., n, r): keeps lengths on average, whatever the gradient (APOLLO)."""
     size = (*shape[:-2], shape[-1], rank)
-    basis: Tensor = torch.randn(size, generator=generator, device=device, dtype=torch.float32) * rank**-0.5
+    basis: Tensor = draw(size, generator, device, shard if len(shape) > 2 else None) * rank**-0.5
     return basis
 
 
-def cold_basis(grad: Tensor, rank: int, generator: torch.Generator) -> Basis:
+def cold_basis(grad: Tensor, rank: int, generator: torch.Generator, shard: Shard | None = None) -> Basis:
     """A basis from nothing but `grad`: Q = orth(G^T Omega), then one power step; by chance where that has no span.
 
     Its columns are turned to the singular vectors of G Q, the first to the first: Adam's second moments then belong to
     the directions along which the gradient varies, which is worth more than the span alone.
     """
     grad = grad.float()
-    sketch = torch.randn((*grad.shape[:-1], rank), generator=generator, device=grad.device)
-    filler = torch.randn((*grad.shape[:-2], grad.shape[-1], rank), generator=generator, device=grad.device)
-    y = grad.mT @ sketch
+    sketch = draw((*grad.shape[:-1], rank), generator, grad.device, shard)
+    size = (*grad.shape[:-2], grad.shape[-1], rank)
+    filler = draw(size, generator, grad.device, shard if grad.ndim > 2 else None)
+    y = add_up(grad.mT @ sketch, shard)
     first, _ = cholesky_qr(y + filler * (FLOOR * _column_length(y) / grad.shape[-1] ** 0.5))
-    y = grad.mT @ (grad @ first)
+    y = add_up(grad.mT @ (grad @ first), shard)
     basis, found = cholesky_qr(y + first * (FLOOR * _column_length(y)))
     with _precision("highest"):
         low = grad @ basis
-        basis = basis @ torch.linalg.eigh((low.mT @ low).nan_to_num_()).eigenvectors.flip(-1)
+        gram = add_up(low.mT @ low, shard)
+        basis = basis @ torch.linalg.eigh(gram.nan_to_num_()).eigenvectors.flip(-1)
     basis = torch.where(found[..., None, None], basis, cholesky_qr(filler)[0])
     return Basis(basis, torch.zeros(found.shape, device=grad.device), found)
 
 
-def warm_basis(grad: Tensor, low: Tensor, old: Tensor, *, align: bool = True) -> Basis:
+def warm_basis(grad: Tensor, low: Tensor, old: Tensor, *, align: bool = True, shard: Shard | None = None) -> Basis:
     """One power step from the old basis: Y = G^T R, orthonormalised; `low` is R = G Q.
 
     With `align` it is turned to lie as near the old one as the new span allows, so that moments can stay as they are:
@@ -73,7 +79,7 @@ def warm_basis(grad: Tensor, low: Tensor, old: Tensor, *, align: bool = True) ->
     vectors, the first to the first, and moments must be transported.
     """
     grad = grad.float() if grad.dtype == torch.float16 else grad  # which has no room for products of gradients
-    y = (grad.mT @ low.to(grad.dtype)).float()
+    y = add_up((grad.mT @ low.to(grad.dtype)).float(), shard)
     basis, found = cholesky_qr(y + old * (FLOOR * _column_length(y)))
     with _precision("highest"):
         shared = basis.mT @ old
