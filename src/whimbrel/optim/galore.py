@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from numbers import Real
 from typing import Any
 
 import torch
@@ -21,13 +20,10 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from whimbrel.base.errors import NoSparseGradientError, OptimizerError
-from whimbrel.config import nearest
+from whimbrel.optim.check import check_keys, check_numbers
 from whimbrel.optim.projector import Basis, GaLoreProjector, projected_shapes
 
 __all__ = ["GaLore"]
-
-LABELS = {"params", "param_names", "names", "splits", "peak_lr", "initial_lr"}
-"""Keys of a group that are no settings: whose parameters they are, and what schedules remember."""
 
 
 class GaLore(torch.optim.Optimizer):
@@ -44,6 +40,8 @@ class GaLore(torch.optim.Optimizer):
     """
 
     skipped: int = 0
+    skip_nonfinite: bool = True
+    """False where the caller sees to such gradients itself, as the trainer does: no step then waits for a GPU."""
 
     def __init__(
         self,
@@ -71,12 +69,11 @@ class GaLore(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take in another group, its settings checked and its state allocated."""
+        check_keys("GaLore", param_group, self.defaults)
+        _check_settings(self.defaults | param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            for name in sorted(group.keys() - self.defaults.keys() - LABELS):
-                raise OptimizerError(f"unknown key '{name}' in a group{nearest(name, self.defaults)}")
-            _check_settings(group)
             for p in group["params"]:
                 if not p.is_floating_point():
                     raise OptimizerError(f"GaLore moves real parameters, and one is of {p.dtype}: leave it out")
@@ -102,7 +99,7 @@ class GaLore(torch.optim.Optimizer):
         ]
         if any(grad.layout is not torch.strided for _, grad, _ in moving):
             raise NoSparseGradientError(str(self))
-        if not get_total_norm([grad for _, grad, _ in moving], math.inf).isfinite():
+        if self.skip_nonfinite and not get_total_norm([grad for _, grad, _ in moving], math.inf).isfinite():
             self.skipped += 1
             return loss
         for p, grad, group in moving:
@@ -233,15 +230,6 @@ def _check_state(given: dict[str, Any], p: Tensor, group: dict[str, Any]) -> Non
 
 def _check_settings(group: dict[str, Any]) -> None:
     """Refuse values that cannot be meant, of a setting that is given or loaded."""
-    for name in ("lr", "weight_decay", "eps", "scale"):
-        value = group[name]
-        if not isinstance(value, Real | Tensor) or not 0 <= float(value) < math.inf:
-            raise OptimizerError(f"{name} = {value!r} must be a number of at least 0")
-    betas = group["betas"]
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise OptimizerError(f"betas = {betas!r} must be two numbers, each at least 0 and below 1")
-    for beta in betas:
-        if not isinstance(beta, Real) or not 0 <= float(beta) < 1:
-            raise OptimizerError(f"betas holds {beta!r}: it must be at least 0 and below 1")
+    check_numbers(group)
     rank = 1 if group["rank"] is None else group["rank"]
     GaLoreProjector(rank, group["update_proj_gap"], group["scale"], group["projection_type"])

@@ -7,16 +7,18 @@ Matrices of one shape are stacked and orthogonalised in one batch of products; f
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from whimbrel.base.errors import OptimizerError
+from whimbrel.base.errors import NoSparseGradientError, OptimizerError
 from whimbrel.ops import kernels_of, orthogonalise
+from whimbrel.optim.check import check_keys, check_numbers
 
 __all__ = ["Muon"]
 
@@ -43,8 +45,26 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": weight_decay, "betas": betas, "eps": eps, "rule": rule,
         }  # fmt: skip
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            _check(group)
+
+    skipped: int = 0
+    """Steps that were left out since a gradient was not finite."""
+    skip_nonfinite: bool = True
+    """False where the caller sees to such gradients itself, as the trainer does: no step then waits for a GPU."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take in another group, its settings checked."""
+        check_keys("Muon", param_group, self.defaults)
+        check_numbers(self.defaults | param_group)
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+        except OptimizerError:
+            self.param_groups.pop()
+            raise
+
+    def reset(self) -> None:
+        """Forget moments and steps."""
+        self.state.clear()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -53,6 +73,12 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(grad.is_sparse for grad in grads):
+            raise NoSparseGradientError("Muon")
+        if self.skip_nonfinite and not nn.utils.get_total_norm(grads, math.inf).isfinite():
+            self.skipped += 1
+            return loss
         for group in self.param_groups:
             (self._step_muon if group["rule"] == "muon" else self._step_adam)(group)
         return loss
@@ -117,12 +143,8 @@ def _split(matrix: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
 def _check(group: dict[str, Any]) -> None:
     if group["rule"] not in ("muon", "adam"):
         raise OptimizerError(f"rule = {group['rule']!r} is not one of muon, adam")
-    for name in ("lr", "weight_decay", "eps", "momentum_warmup"):
-        if group[name] < 0:
-            raise OptimizerError(f"{name} = {group[name]} must not be negative")
-    for name, value in (("momentum", group["momentum"]), *(("betas", beta) for beta in group["betas"])):
-        if not 0 <= value < 1:
-            raise OptimizerError(f"{name} holds {value}: it must be at least 0 and below 1")
+    if group["momentum_warmup"] < 0:
+        raise OptimizerError(f"momentum_warmup = {group['momentum_warmup']} must not be negative")
     shapes = [tuple(p.shape) for p in group["params"] if group["rule"] == "muon" and p.ndim != 2]
     if shapes:
         raise OptimizerError(f"muon moves matrices, and one parameter has the shape {shapes[0]}: give it rule='adam'")

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from whimbrel.optim.composed import Composed
 from whimbrel.optim.galore import GaLore
 from whimbrel.optim.in_backward import InBackward
+from whimbrel.optim.muon import Muon
 
 __all__ = ["ParameterRow", "parameter_table", "state_bytes"]
 
@@ -106,6 +107,8 @@ def _stepped_twin(optimizer: Optimizer) -> Optimizer:
         {**group, "fused": False, "foreach": False, "params": [_ghost(parameter) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
+    if isinstance(twin, Muon):
+        twin.skip_nonfinite = False  # shapes alone are neither finite nor not
     twin.step()
     return twin
 

@@ -22,6 +22,8 @@ from whimbrel.base.logging import get_logger
 from whimbrel.models import GPT
 from whimbrel.optim import (
     Composed,
+    GaLore,
+    Muon,
     OptimConfig,
     RoutedParameter,
     Schedule,
@@ -111,7 +113,7 @@ def build_optimizer_of(
                 settings, start="random"
             )  # bases from the first gradients would want all of them at once
         optimizer = build_optimizer(settings, routed_parameters(model), seed=config.train.seed)
-    if isinstance(optimizer, Composed):
+    if isinstance(optimizer, Composed | GaLore | Muon):
         optimizer.skip_nonfinite = False  # the loop looks at loss and norm itself, and later, so that no step waits
     return _in_backward(optimizer, model, config, accumulation) if config.train.optimizer_in_backward else optimizer
 

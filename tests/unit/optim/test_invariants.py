@@ -24,7 +24,7 @@ from whimbrel.optim import NoSparseGradientError
 
 every = pytest.mark.parametrize("name", ENTRIES)
 every_but_muon = pytest.mark.parametrize("name", [name for name in ENTRIES if name != "muon"])
-"""Muon's class says nothing of gradients that are sparse or not finite: the trainer looks at them before."""
+"""Muon has no `maximize`, and keeps what its Adam keeps in the parameter's dtype."""
 every_composed = pytest.mark.parametrize("name", COMPOSED)
 FITS = dict.fromkeys(ENTRIES, 8.0) | {"adafactor, int8": 5.0, "warm lion, bf16, int8": 5.0}
 """By how much a loss falls at least."""
@@ -76,7 +76,7 @@ def test_no_gradients_at_all_are_no_step(name: str) -> None:
     assert differences(before, everything(optimizer)) == []
 
 
-@every_but_muon
+@every
 def test_sparse_gradients_are_refused(name: str) -> None:
     p = nn.Parameter(random((24, 16)))
     optimizer = ENTRIES[name]([p])
@@ -179,7 +179,7 @@ def test_weights_decay_apart_from_the_gradient(name: str) -> None:
         torch.testing.assert_close(p.detach(), wanted, atol=0, rtol=1e-6)
 
 
-@every_but_muon
+@every
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_leaves_all_as_it_was(name: str, bad: float) -> None:
     """One number of one gradient: no parameter moves, the step is counted, and the next are as if it had not been."""

@@ -118,15 +118,35 @@ def test_closures_and_missing_gradients() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1.0}, "lr = -1.0 must not be negative"),
-        ({"momentum": 1.0}, "momentum holds 1.0"),
-        ({"betas": (0.9, 1.5)}, "betas holds 1.5"),
+        ({"lr": -1.0}, "lr = -1.0 must be a number of at least 0"),
+        ({"momentum": 1.0}, "momentum = 1.0 must be at least 0 and below 1"),
+        ({"betas": (0.9, 1.5)}, r"betas = \(0.9, 1.5\) must be two numbers"),
         ({"rule": "sgd"}, "rule = 'sgd' is not one of muon, adam"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(OptimizerError, match=message):
         Muon([matrix(4, 4)], **settings)  # type: ignore[arg-type]
+
+
+def test_a_misspelt_key_of_a_group_is_refused_and_the_group_is_not_there() -> None:
+    optimizer = Muon([matrix(4, 4)])
+    with pytest.raises(
+        OptimizerError, match="a group has 'momentun', which Muon does not know: did you mean 'momentum'"
+    ):
+        optimizer.add_param_group({"params": [matrix(4, 4)], "momentun": 0.9})
+    with pytest.raises(OptimizerError, match="give it rule='adam'"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_reset_forgets_moments_and_steps() -> None:
+    parameter = matrix(4, 4)
+    optimizer = Muon([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.reset()
+    assert not optimizer.state
 
 
 def test_vectors_are_refused_by_the_muon_rule() -> None:
