@@ -22,7 +22,7 @@ from whimbrel.optim.lift import Lifted, lift
 from whimbrel.optim.refresh import follow, is_due, refresh
 from whimbrel.optim.rules import RULES
 from whimbrel.optim.shards import all_true, copy_, draw
-from whimbrel.optim.slot import PHASE, Slot
+from whimbrel.optim.slot import ON_HOST, PHASE, Slot
 from whimbrel.optim.store import add_rounded_
 from whimbrel.optim.subspace import cholesky_qr, random_basis
 
@@ -115,13 +115,15 @@ class Composed(torch.optim.Optimizer):
             raise
         for slot in slots:
             self._slots[slot.parameter] = slot
-            self._reset(slot)
+            if slot.parameter.requires_grad:  # a frozen one gets its state when it is moved for the first time
+                self._reset(slot)
 
     def reset(self) -> None:
         """Forget everything: moments, steps and bases, as at construction."""
         self.projected.clear()
         for slot in self._slots.values():
-            self._reset(slot)
+            if self.state[slot.parameter]:
+                self._reset(slot)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -142,6 +144,9 @@ class Composed(torch.optim.Optimizer):
             self.projected.clear()
             return loss
         self._overlaps.clear()
+        for params in moving:
+            for p in params:
+                self._settle(self._slots[p])
         for group, params in zip(self.param_groups, moving, strict=True):
             for batch in self._batches(group, params):
                 self._update(batch)
@@ -162,6 +167,8 @@ class Composed(torch.optim.Optimizer):
             for p, key in zip(group["params"], saved["params"], strict=True)
         ]
         for parameter, saved in pairs:
+            if saved and not self.state[parameter]:
+                self._reset(self._slots[parameter])
             _check_fits(self.state[parameter], saved, self.describe(parameter))
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
@@ -331,6 +338,17 @@ class Composed(torch.optim.Optimizer):
         return state if slot.shard is None else {name: slot.here(tensor) for name, tensor in state.items()}
 
     @torch.no_grad()
+    def _settle(self, slot: Slot) -> None:
+        """State for a parameter that was frozen, and on the device of one that has been moved to another."""
+        parameter = slot.parameter
+        if not self.state[parameter]:
+            self._reset(slot)
+        elif slot.device(self.state[parameter]) != parameter.device:
+            moved = {
+                name: t if name in ON_HOST else t.to(parameter.device) for name, t in self.state[parameter].items()
+            }
+            self.state[parameter] = moved
+
     def _reset(self, slot: Slot) -> None:
         self.state[slot.parameter] = slot.allocate()
         state = self._state(slot)

@@ -13,8 +13,10 @@ from whimbrel.optim.rules import RULES, Rule
 from whimbrel.optim.shards import local, shard_of
 from whimbrel.optim.store import BLOCK, codec
 
-__all__ = ["Slot"]
+__all__ = ["ON_HOST", "PHASE", "Slot"]
 
+ON_HOST = ("step", "due", "gap", "seed")
+"""Numbers of a state that steer the step, and stay on the CPU: reading them waits for no device."""
 State = dict[str, Tensor]
 """Steps made, step of the next basis, steps between two and a seed (numbers on the host); moments, basis, and so on."""
 SMALLEST = 4096
@@ -138,6 +140,10 @@ class Slot:
         """A moment or the basis as it is stored: numbers, or codes and scales."""
         found = [state[name]] + ([state[name + "_scale"]] if name + "_scale" in state else [])
         return tuple(found if rows is None else [tensor[rows] for tensor in found])
+
+    def device(self, state: State) -> torch.device:
+        """Where the state is."""
+        return next(state[name] for name in self.rule.moments).device
 
     def read(self, state: State, name: str, rows: slice | None = None) -> Tensor:
         """A moment or the basis, in fp32; changed in place it may or may not be stored: `write` it afterwards."""

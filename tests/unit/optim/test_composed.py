@@ -11,6 +11,7 @@ from tests.unit.optim.table import COMPOSED, Teacher, differences, everything, m
 from torch import nn
 
 from whimbrel.optim import AdamW8bit, Composed, GaLoreWarm
+from whimbrel.optim.slot import ON_HOST
 
 SIDES = [
     ("right", (24, 16), (24, 4), (16, 4)),
@@ -176,3 +177,38 @@ def test_it_fits_and_resumes_on_a_gpu(name: str, dtype: torch.dtype) -> None:
                 p.grad = random(p.shape, 100 * seed + place).to(p)
             one.step()
     assert differences(everything(optimizer), everything(copies)) == []
+
+
+def test_a_frozen_parameter_has_no_state_until_it_moves() -> None:
+    frozen, free = nn.Parameter(torch.randn(8, 8), requires_grad=False), nn.Parameter(torch.randn(8, 8))
+    optimizer = GaLoreWarm([frozen, free], rank=2)
+    assert not optimizer.state[frozen]
+    assert optimizer.state[free]
+    free.grad = torch.randn(8, 8)
+    optimizer.step()
+    assert not optimizer.state[frozen]
+    saved = optimizer.state_dict()
+    frozen.requires_grad_().grad = torch.randn(8, 8)
+    before = frozen.detach().clone()
+    optimizer.step()
+    assert not torch.equal(frozen, before)
+    later = optimizer.state_dict()
+    again = GaLoreWarm([nn.Parameter(frozen.detach().clone()), nn.Parameter(free.detach().clone())], rank=2)
+    again.load_state_dict(later)
+    assert set(saved["state"]) < set(later["state"]) or not saved["state"][0]
+
+
+@pytest.mark.gpu
+def test_the_state_follows_a_model_that_is_moved() -> None:
+    """As `transformers.Trainer` moves one after its optimizer was built."""
+    model = nn.Linear(8, 16)
+    optimizer = GaLoreWarm(model.parameters(), rank=2)
+    for device in ("cuda", "cpu"):
+        model.to(device)
+        model(torch.randn(4, 8, device=device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = optimizer.state[model.weight]
+        assert {t.device.type for name, t in state.items() if name not in ON_HOST} == {device}
+        assert {state[name].device.type for name in ON_HOST} == {"cpu"}
+    assert int(state["step"]) == 2
