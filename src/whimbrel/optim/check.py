@@ -15,7 +15,7 @@ from whimbrel.optim.lift import LIFTS
 from whimbrel.optim.rules import RULES
 from whimbrel.optim.store import codec
 
-__all__ = ["check_group", "check_keys", "check_numbers"]
+__all__ = ["check_alike", "check_fits", "check_group", "check_keys", "check_numbers"]
 
 ALSO = ("params", "names", "param_names", "peak_lr", "initial_lr", "splits")
 """Keys that schedules and the trainer put into groups."""
@@ -91,4 +91,24 @@ def check_group(group: Mapping[str, Any]) -> None:
     if group["lift"] == "fira" and group["subspace"] == "random":
         raise OptimizerError(
             "lift = 'fira' splits the gradient by an orthonormal basis: use subspace = 'warm' or 'svd'"
+        )
+
+
+def check_alike(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse the state of a group whose numbers mean something else here, though their shapes may agree."""
+    for name in ("rule", "side"):
+        if own[name] != saved.get(name):
+            raise OptimizerError(
+                f"the saved state is of {name} = {saved.get(name)!r} and not of {own[name]!r}: keep it"
+            )
+
+
+def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:
+    """Refuse a saved state of another shape, or of other choices."""
+    mine, theirs = ({n: (tuple(t.shape), t.dtype) for n, t in state.items()} for state in (own, saved))
+    if mine != theirs:
+        wrong = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+        raise OptimizerError(
+            f"the saved state of a parameter ({what}) differs in {', '.join(wrong)}: keep rank, rule, store and side "
+            "as they were, or start with a fresh state"
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import NoSparseGradientError, OptimizerError
-from whimbrel.optim.check import check_group, check_keys
+from whimbrel.optim.check import check_alike, check_fits, check_group, check_keys
 from whimbrel.optim.lift import Lifted, lift
 from whimbrel.optim.refresh import follow, is_due, refresh
 from whimbrel.optim.rules import RULES
@@ -160,7 +160,7 @@ class Composed(torch.optim.Optimizer):
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise OptimizerError("the state is of other groups of parameters: build the optimizer as it was when saved")
         for group, saved in zip(self.param_groups, groups, strict=True):
-            _check_alike(group, saved)
+            check_alike(group, saved)
         pairs = [
             (p, state_dict["state"].get(key, {}))
             for group, saved in zip(self.param_groups, groups, strict=True)
@@ -169,7 +169,7 @@ class Composed(torch.optim.Optimizer):
         for parameter, saved in pairs:
             if saved and not self.state[parameter]:
                 self._reset(self._slots[parameter])
-            _check_fits(self.state[parameter], saved, self.describe(parameter))
+            check_fits(self.state[parameter], saved, self.describe(parameter))
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         for parameter, saved in pairs:
@@ -384,23 +384,3 @@ def _parts(weight: Tensor) -> list[slice]:
     rows = weight.shape[0] if weight.ndim else 0
     size = max(1, AT_ONCE * rows // max(weight.numel(), 1))
     return [slice(start, start + size) for start in range(0, rows, size)]
-
-
-def _check_alike(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse the state of a group whose numbers mean something else here, though their shapes may agree."""
-    for name in ("rule", "side"):
-        if own[name] != saved.get(name):
-            raise OptimizerError(
-                f"the saved state is of {name} = {saved.get(name)!r} and not of {own[name]!r}: keep it"
-            )
-
-
-def _check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:
-    """Refuse a saved state of another shape, or of other choices."""
-    mine, theirs = ({n: (tuple(t.shape), t.dtype) for n, t in state.items()} for state in (own, saved))
-    if mine != theirs:
-        wrong = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
-        raise OptimizerError(
-            f"the saved state of a parameter ({what}) differs in {', '.join(wrong)}: keep rank, rule, store and side "
-            "as they were, or start with a fresh state"
-        )
