@@ -47,8 +47,7 @@ class Composed(torch.optim.Optimizer):
 
     rank: of the subspace; None: none, the rule moves the weight itself. In a group with a rank, tensors of fewer than
     two dimensions have none.
-    subspace: svd (exact, slow), warm (one power step from the last basis, aligned with it), random (Gaussian from a
-    seed, kept nowhere).
+    subspace: svd (exact, slow), warm (one power step from the last basis), random (Gaussian from a seed, kept nowhere).
     rule: adamw, sgd, lion, muon, adafactor. lift: back, fira, apollo, apollo_mini.
     store, basis_store: of moments (fp32, bf16, int8) and of the basis (those and int4).
     side: right (columns are projected away, the input side of a linear), left, std (the shorter side is), cheapest.
@@ -133,7 +132,8 @@ class Composed(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         moving = [
-            [p for p in group["params"] if p.grad is not None or p in self.projected] for group in self.param_groups
+            [p for p in group["params"] if p.numel() and (p.grad is not None or p in self.projected)]
+            for group in self.param_groups
         ]
         found = ((self._slots[p], self.projected.get(p, p.grad)) for params in moving for p in params)
         grads = [slot.here(grad) for slot, grad in found if grad is not None]
@@ -156,15 +156,19 @@ class Composed(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a state, bit for bit: nothing is cast, and what does not fit is refused before anything changes."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise OptimizerError("the state is of other groups of parameters: build the optimizer as it was when saved")
         for group, saved in zip(self.param_groups, groups, strict=True):
             check_alike(group, saved)
+            check_group(group | {name: value for name, value in saved.items() if name in group})
         pairs = [
             (p, state_dict["state"].get(key, {}))
             for group, saved in zip(self.param_groups, groups, strict=True)
             for p, key in zip(group["params"], saved["params"], strict=True)
+            if p.requires_grad or key in state_dict["state"]
         ]
         for parameter, saved in pairs:
             if saved and not self.state[parameter]:
@@ -175,6 +179,8 @@ class Composed(torch.optim.Optimizer):
         for parameter, saved in pairs:
             for name, value in saved.items():
                 copy_(self.state[parameter][name], value)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has slots of its own, over its own groups."""
@@ -350,7 +356,13 @@ class Composed(torch.optim.Optimizer):
             self.state[parameter] = moved
 
     def _reset(self, slot: Slot) -> None:
-        self.state[slot.parameter] = slot.allocate()
+        """State as at construction; in the tensors that there are, since others may hold on to them."""
+        fresh, own = slot.allocate(), self.state[slot.parameter]
+        for name, tensor in fresh.items():
+            if name in own:
+                copy_(own[name], tensor)
+            else:
+                own[name] = tensor
         state = self._state(slot)
         if "due" in state and slot.group["start"] == "random":
             state["due"].fill_(int(min(slot.group["gap"], SPREAD) * (slot.index * PHASE % 1)))
