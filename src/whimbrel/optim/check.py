@@ -15,7 +15,7 @@ from whimbrel.optim.lift import LIFTS
 from whimbrel.optim.rules import RULES
 from whimbrel.optim.store import codec
 
-__all__ = ["check_alike", "check_fits", "check_group", "check_keys", "check_numbers"]
+__all__ = ["check_alike", "check_fits", "check_group", "check_keys", "check_numbers", "check_whole"]
 
 ALSO = ("params", "names", "param_names", "peak_lr", "initial_lr", "splits")
 """Keys that schedules and the trainer put into groups."""
@@ -50,9 +50,13 @@ def check_numbers(group: Mapping[str, Any]) -> None:
     if not _is_number(given.get("momentum", 0), 1):
         raise OptimizerError(f"momentum = {given['momentum']!r} must be at least 0 and below 1")
     for name, least in (("rank", 1), ("gap", 1), ("update_proj_gap", 1), ("seed", 0)):
-        value = given.get(name, least)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise OptimizerError(f"{name} = {value!r} must be a whole number of at least {least}")
+        check_whole(name, given.get(name, least), least)
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Refuse what is no whole number, or too small a one."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OptimizerError(f"{name} = {value!r} must be a whole number of at least {least}")
 
 
 def _is_number(value: Any, end: float) -> bool:
@@ -65,17 +69,25 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name, allowed in CHOICES.items():
         if group[name] not in allowed:
             raise OptimizerError(f"{name} = {group[name]!r} is not one of {', '.join(allowed)}")
+    for name in ("lazy", "error_feedback", "maximize", "foreach"):
+        if not isinstance(group[name], bool):
+            raise OptimizerError(f"{name} = {group[name]!r} must be True or False")
     codec(group["store"], "signed")
     codec(group["basis_store"], "basis")
     rule = RULES[group["rule"]]
     for name in ("betas", "eps", "momentum"):
         if group[name] is not None and name not in rule.defaults:
             raise OptimizerError(f"{name} = {group[name]} means nothing to rule = {group['rule']!r}: leave it out")
+    _check_together(group, linear=rule.linear is not None)
+
+
+def _check_together(group: Mapping[str, Any], *, linear: bool) -> None:
+    """Refuse choices that do not go together; `linear` says whether the rule has a mean of gradients."""
     if group["carry"] == "align" and group["subspace"] != "warm":
         raise OptimizerError(
             f"carry = 'align' turns a warm basis, and subspace = {group['subspace']!r}: use 'transport' or 'keep'"
         )
-    if group["carry"] in ("transport", "turn") and (rule.linear is None or group["subspace"] == "random"):
+    if group["carry"] in ("transport", "turn") and (not linear or group["subspace"] == "random"):
         raise OptimizerError(
             f"carry = {group['carry']!r} needs a basis that is kept and a rule with a mean of gradients, not "
             f"subspace = {group['subspace']!r} with rule = {group['rule']!r}: use carry = 'keep'"
@@ -84,6 +96,9 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise OptimizerError(
             "error_feedback keeps what a basis leaves out: it needs lift = 'back' and subspace = 'warm' or 'svd'"
         )
+    for name, default in (("basis_store", "fp32"), ("start", "gradient")):
+        if group["subspace"] == "random" and group[name] != default:
+            raise OptimizerError(f"{name} = {group[name]!r} means nothing to a basis that is drawn and kept nowhere")
     if group["lazy"] and group["subspace"] == "random":
         raise OptimizerError(
             "lazy = True compares one basis with the next, and a random one resembles none: leave it out"

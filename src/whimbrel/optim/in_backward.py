@@ -28,7 +28,10 @@ class InBackward(torch.optim.Optimizer):
     """Stands in for an optimizer: same groups, same state, and a state dict that either of them loads."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, InBackward) or getattr(optimizer, "works_in_backward", False):
+            raise OptimizerError("the optimizer works in backward already: remove() the first before a second")
         self.optimizer = optimizer
+        optimizer.works_in_backward = True  # type: ignore[attr-defined]
         self.defaults = optimizer.defaults
         self._handles: list[Any] = []
         self._share()
@@ -50,6 +53,18 @@ class InBackward(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
         self._share()
 
+    def reset(self) -> None:
+        """Have the optimizer forget moments and steps, where it can."""
+        if not hasattr(self.optimizer, "reset"):
+            raise OptimizerError(f"{type(self.optimizer).__name__} has no reset(): build another")
+        self.optimizer.reset()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the optimizer has beyond the step, such as its hooks."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: a group must be there before backward is told of it."""
         raise OptimizerError("a group cannot be added once the optimizer works in backward: add it before")
@@ -59,6 +74,7 @@ class InBackward(torch.optim.Optimizer):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.optimizer.works_in_backward = False  # type: ignore[attr-defined]
         return self.optimizer
 
     def _share(self) -> None:
@@ -99,6 +115,8 @@ class StepInBackward(InBackward):
     def grad_norm(self) -> Tensor:
         """The norm of all gradients of the last step together, each measured before it was freed."""
         norms = [self._norms[p] for group in self.param_groups for p in group["params"] if p in self._norms]
+        if not norms:
+            return torch.zeros(())
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         return total
 

@@ -38,13 +38,11 @@ def lift(
     kind: str,
     direction: Tensor,
     low: Tensor,
-    grad: Tensor | None,
-    length: Tensor | None,
+    grad: Tensor,
+    length: Tensor,
     shard: Shard | None = None,
 ) -> Lifted:
     """A and c. `length` is the length that c * G (or the residual) had in the last step, 0 at first; it is renewed."""
-    if kind == "back" or grad is None or length is None:
-        return Lifted(direction, None)
 
     def norm(tensor: Tensor) -> Tensor:
         if kind == "apollo_mini":

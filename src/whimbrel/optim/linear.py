@@ -90,7 +90,7 @@ class _Project(torch.autograd.Function):
         low_dtype, bias_dtype = ctx.kinds
         with torch.autocast(grad_y.device.type, enabled=False):
             grad_x = grad_y @ weight.to(grad_y.dtype) if ctx.needs_input_grad[0] else None
-            rows, kept = grad_y.flatten(0, -2), kept.flatten(0, -2)
+            rows, kept = (t.reshape(-1, t.shape[-1]) for t in (grad_y, kept))
             both = (rows.mT @ kept if basis is None else kept.mT @ (rows @ basis)).to(low_dtype)
             low, sketched = both[:, : ctx.rank].contiguous(), both[:, ctx.rank :].contiguous()
             grad_bias = (

@@ -4,9 +4,9 @@ R_acc += G Q, one micro-batch after the other, then one step after the last: exa
 whose basis is due keeps its whole gradient for that step; bases are due for few matrices at a time. With `model`, its
 linear layers never make their gradients at all (see `linear`).
 
-The norm of all gradients, for clipping: exact while one micro-batch makes a step, as each gradient is measured before
-it is freed. Otherwise |G|^2 is estimated as |R|^2 + |G w - R Q^T w|^2 / 16, w being 16 Gaussian directions: what the
-basis holds is exact, what it leaves out is right on average, about 1% for a whole model.
+The norm of all gradients, for clipping: exact while one micro-batch makes a step and gradients are made at all, as each
+is measured before it is freed. Otherwise |G|^2 is estimated as |R|^2 + |G w - R Q^T w|^2 / 16, w being 16 Gaussian
+directions: what the basis holds is exact, what it leaves out is right on average, about 1% for a whole model.
 
 Ranks that each hold the whole model average R, not G: m x r numbers travel for a matrix, once a step, and the whole
 gradients of those alone whose basis is due or who have none.
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from whimbrel.base.errors import OptimizerError
+from whimbrel.optim.check import check_whole
 from whimbrel.optim.composed import Composed
 from whimbrel.optim.in_backward import InBackward
 from whimbrel.optim.linear import Probe, ProjectedLinear
@@ -58,6 +59,8 @@ class ProjectInBackward(InBackward):
     """Stands in for a composed optimizer, whose steps it feeds with projections."""
 
     optimizer: Composed
+    _step_supports_amp_scaling = True
+    """So that a `GradScaler` asks for the step, and can be refused: it would not see the projections."""
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class ProjectInBackward(InBackward):
             raise OptimizerError(
                 f"{type(optimizer).__name__} does not move in a subspace that gradients can be projected to"
             )
+        check_whole("accumulation", accumulation, 1)
         super().__init__(optimizer)
         self.accumulation, self.dtype, self.process_group = accumulation, dtype, process_group
         self._averaged = self._averaged_sketches = False
@@ -93,6 +97,8 @@ class ProjectInBackward(InBackward):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step by what was projected, and by whole gradients where there are such."""
+        if "grad_scale" in self.__dict__:
+            raise OptimizerError("gradients are projected before a GradScaler could unscale them: use bf16, not fp16")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,6 +138,12 @@ class ProjectInBackward(InBackward):
         for tensor in (*grads, *self.optimizer.projected.values()):
             tensor.mul_(scale.to(tensor.device, tensor.dtype))
 
+    def reset(self) -> None:
+        """Have the optimizer forget moments, steps and bases, and with them what was projected."""
+        self.optimizer.reset()
+        self._forget()
+        self._arm()
+
     def remove(self) -> torch.optim.Optimizer:
         """Let backward be, and give linear layers their own forward back."""
         for module in self._linears:
@@ -154,17 +166,22 @@ class ProjectInBackward(InBackward):
         grad = self.optimizer.matrix(parameter, parameter.grad)
         basis = self.optimizer.basis(parameter)
         low = (grad @ basis.to(grad.dtype)).to(self.dtype or parameter.dtype)
-        alone = self.accumulation == 1 and self.process_group is None
-        if alone and parameter not in self.optimizer.projected:
+        if self.accumulation == 1 and parameter in self.optimizer.projected:
+            raise OptimizerError(
+                f"a parameter of the shape {tuple(parameter.shape)} got a second gradient in one step: give "
+                "project_in_backward the accumulation, the micro-batches of a step, or call step() after each backward"
+            )
+        if self.accumulation == 1 and self.process_group is None:
             self._squares[parameter] = torch.linalg.vector_norm(grad, dtype=torch.float32).square()
         else:
-            self._squares.pop(parameter, None)
             _add(self._sketches, parameter, grad @ self._sketch(grad.shape[-1], grad.device).to(grad.dtype))
         _add(self.optimizer.projected, parameter, low)
         parameter.grad = None
 
     def _estimate(self, parameter: Tensor, low: Tensor) -> Tensor:
-        """|G|^2 from R and the sketch of G."""
+        """|G|^2 from R and the sketch of G; of a random basis, which is not orthonormal, from the sketch alone."""
+        if self.optimizer.slot(parameter).basis_codec is None:
+            return self._sketches[parameter].float().square().sum() / DIRECTIONS
         basis = self.optimizer.basis(parameter)
         directions = self._sketch(basis.shape[-2], basis.device)
         rest = self._sketches[parameter].float() - low.float() @ (basis.mT @ directions)

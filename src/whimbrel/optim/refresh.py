@@ -50,6 +50,8 @@ def refresh(slot: Slot, state: State, grad: Tensor) -> Tensor | None:
     else:
         if group["carry"] in ("transport", "turn"):
             _transport(slot, state, old, fresh.basis)
+        if not group["lazy"]:
+            state["gap"].fill_(group["gap"])  # which may have changed since the state was saved
         state["due"].copy_(state["step"] + state["gap"])
     slot.write(state, "basis", fresh.basis)
     return mean(fresh.overlap, slot.shard) if group["lazy"] and not first else None
@@ -70,7 +72,7 @@ def _seek(slot: Slot, state: State, grad: Tensor, old: Tensor, *, first: bool) -
         grad = gather(grad, slot.shard)
         basis = svd_basis(grad, slot.rank)
         found = grad.abs().amax(dim=(-2, -1)) > 0
-        overlap = (old.mT @ basis).square().sum(dim=(-2, -1)) / slot.rank
+        overlap = torch.where(found, (old.mT @ basis).square().sum(dim=(-2, -1)) / slot.rank, torch.nan)
         return Basis(basis if first else torch.where(found[..., None, None], basis, old), overlap, found)
     if first:
         return cold_basis(grad, slot.rank, slot.generator(state, salt=1), slot.shard)
@@ -79,7 +81,8 @@ def _seek(slot: Slot, state: State, grad: Tensor, old: Tensor, *, first: bool) -
 
 
 def _next_gap(asked: int, gap: int, overlap: float) -> int:
-    """Twice the gap while bases stay alike, half of it while they move."""
+    """Twice the gap while bases stay alike, half of it while they move; as it was where none was found (NaN)."""
+    gap = min(gap, asked * REACH)
     if overlap > STEADY:
         return min(gap * 2, asked * REACH)
     return max(gap // 2, asked // REACH, 1) if overlap < MOVING else gap

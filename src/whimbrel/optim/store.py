@@ -97,11 +97,11 @@ def codec(store: str, kind: Literal["basis", "signed", "positive"]) -> Codec:
     raise OptimizerError(f"{'basis_store' if kind == 'basis' else 'store'} = {store!r} is not one of {allowed}")
 
 
-def add_rounded_(weight: Tensor, change: Tensor, generator: torch.Generator | None) -> None:
+def add_rounded_(weight: Tensor, change: Tensor, generator: torch.Generator) -> None:
     """`weight += change`; weights of 16 bits are rounded up or down by chance, so that small changes add up."""
-    if weight.dtype == torch.bfloat16 and generator is not None:
+    if weight.dtype == torch.bfloat16:
         weight.copy_(round_to_bfloat16(weight.float().add_(change), generator))
-    elif weight.dtype == torch.float16 and generator is not None:
+    elif weight.dtype == torch.float16:
         weight.copy_(_round_to_float16(weight.float().add_(change), generator))
     else:
         weight.add_(change.to(weight.dtype))

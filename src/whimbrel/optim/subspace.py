@@ -26,7 +26,7 @@ FLOOR = 1e-5
 
 
 class Basis(NamedTuple):
-    """A new basis (..., n, r); how much of the old one it holds, 0 to 1; whether it could be found."""
+    """A new basis (..., n, r); how much of the old one it holds, 0 to 1, NaN for none; whether it could be found."""
 
     basis: Tensor
     overlap: Tensor
@@ -59,10 +59,10 @@ def cold_basis(grad: Tensor, rank: int, generator: torch.Generator, shard: Shard
     sketch = draw((*grad.shape[:-1], rank), generator, grad.device, shard)
     size = (*grad.shape[:-2], grad.shape[-1], rank)
     filler = draw(size, generator, grad.device, shard if grad.ndim > 2 else None)
-    y = add_up(grad.mT @ sketch, shard)
-    first, _ = cholesky_qr(y + filler * (FLOOR * _column_length(y) / grad.shape[-1] ** 0.5))
-    y = add_up(grad.mT @ (grad @ first), shard)
-    basis, found = cholesky_qr(y + first * (FLOOR * _column_length(y)))
+    y = _scaled(add_up(grad.mT @ sketch, shard))
+    first, _ = cholesky_qr(y + filler * (FLOOR / grad.shape[-1] ** 0.5))
+    y = _scaled(add_up(grad.mT @ (grad @ first), shard))
+    basis, found = cholesky_qr(y + first * FLOOR)
     with _precision("highest"):
         low = grad @ basis
         gram = add_up(low.mT @ low, shard)
@@ -79,8 +79,8 @@ def warm_basis(grad: Tensor, low: Tensor, old: Tensor, *, align: bool = True, sh
     vectors, the first to the first, and moments must be transported.
     """
     grad = grad.float() if grad.dtype == torch.float16 else grad  # which has no room for products of gradients
-    y = add_up((grad.mT @ low.to(grad.dtype)).float(), shard)
-    basis, found = cholesky_qr(y + old * (FLOOR * _column_length(y)))
+    y = _scaled(add_up((grad.mT @ low.to(grad.dtype)).float(), shard))
+    basis, found = cholesky_qr(y + old * FLOOR)
     with _precision("highest"):
         shared = basis.mT @ old
         overlap = shared.square().sum(dim=(-2, -1)) / old.shape[-1]
@@ -88,7 +88,7 @@ def warm_basis(grad: Tensor, low: Tensor, old: Tensor, *, align: bool = True, sh
             turn, turned = cholesky_qr(polar_factor(shared), shifts=(0.0,))
             basis, found = basis @ turn, found & turned
     found = found & overlap.isfinite()
-    return Basis(torch.where(found[..., None, None], basis, old), torch.where(found, overlap, 1.0), found)
+    return Basis(torch.where(found[..., None, None], basis, old), torch.where(found, overlap, torch.nan), found)
 
 
 def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tupl
     Shifted CholeskyQR, a pass for each shift: C = Y^T Y + shift mean(diag C) I;  L L^T = C;  Y <- Y L^-T.
     """
     with _precision("highest"):
-        y = y * (y.shape[-1] ** 0.5 / torch.linalg.matrix_norm(y, keepdim=True))
+        y = _scaled(y)
         found = torch.ones(y.shape[:-2], dtype=torch.bool, device=y.device)
         for shift in shifts:
             gram = y.mT @ y
@@ -123,10 +123,11 @@ def polar_factor(square: Tensor) -> Tensor:
     return x
 
 
-def _column_length(y: Tensor) -> Tensor:
-    """The root mean square length of the columns."""
-    length: Tensor = torch.linalg.matrix_norm(y, keepdim=True) / y.shape[-1] ** 0.5
-    return length
+def _scaled(y: Tensor) -> Tensor:
+    """`y` with columns of length 1 in the root mean square; by its largest number first, whose square may not fit."""
+    y = y / y.abs().amax(dim=(-2, -1), keepdim=True)
+    scaled: Tensor = y * (y.shape[-1] ** 0.5 / torch.linalg.matrix_norm(y, keepdim=True))
+    return scaled
 
 
 @contextlib.contextmanager

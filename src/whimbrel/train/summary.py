@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whimbrel.optim import ParameterRow, state_bytes
+from whimbrel.optim import ParameterRow, ProjectInBackward, StepInBackward, state_bytes
 from whimbrel.train.settings import TrainerConfig
 
 __all__ = ["MemoryEstimate", "RunSummary", "estimate_memory", "features"]
@@ -57,7 +57,18 @@ def estimate_memory(model: nn.Module, optimizer: Optimizer | None) -> MemoryEsti
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     states = None if optimizer is None else state_bytes(optimizer)
     held = None if states is None else sum(states.values())
-    return MemoryEstimate(weights=_bytes(weights), gradients=_bytes(trained), optimizer=held)
+    return MemoryEstimate(weights=_bytes(weights), gradients=_gradient_bytes(trained, optimizer), optimizer=held)
+
+
+def _gradient_bytes(trained: list[nn.Parameter], optimizer: Optimizer | None) -> int:
+    """Of all gradients; where backward frees them, of what waits for the step, or of the largest alone."""
+    if isinstance(optimizer, StepInBackward):
+        return max(_bytes([parameter]) for parameter in trained)
+    if isinstance(optimizer, ProjectInBackward):
+        moved = optimizer.optimizer
+        sizes = ((p, p.numel() if moved.needs_whole(p) else moved.slot(p).low_shape.numel()) for p in trained)
+        return sum(size * p.element_size() for p, size in sizes)
+    return _bytes(trained)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -126,7 +126,7 @@ def test_clipping_scales_projections_and_whole_gradients_alike() -> None:
 
 def test_only_matrices_whose_basis_is_due_keep_their_gradient() -> None:
     net = model()
-    optimizer = project_in_backward(warm(net, gap=4))
+    optimizer = project_in_backward(warm(net, gap=4), accumulation=2)
     matrices = [p for p in net.parameters() if p.ndim == 2]
     kept = []
 
@@ -294,3 +294,61 @@ def test_bases_of_other_kinds_are_projected_by_too(kind: str) -> None:
     fit(parts, project_in_backward(optimizer(parts), accumulation=4, model=parts), micro_batches=4)
     far = 1e-2 if kind == "qgalore" else 1e-5  # codes of four bits turn a rounding into a level
     torch.testing.assert_close(weights(parts), weights(whole), rtol=0, atol=far)
+
+
+@pytest.mark.parametrize("linears", [False, True])
+def test_after_a_reset_it_trains_as_if_new(linears: bool) -> None:
+    """Probes project by the basis that is there now, not by the one there was."""
+    net, fresh = model(), model()
+    optimizer = project_in_backward(warm(net, gap=1000), model=net if linears else None)
+    fit(net, optimizer, steps=range(80))
+    optimizer.reset()
+    with torch.no_grad():
+        for old, new in zip(net.parameters(), fresh.parameters(), strict=True):
+            old.copy_(new)
+    fit(net, optimizer, steps=range(80))
+    fit(fresh, project_in_backward(warm(fresh, gap=1000), model=fresh if linears else None), steps=range(80))
+    assert torch.equal(weights(net), weights(fresh))
+
+
+def test_the_norm_is_right_for_a_basis_that_is_not_orthonormal() -> None:
+    plain, parts = model(), model()
+    true = fit(plain, Composed(plain.parameters(), lr=1e-2, rank=6, subspace="random"), micro_batches=2)
+    random = Composed(parts.parameters(), lr=1e-2, rank=6, subspace="random")
+    ratios = torch.tensor(fit(parts, project_in_backward(random, accumulation=2), micro_batches=2)) / torch.tensor(true)
+    assert abs(float(ratios.mean()) - 1) < 0.1
+
+
+def test_more_micro_batches_than_were_announced_are_refused() -> None:
+    net = model()
+    project_in_backward(warm(net, gap=1000, start="random")).optimizer.state[net[0].weight]["due"].fill_(1000)
+    net(torch.randn(4, 24)).sum().backward()
+    with pytest.raises(OptimizerError, match="got a second gradient in one step: give project_in_backward the accumul"):
+        net(torch.randn(4, 24)).sum().backward()
+    for wrong in (0, -1, 1.5, "x", True):
+        with pytest.raises(OptimizerError, match=r"accumulation = .* must be a whole number of at least 1"):
+            project_in_backward(warm(model()), accumulation=wrong)  # type: ignore[arg-type]
+
+
+def test_a_scaler_and_a_second_stand_in_are_refused() -> None:
+    net = model()
+    optimizer = project_in_backward(warm(net))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(net(torch.randn(4, 24)).sum()).backward()
+    with pytest.raises(OptimizerError, match="before a GradScaler could unscale them: use bf16"):
+        scaler.step(optimizer)
+    for again in (optimizer.optimizer, optimizer):
+        with pytest.raises(OptimizerError, match="works in backward already|does not move in a subspace"):
+            project_in_backward(again)  # type: ignore[arg-type]
+
+
+def test_one_token_without_a_batch_can_be_projected() -> None:
+    net = nn.Sequential(nn.Linear(6, 5))
+    optimizer = project_in_backward(warm(net, rank=2, gap=1000), model=net)
+    for _ in range(70):
+        net(torch.randn(6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net(torch.randn(6)).sum().backward()
+    optimizer.grad_norm()
+    assert optimizer.optimizer.projected[net[0].weight].shape == (5, 2)

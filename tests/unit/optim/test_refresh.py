@@ -155,3 +155,48 @@ def test_the_first_basis_from_a_gradient_empties_what_a_random_one_had() -> None
     assert int(state["step"]) == 1
     low = waiting.grad @ optimizer.basis(waiting)
     torch.testing.assert_close(state["exp_avg"], 0.1 * low, atol=1e-6, rtol=1e-5)
+
+
+def test_a_gap_that_changed_on_resume_holds() -> None:
+    def warm(gap: int) -> GaLoreWarm:
+        torch.manual_seed(0)
+        return GaLoreWarm([nn.Parameter(torch.randn(12, 8))], rank=2, gap=gap)
+
+    def step(optimizer: GaLoreWarm, seed: int) -> None:
+        (p,) = optimizer.param_groups[0]["params"]
+        p.grad = torch.randn(12, 8, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+
+    first, second = warm(4), warm(50)
+    for seed in range(9):
+        step(first, seed)
+    saved = first.state_dict()
+    saved["param_groups"][0]["gap"] = 50
+    second.load_state_dict(saved)
+    (p,) = second.param_groups[0]["params"]
+    for seed in range(9, 20):
+        step(second, seed)
+    assert int(second.state[p]["due"]) > 50
+
+
+@pytest.mark.parametrize("subspace", ["warm", "svd"])
+def test_a_basis_that_was_not_found_moves_no_gap(subspace: str) -> None:
+    p = nn.Parameter(torch.randn(12, 8))
+    optimizer = Composed([p], rank=2, gap=4, lazy=True, subspace=subspace)
+    p.grad = torch.randn(12, 8)
+    optimizer.step()
+    p.grad = torch.zeros(12, 8)
+    for _ in range(30):
+        optimizer.step()
+    assert int(optimizer.state[p]["gap"]) == 4
+    assert int(optimizer.state[p]["failures"]) > 3
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+def test_bases_are_found_for_gradients_of_any_size(size: float) -> None:
+    p = nn.Parameter(torch.randn(24, 16))
+    optimizer = GaLoreWarm([p], rank=4, gap=2)
+    for seed in range(8):
+        p.grad = torch.randn(24, 16, generator=torch.Generator().manual_seed(seed)) * size
+        optimizer.step()
+    assert int(optimizer.state[p]["failures"]) == 0

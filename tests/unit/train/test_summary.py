@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from whimbrel.optim import GaLoreWarm, project_in_backward, step_in_backward
 from whimbrel.optim.muon import Muon
 from whimbrel.train.summary import estimate_memory
 
@@ -49,3 +50,14 @@ def test_an_optimizer_from_elsewhere_is_not_guessed_at():
 
     model = nn.Linear(4, 4)
     assert estimate_memory(model, Own(model.parameters())).optimizer is None
+
+
+def test_gradients_that_backward_frees_are_not_counted_whole() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16))
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    plain = GaLoreWarm(model.parameters(), rank=4)
+    assert estimate_memory(model, plain).gradients == whole
+    projecting = project_in_backward(plain)
+    assert estimate_memory(model, projecting).gradients == 4 * (64 * 4 + 64 + 16 * 4 + 16)
+    projecting.remove()
+    assert estimate_memory(model, step_in_backward(plain)).gradients == 64 * 32 * 4
