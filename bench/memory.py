@@ -186,7 +186,8 @@ def main() -> None:
         for size, config, cap, job in started:
             (predicted,) = predict_memory(config, device)
             measured = job.result()
-            results.append({"size": size, "cap": cap, "predicted": asdict(predicted), "measured": measured})
+            figures = {name: value for name, value in asdict(predicted).items() if name != "moved"}
+            results.append({"size": size, "cap": cap, "predicted": figures, "measured": measured})
             print(line(size, config.optim.name, predicted.peak, measured, cap), flush=True)
     record("memory", {"device": device, "threads": torch.get_num_threads(), "runs": results}, arguments.out)
 

@@ -208,21 +208,26 @@ def _temporaries(ledger: Ledger, model: GPT, optimizer: Optimizer) -> int:
 
     What each of them adds alike, all do. Otherwise it has come to the size that work is cut to.
     """
-    blocks = len(list(model.blocks))
-    few = min(blocks, FEW_BLOCKS)
-    made = bool(optimizer.state)
-    first = _step(ledger, model, optimizer, few)
-    half, most = (_step(ledger, model, optimizer, count) for count in (few // 2, few))
-    if blocks > few and most > 1.8 * half:
-        most = most * blocks // few
-    return max(first, most) if made else most  # else the first step made the state, which stays
+    blocks = [list(block.parameters()) for block in model.blocks]
+    inside = {parameter for block in blocks for parameter in block}
+    others = [parameter for parameter in model.parameters() if parameter not in inside]
+
+    def moved(count: int) -> list[nn.Parameter]:
+        return [parameter for block in blocks[:count] for parameter in block]
+
+    few = min(len(blocks), FEW_BLOCKS)
+    for _ in range(1 if optimizer.state else 2):  # a state may be made in the first step only
+        all_kinds = _step(ledger, optimizer, others + moved(few))
+    half, most = (_step(ledger, optimizer, moved(count)) for count in (few // 2, few))
+    if len(blocks) > few and most > 1.8 * half:
+        most = most * len(blocks) // few
+    return max(all_kinds, most)
 
 
-def _step(ledger: Ledger, model: GPT, optimizer: Optimizer, blocks: int) -> int:
-    """What a step takes and gives back where so many blocks have gradients."""
-    left_out = {p for block in list(model.blocks)[blocks:] for p in block.parameters()}
-    for parameter in model.parameters():
-        parameter.grad = None if parameter in left_out else torch.empty_like(parameter)
+def _step(ledger: Ledger, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> int:
+    """What a step takes and gives back where these have gradients."""
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
     ledger.forget()
     before = ledger.peak
     ledger.enter("on_pre_optimizer_step")

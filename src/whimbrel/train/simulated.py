@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,6 +76,8 @@ class Ledger(TorchDispatchMode):
         if func is ATEN._local_scalar_dense.default:
             with torch._C._DisableTorchDispatch():
                 return self._numbers.get(args[0], torch.ones((), dtype=args[0].dtype)).item()
+        if func is ATEN.add.Tensor and _sums_gradients(*args[:2]):
+            func = ATEN.add_.Tensor
         result = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in tensors:
@@ -152,6 +155,13 @@ class Ledger(TorchDispatchMode):
             numbers = tree_leaves(func(*args, **kwargs))
         for tensor, number in zip(made, numbers, strict=False):
             self._numbers[tensor] = number
+
+
+def _sums_gradients(one: Any, other: Any) -> bool:
+    """Whether autograd adds two gradients of one tensor: in place, but for tensors that are not torch's plain ones."""
+    node: Any = torch._C._current_autograd_node()
+    inside = node is None or isinstance(node, BackwardCFunction) or node.name().endswith("AccumulateGrad")
+    return not inside and not torch.is_grad_enabled() and isinstance(other, Tensor) and one.shape == other.shape
 
 
 class _Shapes(FakeTensorMode):

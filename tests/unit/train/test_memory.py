@@ -78,7 +78,7 @@ def most_allocated(config: RunConfig) -> int:
 @pytest.mark.parametrize("name", optimizer_names())
 def test_every_optimizer_takes_what_was_predicted(tmp_path: Path, name: str):
     config = with_optimizer(make(tmp_path, {}, {"name": "galore_warm", "rank": 16}), name)
-    assert predict(config).peak == pytest.approx(most_allocated(config), rel=0.03)
+    assert predict(config).peak == pytest.approx(most_allocated(config), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_every_kind_of_pass_takes_what_was_predicted(tmp_path: Path, model: dict
     config = make(tmp_path, model, **train)
     with sdpa_backends(config.train.sdpa_backend):
         measured = most_allocated(config)
-    assert predict(config).peak == pytest.approx(measured, rel=0.04)
+    assert predict(config).peak == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_optimizers_that_work_in_backward(tmp_path: Path, optim: dict[str, Any],
     assert predicted.in_backward
     assert predicted.gradients < 0.7 * otherwise.gradients
     assert predicted.peak < 0.9 * otherwise.peak
-    assert predicted.peak == pytest.approx(most_allocated(within), rel=0.05)
+    assert predicted.peak == pytest.approx(most_allocated(within), rel=0.01)
 
 
 def test_states_are_exact_and_each_parameter_has_its_own(tmp_path: Path):
@@ -170,12 +170,18 @@ def test_large_models_need_nothing_here(tmp_path: Path):
     assert predicted.states == pytest.approx(2 * predicted.weights, rel=1e-6)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_of_a_tied_head_are_summed_in_place(tmp_path: Path, tied: bool):
+    config = make(tmp_path, {"vocab_size": 20_000, "tied_head": tied}, micro_batch=1)
+    assert predict(config).peak == pytest.approx(most_allocated(config), rel=0.01)
+
+
 def test_what_grows_with_every_block_is_seen_from_the_first_few(tmp_path: Path):
-    config = make(tmp_path, {"num_layers": 9, "vocab_size": 300}, {"name": "muon"}, micro_batch=1)
+    config = make(tmp_path, {"num_layers": 9, "vocab_size": 5000}, {"name": "muon"}, micro_batch=1)
     predicted = predict(config)
     assert predicted.phase == "step"
-    assert predicted.temporaries > 1.5 * predicted.weights
-    assert predicted.peak == pytest.approx(most_allocated(config), rel=0.03)
+    assert predicted.temporaries > predicted.weights
+    assert predicted.peak == pytest.approx(most_allocated(config), rel=0.01)
 
 
 def test_torch_is_left_as_it_was(tmp_path: Path):
