@@ -46,9 +46,13 @@ def test_routing(root: Path, tmp_path: Path) -> None:
 
 def test_the_trainer_of_transformers(root: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
+    run(blocks(root, "python")[2], tmp_path)
+
+
+def test_gradients_that_do_not_wait(root: Path, tmp_path: Path) -> None:
     programs = blocks(root, "python")
-    assert len(programs) == 3
-    run(programs[2], tmp_path)
+    assert len(programs) == 4
+    assert run(programs[3] + "print(optimizer.optimizer.skipped)", tmp_path) == "0\n"
 
 
 def test_the_settings(root: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from whimbrel.base.errors import ConfigError, OptimizerError
+from whimbrel.base.logging import get_logger
 from whimbrel.ops import kernels_of
 from whimbrel.optim.composed import Composed
 from whimbrel.optim.config import LISTENS, GroupConfig, OptimConfig
@@ -24,6 +25,10 @@ from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWa
 from whimbrel.optim.routing import RoutedParameter
 
 __all__ = ["build_optimizer", "restore_optimizer"]
+
+logger = get_logger(__name__)
+DEFAULT_RANK = 128
+"""Of the presets."""
 
 MEANING = ("rule", "rank", "subspace", "lift", "store", "basis_store", "side", "error_feedback", "projection_type")
 """Settings of a group that say what its state means; with others than when it was saved, it would mean nothing."""
@@ -43,11 +48,26 @@ def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter], 
         group["names"].append(item.name)
         if config.name == "muon":
             group.setdefault("splits", []).append(item.splits)
+    _warn_of_full_ranks(config, groups.values())
     make = OPTIMIZERS[config.name]
     given = {name: getattr(config, name) for name in ("lr", "betas", "eps", *LISTENS[config.name])}
     if isinstance(make, type) and issubclass(make, Composed):
         given["seed"] = seed % 2**32
     return make(list(groups.values()), **{name: value for name, value in given.items() if value is not None})
+
+
+def _warn_of_full_ranks(config: OptimConfig, groups: Iterable[dict[str, Any]]) -> None:
+    """Say where a subspace is the whole space, and saves nothing."""
+    if "rank" not in LISTENS[config.name] or config.name == "apollo_mini":
+        return
+    for group in groups:
+        rank = group.get("rank", config.rank or DEFAULT_RANK)
+        full = [p for p in group["params"] if rank is not None and p.ndim >= 2 and min(p.flatten(1).shape) <= rank]
+        if full:
+            logger.warning(
+                "rank %d is the full rank of %d parameters, one of shape %s: a subspace saves nothing there, so give a "
+                "smaller optim.rank", rank, len(full), tuple(full[0].shape),
+            )  # fmt: skip
 
 
 def _adamw(params: Iterable[dict[str, Any]], **settings: Any) -> Optimizer:
@@ -56,7 +76,9 @@ def _adamw(params: Iterable[dict[str, Any]], **settings: Any) -> Optimizer:
     return torch.optim.AdamW(groups, fused=fused or None, **settings)
 
 
-def _galore(params: Iterable[dict[str, Any]], *, rank: int = 128, gap: int = 200, **settings: Any) -> Optimizer:
+def _galore(
+    params: Iterable[dict[str, Any]], *, rank: int = DEFAULT_RANK, gap: int = 200, **settings: Any
+) -> Optimizer:
     return GaLore(params, rank=rank, update_proj_gap=gap, **settings)
 
 

@@ -113,9 +113,8 @@ def check_alike(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Refuse the state of a group whose numbers mean something else here, though their shapes may agree."""
     for name in ("rule", "side"):
         if own[name] != saved.get(name):
-            raise OptimizerError(
-                f"the saved state is of {name} = {saved.get(name)!r} and not of {own[name]!r}: keep it"
-            )
+            saying = f"has {name} = {saved[name]!r}, this one {own[name]!r}" if name in saved else f"has no {name}"
+            raise OptimizerError(f"the saved state is of another optimizer, which {saying}: build it as it was saved")
 
 
 def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:

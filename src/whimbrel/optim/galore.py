@@ -158,7 +158,7 @@ class GaLore(torch.optim.Optimizer):
             state.update({key: tensor.to(p.device) for key, tensor in state.items() if key != "step"})
         mean, square, lr, (beta1, beta2) = state["exp_avg"], state["exp_avg_sq"], float(group["lr"]), group["betas"]
         done = int(state["step"])
-        projector = _projector(state, group, done) if _is_projected(p, group) else None
+        projector = _projector(state, group, done, grad.dtype) if _is_projected(p, group) else None
         if projector is not None:
             grad = projector.project(grad.reshape(_matrices(grad.shape)), done)
             state.update(zip(_basis_keys(group), _parts(projector.ortho_matrix), strict=True))
@@ -208,11 +208,11 @@ def _parts(basis: Basis | None) -> tuple[Tensor, ...]:
     return () if basis is None else (basis,) if isinstance(basis, Tensor) else basis
 
 
-def _projector(state: dict[str, Tensor], group: dict[str, Any], done: int) -> GaLoreProjector:
+def _projector(state: dict[str, Tensor], group: dict[str, Any], done: int, dtype: torch.dtype) -> GaLoreProjector:
     """The projector of a parameter after `done` updates, with the basis of the last of them; none before the first."""
     projector = GaLoreProjector(group["rank"], group["update_proj_gap"], group["scale"], group["projection_type"])
     if done:
-        parts = [state[key] for key in _basis_keys(group)]
+        parts = [state[key].to(dtype) for key in _basis_keys(group)]
         projector.ortho_matrix = parts[0] if len(parts) == 1 else (parts[0], parts[1])
     return projector
 

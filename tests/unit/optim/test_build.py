@@ -303,3 +303,14 @@ def test_reset_forgets_all(name: str) -> None:
     optimizer.reset()  # type: ignore[attr-defined]
     for before, after in zip(fresh, optimizer.state.values(), strict=True):
         assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+def test_a_rank_that_is_no_subspace_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(64, 96), "b": nn.Linear(200, 300)})
+    for rank, told in ((None, 1), (64, 1), (32, 0)):
+        caplog.clear()
+        build_optimizer(OptimConfig(name="galore_warm", rank=rank), route_parameters(model))
+        assert [record.getMessage() for record in caplog.records] == [
+            f"rank {rank or 128} is the full rank of 1 parameters, one of shape (96, 64): a subspace saves nothing there, "
+            "so give a smaller optim.rank"
+        ] * told
