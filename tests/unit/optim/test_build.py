@@ -311,6 +311,6 @@ def test_a_rank_that_is_no_subspace_is_told_of(caplog: pytest.LogCaptureFixture)
         caplog.clear()
         build_optimizer(OptimConfig(name="galore_warm", rank=rank), route_parameters(model))
         assert [record.getMessage() for record in caplog.records] == [
-            f"rank {rank or 128} is the full rank of 1 parameters, one of shape (96, 64): a subspace saves nothing there, "
-            "so give a smaller optim.rank"
+            f"rank {rank or 128} is the full rank of 1 parameters, one of shape (96, 64): a subspace saves nothing "
+            "there, so give a smaller optim.rank"
         ] * told
