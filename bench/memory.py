@@ -85,8 +85,8 @@ class Target:
 
     cap: int
     config: RunConfig
-    steps: int = 36
-    """Past the steps over which the first bases are sought."""
+    steps: int = 56
+    """Past those over which the first bases are sought, one gap of 50."""
 
 
 def target(cap: float, model: dict[str, Any], rank: int) -> Target:

@@ -19,10 +19,10 @@ from torch import Tensor
 from whimbrel.base.errors import NoSparseGradientError, OptimizerError
 from whimbrel.optim.check import check_alike, check_fits, check_group, check_keys
 from whimbrel.optim.lift import Lifted, lift
-from whimbrel.optim.refresh import follow, is_due, refresh
+from whimbrel.optim.refresh import follow, is_due, planned, refresh
 from whimbrel.optim.rules import RULES
 from whimbrel.optim.shards import all_true, copy_, draw
-from whimbrel.optim.slot import ON_HOST, PHASE, Slot
+from whimbrel.optim.slot import ON_HOST, Slot
 from whimbrel.optim.store import add_rounded_
 from whimbrel.optim.subspace import cholesky_qr, random_basis
 
@@ -30,8 +30,6 @@ __all__ = ["Composed"]
 
 AT_ONCE = 1 << 24
 """Numbers that one batch of work takes on, so that what it needs beside the state stays small."""
-SPREAD = 64
-"""Steps over which the first bases are sought where they start at random."""
 
 
 class Piece(NamedTuple):
@@ -365,7 +363,7 @@ class Composed(torch.optim.Optimizer):
                 own[name] = tensor
         state = self._state(slot)
         if "due" in state and slot.group["start"] == "random":
-            state["due"].fill_(int(min(slot.group["gap"], SPREAD) * (slot.index * PHASE % 1)))
+            state["due"].fill_(planned(slot, 0)[0])
             if not slot.parameter.is_meta:
                 shape, device = slot.basis_shape, slot.parameter.device
                 shard = slot.shard if len(shape) > 2 else None

@@ -14,6 +14,7 @@ gradients of those alone whose basis is due or who have none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from whimbrel.optim.check import check_whole
 from whimbrel.optim.composed import Composed
 from whimbrel.optim.in_backward import InBackward
 from whimbrel.optim.linear import Probe, ProjectedLinear
+from whimbrel.optim.refresh import SPREAD, planned
 from whimbrel.optim.replicas import are_replicated, average_
 from whimbrel.optim.shards import is_shared_out, total
 
@@ -211,6 +213,26 @@ class ProjectInBackward(InBackward):
         slot = self.optimizer.slot(weight)
         sketch = self._sketch(slot.shape[-1], weight.device)
         return Probe(slot, slot.stored(self.state[weight], "basis"), sketch, self.dtype or weight.dtype)
+
+    def make_busiest(self) -> None:
+        """Have bases due as in the step, of all that are planned, in which most bytes of gradients are kept whole.
+
+        For predictions: the optimizer is of no use for training afterwards.
+        """
+        slots = [self.optimizer.slot(p) for p in self._lowered if "due" in self.state[p]]
+        if not slots:
+            return
+        until = SPREAD + 3 * max(slot.group["gap"] for slot in slots)
+        kept: Counter[int] = Counter()
+        for slot in slots:
+            kept.update(dict.fromkeys(planned(slot, until), slot.parameter.nbytes))
+        ((busiest, _),) = kept.most_common(1)
+        for slot in slots:
+            first, *others = planned(slot, until)
+            state = self.state[slot.parameter]
+            state["gap"].fill_(0 if busiest <= first else slot.group["gap"])
+            state["due"].fill_(0 if busiest in (first, *others) else until)
+        self._arm()
 
     def _arm(self) -> None:
         """Before a step: linear layers whose basis is due make their whole gradient in it."""

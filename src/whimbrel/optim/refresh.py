@@ -8,16 +8,33 @@ import torch
 from torch import Tensor
 
 from whimbrel.optim.shards import gather, mean
-from whimbrel.optim.slot import PHASE, Slot
+from whimbrel.optim.slot import Slot
 from whimbrel.optim.subspace import Basis, cold_basis, svd_basis, warm_basis
 
-__all__ = ["follow", "is_due", "refresh"]
+__all__ = ["SPREAD", "follow", "is_due", "planned", "refresh"]
 
 State = dict[str, Tensor]
 STEADY, MOVING = 0.9, 0.5
 """Overlaps of two bases in turn: above the first the gap doubles, below the second it halves."""
+SPREAD = 64
+"""Steps over which the first bases are sought where they start at random."""
 REACH = 8
 """How many times the gap that was asked for a steady basis is kept at most; a moving one, that part of it at least."""
+
+
+def planned(slot: Slot, until: int) -> list[int]:
+    """The steps below `until`, from 0, in which a basis is sought, if each is found and gaps stay as they are.
+
+    The first comes at once, or in one of the first steps where bases begin at random; the second between half a gap and
+    one and a half later. No two parameters are alike in this, so that no step has many.
+    """
+    first = int(min(slot.group["gap"], SPREAD) * slot.phase) if slot.group["start"] == "random" else 0
+    return [first, *range(first + _second(slot), until, slot.group["gap"])]
+
+
+def _second(slot: Slot) -> int:
+    """How many steps after the first basis the second is sought."""
+    return max(1, round(slot.group["gap"] * (0.5 + slot.phase)) if slot.group["gap"] > 1 else 1)
 
 
 def is_due(state: State) -> bool:
@@ -31,8 +48,7 @@ def refresh(slot: Slot, state: State, grad: Tensor) -> Tensor | None:
     Given back is the overlap of the two, for `follow`, where the gap is to follow it.
 
     In a stack, matrices without one (an expert that saw nothing) do not keep the others waiting. The first one empties
-    the moments: what was learnt in no basis, or in one drawn by chance, says nothing of this one. The second comes
-    between half a gap and one and a half later, no two parameters alike, so that no step has many.
+    the moments: what was learnt in no basis, or in one drawn by chance, says nothing of this one.
     """
     group, first = slot.group, int(state["gap"]) == 0
     old = slot.read(state, "basis")
@@ -46,7 +62,7 @@ def refresh(slot: Slot, state: State, grad: Tensor) -> Tensor | None:
         for name in slot.rule.moments:
             slot.write(state, name, torch.zeros_like(slot.read(state, name)))
         state["gap"].fill_(group["gap"])
-        state["due"].fill_(max(1, round(group["gap"] * (0.5 + slot.index * PHASE % 1)) if group["gap"] > 1 else 1))
+        state["due"].fill_(_second(slot))
     else:
         if group["carry"] in ("transport", "turn"):
             _transport(slot, state, old, fresh.basis)

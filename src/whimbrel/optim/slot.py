@@ -13,7 +13,7 @@ from whimbrel.optim.rules import RULES, Rule
 from whimbrel.optim.shards import local, shard_of
 from whimbrel.optim.store import BLOCK, codec
 
-__all__ = ["ON_HOST", "PHASE", "Slot"]
+__all__ = ["ON_HOST", "Slot"]
 
 ON_HOST = ("step", "due", "gap", "seed")
 """Numbers of a state that steer the step, and stay on the CPU: reading them waits for no device."""
@@ -64,6 +64,11 @@ class Slot:
     def rule(self) -> Rule:
         """What moves it; vectors are moved by AdamW where the group's rule is for matrices."""
         return RULES[self.rule_name]
+
+    @property
+    def phase(self) -> float:
+        """Where in a cycle its turn comes, from 0 to 1, another one for each parameter."""
+        return self.index * PHASE % 1
 
     @property
     def row_by_row(self) -> bool:

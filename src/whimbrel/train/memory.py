@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.models import GPT
-from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, parameter_table
+from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
 from whimbrel.optim.config import LISTENS
 from whimbrel.parallel import recompute
 from whimbrel.precision import PrecisionPlan, sdpa_backends
@@ -142,6 +142,8 @@ def _within(config: RunConfig, kind: str) -> MemoryPrediction:
         model = _model(config, ledger)
         optimizer = assemble.build_optimizer_of(model, config, None, accumulation=accumulation)
         rows = parameter_table(model, optimizer)
+        if isinstance(optimizer, ProjectInBackward):
+            optimizer.make_busiest()
         for _ in range(1 if optimizer.state else 2):  # a state may be made in the first step only
             walk = _walk(ledger, config, kind, model, optimizer, micro_batches=min(accumulation, 2))
         return _prediction(config, kind, rows, walk)

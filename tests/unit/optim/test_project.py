@@ -352,3 +352,22 @@ def test_one_token_without_a_batch_can_be_projected() -> None:
     net(torch.randn(6)).sum().backward()
     optimizer.grad_norm()
     assert optimizer.optimizer.projected[net[0].weight].shape == (5, 2)
+
+
+def test_the_busiest_step_keeps_the_most_gradients_whole() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(30)])
+
+    def whole(optimizer: ProjectInBackward) -> int:
+        net(torch.randn(2, 16)).sum().backward()
+        return sum(p.grad is not None for p in net.parameters())
+
+    optimizer = project_in_backward(warm(net, rank=2, gap=6))
+    kept = []
+    for _ in range(40):
+        kept.append(whole(optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.make_busiest()
+    assert whole(optimizer) == max(kept)
+    assert max(kept) < 12

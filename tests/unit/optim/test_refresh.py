@@ -12,6 +12,7 @@ from tests.unit.optim.table import move, random
 from torch import Tensor, nn
 
 from whimbrel.optim import Composed, GaLoreWarm
+from whimbrel.optim.refresh import planned
 
 
 def sought(optimizer: Composed, steps: int, grad: Tensor | None = None) -> list[list[int]]:
@@ -200,3 +201,18 @@ def test_bases_are_found_for_gradients_of_any_size(size: float) -> None:
         p.grad = torch.randn(24, 16, generator=torch.Generator().manual_seed(seed)) * size
         optimizer.step()
     assert int(optimizer.state[p]["failures"]) == 0
+
+
+@pytest.mark.parametrize("start", ["random", "gradient"])
+def test_bases_are_sought_when_it_was_planned(start: str) -> None:
+    params = [nn.Parameter(random((12, 8), seed)) for seed in range(5)]
+    optimizer = GaLoreWarm(params, rank=2, gap=7, start=start)
+    sought: list[list[int]] = [[] for _ in params]
+    for step in range(40):
+        for place, p in enumerate(params):
+            if optimizer.refreshes(p):
+                sought[place].append(step)
+            p.grad = random((12, 8), 100 * step + place)
+        optimizer.step()
+    assert sought == [planned(optimizer.slot(p), 40) for p in params]
+    assert len({tuple(steps) for steps in sought}) == 5
