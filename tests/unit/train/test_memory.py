@@ -61,11 +61,11 @@ def make_steps(config: RunConfig, device: torch.device, steps: int = 2) -> None:
         loop.step(number + 1)
 
 
-def most_allocated(config: RunConfig) -> int:
+def most_allocated(config: RunConfig, steps: int = 2) -> int:
     """By torch's own record of what its allocator gave out and took back."""
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        make_steps(config, torch.device("cpu"))
+        make_steps(config, torch.device("cpu"), steps)
     assert profiler.profiler is not None
     changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = most = 0
@@ -104,8 +104,8 @@ def test_every_kind_of_pass_takes_what_was_predicted(tmp_path: Path, model: dict
 @pytest.mark.parametrize(
     ("optim", "train"),
     [
-        ({"name": "galore_warm", "rank": 16, "gap": 50}, {}),
-        ({"name": "galore_warm", "rank": 16, "gap": 50, "store": "int8"}, {"projected_linears": True}),
+        ({"name": "galore_warm", "rank": 16, "gap": 6}, {}),
+        ({"name": "galore_warm", "rank": 16, "gap": 6, "store": "int8"}, {"projected_linears": True}),
         ({"name": "adamw"}, {"accumulation": 1, "clip": None}),
     ],
 )
@@ -117,7 +117,7 @@ def test_optimizers_that_work_in_backward(tmp_path: Path, optim: dict[str, Any],
     assert predicted.in_backward
     assert predicted.gradients < 0.7 * otherwise.gradients
     assert predicted.peak < 0.9 * otherwise.peak
-    assert predicted.peak == pytest.approx(most_allocated(within), rel=0.01)
+    assert predicted.peak == pytest.approx(most_allocated(within, steps=20), rel=0.03)
 
 
 def test_states_are_exact_and_each_parameter_has_its_own(tmp_path: Path):
