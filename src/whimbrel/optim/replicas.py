@@ -63,7 +63,7 @@ def _digests(optimizer: torch.optim.Optimizer) -> dict[str, str]:
         names = group.get("names") or group.get("param_names") or range(len(group["params"]))
         for name, parameter in zip(names, group["params"], strict=True):
             of = f"of {name}" if isinstance(name, str) else f"of parameter {name} of group {number}"
-            for kind, tensor in {"weight": parameter.detach(), **optimizer.state[parameter]}.items():
+            for kind, tensor in {"weight": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
                 if isinstance(tensor, Tensor) and not is_shared_out(tensor):
                     numbers = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
                     found[f"{kind} {of}"] = hashlib.sha256(numbers).hexdigest()
