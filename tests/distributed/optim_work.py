@@ -49,6 +49,7 @@ ON_SHARDS: dict[str, Make] = {
     "apollo": lambda ps: Apollo([{"params": ps} | RIGHT], **LOW | CALM),
     "apollo_mini": lambda ps: ApolloMini([{"params": ps} | RIGHT], lr=1e-3, gap=4, scale=1.0, **CALM),
     "fira": lambda ps: Fira(whole_row(ps), **LOW | CALM),
+    "muon for stacks, from the left": lambda ps: Composed(stacks_apart(ps, rule="muon", side="left"), **LOW),
     "ldadam": lambda ps: LDAdam([{"params": ps} | RIGHT], lr=1e-4, rank=4, **CALM),
 }
 REPLICATED: dict[str, tuple[Make, torch.dtype]] = {
@@ -63,6 +64,12 @@ def whole_row(params: Iterable[Tensor]) -> list[dict[str, Any]]:
     """Groups for Fira: the matrix of one row has no subspace, which would leave out nothing but what rounding does."""
     known = [*params]
     return [{"params": known[:-2]} | RIGHT, {"params": known[-2:], "rank": None}]
+
+
+def stacks_apart(params: Iterable[Tensor], **settings: Any) -> list[dict[str, Any]]:
+    """Groups with settings of their own for stacks, whose matrices are whole on one rank or another."""
+    known = [*params]
+    return [{"params": [p for p in known if p.ndim == 3]} | settings, {"params": [p for p in known if p.ndim != 3]}]
 
 
 def warm(params: Iterable[Tensor]) -> Composed:
@@ -127,10 +134,11 @@ def cut(count: int, of: int = 1, rank: int = 0) -> list[slice]:
     return [slice(size * (of * i + rank), size * (of * i + rank + 1)) for i in range(count)]
 
 
-def sharded() -> nn.Module:
-    net, mesh = model(), init_device_mesh("cpu", (RANKS,))
+def sharded(replicas: int = 1) -> nn.Module:
+    sizes = (replicas, RANKS // replicas)
+    net, mesh = model(), init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards"))
     for part in (net[0], net[5], net):
-        fully_shard(part, mesh=mesh)
+        fully_shard(part, mesh=mesh if replicas > 1 else mesh["shards"])
     return net
 
 
@@ -232,6 +240,10 @@ def shards(rank: int) -> dict[str, Any]:
         train(net, optimizer, range(STEPS), rows)
         check_replicas(optimizer)
         answer[name] = everything(net, optimizer)
+    net = sharded(replicas=RANKS)
+    optimizer = warm(net.parameters())
+    train(net, optimizer, range(STEPS), rows)
+    answer["replicas"] = everything(net, optimizer)
     net = sharded()
     optimizer = project_in_backward(warm(net.parameters()))
     norms = train_projecting(net, optimizer, range(STEPS), [rows], 0.05)

@@ -127,6 +127,12 @@ def test_shards_make_the_steps_of_one(answers: Answers, name: str) -> None:
     assert different(answers[0]["shards"][name], answers[1]["shards"][name]) == []
 
 
+def test_shards_may_have_replicas(answers: Answers) -> None:
+    expected = alone(job.warm)
+    for answer in answers:
+        assert farthest(answer["shards"]["replicas"], expected) < 1e-5
+
+
 def test_shards_project_in_backward(answers: Answers) -> None:
     net = job.model()
     optimizer = project_in_backward(job.warm(net.parameters()))
