@@ -22,6 +22,9 @@ from whimbrel.optim.check import check_keys, check_numbers
 
 __all__ = ["Muon"]
 
+AT_ONCE = 1 << 28
+"""Numbers that are orthogonalised in one batch, which takes several times their bytes."""
+
 
 class Muon(torch.optim.Optimizer):
     """Parameter groups say their `rule`: "muon" (2-D only; optional `splits` of the rows) or "adam"."""
@@ -85,7 +88,7 @@ class Muon(torch.optim.Optimizer):
 
     def _step_muon(self, group: dict[str, Any]) -> None:
         splits = group.get("splits") or [()] * len(group["params"])
-        stacks: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        stacks: dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
         params = [(p, s) for p, s in zip(group["params"], splits, strict=True) if p.grad is not None]
         if not params:
             return
@@ -97,18 +100,20 @@ class Muon(torch.optim.Optimizer):
         grads = [p.grad for p, _ in params]
         buffers = [self.state[p]["momentum"] for p, _ in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        updates = torch._foreach_lerp(grads, buffers, momentum)
         torch._foreach_mul_([p for p, _ in params], 1 - group["lr"] * group["weight_decay"])
-        for (p, rows), update in zip(params, updates, strict=True):
-            for weight, piece in zip(_split(p, rows), _split(update, rows), strict=True):
-                stacks[piece.shape].append((weight, piece))
+        for (p, rows), grad, buffer in zip(params, grads, buffers, strict=True):
+            for piece in zip(*(_split(tensor, rows) for tensor in (p, grad, buffer)), strict=True):
+                stacks[piece[0].shape].append(piece)
+        dtype = torch.bfloat16 if kernels_of(params[0][0]) == "cuda" else torch.float32
         for shape, pieces in stacks.items():
-            dtype = torch.bfloat16 if kernels_of(params[0][0]) == "cuda" else torch.float32
-            factors = orthogonalise(torch.stack([piece.to(dtype) for _, piece in pieces]))
             scale = -group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
-            torch._foreach_add_(
-                [w for w, _ in pieces], [f.to(w.dtype) for (w, _), f in zip(pieces, factors, strict=True)], alpha=scale
-            )
+            count = max(1, AT_ONCE // shape.numel())
+            for start in range(0, len(pieces), count):
+                weights, own, means = zip(*pieces[start : start + count], strict=True)
+                updates = torch._foreach_lerp(own, means, momentum)
+                factors = orthogonalise(torch.stack([update.to(dtype) for update in updates]))
+                moves = [factor.to(weight.dtype) for weight, factor in zip(weights, factors, strict=True)]
+                torch._foreach_add_(weights, moves, alpha=scale)
 
     def _step_adam(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
