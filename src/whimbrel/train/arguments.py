@@ -321,6 +321,8 @@ class TrainingArguments(BaseTrainingArguments):
             raise ConfigError(
                 f"gradient_checkpointing = True is recompute='full', and recompute = {self.recompute!r}: give one"
             )
+        if self.projected_linears and not self.optimizer_in_backward:
+            raise ConfigError("projected_linears = True needs optimizer_in_backward=True: set it")
         if self.compile_scope != "block" and not self._compiles:
             raise ConfigError(f"compile_scope = {self.compile_scope!r} needs torch_compile=True: set it")
 

@@ -138,6 +138,7 @@ def test_changed_arguments_are_checked_again_and_keep_their_folder() -> None:
         ({"fp8_dim_alignment": 32}, "fp8_dim_alignment = 32 is for fp8_recipe"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite = 'ignore' is not one of stop, skip, rollback"),
         ({"recompute": "ful"}, r"recompute = 'ful' is not one of none, full, selective: did you mean 'full'\?"),
+        ({"projected_linears": True}, "projected_linears = True needs optimizer_in_backward=True"),
         ({"recompute": 1.5}, "recompute = 1.5 must be none, full, selective or between 0 and 1"),
         (
             {"gradient_checkpointing": True, "recompute": "selective"},

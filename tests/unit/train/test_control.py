@@ -233,11 +233,14 @@ def test_a_killed_job_is_dead_and_its_directory_free(tmp_path: Path) -> None:
         assert job.stdout.readline() == "ready\n"
         assert liveness(folder) == "running"
         assert ask(folder, "status")["status"]["pid"] == job.pid
-        job.send_signal(signal.SIGSTOP)  # it is there, but does not get to answer
-        assert liveness(folder, seconds=0.2) == "running"
-        with pytest.raises(RequestError, match=r"does not answer within 0\.2 s"):
-            ask(folder, "stop", seconds=0.2)
-        job.kill()
+        try:
+            job.send_signal(signal.SIGSTOP)  # it is there, but does not get to answer
+            os.waitpid(job.pid, os.WUNTRACED)  # a signal takes its time
+            assert liveness(folder, seconds=0.2) == "running"
+            with pytest.raises(RequestError, match=r"does not answer within 0\.2 s"):
+                ask(folder, "stop", seconds=0.2)
+        finally:
+            job.kill()
     assert Endpoint.path(folder).exists()
     assert liveness(folder) == "dead"
     with pytest.raises(RequestError, match="is not running: nobody listens at its endpoint"):

@@ -72,6 +72,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "on_nonfinite": {"on_nonfinite": "skip"},
     "recompute": {"recompute": 0.5},
     "optimizer_in_backward": {"max_grad_norm": 0.0, "optimizer_in_backward": True},
+    "projected_linears": {"optimizer_in_backward": True, "projected_linears": True},
     "compile_scope": {"torch_compile": True, "compile_scope": "model"},
     "async_save": {"async_save": False},
 }

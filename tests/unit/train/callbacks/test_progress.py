@@ -37,7 +37,7 @@ def test_the_plain_lines(make_run: Any, tmp_path: Path) -> None:
         "Gradient accumulation steps: 2",
         "Model: 49 parameters on cpu",
         "Steps: 2 (512 tokens)",
-        "Memory: 0.0 MiB weights + 0.0 MiB gradients + 0.0 MiB optimizer state; activations come on top",
+        "Memory: 0.2 KiB weights + 0.2 KiB gradients + 0.4 KiB optimizer state; activations come on top",
         "With: bf16, compiled blocks",
         "step:0/2 train_loss:2.2500 train_time:500ms token/s:512.00",
         "validation after step 1: loss 1.5000  accuracy 0.2500",
