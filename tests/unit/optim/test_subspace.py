@@ -204,3 +204,14 @@ def test_products_keep_their_precision_and_the_setting_comes_back() -> None:
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("shape", [(40, 30), (3, 24, 30)])
+def test_the_axes_of_a_cold_basis_are_singular_vectors_the_first_first(shape: tuple[int, ...]) -> None:
+    """Not the span alone: columns of G Q are orthogonal to one another, and each is shorter than the one before."""
+    grad = random(shape)
+    low = grad @ cold_basis(grad, 8, generator()).basis
+    gram = low.mT @ low
+    lengths = gram.diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(gram, torch.diag_embed(lengths), atol=1e-3 * float(lengths.max()), rtol=0)
+    assert bool((lengths[..., :-1] >= lengths[..., 1:]).all())
