@@ -8,7 +8,8 @@
 refresh: seconds to find a new basis of one matrix, ours against the SVD of galore-torch, and the share of the
 gradient's energy that each holds. step: the times of every step of a training run, the worst against the median, and
 the optimizer's share. quality: validation loss of the same model on the same tokens, for each optimizer and learning
-rate, the best of them with a second seed; what is no hidden matrix moves by AdamW at its own best rate in all.
+rate, the best of them with a second seed; what is no hidden matrix moves by AdamW at one rate in all. Other settings
+can be tried with --settings, as often as wanted.
 """
 
 from __future__ import annotations
@@ -278,6 +279,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="shards of GPT-2 tokens, for quality")
     parser.add_argument("--tokens", type=int, default=19_900_000)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--settings", action="append", type=json.loads, help="of optim, as JSON: try these alone")
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     if args.part == "curves":
@@ -290,7 +292,8 @@ def main() -> None:
     else:
         if args.data is None:
             parser.error("quality needs --data")
-        results = compare(Quality(args.data, args.tokens, 64, 512), candidates(), args.seeds)
+        tried = candidates() if args.settings is None else {json.dumps(own): [own] for own in args.settings}
+        results = compare(Quality(args.data, args.tokens, 64, 512), tried, args.seeds)
     record(f"optim {args.part}", results, args.out)
 
 

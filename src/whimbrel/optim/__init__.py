@@ -2,6 +2,7 @@
 
 from whimbrel.base.errors import NoSparseGradientError
 from whimbrel.optim.build import build_optimizer, restore_optimizer
+from whimbrel.optim.careful import Careful
 from whimbrel.optim.composed import Composed
 from whimbrel.optim.config import GroupConfig, OptimConfig, ScheduleConfig
 from whimbrel.optim.galore import GaLore
@@ -19,6 +20,7 @@ __all__ = [
     "AdamW8bit",
     "Apollo",
     "ApolloMini",
+    "Careful",
     "Composed",
     "Fira",
     "GaLore",

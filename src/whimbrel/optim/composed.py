@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
-from whimbrel.base.errors import NoSparseGradientError, OptimizerError
+from whimbrel.base.errors import OptimizerError
+from whimbrel.optim.careful import Careful
 from whimbrel.optim.check import check_alike, check_fits, check_group, check_keys
 from whimbrel.optim.lift import Lifted, lift
 from whimbrel.optim.refresh import follow, is_due, planned, refresh
@@ -40,7 +42,7 @@ class Piece(NamedTuple):
     rows: slice | None
 
 
-class Composed(torch.optim.Optimizer):
+class Composed(Careful):
     """Any subspace with any rule, lift and store; the presets are this with their papers' choices.
 
     rank: of the subspace; None: none, the rule moves the weight itself. In a group with a rank, tensors of fewer than
@@ -54,10 +56,6 @@ class Composed(torch.optim.Optimizer):
     turned to the new), transport (both are, the second as far as it can be), keep (as they are).
     start: gradient (the first basis is from the first gradient) or random (by chance, and from gradients soon after).
     """
-
-    skip_nonfinite: bool = True
-    """Whether a step with a gradient that is not finite is left out as a whole, for which a GPU must be waited for once
-    a step; False where the caller sees to it, as the trainer does."""
 
     def __init__(
         self,
@@ -95,8 +93,6 @@ class Composed(torch.optim.Optimizer):
         self._overlaps: list[tuple[Slot, dict[str, Tensor], Tensor]] = []
         self.projected: dict[Tensor, Tensor] = {}
         """Gradients that came projected, by their parameter; `project_in_backward` fills it, a step empties it."""
-        self.skipped = 0
-        """Steps that were left out since a gradient was not finite."""
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,33 +118,9 @@ class Composed(torch.optim.Optimizer):
             if self.state[slot.parameter]:
                 self._reset(slot)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; of none where one of them is not finite."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        moving = [
-            [p for p in group["params"] if p.numel() and (p.grad is not None or p in self.projected)]
-            for group in self.param_groups
-        ]
-        found = ((self._slots[p], self.projected.get(p, p.grad)) for params in moving for p in params)
-        grads = [slot.here(grad) for slot, grad in found if grad is not None]
-        if any(grad.is_sparse for grad in grads):
-            raise NoSparseGradientError(type(self).__name__)
-        if self.skip_nonfinite and not self._finite(grads):
-            self.skipped += 1
-            self.projected.clear()
-            return loss
-        self._overlaps.clear()
-        for params in moving:
-            for p in params:
-                self._settle(self._slots[p])
-        for group, params in zip(self.param_groups, moving, strict=True):
-            for batch in self._batches(group, params):
-                self._update(batch)
-        follow(self._overlaps)
+        """As of every careful optimizer; also of parameters whose gradients came projected."""
+        loss = super().step(closure)
         self.projected.clear()
         return loss
 
@@ -183,7 +155,7 @@ class Composed(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has slots of its own, over its own groups."""
         super().__setstate__(state)
-        self.projected, self.skipped, self._overlaps = {}, 0, []
+        self.projected, self._overlaps = {}, []
         self._slots = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -227,12 +199,30 @@ class Composed(torch.optim.Optimizer):
 
     # The parts of a step
 
+    def _moving(self, group: Mapping[str, Any]) -> list[Tensor]:
+        """The parameters of a group that have a gradient, whole or projected."""
+        return [p for p in group["params"] if p.numel() and (p.grad is not None or p in self.projected)]
+
+    def _gradients(self) -> list[Tensor]:
+        params = [p for group in self.param_groups for p in self._moving(group)]
+        found = ((self._slots[p], self.projected.get(p, p.grad)) for p in params)
+        return [slot.here(grad) for slot, grad in found if grad is not None]
+
     def _finite(self, grads: list[Tensor]) -> bool:
-        """Whether all gradients are finite, here and on all ranks that have parts of a parameter."""
-        grads = [grad for grad in grads if grad.numel()] or [torch.zeros(1, device=next(iter(self._slots)).device)]
-        largest = torch._foreach_norm(grads, math.inf)
-        finite = torch.stack([value.to(largest[0].device, torch.float32) for value in largest]).isfinite().all()
+        """Here, and on all ranks that have parts of a parameter."""
+        largest = get_total_norm([grad for grad in grads if grad.numel()], math.inf)
+        finite = largest.to(next(iter(self._slots)).device).isfinite()
         return all_true(finite, (slot.shard for slot in self._slots.values()))
+
+    def _move_all(self) -> None:
+        self._overlaps.clear()
+        for group in self.param_groups:
+            params = self._moving(group)
+            for p in params:
+                self._settle(self._slots[p])
+            for batch in self._batches(group, params):
+                self._update(batch)
+        follow(self._overlaps)
 
     def _batches(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> Iterator[list[Piece]]:
         """The work of a group in batches of bounded size: parameters together, or some rows of a large one."""

@@ -12,21 +12,21 @@ Without a rank, P and Q are identities and scale is 1: AdamW, but for eps, which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
-from whimbrel.base.errors import NoSparseGradientError, OptimizerError
+from whimbrel.base.errors import OptimizerError
+from whimbrel.optim.careful import Careful
 from whimbrel.optim.check import check_keys, check_numbers
 from whimbrel.optim.projector import Basis, GaLoreProjector, projected_shapes
 
 __all__ = ["GaLore"]
 
 
-class GaLore(torch.optim.Optimizer):
+class GaLore(Careful):
     """AdamW in a projected space. A group that has a `rank` projects its tensors of two dimensions or more.
 
     A tensor of three dimensions is a stack of matrices, each with a basis of its own; one of more (the weight of a
@@ -38,10 +38,6 @@ class GaLore(torch.optim.Optimizer):
 
     A step in which any gradient is not finite is skipped as a whole, and counted in `skipped`.
     """
-
-    skipped: int = 0
-    skip_nonfinite: bool = True
-    """False where the caller sees to such gradients itself, as the trainer does: no step then waits for a GPU."""
 
     def __init__(
         self,
@@ -84,27 +80,11 @@ class GaLore(torch.optim.Optimizer):
             if p.requires_grad:
                 self.state[p] = _zeros(p, group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; the closure's loss, where there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        moving = [
-            (p, p.grad, group)
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None and p.numel() > 0
-        ]
-        if any(grad.layout is not torch.strided for _, grad, _ in moving):
-            raise NoSparseGradientError(str(self))
-        if self.skip_nonfinite and not get_total_norm([grad for _, grad, _ in moving], math.inf).isfinite():
-            self.skipped += 1
-            return loss
-        for p, grad, group in moving:
-            self._move(p, grad, group)
-        return loss
+    def _move_all(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel():
+                    self._move(p, p.grad, group)
 
     def reset(self) -> None:
         """Forget all: moments, steps and bases are zero, and the next update takes new bases."""

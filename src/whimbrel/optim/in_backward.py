@@ -7,7 +7,7 @@ and nothing may depend on all of them together. `project_in_backward` (in `proje
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ class InBackward(torch.optim.Optimizer):
         if isinstance(optimizer, InBackward) or getattr(optimizer, "works_in_backward", False):
             raise OptimizerError("the optimizer works in backward already: remove() the first before a second")
         self.optimizer = optimizer
-        optimizer.works_in_backward = True  # type: ignore[attr-defined]
         self.defaults = optimizer.defaults
         self._handles: list[Any] = []
         self._share()
@@ -77,6 +76,11 @@ class InBackward(torch.optim.Optimizer):
         self.optimizer.works_in_backward = False  # type: ignore[attr-defined]
         return self.optimizer
 
+    def _attach(self, handles: Iterable[Any]) -> None:
+        """The last of construction: from here on backward works."""
+        self._handles += handles
+        self.optimizer.works_in_backward = True  # type: ignore[attr-defined]
+
     def _share(self) -> None:
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
@@ -95,12 +99,12 @@ class StepInBackward(InBackward):
             )
         self._norms: dict[Tensor, Tensor] = {}
         self._begun = False
-        self._handles += [
+        self._attach(
             parameter.register_post_accumulate_grad_hook(self._hook(group, index))
             for group in range(len(self.param_groups))
             for index, parameter in enumerate(self.param_groups[group]["params"])
             if parameter.requires_grad
-        ]
+        )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """The end of a step: backward has moved the weights already."""

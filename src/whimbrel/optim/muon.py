@@ -7,17 +7,17 @@ Matrices of one shape are stacked and orthogonalised in one batch of products; f
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
-from whimbrel.base.errors import NoSparseGradientError, OptimizerError
+from whimbrel.base.errors import OptimizerError
 from whimbrel.ops import kernels_of, orthogonalise
+from whimbrel.optim.careful import Careful
 from whimbrel.optim.check import check_keys, check_numbers
 
 __all__ = ["Muon"]
@@ -26,7 +26,7 @@ AT_ONCE = 1 << 28
 """Numbers that are orthogonalised in one batch, which takes several times their bytes."""
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Careful):
     """Parameter groups say their `rule`: "muon" (2-D only; optional `splits` of the rows) or "adam"."""
 
     def __init__(
@@ -49,11 +49,6 @@ class Muon(torch.optim.Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    skipped: int = 0
-    """Steps that were left out since a gradient was not finite."""
-    skip_nonfinite: bool = True
-    """False where the caller sees to such gradients itself, as the trainer does: no step then waits for a GPU."""
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take in another group, its settings checked."""
         check_keys("Muon", param_group, self.defaults)
@@ -69,22 +64,9 @@ class Muon(torch.optim.Optimizer):
         """Forget moments and steps."""
         self.state.clear()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if any(grad.is_sparse for grad in grads):
-            raise NoSparseGradientError("Muon")
-        if self.skip_nonfinite and not nn.utils.get_total_norm(grads, math.inf).isfinite():
-            self.skipped += 1
-            return loss
+    def _move_all(self) -> None:
         for group in self.param_groups:
             (self._step_muon if group["rule"] == "muon" else self._step_adam)(group)
-        return loss
 
     def _step_muon(self, group: dict[str, Any]) -> None:
         splits = group.get("splits") or [()] * len(group["params"])

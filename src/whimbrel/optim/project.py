@@ -93,7 +93,7 @@ class ProjectInBackward(InBackward):
             )
         self._check_ranks(params, model)
         self._linears = {} if model is None else self._take_over(model)
-        self._handles += [p.register_post_accumulate_grad_hook(self._project) for p in self._lowered]
+        self._attach(p.register_post_accumulate_grad_hook(self._project) for p in self._lowered)
         self._arm()
 
     @torch.no_grad()
@@ -207,6 +207,11 @@ class ProjectInBackward(InBackward):
                 module.__class__ = ProjectedLinear
                 module.probe = self._probe(module.weight)  # type: ignore[assignment]
                 found[module] = module.weight
+        if not found:
+            raise OptimizerError(
+                f"{type(model).__name__} has no nn.Linear whose weight moves in a subspace that is kept: leave model "
+                "(train.projected_linears) out, and gradients are projected as they come"
+            )
         return found
 
     def _probe(self, weight: Tensor) -> Probe:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from whimbrel.optim.careful import Careful
 from whimbrel.optim.composed import Composed
 from whimbrel.optim.galore import GaLore
 from whimbrel.optim.in_backward import InBackward
-from whimbrel.optim.muon import Muon
 
 __all__ = ["ParameterRow", "parameter_table", "state_bytes"]
 
@@ -107,7 +107,7 @@ def _stepped_twin(optimizer: Optimizer) -> Optimizer:
         {**group, "fused": False, "foreach": False, "params": [_ghost(parameter) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    if isinstance(twin, Muon):
+    if isinstance(twin, Careful):
         twin.skip_nonfinite = False  # shapes alone are neither finite nor not
     twin.step()
     return twin

@@ -21,9 +21,8 @@ from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.logging import get_logger
 from whimbrel.models import GPT
 from whimbrel.optim import (
+    Careful,
     Composed,
-    GaLore,
-    Muon,
     OptimConfig,
     RoutedParameter,
     Schedule,
@@ -109,12 +108,10 @@ def build_optimizer_of(
     else:
         settings = config.optim if choice is None else config.optim.named(choice) if isinstance(choice, str) else choice
         if config.train.optimizer_in_backward and settings.listens_to("start") and settings.start is None:
-            settings = replace(
-                settings, start="random"
-            )  # bases from the first gradients would want all of them at once
+            settings = replace(settings, start="random")  # bases from the first gradients would want them all at once
         optimizer = build_optimizer(settings, routed_parameters(model), seed=config.train.seed)
-    if isinstance(optimizer, Composed | GaLore | Muon):
-        optimizer.skip_nonfinite = False  # the loop looks at loss and norm itself, and later, so that no step waits
+        if isinstance(optimizer, Careful):
+            optimizer.skip_nonfinite = False  # the loop looks at loss and norm itself, and later: no step waits
     return _in_backward(optimizer, model, config, accumulation) if config.train.optimizer_in_backward else optimizer
 
 

@@ -278,6 +278,12 @@ def test_what_cannot_be_projected_is_refused() -> None:
             project_in_backward(kind(model().parameters(), rank=4))
     with pytest.raises(OptimizerError, match="AdamW does not move in a subspace"):
         project_in_backward(torch.optim.AdamW(model().parameters()))  # type: ignore[arg-type]
+    drawn = model()
+    random = Composed(drawn.parameters(), rank=4, subspace="random")
+    for _ in range(2):  # what was refused has left nothing behind
+        with pytest.raises(OptimizerError, match="has no nn.Linear whose weight moves in a subspace that is kept"):
+            project_in_backward(random, model=drawn)
+    project_in_backward(random)
     with pytest.raises(OptimizerError, match="a group cannot be added once the optimizer works in backward"):
         project_in_backward(warm(model())).add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
@@ -291,7 +297,8 @@ def test_bases_of_other_kinds_are_projected_by_too(kind: str) -> None:
 
     whole, parts = model(), model()
     fit(whole, optimizer(whole))
-    fit(parts, project_in_backward(optimizer(parts), accumulation=4, model=parts), micro_batches=4)
+    linears = parts if kind == "qgalore" else None  # a random basis is kept nowhere that a layer could find it
+    fit(parts, project_in_backward(optimizer(parts), accumulation=4, model=linears), micro_batches=4)
     far = 1e-2 if kind == "qgalore" else 1e-5  # codes of four bits turn a rounding into a level
     torch.testing.assert_close(weights(parts), weights(whole), rtol=0, atol=far)
 
