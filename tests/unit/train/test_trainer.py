@@ -12,6 +12,7 @@ from torch import nn
 from transformers import TrainingArguments as TheirArguments
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.optim import GaLoreWarm
 from whimbrel.train import BaseTrainer, Trainer, TrainerCallback
 from whimbrel.train.callback import EVENTS
 
@@ -175,6 +176,11 @@ def test_optimizer_and_scheduler_by_name_or_object(args: Make, fit: Make, net: M
     assert own.param_groups[0]["lr"] == pytest.approx(0.025)
     named, _ = fit(args(output_dir=args().output_dir + "b"), optimizers=("muon", "linear"))
     assert type(named.optimizer).__name__ == "Muon"
+    assert not named.optimizer.skip_nonfinite  # the loop sees to it
+    model = net()
+    careful = GaLoreWarm(model.parameters(), rank=2)
+    fit(args(output_dir=args().output_dir + "d"), model, optimizers=(careful, None))
+    assert careful.skip_nonfinite  # whoever made it decides
     made, _ = fit(args(output_dir=args().output_dir + "c"), optimizers=(lambda ps: torch.optim.SGD(ps, lr=0.1), None))
     assert isinstance(made.optimizer, torch.optim.SGD)
 
