@@ -1,0 +1,136 @@
+"""Number formats of stored weights: codes of few bits, and a scale for each row or for each group inside a row.
+
+A weight w of a group whose largest magnitude is a becomes the code c and comes back as w':
+    s = a / n;   c = round(w / s);   w' = c s          n = 127.5 (int8), 7.5 (int4), 448 (fp8, where c is a float8)
+Rows never share anything, so a weight can be cut, joined and shared out by rows, codes and scales alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from whimbrel.base.errors import PrecisionError
+from whimbrel.config import nearest
+
+__all__ = ["FORMATS", "FP8", "WeightFormat", "code_tokens", "weight_format"]
+
+FP8 = torch.float8_e4m3fn
+LIMITS = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0), "fp8": (-448.0, 448.0)}
+"""The least and the largest code of each kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a matrix is stored, and what the inputs of a product with it are rounded to."""
+
+    name: str
+    codes: Literal["int8", "int4", "fp8"]
+    group: int | None = None
+    """Columns that share a scale; None: the whole row."""
+    activations: Literal["int8", "int8-asymmetric", "fp8"] | None = None
+    """What each token is rounded to, with scales of its own; None: nothing."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor that holds the codes: those of int4 lie two in a byte, the even column in the low half."""
+        return {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}[self.codes]
+
+    @property
+    def multiple(self) -> int:
+        """What the number of columns must divide by."""
+        return self.group or {"int8": 1, "int4": 2, "fp8": 16}[self.codes]
+
+    def unfit(self, shape: torch.Size | tuple[int, ...]) -> str | None:
+        """Why a weight of this shape cannot have this format; None where it can."""
+        if len(shape) != 2:
+            return f"it has {len(shape)} dimensions and {self.name} is for matrices"
+        if shape[1] % self.multiple:
+            return f"its {shape[1]} columns are no multiple of {self.multiple}, as {self.name} wants them"
+        if self.codes == "fp8" and shape[0] % 16:
+            return f"its {shape[0]} rows are no multiple of 16, as {self.name} wants them"
+        if self.activations == "int8" and (shape[0] % 8 or shape[1] % 8):
+            return f"its shape {tuple(shape)} is no multiple of 8, as {self.name} wants it"
+        return None
+
+    def parts(self, shape: torch.Size | tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The shapes of codes and of scales for a weight of this shape."""
+        rows, columns = shape
+        return (rows, columns // 2 if self.codes == "int4" else columns), (rows, columns // (self.group or columns))
+
+    def shape_of(self, codes: Tensor) -> tuple[int, int]:
+        """The shape of the weight that these are the codes of."""
+        rows, columns = codes.shape
+        return rows, columns * 2 if self.codes == "int4" else columns
+
+    def encode(self, weight: Tensor, *, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Codes and scales, these in the weight's own dtype. The scale is rounded to it first, and codes fit that.
+
+        With `noise`, uniform in [0, 1) and of the weight's shape, integers are rounded up as often as they should be.
+        """
+        groups = weight.float().unflatten(-1, (-1, self.group or weight.shape[-1]))
+        low, high = LIMITS[self.codes]
+        least = torch.finfo(weight.dtype).smallest_normal
+        scales = (groups.abs().amax(dim=-1) / ((high - low) / 2)).clamp(min=least).to(weight.dtype)
+        shares = (groups * (1.0 / scales.float()).unsqueeze(-1)).flatten(-2)
+        if self.codes == "fp8":
+            return shares.clamp(low, high).to(FP8), scales
+        rounded = (shares.round() if noise is None else (shares + noise).floor()).clamp(low, high)
+        if self.codes == "int4":
+            nibbles = (rounded + 8).to(torch.uint8)
+            return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scales
+        return rounded.to(torch.int8), scales
+
+    def whole(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """One number for each code, not scaled yet."""
+        if self.codes == "int4":
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
+        return codes.to(dtype)
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The weight, in the dtype of the scales."""
+        numbers = self.whole(codes, scales.dtype)
+        weight: Tensor = (numbers.unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)).flatten(-2)
+        return weight
+
+
+FORMATS = {
+    form.name: form
+    for form in (
+        WeightFormat("int8", "int8"),
+        WeightFormat("int8-dynamic", "int8", activations="int8"),
+        WeightFormat("int4", "int4", group=128),
+        WeightFormat("fp8", "fp8", activations="fp8"),
+        WeightFormat("int8-dynamic-act-int4-weight", "int4", group=32, activations="int8-asymmetric"),
+    )
+}
+"""Every format by its name."""
+
+
+def weight_format(name: str | WeightFormat) -> WeightFormat:
+    """The format of this name."""
+    if isinstance(name, WeightFormat):
+        return name
+    if name not in FORMATS:
+        raise PrecisionError(f"weights = {name!r} is no format{nearest(name, FORMATS)}")
+    return FORMATS[name]
+
+
+def code_tokens(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Round each token, a row of `x`, to codes: them, their scales, and for the asymmetric kind the code of zero."""
+    numbers = x.float()
+    if kind == "int8-asymmetric":
+        least, most = numbers.amin(dim=-1, keepdim=True).clamp(max=0), numbers.amax(dim=-1, keepdim=True).clamp(min=0)
+        scales = ((most - least) / 255.0).clamp(min=torch.finfo(x.dtype).smallest_normal)
+        zeros = (-128 - (least / scales).round()).clamp(-128, 127)
+        codes = ((numbers * (1.0 / scales)).round() + zeros).clamp(-128, 127)
+        return codes.to(torch.int8), scales, zeros
+    low, high = LIMITS[kind]
+    scales = (numbers.abs().amax(dim=-1, keepdim=True) / ((high - low) / 2)).clamp(min=torch.finfo(torch.float32).tiny)
+    shares = numbers * (1.0 / scales)
+    if kind == "fp8":
+        return shares.clamp(low, high).to(FP8), scales, None
+    return shares.round().clamp(low, high).to(torch.int8), scales, None

@@ -1,0 +1,55 @@
+"""Which linear layers of a model a recipe takes, and why it leaves out the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from whimbrel.base.errors import PrecisionError
+from whimbrel.base.logging import get_logger
+
+__all__ = ["HEAD", "Choice", "choose_linears"]
+
+HEAD = ("lm_head",)
+"""What is left out unless it is asked for: the last layer, whose errors nothing evens out."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The linear layers that are taken, by name, and the reason for each that is not."""
+
+    taken: dict[str, nn.Linear]
+    left: dict[str, str]
+
+
+def choose_linears(
+    model: nn.Module, what: str, unfit: Callable[[nn.Linear], str | None], *, skip: Iterable[str] = HEAD
+) -> Choice:
+    """The linear layers for `what`, a recipe; says once which were left out. None at all is an error.
+
+    `skip` names layers by the end of their name. One whose weight is an embedding's too is never taken.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    ends = tuple(skip)
+    taken, left = {}, {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if id(module.weight) in embeddings:
+            left[name] = "its weight is the embedding's too"
+        elif any(name == end or name.endswith(f".{end}") for end in ends):
+            left[name] = "it is left out by its name"
+        elif (reason := unfit(module)) is not None:
+            left[name] = reason
+        else:
+            taken[name] = module
+    for name, reason in left.items():
+        logger.info("%s leaves out %s: %s", what, name, reason)
+    if not taken:
+        found = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:3]) or "it has no linear layer"
+        raise PrecisionError(f"{what} finds no linear layer in this {type(model).__name__} that it can take ({found})")
+    return Choice(taken, left)

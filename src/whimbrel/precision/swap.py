@@ -1,0 +1,110 @@
+"""Exchanging weights in place: a parameter stays the object that it is, and what is behind it becomes another."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whimbrel.base.errors import PrecisionError
+from whimbrel.precision.formats import WeightFormat, weight_format
+from whimbrel.precision.linears import HEAD, Choice, choose_linears
+from whimbrel.precision.weight import QuantizedWeight
+
+__all__ = ["dequantize_", "quantize_", "swap_on_conversion"]
+
+
+@contextlib.contextmanager
+def swap_on_conversion() -> Iterator[None]:
+    """Inside, torch swaps parameters when a module is converted or loaded; afterwards as before, also on error.
+
+    Quantised weights keep their kind without it. Inside it a plain module that is given a quantised checkpoint with
+    `assign=True` stays plain too.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if (reason := _hindrance(error)) is None:
+            raise
+        named = re.search(r"""parameter named "(.+?)"|swap (\S+)""", str(error))
+        name = "a weight" if named is None else f"the weight {named[1] or named[2]}"
+        raise PrecisionError(f"{name} cannot be exchanged: {reason}") from error
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@torch.no_grad()
+def quantize_(
+    model: nn.Module, form: str | WeightFormat, *, skip: Iterable[str] = HEAD, trainable: bool = False
+) -> Choice:
+    """Store the weights of linear layers in a format, in place; says which were taken and why others were not.
+
+    Whoever holds one of the parameters (optimizer, mean of weights, tied module) holds the quantised one afterwards.
+    `trainable` is for formats whose weights an optimizer is to move, by rounding up or down by chance.
+    """
+    form = weight_format(form)
+    if trainable and form.codes != "int8":
+        raise PrecisionError(f"weights of {form.name} cannot be trained: use int8, or a QAT recipe")
+    if any(isinstance(parameter, QuantizedWeight) for parameter in model.parameters()):
+        raise PrecisionError(
+            f"this {type(model).__name__} is quantised already: load it plain, or dequantize_ it first"
+        )
+    choice = choose_linears(model, f"weights = {form.name}", lambda linear: form.unfit(linear.weight.shape), skip=skip)
+    for name, linear in choice.taken.items():
+        _exchange(linear, name, QuantizedWeight.quantize(linear.weight, form), requires_grad=trainable)
+        linear.register_load_state_dict_pre_hook(_keep_kind)
+    return choice
+
+
+@torch.no_grad()
+def dequantize_(model: nn.Module) -> None:
+    """Plain weights in place of quantised ones, with the numbers that these stand for."""
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, QuantizedWeight):
+                path = name if key == "weight" else f"{name}.{key}"
+                _exchange(module, path, parameter.dequantize(), requires_grad=parameter.requires_grad, key=key)
+
+
+def _exchange(module: nn.Module, name: str, weight: Tensor, *, requires_grad: bool, key: str = "weight") -> None:
+    try:
+        torch.utils.swap_tensors(getattr(module, key), nn.Parameter(weight, requires_grad=requires_grad))
+    except RuntimeError as error:
+        reason = _hindrance(error) or str(error)
+        raise PrecisionError(f"the weight of {name} cannot be exchanged: {reason}") from error
+
+
+def _hindrance(error: BaseException | None) -> str | None:
+    """Why torch would not swap a tensor, in our words; None where that was not it."""
+    while error is not None:
+        text = str(error)
+        if "weakref" in text:
+            return "something holds a weak reference to it; let go of that first"
+        if "use_count" in text:
+            return "a graph or another tensor still refers to it; let go of outputs and losses first"
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _keep_kind(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Quantise what arrives plain, before torch looks at it: with `assign=True` it would take the place of ours.
+
+    The dict is torch's own copy, so whoever called keeps theirs.
+    """
+    own, key = module.weight, prefix + "weight"
+    arriving = state_dict.get(key)
+    if not isinstance(own, QuantizedWeight) or not isinstance(arriving, Tensor) or arriving.shape != own.shape:
+        return
+    if isinstance(arriving, QuantizedWeight):
+        if arriving.format == own.format:
+            return
+        arriving = arriving.dequantize()
+    if not arriving.is_floating_point():
+        raise PrecisionError(f"'{key}' arrives as {arriving.dtype}: give a checkpoint with weights of a float dtype")
+    state_dict[key] = QuantizedWeight.quantize(arriving, own.format)
