@@ -117,8 +117,9 @@ class Loop:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         tokens = sum(token_count(batch) for batch in micro_batches)
-        self._mark = self.stopwatch.mark()
-        self._pending.append(_Pending(number, _to_host(loss, norm), lr, tokens, start, self._mark, skipped))
+        numbers = _to_host(loss, norm)
+        self._mark = self.stopwatch.mark()  # after the copy: whoever waits for it may read the numbers
+        self._pending.append(_Pending(number, numbers, lr, tokens, start, self._mark, skipped))
         return tokens
 
     def settle(self, keep: int, report: Callable[[StepMetrics], None]) -> None:

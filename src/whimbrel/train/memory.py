@@ -208,7 +208,7 @@ def _walk(
 def _temporaries(ledger: Ledger, model: GPT, optimizer: Optimizer) -> int:
     """The most that a step takes and gives back; of many blocks, which are alike, it is seen from the first few.
 
-    What each of them adds alike, all do. Otherwise it has come to the size that work is cut to.
+    Where each of them still adds to it, all are looked at. Otherwise it has come to the size that work is cut to.
     """
     blocks = [list(block.parameters()) for block in model.blocks]
     inside = {parameter for block in blocks for parameter in block}
@@ -218,24 +218,25 @@ def _temporaries(ledger: Ledger, model: GPT, optimizer: Optimizer) -> int:
         return [parameter for block in blocks[:count] for parameter in block]
 
     few = min(len(blocks), FEW_BLOCKS)
-    for _ in range(1 if optimizer.state else 2):  # a state may be made in the first step only
-        all_kinds = _step(ledger, optimizer, others + moved(few))
+    all_kinds = _step(ledger, optimizer, others + moved(few))
     half, most = (_step(ledger, optimizer, moved(count)) for count in (few // 2, few))
     if len(blocks) > few and most > 1.8 * half:
-        most = most * len(blocks) // few
+        most = _step(ledger, optimizer, moved(len(blocks)))
     return max(all_kinds, most)
 
 
-def _step(ledger: Ledger, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> int:
+def _step(ledger: Ledger, optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
     """What a step takes and gives back where these have gradients."""
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    ledger.forget()
-    before = ledger.peak
-    ledger.enter("on_pre_optimizer_step")
-    optimizer.step()
-    ledger.enter("on_optimizer_step")
-    optimizer.zero_grad(set_to_none=True)
+    gradients = [torch.empty_like(parameter) for parameter in parameters]
+    for _ in range(1 if all(parameter in optimizer.state for parameter in parameters) else 2):  # a first makes states
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        ledger.forget()
+        before = ledger.peak
+        ledger.enter("on_pre_optimizer_step")
+        optimizer.step()
+        ledger.enter("on_optimizer_step")
+        optimizer.zero_grad(set_to_none=True)
     return ledger.peak - before
 
 

@@ -176,12 +176,21 @@ def test_gradients_of_a_tied_head_are_summed_in_place(tmp_path: Path, tied: bool
     assert predict(config).peak == pytest.approx(most_allocated(config), rel=0.01)
 
 
-def test_what_grows_with_every_block_is_seen_from_the_first_few(tmp_path: Path):
+def test_what_grows_with_every_block_is_seen_of_all(tmp_path: Path):
     config = make(tmp_path, {"num_layers": 9, "vocab_size": 5000}, {"name": "muon"}, micro_batch=1)
     predicted = predict(config)
     assert predicted.phase == "step"
     assert predicted.temporaries > predicted.weights
     assert predicted.peak == pytest.approx(most_allocated(config), rel=0.01)
+
+
+def test_what_stops_growing_after_the_first_few_blocks_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Six of nine blocks fill a batch of Muon's: each of the first four adds to it, the last three do not."""
+    monkeypatch.setattr("whimbrel.optim.muon.AT_ONCE", 6 * 4 * 128 * 128)
+    config = make(tmp_path, {"num_layers": 9, "embd_size": 128, "vocab_size": 1000}, {"name": "muon"}, micro_batch=1)
+    predicted = predict(config)
+    monkeypatch.setattr("whimbrel.train.memory.FEW_BLOCKS", 9)
+    assert predicted.temporaries == predict(config).temporaries
 
 
 def test_torch_is_left_as_it_was(tmp_path: Path):

@@ -1,0 +1,43 @@
+"""The order of work inside a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whimbrel.train.assemble import build_optimizer_of
+from whimbrel.train.config import run_config
+from whimbrel.train.device import Stopwatch
+from whimbrel.train.memory import rehearsal
+from whimbrel.train.recipe import draw_model
+
+
+def test_numbers_leave_before_the_mark_that_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads them waits for the mark: a copy that came after it might not have arrived on a busy device."""
+    order: list[str] = []
+
+    class Watch(Stopwatch):
+        def mark(self) -> Any:
+            order.append("mark")
+            return super().mark()
+
+    def to_host(loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        order.append("numbers")
+        return torch.stack((loss, norm))
+
+    monkeypatch.setattr("whimbrel.train.loop._to_host", to_host)
+    config = run_config(
+        {
+            "output_dir": str(tmp_path), "data": {"path": str(tmp_path)},
+            "model": {"num_layers": 1, "embd_size": 32, "num_heads": 2, "vocab_size": 64, "context_length": 16},
+            "train": {"steps": 2, "micro_batch": 1, "accumulation": 1},
+        }
+    )  # fmt: skip
+    model, device = draw_model(config), torch.device("cpu")
+    loop = rehearsal(config, model, device, build_optimizer_of(model, config, None))
+    loop.stopwatch = Watch(device)
+    loop.step(1)
+    assert order == ["mark", "numbers", "mark"]
