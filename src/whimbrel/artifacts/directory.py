@@ -11,24 +11,23 @@ import torch
 from torch import Tensor
 
 from whimbrel.artifacts.llama2c import load_llama2c
+from whimbrel.artifacts.quantized import QUANTIZATION, format_of, quantization_table, stored_format, weight_state
 from whimbrel.artifacts.sources import model_directory
 from whimbrel.artifacts.tables import read_table, write_table
 from whimbrel.artifacts.tensors import TensorFiles, write_tensor_files
+from whimbrel.artifacts.weights import fill, match, stored_dtype, stored_plain, tensors_at
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.files import atomic_directory
 from whimbrel.config import to_table
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.families import canonical, config_from_hf, config_to_hf
-from whimbrel.models.names import Place, places
+from whimbrel.models.names import places
+from whimbrel.precision import WeightFormat, quantize_, swap_on_conversion, weight_format
 from whimbrel.text import Tokenizer
 
 __all__ = ["SpecialTokens", "load_model", "load_weights", "save_model", "special_tokens"]
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-PREFIXES = ("transformer.", "model.")
-"""What older files leave off the names of everything but the head."""
-CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""How the names of tensors end that older files hold but that are no weights."""
 
 
 class SpecialTokens(NamedTuple):
@@ -38,31 +37,57 @@ class SpecialTokens(NamedTuple):
     eos_ids: tuple[int, ...]
 
 
+class Description(NamedTuple):
+    """What a `config.json` says: whose layout the files have, the shape, and the format of quantised linears."""
+
+    model_type: str
+    config: GPTConfig
+    form: WeightFormat | None
+
+
 def load_model(
-    path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    weights: str | None = None,
 ) -> GPT:
     """The model of a run (its newest checkpoint), in a Hugging Face directory, or in a llama2.c `.bin` file.
 
-    Weights keep the dtype they are stored in, and stay on the CPU, unless told otherwise.
+    Weights keep the dtype they are stored in, and stay on the CPU, unless told otherwise. With `weights` (int8,
+    int8-dynamic, int4 or fp8) the linears of a plain model are quantised as they are read, one at a time and on the
+    device, so that the plain model is never in memory. A quantised directory is loaded as what it is.
     """
     source = model_directory(path)
+    form = None if weights is None else weight_format(weights)
     if source.is_file():
-        return load_llama2c(source).to(device=device, dtype=dtype)
-    model_type, config = _read_config(source)
+        model = load_llama2c(source).to(device=device, dtype=dtype)
+        if form is not None:
+            quantize_(model, form)
+        return model
+    model_type, config, stored = _describe(source)
+    if form is not None and stored not in (None, form):
+        raise CheckpointError(f"{source} holds {stored.name} weights, not {form.name}: leave weights= out")
     files = TensorFiles(source)
-    names = _match(files, places(model_type, config))
+    found = match(files, places(model_type, config), stored)
     with torch.device("meta"):
         model = GPT(config)
-    model.to(dtype or _stored_dtype(files, names)).to_empty(device=device or "cpu")
+    model.to(dtype or stored_dtype(files, found))
+    if stored is not None:
+        quantize_(model, stored, skip=stored_plain(model, files, found))
+    elif form is not None:
+        quantize_(model, form)
+    with swap_on_conversion():
+        model.to_empty(device=device or "cpu")
     model.tie_head()
     model.zero_padding()
-    _fill(model, files, names)
+    fill(model, files, found, stored)
     return model
 
 
 def load_weights(model: GPT, path: str | os.PathLike[str]) -> None:
-    """Give a model of the same shape the weights in a directory, in place: dtype and device stay its own."""
-    model_type, config = _read_config(Path(path))
+    """Give a model of the same shape the weights in a directory, in place: dtype, device and format stay its own."""
+    model_type, config, form = _describe(Path(path))
     ours, theirs = to_table(canonical(model.config)), to_table(canonical(config))
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
@@ -71,7 +96,7 @@ def load_weights(model: GPT, path: str | os.PathLike[str]) -> None:
                 "or name another directory"
             )
     files = TensorFiles(Path(path))
-    _fill(model, files, _match(files, places(model_type, model.config)))
+    fill(model, files, match(files, places(model_type, model.config), form), form)
 
 
 def save_model(
@@ -85,7 +110,8 @@ def save_model(
     """Write a directory that `transformers` opens too, whole or not at all, in files of at most `max_shard_size` bytes.
 
     A shape that `transformers` has is written as its own (`gpt2`, `llama`, ...); any other as `whimbrel`, which opens
-    there after `import whimbrel.hf`. A `state`, parameters by name, is written in place of the model's own.
+    there after `import whimbrel.hf`. Quantised weights are written as codes and scales. A `state`, as `weight_state`
+    gives it, is written in place of the model's own.
     """
     config = model.config
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
@@ -94,10 +120,12 @@ def save_model(
         )
     end_of_text = None if tokenizer is None else tokenizer.eot_id
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    parameters = dict(model.named_parameters()) if state is None else state
-    weights = parameters["transformer.wte.weight"].dtype
+    parameters = weight_state(model) if state is None else state
+    weights, form = parameters["transformer.wte.weight"].dtype, format_of(model)
     table = config_to_hf(config) | special | {"dtype": str(weights).removeprefix("torch.")}
-    tensors = {place.theirs: _part(parameters, place) for place in places(table["model_type"], config)}
+    if form is not None:
+        table[QUANTIZATION] = quantization_table(form)
+    tensors = tensors_at(places(table["model_type"], config), parameters)
     with atomic_directory(path) as folder:
         write_table(folder / CONFIG, table)
         write_table(folder / GENERATION, special)
@@ -117,54 +145,12 @@ def special_tokens(path: str | os.PathLike[str]) -> SpecialTokens:
     )
 
 
-def _read_config(directory: Path) -> tuple[str, GPTConfig]:
+def _describe(directory: Path) -> Description:
     table = read_table(directory / CONFIG)
     try:
-        return str(table.get("model_type")), config_from_hf(table)
+        form = stored_format(table)
+        if form is not None:
+            del table[QUANTIZATION]  # what is left of it is somebody else's, which is refused
+        return Description(str(table.get("model_type")), config_from_hf(table), form)
     except ConfigError as error:
         raise CheckpointError(f"{directory / CONFIG}: {error}") from error
-
-
-def _match(files: TensorFiles, wanted: list[Place]) -> dict[str, Place]:
-    """Which stored tensor goes where; a directory that lacks one or holds others is refused."""
-    found: dict[str, Place] = {}
-    for place in wanted:
-        spellings = [place.theirs, *(place.theirs.removeprefix(prefix) for prefix in PREFIXES)]
-        name = next((name for name in spellings if name in files.names), None)
-        if name is None:
-            raise CheckpointError(f"{files.directory} lacks the tensor '{place.theirs}' that its {CONFIG} calls for")
-        found[name] = place
-    extra = sorted(name for name in files.names - set(found) if not name.endswith((*CONSTANTS, "lm_head.weight")))
-    if extra:
-        raise CheckpointError(
-            f"{files.directory} holds {len(extra)} tensors that its {CONFIG} has no place for, first '{extra[0]}'"
-        )
-    return found
-
-
-def _stored_dtype(files: TensorFiles, names: dict[str, Place]) -> torch.dtype:
-    name = next(iter(names))
-    dtype = files.read(name).dtype
-    if not dtype.is_floating_point:
-        raise CheckpointError(
-            f"{files.directory} stores '{name}' as {dtype}: only floating-point weights can be loaded"
-        )
-    return dtype
-
-
-@torch.no_grad()
-def _fill(model: GPT, files: TensorFiles, names: dict[str, Place]) -> None:
-    parameters = dict(model.named_parameters())
-    for name, place in names.items():
-        part, stored = _part(parameters, place), files.read(name)
-        if part.shape != stored.shape:
-            raise CheckpointError(
-                f"{files.directory} holds '{name}' of shape {list(stored.shape)}; its {CONFIG} says {list(part.shape)}"
-            )
-        part.copy_(stored)
-
-
-def _part(parameters: Mapping[str, Tensor], place: Place) -> Tensor:
-    """A view of what `place` covers, in their orientation."""
-    rows = parameters[place.ours][place.rows]
-    return rows.T if place.transposed else rows

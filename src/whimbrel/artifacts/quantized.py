@@ -1,0 +1,67 @@
+"""What a `config.json` says of quantised weights, and the names that their codes and scales have in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.precision import FORMATS, QuantizedWeight, WeightFormat
+
+__all__ = ["CODES", "QUANTIZATION", "SCALES", "format_of", "quantization_table", "stored_format", "weight_state"]
+
+QUANTIZATION = "quantization_config"
+METHOD, VERSION = "whimbrel", 1
+CODES, SCALES = ".codes", ".scales"
+"""How the two parts of a quantised weight are called, after the name that the plain weight would have."""
+
+
+def quantization_table(form: WeightFormat) -> dict[str, Any]:
+    """The `quantization_config` of weights of this format; its name alone would do, the rest is for other readers."""
+    details = {"codes": form.codes, "group": form.group, "activations": form.activations}
+    return {"quant_method": METHOD, "version": VERSION, "recipe": form.name, "format": details}
+
+
+def stored_format(table: Mapping[str, Any]) -> WeightFormat | None:
+    """The format that a `config.json` gives its linears; None where it is plain, or quantised by somebody else."""
+    given = table.get(QUANTIZATION)
+    if not isinstance(given, Mapping) or given.get("quant_method") != METHOD:
+        return None
+    if given.get("version") != VERSION:
+        raise ConfigError(
+            f"{QUANTIZATION} has version {given.get('version')!r}; this version reads {VERSION}: get a newer whimbrel"
+        )
+    form = FORMATS.get(str(given.get("recipe")))
+    if form is None:
+        raise ConfigError(f"{QUANTIZATION} names the recipe {given.get('recipe')!r}: known are {', '.join(FORMATS)}")
+    if dict(given) != quantization_table(form):
+        raise ConfigError(
+            f"{QUANTIZATION} says {given.get('format')!r} of the recipe {form.name}, which is "
+            f"{quantization_table(form)['format']}: restore it"
+        )
+    return form
+
+
+def format_of(model: nn.Module) -> WeightFormat | None:
+    """The one format of a model's quantised weights; None where all are plain. A directory can say no more than one."""
+    forms = {weight.format for weight in model.parameters() if isinstance(weight, QuantizedWeight)}
+    strange = sorted(form.name for form in forms if FORMATS.get(form.name) != form)
+    if strange:
+        raise CheckpointError(f"weights of the format {strange[0]} cannot be written: use one of {', '.join(FORMATS)}")
+    if len(forms) > 1:
+        names = " and ".join(sorted(form.name for form in forms))
+        raise CheckpointError(f"the model has weights of the formats {names}: quantise all to one before it is written")
+    return next(iter(forms), None)
+
+
+def weight_state(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by name as plain tensors, a tied one once; a quantised one is its codes and its scales."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedWeight):
+            state |= {name + CODES: parameter.codes, name + SCALES: parameter.scales}
+        else:
+            state[name] = parameter.detach()
+    return state
