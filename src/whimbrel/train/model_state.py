@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from whimbrel.artifacts import load_weights, save_model
+from whimbrel.artifacts import load_weights, save_model, weight_state
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.files import atomic_directory
 from whimbrel.checkpoint import DirectoryStateful, write_tensors
@@ -64,12 +64,13 @@ class GPTState:
         self._model, self._tokenizer = model, tokenizer
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters, a tied one once."""
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        """The parameters, a tied one once, a quantised one as its codes and its scales."""
+        return weight_state(self._model)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over parameters."""
-        self._model.load_state_dict(state, strict=False)
+        for name, own in weight_state(self._model).items():
+            own.copy_(state[name])
 
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """A model directory of `state`."""
