@@ -10,7 +10,20 @@ import typer
 
 from whimbrel import __version__
 from whimbrel.base.errors import WhimbrelError
-from whimbrel.cli import compare, control, doctor, generate, memory, plot, prepare, runs, tokenizer, train, verify
+from whimbrel.cli import (
+    compare,
+    control,
+    doctor,
+    export,
+    generate,
+    memory,
+    plot,
+    prepare,
+    runs,
+    tokenizer,
+    train,
+    verify,
+)
 
 __all__ = ["app", "main"]
 
@@ -51,6 +64,7 @@ app.command()(runs.runs)
 app.command()(control.control)
 app.command()(plot.plot)
 app.command()(compare.compare)
+app.command()(export.export)
 app.command()(generate.generate)
 app.command()(doctor.doctor)
 

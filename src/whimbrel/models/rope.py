@@ -12,7 +12,7 @@ from torch import Tensor
 
 from whimbrel.models.config import GPTConfig, RopeScaling
 
-__all__ = ["rope_table", "rotate"]
+__all__ = ["rope_frequencies", "rope_table", "rotate"]
 
 
 def rope_table(config: GPTConfig, positions_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,13 +21,16 @@ def rope_table(config: GPTConfig, positions_T: Tensor) -> tuple[Tensor, Tensor]:
     Computed where they are needed rather than kept in buffers: nothing to cast by mistake, to materialise after a meta
     device or to save, for a few tiny kernels per forward.
     """
-    exponents = torch.arange(0, config.head_width, 2, device=positions_T.device, dtype=torch.float32)
-    frequencies = 1.0 / (config.rope_theta ** (exponents / config.head_width))
-    if config.rope_scaling is not None:
-        frequencies = _stretch(frequencies, config.rope_scaling)
-    angles = positions_T.float()[:, None] * frequencies
+    angles = positions_T.float()[:, None] * rope_frequencies(config, positions_T.device)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
+
+
+def rope_frequencies(config: GPTConfig, device: torch.device) -> Tensor:
+    """By how much each pair of a head turns from one position to the next, in fp32."""
+    exponents = torch.arange(0, config.head_width, 2, device=device, dtype=torch.float32)
+    frequencies = 1.0 / (config.rope_theta ** (exponents / config.head_width))
+    return frequencies if config.rope_scaling is None else _stretch(frequencies, config.rope_scaling)
 
 
 def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

@@ -1,0 +1,49 @@
+"""`whimbrel export SOURCE OUT`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from whimbrel.base.errors import ConfigError
+
+__all__ = ["export"]
+
+GGUF = ".gguf"
+
+
+def export(
+    source: Annotated[Path, typer.Argument(help="A run (its newest checkpoint), a checkpoint, or a model directory.")],
+    out: Annotated[Path, typer.Argument(help="A new directory (hf), or a new file that ends in .gguf (gguf).")],
+    form: Annotated[
+        Literal["hf", "gguf"] | None,
+        typer.Option("--format", help="gguf where OUT ends in .gguf, otherwise hf, when not given."),
+    ] = None,
+    dtype: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Of the weights; as they are stored when not given.")
+    ] = None,
+) -> None:
+    """Write a model for other tools: `transformers` and vLLM open the directory, llama.cpp and Ollama the GGUF file.
+
+    A quantised model becomes plain in a directory. A GGUF holds the tokenizer too, and needs the extra `gguf`.
+    """
+    if form is not None and (form == "gguf") != (out.suffix == GGUF):
+        raise ConfigError(f"--format {form} and {out} do not fit: a GGUF file, and nothing else, ends in {GGUF}")
+    import torch
+
+    from whimbrel.base.units import readable_bytes
+
+    number = {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    if out.suffix == GGUF:
+        from whimbrel.artifacts.gguf import export_gguf
+
+        export_gguf(source, out, dtype=number)
+        size = out.stat().st_size
+    else:
+        from whimbrel.artifacts.plain import export_hf
+
+        export_hf(source, out, dtype=number)
+        size = sum(file.stat().st_size for file in out.iterdir())
+    print(f"{out}: {readable_bytes(size)}")
