@@ -20,32 +20,44 @@ from torch import Tensor, nn
 from whimbrel.base.errors import MissingExtraError, PrecisionError
 from whimbrel.precision.formats import WeightFormat
 
-__all__ = ["is_stand_in", "plain_linear", "to_fake_quantized", "to_float8"]
+__all__ = ["ALIGNMENT", "is_stand_in", "plain_linear", "require", "to_fake_quantized", "to_float8"]
 
 TALKATIVE = ("torchao", "torch.utils._pytree")
 """Who logs while it is imported: of kernels that are not for this machine, and of types it need not register."""
+_INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 ALIGNMENT = 16
 """What the inner dimension of an fp8 product on a GPU must divide by."""
 
 
+def require(what: str) -> None:
+    """Import it, or say that `what` needs it."""
+    try:
+        _torchao("torchao")
+    except ModuleNotFoundError as error:
+        if error.name != "torchao":
+            raise
+        raise MissingExtraError(what, "torchao", "lowbit") from error
+
+
 def to_float8(model: nn.Module, names: Collection[str], recipe: str, *, emulate: bool) -> None:
     """Have the linears of these names run their products in fp8, or compute what those would give."""
-    float8 = _torchao("torchao.float8", f"fp8_recipe = {recipe}")
+    float8 = _torchao("torchao.float8")
     config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     modes = {name: model.get_submodule(name).training for name in names}
     float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in names)
     for name, training in modes.items():
-        linear = model.get_submodule(name)
-        linear.__class__ = _fitted(type(linear))
+        linear: Any = model.get_submodule(name)
+        kind: Any = type(linear)
+        linear.__class__ = _fitted(kind)
         linear.train(training)
 
 
-def to_fake_quantized(model: nn.Module, names: Collection[str], form: WeightFormat, recipe: str) -> None:
+def to_fake_quantized(model: nn.Module, names: Collection[str], form: WeightFormat) -> None:
     """Have the linears of these names compute with weights, and tokens, that are rounded as `form` will round them."""
-    qat = _torchao("torchao.quantization.qat", f"qat_recipe = {recipe}")
+    qat = _torchao("torchao.quantization.qat")
     whole = {"scale_precision": None}  # that of the numbers themselves
     tokens = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False, **whole)
-    weights = qat.IntxFakeQuantizeConfig(torch.int4, group_size=form.group, is_symmetric=True, **whole)
+    weights = qat.IntxFakeQuantizeConfig(_INT4, group_size=form.group, is_symmetric=True, **whole)
     for name in names:
         linear: Any = model.get_submodule(name)
         stand_in = qat.FakeQuantizedLinear(
@@ -96,15 +108,10 @@ def _check_tokens(linear: Any, x: Tensor) -> None:
         )
 
 
-def _torchao(name: str, what: str) -> Any:
+def _torchao(name: str) -> Any:
     """One of its modules."""
     with _quietly():
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != "torchao":
-                raise
-            raise MissingExtraError(what, "torchao", "lowbit") from error
+        return importlib.import_module(name)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from whimbrel.config import convert
 from whimbrel.precision import backend_names
 from whimbrel.train.elsewhere import CheckedNames
 from whimbrel.train.metric import greater_is_better
-from whimbrel.train.settings import SdpaBackend
+from whimbrel.train.settings import Fp8Recipe, QatRecipe, SdpaBackend
 
 __all__ = [
     "BaseTrainingArguments",
@@ -247,12 +247,12 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     """How often torch.compile may compile one function anew; None: torch's own."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """Run forward and backward in 16 bits where that is safe; "no" becomes None."""
-    fp8_recipe: str | None = None
-    """How products are run in 8 bits; this version has no recipe."""
+    fp8_recipe: Fp8Recipe | None = None
+    """Run the products of linear layers in fp8, scaled by tensor or by row; gw_hp: weight gradients are not."""
     fp8_dim_alignment: int = 16
-    """Layers whose dimensions are no multiple of this are left out by fp8_recipe."""
-    qat_recipe: str | None = None
-    """How training anticipates quantisation; this version has no recipe."""
+    """Linear layers with a dimension that is no multiple of this are left out by fp8_recipe."""
+    qat_recipe: QatRecipe | None = None
+    """Train with linear layers rounded as they will be when the model is quantised."""
 
     @property
     def metric_for_best_model(self) -> str:
@@ -287,13 +287,8 @@ class BaseTrainingArguments(MinimalTrainingArguments):
             raise ConfigError(
                 f"fp8_recipe = {self.fp8_recipe!r} and qat_recipe = {self.qat_recipe!r} exclude each other: give one"
             )
-        for name in ("fp8_recipe", "qat_recipe"):
-            if getattr(self, name) is not None:
-                raise ConfigError(f"{name} = {getattr(self, name)!r}: this version has no such recipe; leave it None")
-        if self.fp8_dim_alignment != _default("fp8_dim_alignment"):
-            raise ConfigError(
-                f"fp8_dim_alignment = {self.fp8_dim_alignment} is for fp8_recipe, which is None: leave it"
-            )
+        if self.fp8_recipe is None and self.fp8_dim_alignment != _default("fp8_dim_alignment"):
+            raise ConfigError(f"fp8_dim_alignment = {self.fp8_dim_alignment} is for fp8_recipe, which is None: set it")
 
 
 @dataclass

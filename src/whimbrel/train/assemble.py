@@ -1,5 +1,5 @@
-"""The parts of a trainer, one `build_x` each. The order of wraps is fixed in `place_model`: dtype -> device ->
-recompute -> compile; a checkpoint is loaded after all of them.
+"""The parts of a trainer, one `build_x` each. The order of wraps is fixed in `place_model`: low-bit swap ->
+device -> recompute -> compile; a checkpoint is loaded after all of them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from whimbrel.optim import (
     step_in_backward,
 )
 from whimbrel.parallel import find_blocks, recompute
+from whimbrel.precision import prepare
 from whimbrel.train.loop import Scheduler
 from whimbrel.train.settings import TrainerConfig
 
@@ -73,11 +74,14 @@ def keep_compiled() -> None:
 
 
 def place_model(model: nn.Module, config: TrainerConfig, device: torch.device) -> None:
-    """Bring a model to its device and wrap it; weights stay the ones it has."""
+    """Make linears what they are to be, bring the model to its device and wrap it; parameters stay its own."""
+    train = config.train
+    if train.linears is not None:
+        prepare(model, train.linears, device=device, precision=train.precision, alignment=train.fp8_dim_alignment)
     model.to(device)
-    if config.train.recompute != "none":
-        recompute(model, config.train.recompute, compiled=config.train.compile)
-    if config.train.compile:
+    if train.recompute != "none":
+        recompute(model, train.recompute, compiled=train.compile)
+    if train.compile:
         compile_model(model, config)
 
 

@@ -265,6 +265,11 @@ def _prediction(config: RunConfig, kind: str, moved: tuple[ParameterRow, ...], w
 def _settled(config: RunConfig, kind: str) -> RunConfig:
     """The run with its micro-batches settled, and without what is not predicted."""
     train = config.train
+    if train.linears is not None:
+        raise ConfigError(
+            f"memory is not predicted for linear layers that are other than plain, as by {train.linears}: leave that "
+            "out (train.fp8_recipe, train.qat_recipe, train.weights), or look at the peak of a few steps"
+        )
     if train.micro_batch is None:
         here = choose_device(train.device)
         if here.type != kind:

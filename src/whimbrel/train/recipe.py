@@ -12,19 +12,14 @@ from whimbrel.text import Tokenizer, load_tokenizer
 from whimbrel.train.batching import default_micro_batch
 from whimbrel.train.config import RunConfig
 
-__all__ = ["build_batches", "build_model", "build_validation", "choose_micro_batch", "draw_model", "find_tokenizer"]
+__all__ = ["build_batches", "build_validation", "choose_micro_batch", "draw_model", "find_tokenizer"]
 
-GRADIENT_AND_STATE_BYTES = 12
-"""Per parameter: an fp32 gradient and Adam's two moments."""
-
-
-def build_model(config: RunConfig, device: torch.device) -> GPT:
-    """The model with its initial weights, drawn on the CPU so that a seed means the same on every device."""
-    return draw_model(config).to(device)
+BYTES_EACH = 16
+"""Of a parameter: itself, its gradient and Adam's two moments, in fp32."""
 
 
 def draw_model(config: RunConfig) -> GPT:
-    """The model with its initial weights, where torch makes its tensors."""
+    """The model with its initial weights where torch makes its tensors: on the CPU, a seed means the same for all."""
     torch.manual_seed(config.train.seed)
     with torch_switches(default_dtype=config.train.default_dtype):
         return GPT(config.model)
@@ -88,7 +83,7 @@ def find_tokenizer(config: RunConfig, eot_id: int) -> Tokenizer | None:
 
 
 def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device) -> int:
-    """The micro-batch asked for, or the one that fits beside gradients, optimizer and a chunk of logits."""
+    """The micro-batch asked for, or the one that fits beside weights, gradients, optimizer and a chunk of logits."""
     if config.train.micro_batch is not None:
         return config.train.micro_batch
     return default_micro_batch(
@@ -97,5 +92,5 @@ def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device) -> i
         config.sequence_length,
         device,
         itemsize=4 if config.train.precision == "fp32" else 2,
-        reserve=GRADIENT_AND_STATE_BYTES * model.num_parameters() + 2 * 2**30,
+        reserve=BYTES_EACH * model.num_parameters() + 2 * 2**30,
     )

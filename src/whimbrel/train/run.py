@@ -62,7 +62,7 @@ class RunTrainer(Trainer):
     ) -> None:
         device = choose_device(config.train.device)
         config = _with_recorded_micro_batch(config)
-        model = recipe.build_model(config, device)
+        model = recipe.draw_model(config)
         micro_batch = recipe.choose_micro_batch(config, model, device)
         batches = recipe.build_batches(config, device, micro_batch)
         self.given = replace(config, train=replace(config.train, micro_batch=micro_batch, device=str(device)))

@@ -15,8 +15,10 @@ __all__ = [
     "DivergenceConfig",
     "EarlyStoppingConfig",
     "EmaConfig",
+    "Fp8Recipe",
     "LoaderConfig",
     "LogConfig",
+    "QatRecipe",
     "ResumeConfig",
     "SdpaBackend",
     "TrainConfig",
@@ -26,6 +28,8 @@ __all__ = [
 ]
 
 SdpaBackend = Literal["math", "flash", "efficient", "cudnn"]
+Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+QatRecipe = Literal["int8-dynamic-act-int4-weight", "int4-weight-only"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,14 @@ class TrainConfig:
     """Largest norm of all gradients together; not given: no clipping."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 run the products of forward and backward in 16 bits (autocast); weights and optimizer stay fp32."""
+    fp8_recipe: Fp8Recipe | None = None
+    """Run the products of linear layers in fp8, scaled by tensor or by row; gw_hp: weight gradients are not."""
+    fp8_dim_alignment: int = 16
+    """Linear layers with a dimension that is no multiple of this are left out by fp8_recipe."""
+    qat_recipe: QatRecipe | None = None
+    """Train with linear layers rounded as they will be when the model is quantised."""
+    weights: Literal["int8"] | None = None
+    """Store the weights of linear layers in 8 bits while they are trained, each step rounded by chance."""
     matmul_precision: Literal["highest", "high", "medium"] | None = None
     """Precision of fp32 products: high lets a GPU use TF32; not given: torch's own, highest."""
     default_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
@@ -93,7 +105,8 @@ class TrainConfig:
         check_positive(
             "train", self, "steps", "tokens", "epochs", "tokens_per_step", "accumulation", "micro_batch", "clip"
         )
-        check_positive("train", self, "recompile_limit")
+        check_positive("train", self, "recompile_limit", "fp8_dim_alignment")
+        self._check_linears()
         if self.accumulation is not None and self.tokens_per_step is not None:
             raise ConfigError("train.accumulation and train.tokens_per_step both say how large a step is: give one")
         if isinstance(self.recompute, float) and not 0 <= self.recompute <= 1:
@@ -107,6 +120,20 @@ class TrainConfig:
         if not self.compile:
             names = ("compile_scope", "compile_backend", "compile_mode", "recompile_limit")
             check_unused("train", self, names, "train.compile = true")
+
+    @property
+    def linears(self) -> str | None:
+        """The recipe that linear layers are prepared by."""
+        return self.fp8_recipe or self.qat_recipe or self.weights
+
+    def _check_linears(self) -> None:
+        """A linear layer can be but one thing besides a plain one."""
+        names = ("fp8_recipe", "qat_recipe", "weights", "projected_linears")
+        given = [f"train.{name} = {getattr(self, name)}" for name in names if getattr(self, name)]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} each make linear layers something else: give one")
+        if self.fp8_recipe is None:
+            check_unused("train", self, ("fp8_dim_alignment",), "train.fp8_recipe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

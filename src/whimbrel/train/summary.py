@@ -57,7 +57,9 @@ def estimate_memory(model: nn.Module, optimizer: Optimizer | None) -> MemoryEsti
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     states = None if optimizer is None else state_bytes(optimizer)
     held = None if states is None else sum(states.values())
-    return MemoryEstimate(weights=_bytes(weights), gradients=_gradient_bytes(trained, optimizer), optimizer=held)
+    return MemoryEstimate(
+        weights=sum(w.nbytes for w in weights), gradients=_gradient_bytes(trained, optimizer), optimizer=held
+    )
 
 
 def _gradient_bytes(trained: list[nn.Parameter], optimizer: Optimizer | None) -> int:
@@ -80,6 +82,9 @@ def features(config: TrainerConfig) -> tuple[str, ...]:
     train, checkpoint = config.train, config.checkpoint
     words = {
         train.precision: train.precision != "fp32",
+        f"fp8 {train.fp8_recipe}": train.fp8_recipe is not None,
+        f"QAT {train.qat_recipe}": train.qat_recipe is not None,
+        f"{train.weights} weights": train.weights is not None,
         f"compiled {train.compile_scope}": train.compile,
         f"recompute {train.recompute}": train.recompute != "none",
         "activations in host memory": train.activation_offloading,

@@ -16,7 +16,7 @@ from whimbrel.train.arguments import DEFAULT_OUTPUT_DIR, MinimalTrainingArgument
 from whimbrel.train.schedules import schedule_arguments, schedule_settings
 from whimbrel.train.settings import TrainerConfig
 
-__all__ = ["REFUSED", "Row", "TABLE", "UNEXPRESSED", "from_config", "to_config"]
+__all__ = ["Row", "TABLE", "UNEXPRESSED", "from_config", "to_config"]
 
 Every = int | float | None
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
@@ -194,6 +194,7 @@ TABLE = (
     _same("optimizer_in_backward", "train.optimizer_in_backward"),
     _same("projected_linears", "train.projected_linears"),
     _as("mixed_precision", "train.precision", lambda p: p or "fp32", lambda p: None if p == "fp32" else p),
+    *(_same(name, f"train.{name}") for name in ("fp8_recipe", "fp8_dim_alignment", "qat_recipe")),
     _same("float32_matmul_precision", "train.matmul_precision"),
     _same("default_dtype", "train.default_dtype"),
     _same("sdpa_backend", "train.sdpa_backend"),
@@ -201,15 +202,13 @@ TABLE = (
     _same("detect_anomaly", "train.detect_anomaly"),
     _same("on_nonfinite", "train.on_nonfinite"),
 )
-"""Every argument but those in REFUSED; every setting but those in UNEXPRESSED."""
-
-REFUSED = ("fp8_recipe", "fp8_dim_alignment", "qat_recipe")
-"""Arguments that no setting stands for: anything but their default is refused, since this version has no recipe."""
+"""Every argument; every setting but those in UNEXPRESSED."""
 
 UNEXPRESSED = {
     **dict.fromkeys(("train.tokens", "train.tokens_per_step"), "arguments count steps and micro-batches, not tokens"),
     **dict.fromkeys(("validation.path", "validation.tokens"), "a trainer is handed the held-out dataset"),
     "train.deterministic": "arguments have no such switch",
+    "train.weights": "a trainer may be handed a model with such weights (whimbrel.precision.prepare)",
     "optim.name": "arguments mean AdamW; a trainer may be handed another optimizer, by name or with settings",
     "optim.decay": "arguments mean matrices and embeddings, as transformers does: not biases, not norms",
     **dict.fromkeys(
