@@ -20,7 +20,7 @@ PREFIXES = ("transformer.", "model.")
 """What older files leave off the names of everything but the head."""
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """How the names of tensors end that older files hold but that are no weights."""
-CHUNK = 2**22
+CHUNK = 2**18
 """Numbers that are quantised at a time: rows do not depend on each other, so this bounds the memory it takes."""
 
 
