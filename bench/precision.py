@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 
 from legs import TINY, compiled, draw, in_turns, llama, now
@@ -141,7 +142,7 @@ def measure_decode(args: argparse.Namespace) -> dict[str, Any]:
     rate = None if args.tiny else bandwidth(device)
     legs: dict[str, Callable[[], Any]] = {}
     found: dict[str, Any] = {}
-    for name in ("bf16", *recipe_names("ptq")):
+    for name in ("bf16", *(args.weights or recipe_names("ptq"))):
         model = draw(config, device, torch.bfloat16).requires_grad_(False)  # noqa: FBT003
         if name != "bf16":
             quantize_(model, name)
@@ -201,10 +202,14 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="of fp8-loss and qat")
     parser.add_argument("--seeds", type=int, default=3, help="of bf16 in fp8-loss")
     parser.add_argument("--shape", default="llama3.2-1b", help="preset of decode and load")
+    parser.add_argument("--weights", choices=recipe_names("ptq"), action="append", help="of decode; else all")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.compile = not args.tiny if args.compile is None else args.compile
-    with torch_switches(matmul_precision="high", recompile_limit=64 if args.compile else None):
+    switches = torch_switches(matmul_precision="high", recompile_limit=64 if args.compile else None)
+    # A product with one row is then made by the kernel that also decodes the weight.
+    tuned = torch._inductor.config.patch(coordinate_descent_tuning=args.part == "decode")
+    with switches, tuned:
         results = PARTS[args.part](args)
     record(f"precision {args.part}", {"device": str(args.device), **results}, args.out)
 
