@@ -1,4 +1,7 @@
-"""`import whimbrel.hf` teaches `transformers` the model type `whimbrel`: `AutoConfig` and `AutoModelForCausalLM`."""
+"""`import whimbrel.hf` teaches `transformers` the model type `whimbrel`, and quantised weights in models of any type.
+
+`AutoConfig` and `AutoModelForCausalLM` then open every directory that `whimbrel` writes.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whimbrel.base.errors import MissingExtraError, RequestError
+from whimbrel.artifacts.quantized import CODES, METHOD, QUANTIZATION, SCALES, stored_format
+from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
 from whimbrel.config import build, to_table
 from whimbrel.models import GPT, IGNORE_INDEX, GPTConfig
+from whimbrel.precision import QuantizedWeight, WeightFormat
 
 try:
     from transformers import (
@@ -22,11 +27,16 @@ try:
         PretrainedConfig,
         PreTrainedModel,
     )
+    from transformers.core_model_loading import ConversionOps, WeightConverter
     from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
     raise MissingExtraError("whimbrel.hf", "transformers", "hf") from error
 
-__all__ = ["WhimbrelConfig", "WhimbrelForCausalLM"]
+__all__ = ["WhimbrelConfig", "WhimbrelForCausalLM", "WhimbrelQuantization", "WhimbrelQuantizer"]
 
 
 class WhimbrelConfig(PretrainedConfig):
@@ -127,6 +137,76 @@ def _go_on(positions: Tensor, seen: int, tokens: int) -> bool:
     """Whether every row counts `tokens` up from `seen`: the only positions the decoder has."""
     counted = torch.arange(seen, seen + tokens, device=positions.device)
     return positions.shape[-1] == tokens and bool((positions == counted).all())
+
+
+@register_quantization_config(METHOD)
+class WhimbrelQuantization(QuantizationConfigMixin):
+    """The `quantization_config` of our directories."""
+
+    def __init__(self, **table: Any) -> None:
+        if stored_format({QUANTIZATION: table}) is None:
+            raise ConfigError(
+                f"quant_method = {table.get('quant_method')!r} is not {METHOD!r}: open another class for it"
+            )
+        self.quant_method: Any = METHOD
+        self.version, self.recipe, self.format = table["version"], table["recipe"], table["format"]
+
+    @property
+    def form(self) -> WeightFormat:
+        """The format of the weights."""
+        form = stored_format({QUANTIZATION: self.to_dict()})
+        assert form is not None
+        return form
+
+
+@register_quantizer(METHOD)
+class WhimbrelQuantizer(HfQuantizer):
+    """Puts codes and scales together as they are read: the linears of a model stay what they are, with our weights."""
+
+    requires_calibration = True  # what their word for it means: directories that are quantised already, no others
+    quantization_config: WhimbrelQuantization
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """Two stored tensors to one parameter."""
+        return [WeightConverter([f"weight{CODES}", f"weight{SCALES}"], "weight", [_Join(self)])]
+
+    def is_serializable(self) -> bool:
+        """No: the directory that was opened is what there is to keep."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """No: quantised weights stay as they are."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Yes."""
+        return True
+
+
+class _Join(ConversionOps):
+    """Codes and scales to a quantised weight; of GPT-2's layers, which hold theirs transposed, to its transpose."""
+
+    def __init__(self, hf_quantizer: WhimbrelQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer  # the name by which the loader knows to leave dtypes to us
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        *,
+        full_layer_name: str = "",
+        model: Any = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """One weight, in the dtype that the model is to have."""
+        codes, scales = (input_dict[name][0] for name in source_patterns)
+        module = model.get_submodule(full_layer_name.rpartition(".")[0])
+        form, dtype = self.hf_quantizer.quantization_config.form, module.weight.dtype
+        weight = QuantizedWeight(codes, scales.to(dtype), form, turned=isinstance(module, Conv1D))
+        return {full_layer_name: nn.Parameter(weight, requires_grad=False)}
 
 
 AutoConfig.register("whimbrel", WhimbrelConfig)

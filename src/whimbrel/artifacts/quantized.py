@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.precision import FORMATS, QuantizedWeight, WeightFormat
 
-__all__ = ["CODES", "QUANTIZATION", "SCALES", "format_of", "quantization_table", "stored_format", "weight_state"]
+__all__ = [
+    "CODES",
+    "METHOD",
+    "QUANTIZATION",
+    "SCALES",
+    "format_of",
+    "quantization_table",
+    "stored_format",
+    "weight_state",
+]
 
 QUANTIZATION = "quantization_config"
 METHOD, VERSION = "whimbrel", 1

@@ -1,0 +1,76 @@
+"""After `import whimbrel.hf`, `transformers` opens quantised directories of every family and computes what we do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+
+import whimbrel.hf
+from whimbrel.artifacts import load_model, save_model
+from whimbrel.base.errors import ConfigError
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.precision import FORMATS, QuantizedWeight
+
+SMALL = {"vocab_size": 99, "context_length": 64, "num_layers": 2, "embd_size": 128, "num_heads": 4, "init_std": 0.1}
+TREE = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "num_kv_heads": 2}
+SHAPES = {
+    "gpt2": GPTConfig(**SMALL),
+    "llama": GPTConfig(**SMALL, **TREE, bias="none", tied_head=False),
+    "qwen2": GPTConfig(**SMALL, **TREE, bias="qkv"),
+    "whimbrel": GPTConfig(**SMALL, residual_scale="attention"),
+}
+
+
+@pytest.fixture(params=SHAPES)
+def plain(request, tmp_path):
+    torch.manual_seed(0)
+    save_model(GPT(SHAPES[request.param]), tmp_path / "plain")
+    assert json.loads((tmp_path / "plain/config.json").read_text())["model_type"] == request.param
+    return tmp_path / "plain"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_they_compute_what_we_do_with_the_same_weights(plain, directory, form, ids, logits):
+    ours = load_model(plain, weights=form)
+    save_model(ours, directory, max_shard_size=9000)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    torch.testing.assert_close(logits(theirs, ids), logits(ours, ids), atol=2e-5, rtol=0)
+    linears = [m for m in theirs.modules() if isinstance(m, torch.nn.Linear | transformers.pytorch_utils.Conv1D)]
+    kept = [type(m.weight) is QuantizedWeight for m in linears if m is not theirs.lm_head]
+    assert kept
+    assert all(kept)
+    assert type(theirs.lm_head.weight) is torch.nn.Parameter
+
+
+def test_their_text_is_ours(plain, directory):
+    ours = load_model(plain, weights="int8")
+    save_model(ours, directory)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    prompt = [5, 17, 3]
+    written = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert written[0, 3:].tolist() == whimbrel.generate(ours, prompt, max_new_tokens=20, temperature=0)
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_a_dtype_is_that_of_scales_and_never_of_codes(plain, directory, form):
+    ours = load_model(plain, weights=form)
+    save_model(ours, directory)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    weights = [parameter for parameter in theirs.parameters() if type(parameter) is QuantizedWeight]
+    assert {(weight.dtype, weight.codes.dtype) for weight in weights} == {(torch.bfloat16, FORMATS[form].dtype)}
+    assert theirs.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+def test_what_cannot_be_is_refused(plain, directory):
+    save_model(load_model(plain, weights="int8"), directory)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    with pytest.raises(ValueError, match="not serializable"):
+        theirs.save_pretrained(directory.with_name("again"))
+    table = json.loads((directory / "config.json").read_text())
+    table["quantization_config"]["recipe"] = "int3"
+    (directory / "config.json").write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match="the recipe 'int3': known are int8"):
+        transformers.AutoModelForCausalLM.from_pretrained(directory)
