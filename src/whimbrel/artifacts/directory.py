@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from whimbrel.artifacts.llama2c import load_llama2c
-from whimbrel.artifacts.quantized import QUANTIZATION, format_of, quantization_table, stored_format, weight_state
+from whimbrel.artifacts.quantized import (
+    QUANTIZATION,
+    format_of,
+    quantization_table,
+    stored_format,
+    weight_recipe,
+    weight_state,
+)
 from whimbrel.artifacts.sources import model_directory
 from whimbrel.artifacts.tables import read_table, write_table
 from whimbrel.artifacts.tensors import TensorFiles, write_tensor_files
@@ -22,7 +29,7 @@ from whimbrel.config import to_table
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.families import canonical, config_from_hf, config_to_hf
 from whimbrel.models.names import places
-from whimbrel.precision import WeightFormat, quantize_, swap_on_conversion, weight_format
+from whimbrel.precision import Recipe, WeightFormat, finalize, load_into
 from whimbrel.text import Tokenizer
 
 __all__ = ["SpecialTokens", "load_model", "load_weights", "save_model", "special_tokens"]
@@ -58,30 +65,32 @@ def load_model(
     int8-dynamic, int4 or fp8) the linears of a plain model are quantised as they are read, one at a time and on the
     device, so that the plain model is never in memory. A quantised directory is loaded as what it is.
     """
-    source = model_directory(path)
-    form = None if weights is None else weight_format(weights)
+    source, recipe = model_directory(path), None if weights is None else weight_recipe("weights", weights)
     if source.is_file():
         model = load_llama2c(source).to(device=device, dtype=dtype)
-        if form is not None:
-            quantize_(model, form)
+        if recipe is not None:
+            finalize(model, recipe)
         return model
     model_type, config, stored = _describe(source)
-    if form is not None and stored not in (None, form):
-        raise CheckpointError(f"{source} holds {stored.name} weights, not {form.name}: leave weights= out")
+    if recipe is not None and stored not in (None, recipe.load):
+        raise CheckpointError(f"{source} holds {stored.name} weights, not {recipe.name}: leave weights= out")
     files = TensorFiles(source)
     found = match(files, places(model_type, config), stored)
     with torch.device("meta"):
         model = GPT(config)
     model.to(dtype or stored_dtype(files, found))
     if stored is not None:
-        quantize_(model, stored, skip=stored_plain(model, files, found))
-    elif form is not None:
-        quantize_(model, form)
-    with swap_on_conversion():
-        model.to_empty(device=device or "cpu")
-    model.tie_head()
-    model.zero_padding()
-    fill(model, files, found, stored)
+        recipe = Recipe(name=stored.name, kind="ptq", load=stored, skip=stored_plain(model, files, found))
+
+    def read(_: nn.Module) -> None:
+        model.tie_head()
+        model.zero_padding()
+        fill(model, files, found, stored)
+
+    if recipe is None:
+        read(model.to_empty(device=device or "cpu"))
+    else:
+        load_into(model, read, recipe, device=device or "cpu")
     return model
 
 

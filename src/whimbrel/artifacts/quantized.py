@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from whimbrel.base.errors import CheckpointError, ConfigError
-from whimbrel.precision import FORMATS, QuantizedWeight, WeightFormat
+from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError
+from whimbrel.config import nearest
+from whimbrel.precision import FORMATS, RECIPES, QuantizedWeight, Recipe, WeightFormat
 
 __all__ = [
     "CODES",
@@ -18,6 +19,7 @@ __all__ = [
     "format_of",
     "quantization_table",
     "stored_format",
+    "weight_recipe",
     "weight_state",
 ]
 
@@ -51,6 +53,15 @@ def stored_format(table: Mapping[str, Any]) -> WeightFormat | None:
             f"{quantization_table(form)['format']}: restore it"
         )
     return form
+
+
+def weight_recipe(argument: str, name: str) -> Recipe:
+    """The recipe of this name, if it is one whose models have quantised weights; `argument` is how it was asked for."""
+    known = {recipe.name: recipe for recipe in RECIPES.values() if recipe.finalize is not None}
+    if name not in known:
+        hint = nearest(name, known)
+        raise PrecisionError(f"{argument} = {name!r} is not one of {', '.join(known)}{hint if '?' in hint else ''}")
+    return known[name]
 
 
 def format_of(model: nn.Module) -> WeightFormat | None:

@@ -61,13 +61,13 @@ def stored_dtype(files: TensorFiles, found: list[Stored]) -> torch.dtype:
     return _read_floats(files, next(stored.name for stored in found if not stored.quantized)).dtype
 
 
-def stored_plain(model: nn.Module, files: TensorFiles, found: list[Stored]) -> list[str]:
+def stored_plain(model: nn.Module, files: TensorFiles, found: list[Stored]) -> tuple[str, ...]:
     """The linear layers whose weights a quantised directory holds plain; that it holds all so is refused."""
     coded = {place.ours for place, _, quantized in found if quantized}
     if not coded:
         raise CheckpointError(f"{files.directory} holds no codes and scales, which its config.json calls for")
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return [name for name in linears if f"{name}.weight" not in coded]
+    return tuple(name for name in linears if f"{name}.weight" not in coded)
 
 
 @torch.no_grad()
