@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Literal
 
 import torch
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import ConfigError, TrainingError
 
 __all__ = ["torch_switches"]
 
@@ -33,12 +34,9 @@ def torch_switches(
     """
     with ExitStack() as restore:
         if matmul_precision is not None:
-            restore.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-            torch.set_float32_matmul_precision(matmul_precision)
+            _set_matmul_precision(matmul_precision, restore)
         if detect_anomaly:
-            before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-            restore.callback(torch.autograd.set_detect_anomaly, *before)
-            torch.autograd.set_detect_anomaly(True)
+            restore.enter_context(_anomalies())
         if recompile_limit is not None:
             import torch._dynamo as dynamo  # a second to import, so only where it is needed
 
@@ -49,6 +47,42 @@ def torch_switches(
             restore.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(_dtype(default_dtype))
         yield
+
+
+def _set_matmul_precision(precision: str, restore: ExitStack) -> None:
+    """Torch has this switch twice: what the newer one held, by kind of device, is put back after the older one."""
+    devices = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError as error:
+        held = ", ".join(device.fp32_precision for device in devices)
+        raise ConfigError(
+            f"matmul_precision = {precision!r} cannot be set beside torch.backends' fp32_precision, which this program "
+            f"has set ({held}): leave one of them out"
+        ) from error
+    for device in devices:
+        restore.callback(setattr, device, "fp32_precision", device.fp32_precision)
+    restore.callback(torch.set_float32_matmul_precision, before)
+    torch.set_float32_matmul_precision(precision)
+
+
+@contextlib.contextmanager
+def _anomalies() -> Iterator[None]:
+    """A gradient that is NaN is an error that names its operation; torch warns with the line that called it."""
+    before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch.autograd.set_detect_anomaly(True)
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.search(r"Function '(\w+)' returned nan values in its (\d+)th output", str(error))
+        if found is None:
+            raise
+        raise TrainingError(
+            f"detect_anomaly found NaN in gradient {found[2]} that {found[1]} gives: keep the line of the forward pass "
+            "that torch's warning before this shows away from where it has no gradient"
+        ) from error
+    finally:
+        torch.autograd.set_detect_anomaly(*before)
 
 
 def _be_deterministic(restore: ExitStack) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import ConfigError, PrecisionError
 from whimbrel.precision import backend_names, sdpa_backends
 
 
@@ -46,9 +47,41 @@ def test_only_the_asked_kernels_may_run_inside() -> None:
 
 
 def test_priority_is_the_order_given() -> None:
+    before = torch._C._get_sdp_priority_order()
     with sdpa_backends(["efficient", "math"], set_priority=True):
         order = torch._C._get_sdp_priority_order()
     assert order[:2] == [int(SDPBackend.EFFICIENT_ATTENTION.value), int(SDPBackend.MATH.value)]
+    assert torch._C._get_sdp_priority_order() == before
+
+
+def test_all_kernels_are_back_after_an_error() -> None:
+    before = allowed(), torch._C._get_sdp_priority_order()
+    with pytest.raises(KeyError), sdpa_backends(["efficient", "math"], set_priority=True):
+        raise KeyError
+    assert (allowed(), torch._C._get_sdp_priority_order()) == before
+
+
+def test_attention_that_no_asked_kernel_takes_is_named() -> None:
+    before, x = allowed(), torch.ones(1, 2, 8, 16)
+    with pytest.raises(PrecisionError, match="sdpa_backend = efficient, cudnn has no kernel .*: add math, which takes"):
+        with sdpa_backends(["efficient", "cudnn"]):
+            nn.functional.scaled_dot_product_attention(x, x, x)  # on a CPU
+    assert allowed() == before
+
+
+@pytest.mark.gpu
+def test_attention_that_no_asked_kernel_takes_is_named_on_a_gpu() -> None:
+    x = torch.ones(1, 2, 8, 16, device="cuda")
+    with (
+        pytest.raises(PrecisionError, match="sdpa_backend = flash has no kernel for this attention"),
+        sdpa_backends("flash"),
+    ):
+        nn.functional.scaled_dot_product_attention(x, x, x)  # fp32, of which flash has none
+
+
+def test_other_errors_of_torch_are_its_own() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), sdpa_backends("math"):
+        torch.ones(2, 3) @ torch.ones(2, 3)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""Attention kernels, precision of products, offloaded activations and anomaly mode: for a run, and no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+
+from whimbrel.base.errors import PrecisionError, TrainingError
+from whimbrel.train import BaseTrainer, RunConfig, train
+
+Make = Callable[..., Any]
+SWITCHES: dict[str, Any] = {
+    "sdpa_backend": ("flash", "math"),
+    "sdpa_set_priority": True,
+    "float32_matmul_precision": "medium",
+    "enable_activation_offloading": True,
+    "detect_anomaly": True,
+}
+
+
+def switches() -> dict[str, Any]:
+    """What the settings of a run act on; the last is whether what is kept for backward goes through hooks."""
+    return {
+        "kernels": _cur_sdpa_kernel_backends(with_priority=True),
+        "matmul": (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision),
+        "anomaly": torch.is_anomaly_enabled(),
+        "offloaded": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+    }
+
+
+class Looking(nn.Module):
+    """A model that looks at the switches in each forward pass, and fails in the one that it is told to."""
+
+    def __init__(self, net: nn.Module, fails: bool) -> None:
+        super().__init__()
+        self.net, self.fails, self.seen = net, fails, []  # type: ignore[var-annotated]
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        self.seen.append(switches())
+        if self.fails:
+            raise OSError("out of luck")
+        return self.net(x, labels)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+@pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
+def test_all_hold_in_a_run_and_none_after_it(args: Make, net: Make, data: Make, verb: str, fails: bool) -> None:
+    before, model = switches(), Looking(net(), fails)
+    trainer = BaseTrainer(args(max_steps=1, **SWITCHES), model, train_dataset=data(), eval_dataset=data())
+    work = trainer.train if verb == "train" else lambda: getattr(trainer, verb)(data())
+    if fails:
+        with pytest.raises(OSError, match="out of luck"):
+            work()
+    else:
+        work()
+    assert model.seen[0] == {
+        "kernels": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], "matmul": ("medium", "tf32"), "anomaly": True,
+        "offloaded": True,
+    }  # fmt: skip
+    assert switches() == before
+    assert not before["offloaded"]
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in SqrtBackward0")  # torch's, with the line that called it
+def test_anomaly_mode_names_the_operation_before_weights_are_touched(args: Make, fit: Make, net: Make) -> None:
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        zeros = outputs[1] - outputs[1].detach()
+        return (zeros.sqrt() * 0).sum()  # 0 times infinity, backwards
+
+    model = net()
+    weights = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(TrainingError, match="NaN in gradient 0 that SqrtBackward0 gives"):
+        fit(args(detect_anomaly=True), model=model, compute_loss_func=loss)
+    assert all(map(torch.equal, model.parameters(), weights))
+    assert not torch.is_anomaly_enabled()
+
+
+def test_a_run_whose_kernels_cannot_take_its_attention_says_so(make_run: Callable[..., RunConfig]) -> None:
+    before = switches()
+    with pytest.raises(PrecisionError, match="sdpa_backend = efficient has no kernel for this attention .*: add math"):
+        train(make_run(train__sdpa_backend="efficient"))  # on a CPU, which has none of that name
+    assert switches() == before
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile, looking at its inputs
+def test_what_compiled_blocks_keep_goes_through_the_host_too(
+    make_run: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[int] = []
+
+    class Host(torch.autograd.graph.save_on_cpu):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: (packed.append(tensor.numel()), pack(tensor))[1]
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Host)
+    settings = {"train__steps": 2, "train__compile": True, "train__compile_backend": "aot_eager"}
+    plain = train(make_run(**settings)).training_loss
+    assert packed == []
+    run = make_run(**settings, train__activation_offloading=True, output_dir=tmp_path / "offloaded")
+    assert train(run).training_loss == plain
+    mlp = 4 * 32 * 128  # rows, tokens and width of what the MLP of a block keeps
+    assert packed.count(mlp) >= 2 * 2 * 2  # blocks, micro-batches, steps
