@@ -1,0 +1,190 @@
+"""Runs whose linear layers are not plain: fp8, rounded as they will be, or stored in 8 bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from whimbrel.artifacts import load_model
+from whimbrel.base.errors import ConfigError, MissingExtraError, PrecisionError
+from whimbrel.precision import QuantizedWeight, finalize
+from whimbrel.train import RunConfig, TrainerCallback, load_run_config
+from whimbrel.train.memory import predict_memory
+from whimbrel.train.run import RunTrainer
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs the package 'torchao'")
+Make = Callable[..., Any]
+SIZE = {"model__embd_size": 128, "train__steps": 6, "checkpoint__every": 2}
+RECIPES = {
+    "tensorwise": {"train__fp8_recipe": "tensorwise", "train__precision": "bf16"},
+    "rowwise_with_gw_hp": {"train__fp8_recipe": "rowwise_with_gw_hp", "train__fp8_dim_alignment": 32},
+    "int8-dynamic-act-int4-weight": {"train__qat_recipe": "int8-dynamic-act-int4-weight"},
+    "int4-weight-only": {"train__qat_recipe": "int4-weight-only", "train__precision": "bf16"},
+    "int8": {"train__weights": "int8"},
+}
+
+
+class Break(TrainerCallback):
+    """Ends a run before the step after `at`, as a signal that nobody handles would."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_begin(self, **event: Any) -> None:
+        if event["state"].global_step == self.at:
+            raise KeyboardInterrupt
+
+
+def losses_of(config: RunConfig, *callbacks: Any) -> tuple[RunTrainer, list[str]]:
+    losses: list[str] = []
+
+    class Losses(TrainerCallback):
+        def on_train_metrics(self, **event: Any) -> None:
+            losses.append(event["metrics"]["loss"].hex())
+
+    trainer = RunTrainer(config, callbacks=[Losses(), *callbacks])
+    trainer.train()
+    return trainer, losses
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_killed_run_goes_on_to_the_bit(make_run: Make, tmp_path: Path, name: str) -> None:
+    settings = SIZE | RECIPES[name]
+    whole, reference = losses_of(make_run(**settings, output_dir=tmp_path / "whole"))
+    broken = make_run(**settings, output_dir=tmp_path / "broken")
+    with pytest.raises(KeyboardInterrupt):
+        losses_of(broken, Break(3))
+    again, last = losses_of(broken)
+    assert again.resumed_from is not None
+    assert again.resumed_from.name == "step-00000002"
+    assert last == reference[2:]
+    for own, other in zip(whole.unwrapped_model().parameters(), again.unwrapped_model().parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "int8-dynamic-act-int4-weight"])
+def test_checkpoints_hold_plain_weights(make_run: Make, tmp_path: Path, name: str) -> None:
+    """They open as any other, and end as what the run's own model ends as."""
+    trainer, _ = losses_of(make_run(**SIZE | RECIPES[name]))
+    saved, own = load_model(tmp_path / "run"), trainer.unwrapped_model()
+    assert all(type(module).__module__.startswith(("torch.nn", "whimbrel")) for module in saved.modules())
+    weights = dict(saved.named_parameters())
+    assert all(torch.equal(weights[key], parameter) for key, parameter in own.named_parameters())
+    x = torch.randint(300, (2, 16))
+    finalize(saved, name).eval()
+    finalize(own, name).eval()
+    assert torch.equal(saved(x).logits, own(x).logits)
+
+
+def test_8_bit_weights_are_written_as_what_they_are(make_run: Make, tmp_path: Path) -> None:
+    trainer, _ = losses_of(make_run(**SIZE | RECIPES["int8"]))
+    saved, own = load_model(tmp_path / "run"), trainer.unwrapped_model()
+    held = [type(parameter) for parameter in own.parameters()]
+    assert held.count(QuantizedWeight) == 8
+    assert [type(parameter) for parameter in saved.parameters()] == held
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), own.parameters(), strict=True))
+    summary = trainer._summary()
+    assert "int8 weights" in summary.features
+    linears = sum(p.numel() for p in own.parameters() if isinstance(p, QuantizedWeight))
+    plain = 4 * sum(p.numel() for p in own.parameters())
+    assert summary.memory.gradients == plain
+    assert plain - 3 * linears < summary.memory.weights < plain - 2.9 * linears
+
+
+def test_arguments_reach_the_linears(args: Make, fit: Make, data: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """The classifier's 4 x 16 is left out, as is its 16 x 3, until the alignment is theirs too."""
+    with pytest.raises(
+        PrecisionError, match=r"fp8_recipe = rowwise finds no linear layer in this Net .*\(16, 4\) is no"
+    ):
+        fit(args(fp8_recipe="rowwise"))
+    with caplog.at_level(logging.INFO, "whimbrel"):
+        trainer, losses = fit(args(fp8_recipe="rowwise", fp8_dim_alignment=4, max_steps=20))
+    kinds = [type(module).__name__ for module in trainer.model.layers]
+    assert kinds == ["Float8Linear", "Tanh", "Dropout", "Linear"]
+    assert losses.values[-1] < 0.7 * losses.values[0]
+    assert [line for line in caplog.messages if "layers.3" in line] == [
+        "fp8_recipe = rowwise leaves out layers.3: its shape (3, 16) is no multiple of fp8_dim_alignment = 4"
+    ]
+    with pytest.raises(PrecisionError, match="layers.0 is a Float8Linear already: finalize the model first"):
+        fit(args(fp8_recipe="rowwise", fp8_dim_alignment=4, overwrite_output_dir=True), trainer.model)
+    trainer.train()
+    assert [type(module).__name__ for module in trainer.model.layers] == kinds
+    assert type(finalize(trainer.model, "rowwise").layers[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    "settings", [{"recompute": "full"}, {"recompute": "selective"}, {"optimizer_in_backward": True}]
+)
+@pytest.mark.parametrize("name", ["tensorwise", "int4-weight-only", "int8"])
+def test_recipes_go_with_what_else_a_run_does(
+    make_run: Make, tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
+    """Recomputing, and moving weights in backward, give the losses of doing neither."""
+    recipe = SIZE | RECIPES[name] | {"train__steps": 3, "train__micro_batch": 8}
+    _, reference = losses_of(make_run(**recipe, output_dir=tmp_path / "a"))
+    more = {f"train__{key}": value for key, value in settings.items()}
+    _, losses = losses_of(make_run(**recipe | more, output_dir=tmp_path / "b"))
+    assert len(losses) == 3
+    assert [float.fromhex(loss) for loss in losses] == pytest.approx(
+        [float.fromhex(loss) for loss in reference], abs=2e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train__fp8_recipe": "rowwise", "train__qat_recipe": "int4-weight-only"},
+            "train.fp8_recipe = rowwise and train.qat_recipe = int4-weight-only each make linear layers something else",
+        ),
+        (
+            {"train__weights": "int8", "train__fp8_recipe": "rowwise"},
+            "train.fp8_recipe = rowwise and train.weights = int8",
+        ),
+        (
+            {"train__weights": "int8", "train__projected_linears": True, "train__optimizer_in_backward": True},
+            "train.weights = int8 and train.projected_linears = True each make",
+        ),
+        ({"train__weights": "int4"}, "train.weights = 'int4' is not one of int8"),
+        (
+            {"train__qat_recipe": "fp8"},
+            "train.qat_recipe = 'fp8' is not one of int8-dynamic-act-int4-weight, int4-weight",
+        ),
+        ({"train__fp8_dim_alignment": 32}, "train.fp8_dim_alignment = 32 needs train.fp8_recipe"),
+        (
+            {"train__fp8_recipe": "rowwise", "train__fp8_dim_alignment": 0},
+            "fp8_dim_alignment = 0 must be greater than 0",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other(make_run: Make, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_run(**changes)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_memory_is_not_predicted_wrongly(make_run: Make, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"memory is not predicted for linear layers .* as by {name}: leave that out"):
+        predict_memory(make_run(**SIZE | RECIPES[name]))
+
+
+def test_a_run_writes_down_its_recipe(make_run: Make, tmp_path: Path) -> None:
+    trainer, _ = losses_of(make_run(**SIZE | RECIPES["int4-weight-only"] | {"train__steps": 1}))
+    written = load_run_config(tmp_path / "run" / "config.toml")
+    assert written.train.qat_recipe == "int4-weight-only"
+    assert "QAT int4-weight-only" in trainer._summary().features
+
+
+def test_without_torchao_no_run_begins(make_run: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(MissingExtraError, match="qat_recipe = int4-weight-only needs the package 'torchao'"):
+        losses_of(make_run(**SIZE | RECIPES["int4-weight-only"]))
+    assert not list((tmp_path / "run").glob("**/*.safetensors"))
