@@ -1,0 +1,75 @@
+"""What two gloo processes do with linear layers that are not plain, and what one process does instead of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.precision import prepare
+
+RANKS, ROWS, STEPS = 2, 2, 6
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "int8-dynamic-act-int4-weight", "int4-weight-only")
+
+
+def model(recipe: str) -> GPT:
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(vocab_size=64, context_length=16, num_layers=2, num_heads=2, embd_size=128))
+    prepare(gpt, recipe)
+    return gpt
+
+
+def train(gpt: nn.Module, shares: Sequence[int]) -> list[float]:
+    """The mean losses of these shares of each batch, one micro-batch for each."""
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        tokens = torch.randint(64, (RANKS, ROWS, 17), generator=torch.Generator().manual_seed(step))
+        found = [gpt(tokens[share, :, :-1], tokens[share, :, 1:]).loss / len(shares) for share in shares]
+        for loss in found:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(loss.item() for loss in found))
+    return losses
+
+
+def weights(gpt: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in gpt.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        found[name] = whole.detach().clone()
+    return found
+
+
+def alone(recipe: str) -> dict[str, Tensor]:
+    """One process, which does the work of all."""
+    gpt = model(recipe)
+    losses = train(gpt, range(RANKS))
+    return {"losses": torch.tensor(losses), **weights(gpt)}
+
+
+def work(rank: int, folder: Path, port: int) -> None:
+    """Train each recipe on shards and leave what came of it in a file of this rank."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    answer = {}
+    for recipe in RECIPES:
+        gpt = model(recipe)
+        for part in (*gpt.blocks, gpt):
+            fully_shard(part, mesh=mesh)
+        losses = torch.tensor(train(gpt, [rank]))
+        dist.all_reduce(losses)
+        answer[recipe] = {"losses": losses / RANKS, **weights(gpt)}
+    torch.save(answer, folder / f"{rank}.pt")
+    dist.destroy_process_group()
