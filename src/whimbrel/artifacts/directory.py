@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,16 @@ from whimbrel.models.names import places
 from whimbrel.precision import Recipe, WeightFormat, finalize, load_into
 from whimbrel.text import Tokenizer
 
-__all__ = ["SpecialTokens", "load_model", "load_weights", "save_model", "special_tokens"]
+__all__ = [
+    "Description",
+    "SpecialTokens",
+    "describe",
+    "generation_settings",
+    "load_model",
+    "load_weights",
+    "save_model",
+    "special_tokens",
+]
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
@@ -50,6 +59,18 @@ class Description(NamedTuple):
     model_type: str
     config: GPTConfig
     form: WeightFormat | None
+
+
+def describe(directory: Path) -> Description:
+    """What the `config.json` of a model directory says."""
+    table = read_table(directory / CONFIG)
+    try:
+        form = stored_format(table)
+        if form is not None:
+            del table[QUANTIZATION]  # what is left of it is somebody else's, which is refused
+        return Description(str(table.get("model_type")), config_from_hf(table), form)
+    except ConfigError as error:
+        raise CheckpointError(f"{directory / CONFIG}: {error}") from error
 
 
 def load_model(
@@ -71,7 +92,7 @@ def load_model(
         if recipe is not None:
             finalize(model, recipe)
         return model
-    model_type, config, stored = _describe(source)
+    model_type, config, stored = describe(source)
     if recipe is not None and stored not in (None, recipe.load):
         raise CheckpointError(f"{source} holds {stored.name} weights, not {recipe.name}: leave weights= out")
     files = TensorFiles(source)
@@ -96,7 +117,7 @@ def load_model(
 
 def load_weights(model: GPT, path: str | os.PathLike[str]) -> None:
     """Give a model of the same shape the weights in a directory, in place: dtype, device and format stay its own."""
-    model_type, config, form = _describe(Path(path))
+    model_type, config, form = describe(Path(path))
     ours, theirs = to_table(canonical(model.config)), to_table(canonical(config))
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
@@ -143,6 +164,21 @@ def save_model(
             tokenizer.save(folder)
 
 
+def generation_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """How a model directory says tokens are drawn: temperature (0: the likeliest), top_k, top_p, max_new_tokens.
+
+    Only what it says is there. Where it does not say whether to draw at all (`do_sample`), no more than the length is.
+    """
+    file = Path(path) / GENERATION
+    table = read_table(file) if file.is_file() else {}
+    names = ("temperature", "top_k", "top_p", "max_new_tokens")
+    held = {name: table[name] for name in names if table.get(name) is not None}
+    if table.get("do_sample"):
+        return held
+    longest = {name: value for name, value in held.items() if name == "max_new_tokens"}
+    return longest | ({"temperature": 0.0} if table.get("do_sample") is False else {})
+
+
 def special_tokens(path: str | os.PathLike[str]) -> SpecialTokens:
     """What a model directory says opens and ends a text: `generation_config.json` first, then `config.json`."""
     table = read_table(Path(path) / CONFIG)
@@ -152,14 +188,3 @@ def special_tokens(path: str | os.PathLike[str]) -> SpecialTokens:
     return SpecialTokens(
         table.get("bos_token_id"), tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     )
-
-
-def _describe(directory: Path) -> Description:
-    table = read_table(directory / CONFIG)
-    try:
-        form = stored_format(table)
-        if form is not None:
-            del table[QUANTIZATION]  # what is left of it is somebody else's, which is refused
-        return Description(str(table.get("model_type")), config_from_hf(table), form)
-    except ConfigError as error:
-        raise CheckpointError(f"{directory / CONFIG}: {error}") from error

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 from whimbrel import text
-from whimbrel.base.errors import CheckpointError
+from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.logging import get_logger
-from whimbrel.checkpoint import list_checkpoints, verify_component
+from whimbrel.checkpoint import best_first, list_checkpoints, verify_component
 from whimbrel.text.llama2c import load_llama2c_tokenizer
 
-__all__ = ["load_tokenizer", "model_directory"]
+__all__ = ["choose_checkpoint", "load_tokenizer", "model_directory", "run_of"]
 
 
 def model_directory(path: str | os.PathLike[str]) -> Path:
@@ -19,13 +19,41 @@ def model_directory(path: str | os.PathLike[str]) -> Path:
     source = Path(path)
     if not source.exists():
         raise CheckpointError(f"no run or model at {source}: give a run, a model directory or a llama2.c .bin file")
-    if (source / "checkpoints").is_dir() and not (source / "config.json").exists():
+    if _is_run(source):
         source = _newest_whole(source)
     elif (source / "manifest.json").is_file() and (source / "model").is_dir():
         verify_component(source, "model")
     else:
         return source
     return source / "model"
+
+
+def run_of(path: str | os.PathLike[str]) -> Path | None:
+    """The run that a path is, or lies in as one of its checkpoints or the model of one; None for other models."""
+    source = Path(path)
+    return next((folder for folder in (source, *source.absolute().parents[1:3]) if _is_run(folder)), None)
+
+
+def choose_checkpoint(run: Path, which: str, *, greater_is_better: bool = False) -> Path:
+    """A checkpoint of a run: `latest`, `best` by the metric that its checkpoints were saved with, or that of a step."""
+    if not _is_run(run):
+        raise ConfigError(f"checkpoint = {which} is for a run, and {run} is none: leave it out")
+    if which == "latest":
+        return _newest_whole(run)
+    if which == "best":
+        ranked = best_first(run, greater_is_better=greater_is_better)
+        if not ranked:
+            raise CheckpointError(f"no checkpoint of {run} was saved with a metric: give 'latest' or a step")
+        return ranked[0][1]
+    found = list_checkpoints(run)
+    if not which.isdecimal() or int(which) not in found:
+        steps = ", ".join(map(str, found)) or "none yet"
+        raise CheckpointError(f"checkpoint = {which} is not latest, best or a step that {run} has: it has {steps}")
+    return found[int(which)]
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "checkpoints").is_dir() and not (path / "config.json").exists()
 
 
 def _newest_whole(run: Path) -> Path:

@@ -6,6 +6,7 @@ from whimbrel.checkpoint.manager import CheckpointManager, Saved
 from whimbrel.checkpoint.manifest import Manifest, read_manifest
 from whimbrel.checkpoint.ranks import Ranks
 from whimbrel.checkpoint.reading import missing_components, read_component, verify_checkpoint, verify_component
+from whimbrel.checkpoint.retention import best_first
 from whimbrel.checkpoint.rng import RNGState
 from whimbrel.checkpoint.tensors import read_tensors, write_tensors
 from whimbrel.checkpoint.tree import pack, unpack
@@ -20,6 +21,7 @@ __all__ = [
     "SharingPattern",
     "StateComponent",
     "Stateful",
+    "best_first",
     "checkpoint_path",
     "latest_checkpoint",
     "list_checkpoints",

@@ -15,6 +15,7 @@ from whimbrel.cli import (
     control,
     doctor,
     export,
+    finalize,
     generate,
     memory,
     plot,
@@ -64,6 +65,7 @@ app.command()(runs.runs)
 app.command()(control.control)
 app.command()(plot.plot)
 app.command()(compare.compare)
+app.command()(finalize.finalize)
 app.command()(export.export)
 app.command()(generate.generate)
 app.command()(doctor.doctor)
