@@ -32,7 +32,7 @@ class RunSummary:
     device: str
     device_name: str
     parameters: int
-    trained_parameters: int
+    frozen_parameters: int
     memory: MemoryEstimate
     moved: tuple[ParameterRow, ...] = ()
     """Who got what of the optimizer."""

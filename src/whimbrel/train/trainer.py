@@ -372,7 +372,7 @@ class BaseTrainer(TrainerCore):
             device=self.device.type,
             device_name=device_name(self.device),
             parameters=model.num_parameters() if isinstance(model, GPT) else sum(p.numel() for p in model.parameters()),
-            trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             memory=estimate_memory(model, self.optimizer),
             moved=() if self.optimizer is None else parameter_table(model, self.optimizer),
             samples_per_step=samples,

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from whimbrel.models import GPT
 from whimbrel.optim import GaLoreWarm, project_in_backward, step_in_backward
 from whimbrel.optim.muon import Muon
+from whimbrel.train import RunConfig, TrainerCallback, train
 from whimbrel.train.summary import estimate_memory
 
 
@@ -61,3 +63,16 @@ def test_gradients_that_backward_frees_are_not_counted_whole() -> None:
     assert estimate_memory(model, projecting).gradients == 4 * (64 * 4 + 64 + 16 * 4 + 16)
     projecting.remove()
     assert estimate_memory(model, step_in_backward(plain)).gradients == 64 * 32 * 4
+
+
+def test_rows_that_pad_a_vocabulary_are_neither_parameters_nor_frozen(make_run: Callable[..., RunConfig]) -> None:
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, **event: Any) -> None:
+            seen.append((event["summary"].parameters, event["summary"].frozen_parameters))
+
+    config = make_run(train__steps=1)
+    assert config.model.padded_vocab_size > config.model.vocab_size
+    train(config, callbacks=[Look()])
+    assert seen == [(GPT(config.model).num_parameters(), 0)]

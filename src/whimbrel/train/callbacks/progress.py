@@ -117,8 +117,7 @@ def _head(summary: RunSummary) -> Iterator[str]:
         yield f"Total batch size: {summary.tokens_per_step}"
         yield f"Tokens per micro-batch: {summary.tokens_per_micro_batch}"
     yield f"Gradient accumulation steps: {summary.accumulation}"
-    frozen = summary.parameters - summary.trained_parameters
-    rest = f", {frozen:,} of them frozen" if frozen else ""
+    rest = f", {summary.frozen_parameters:,} of them frozen" if summary.frozen_parameters else ""
     yield f"Model: {summary.parameters:,} parameters on {summary.device_name}{rest}"
     length = f"Steps: {summary.total_steps:,}"
     if summary.tokens_per_step is not None:

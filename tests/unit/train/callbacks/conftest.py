@@ -55,7 +55,7 @@ class Run:
     def begin(self, first_step: int = 0, **summary: Any) -> Run:
         self.state.global_step = first_step
         known = {
-            "device": "cpu", "device_name": "cpu", "parameters": 49, "trained_parameters": 49, "accumulation": 2,
+            "device": "cpu", "device_name": "cpu", "parameters": 49, "frozen_parameters": 0, "accumulation": 2,
             "memory": estimate_memory(self.model, self.optimizer), "samples_per_step": 32, "tokens_per_step": 256,
             "tokens_per_micro_batch": 128, "total_steps": self.state.max_steps, "first_step": first_step,
         }  # fmt: skip

@@ -86,7 +86,7 @@ def test_no_mfu_where_the_peak_is_not_known(make_run: Any) -> None:
 def test_data_that_has_no_tokens_is_counted_in_samples(make_run: Any) -> None:
     callback, out = plain()
     memory = MemoryEstimate(weights=2**30, gradients=2**29, optimizer=None)
-    run = make_run(callback, steps=1).begin(tokens_per_step=None, trained_parameters=9, memory=memory)
+    run = make_run(callback, steps=1).begin(tokens_per_step=None, frozen_parameters=40, memory=memory)
     run.step(loss=2.0, tokens=0)
     run.state.num_input_tokens_seen = 0
     run.end()
