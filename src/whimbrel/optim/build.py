@@ -23,6 +23,7 @@ from whimbrel.optim.galore import GaLore
 from whimbrel.optim.muon import Muon
 from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, QGaLore
 from whimbrel.optim.routing import RoutedParameter
+from whimbrel.optim.store import CodedWeight
 
 __all__ = ["build_optimizer", "restore_optimizer"]
 
@@ -40,6 +41,7 @@ def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter], 
     `seed` is for what an optimizer draws: random bases, and roundings by chance.
     """
     _check_patterns(config, parameters)
+    _check_codes(config, parameters)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for item in parameters:
         settings = _settings(config, item)
@@ -54,6 +56,16 @@ def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter], 
     if isinstance(make, type) and issubclass(make, Composed):
         given["seed"] = seed % 2**32
     return make(list(groups.values()), **{name: value for name, value in given.items() if value is not None})
+
+
+def _check_codes(config: OptimConfig, parameters: Iterable[RoutedParameter]) -> None:
+    """Refuse to move weights that are stored as codes by what would not round them by chance."""
+    coded = next((item.name for item in parameters if isinstance(item.parameter, CodedWeight)), None)
+    if coded is not None and config.name in ("galore", "muon"):
+        raise OptimizerError(
+            f"{config.name} moves plain weights, and {coded} is stored as codes: use adamw8bit, galore_warm or another "
+            "of that family, or train plain weights"
+        )
 
 
 def _warn_of_full_ranks(config: OptimConfig, groups: Iterable[dict[str, Any]]) -> None:
@@ -72,7 +84,8 @@ def _warn_of_full_ranks(config: OptimConfig, groups: Iterable[dict[str, Any]]) -
 
 def _adamw(params: Iterable[dict[str, Any]], **settings: Any) -> Optimizer:
     groups = list(params)
-    fused = all(kernels_of(parameter) == "cuda" for group in groups for parameter in group["params"])
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    fused = all(kernels_of(p) == "cuda" and not isinstance(p, CodedWeight) for p in parameters)
     return torch.optim.AdamW(groups, fused=fused or None, **settings)
 
 

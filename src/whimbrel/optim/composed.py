@@ -25,7 +25,7 @@ from whimbrel.optim.refresh import follow, is_due, planned, refresh
 from whimbrel.optim.rules import RULES
 from whimbrel.optim.shards import all_true, copy_, draw
 from whimbrel.optim.slot import ON_HOST, Slot
-from whimbrel.optim.store import add_rounded_
+from whimbrel.optim.store import CodedWeight, add_rounded_
 from whimbrel.optim.subspace import cholesky_qr, random_basis
 
 __all__ = ["Composed"]
@@ -303,6 +303,7 @@ class Composed(Careful):
         slot, rows, state = piece.slot, piece.rows, self._state(piece.slot)
         group, weight = slot.group, slot.view(slot.parameter)
         weight = weight[rows] if rows else weight
+        coded = isinstance(weight, CodedWeight)
         rate, decay = -group["lr"] if group["maximize"] else group["lr"], group["lr"] * group["weight_decay"]
         lifted, basis, grad = Lifted(direction, None), None, None
         if slot.rank is not None:
@@ -312,19 +313,23 @@ class Composed(Careful):
                 grad = slot.view(slot.parameter.grad)
                 lifted = lift(group["lift"], direction, low, grad, state["length"], slot.shard)
             basis = None if lifted.low is None else self._basis(slot, int(state["step"]) - 1)
-        if weight.dtype == torch.float32 and lifted.low is not None and grad is None:
+        if weight.dtype == torch.float32 and lifted.low is not None and grad is None and not coded:
             _add_product_(weight, lifted.low, basis, -rate, 1 - decay)
             return
         generator = slot.generator(state, salt=2 + slot.first(rows))
-        for part in _parts(weight):
-            change = weight[part].float() * -decay
+        stored = weight.mT if slot.across else weight
+        for part in _parts(stored):
+            here = stored[part]
+            change = (here.dequantize() if isinstance(here, CodedWeight) else here).float() * -decay
+            moved = change.mT if slot.across else change
+            own = slice(None) if slot.across else part
             if lifted.low is not None:
-                _add_product_(
-                    change, lifted.low[part], basis if basis is None or basis.ndim == 2 else basis[part], -rate
-                )
+                sliced = slot.across or (basis is not None and basis.ndim > 2)
+                _add_product_(moved, lifted.low[own], basis[part] if basis is not None and sliced else basis, -rate)
             if lifted.factor is not None and grad is not None:
-                change.addcmul_(lifted.factor[part], grad[part].float(), value=-rate)
-            add_rounded_(weight[part], change, generator)
+                grads = grad[:, part] if slot.across else grad[part]
+                moved.addcmul_(lifted.factor[own], grads.float(), value=-rate)
+            add_rounded_(here, change, generator)
 
     def _state(self, slot: Slot) -> dict[str, Tensor]:
         """The state of a parameter, as far as it is on this rank."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim.rules import RULES, Rule
 from whimbrel.optim.shards import local, shard_of
-from whimbrel.optim.store import BLOCK, codec
+from whimbrel.optim.store import BLOCK, CodedWeight, codec
 
 __all__ = ["ON_HOST", "Slot"]
 
@@ -74,7 +74,12 @@ class Slot:
     def row_by_row(self) -> bool:
         """Whether some rows can be moved without the others; a vector has but one, whose numbers share scales."""
         alone = self.rank is None or (self.group["lift"] == "back" and len(self.shape) == 2)
-        return self.rule.row_by_row and len(self.shape) > 1 and alone
+        return self.rule.row_by_row and len(self.shape) > 1 and alone and not self.across
+
+    @property
+    def across(self) -> bool:
+        """Whether the rows that share a scale of the stored weight are columns here."""
+        return self.transposed and isinstance(self.here(self.parameter), CodedWeight)
 
     @property
     def settings(self) -> dict[str, Any]:

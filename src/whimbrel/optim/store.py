@@ -10,18 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 
-__all__ = ["BLOCK", "Codec", "Store", "add_rounded_", "codec", "round_to_bfloat16"]
+__all__ = ["BLOCK", "Codec", "CodedWeight", "Store", "add_rounded_", "codec", "round_to_bfloat16"]
 
 Store = Literal["fp32", "bf16", "int8", "int4"]
 BLOCK = 256
 """Numbers that share a scale, at most."""
+
+
+@runtime_checkable
+class CodedWeight(Protocol):
+    """A parameter that is stored as codes, with scales by row, and is a tensor in all else."""
+
+    def dequantize(self) -> Tensor:
+        """Its numbers."""
+
+    def store_(self, numbers: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Take on other numbers, rounded up or down by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +109,10 @@ def codec(store: str, kind: Literal["basis", "signed", "positive"]) -> Codec:
 
 
 def add_rounded_(weight: Tensor, change: Tensor, generator: torch.Generator) -> None:
-    """`weight += change`; weights of 16 bits are rounded up or down by chance, so that small changes add up."""
-    if weight.dtype == torch.bfloat16:
+    """`weight += change`; of codes and of 16 bits, they are rounded by chance, so that small changes add up."""
+    if isinstance(weight, CodedWeight):
+        weight.store_(weight.dequantize().float().add_(change), generator)
+    elif weight.dtype == torch.bfloat16:
         weight.copy_(round_to_bfloat16(weight.float().add_(change), generator))
     elif weight.dtype == torch.float16:
         weight.copy_(_round_to_float16(weight.float().add_(change), generator))

@@ -5,7 +5,7 @@ from whimbrel.precision.attention import backend_names, sdpa_backends
 from whimbrel.precision.formats import FORMATS, WeightFormat, weight_format
 from whimbrel.precision.linears import Choice
 from whimbrel.precision.recipes import RECIPES, Recipe, finalize, load_into, prepare, recipe_names
-from whimbrel.precision.swap import dequantize_, quantize_, swap_on_conversion
+from whimbrel.precision.swap import dequantize_, load_state, quantize_, swap_on_conversion
 from whimbrel.precision.switches import torch_switches
 from whimbrel.precision.weight import QuantizedWeight
 
@@ -21,6 +21,7 @@ __all__ = [
     "dequantize_",
     "finalize",
     "load_into",
+    "load_state",
     "prepare",
     "quantize_",
     "recipe_names",

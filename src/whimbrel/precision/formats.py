@@ -21,6 +21,8 @@ __all__ = ["FORMATS", "FP8", "WeightFormat", "code_tokens", "weight_format"]
 FP8 = torch.float8_e4m3fn
 LIMITS = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0), "fp8": (-448.0, 448.0)}
 """The least and the largest code of each kind."""
+ROOM, SMALL = 1.05, 0.5
+"""How much larger a group may grow before it gets another scale, and the part of it below which it does too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +68,17 @@ class WeightFormat:
         rows, columns = codes.shape
         return rows, columns * 2 if self.codes == "int4" else columns
 
-    def encode(self, weight: Tensor, *, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Codes and scales, these in the weight's own dtype. The scale is rounded to it first, and codes fit that.
+    def encode(
+        self, weight: Tensor, *, scales: Tensor | None = None, noise: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Codes and scales: the given ones, or the best, in the weight's own dtype, rounded to it before codes are.
 
         With `noise`, uniform in [0, 1) and of the weight's shape, integers are rounded up as often as they should be.
         """
-        groups = weight.float().unflatten(-1, (-1, self.group or weight.shape[-1]))
+        groups = self._groups(weight.float())
         low, high = LIMITS[self.codes]
-        least = torch.finfo(weight.dtype).smallest_normal
-        scales = (groups.abs().amax(dim=-1) / ((high - low) / 2)).clamp(min=least).to(weight.dtype)
+        if scales is None:
+            scales = _at_least_normal(groups.abs().amax(dim=-1) / ((high - low) / 2), weight.dtype)
         shares = (groups * (1.0 / scales.float()).unsqueeze(-1)).flatten(-2)
         if self.codes == "fp8":
             return shares.clamp(low, high).to(FP8), scales
@@ -83,6 +87,21 @@ class WeightFormat:
             nibbles = (rounded + 8).to(torch.uint8)
             return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scales
         return rounded.to(torch.int8), scales
+
+    def renewed(self, scales: Tensor, weight: Tensor) -> Tensor:
+        """Scales for a weight that moves by little from step to step: the same, as long as it fits them.
+
+        Another scale rounds every code of its group anew, and chance would then move what the step did not. So they
+        have some room, and cut nothing off.
+        """
+        largest, high = self._groups(weight.float()).abs().amax(dim=-1), LIMITS[self.codes][1]
+        full = high * scales.float()
+        fits = (largest <= full) & (largest >= SMALL * full)
+        return torch.where(fits, scales, _at_least_normal(largest * ROOM / high, scales.dtype))
+
+    def _groups(self, weight: Tensor) -> Tensor:
+        groups: Tensor = weight.unflatten(-1, (-1, self.group or weight.shape[-1]))
+        return groups
 
     def whole(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """One number for each code, not scaled yet."""
@@ -117,6 +136,10 @@ def weight_format(name: str | WeightFormat) -> WeightFormat:
     if name not in FORMATS:
         raise PrecisionError(f"weights = {name!r} is no format{nearest(name, FORMATS)}")
     return FORMATS[name]
+
+
+def _at_least_normal(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return scales.clamp(min=torch.finfo(dtype).smallest_normal).to(dtype)
 
 
 def code_tokens(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from whimbrel.precision.formats import WeightFormat, weight_format
 from whimbrel.precision.linears import HEAD, Choice, choose_linears
 from whimbrel.precision.weight import QuantizedWeight
 
-__all__ = ["dequantize_", "quantize_", "swap_on_conversion"]
+__all__ = ["dequantize_", "load_state", "quantize_", "swap_on_conversion"]
 
 
 @contextlib.contextmanager
@@ -37,6 +39,20 @@ def swap_on_conversion() -> Iterator[None]:
         raise PrecisionError(f"{name} cannot be exchanged: {reason}") from error
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def load_state(model: nn.Module, state: Mapping[str, Any], *, assign: bool = False, strict: bool = True) -> None:
+    """`model.load_state_dict`, by swapping: parameters stay the objects they are, also with `assign`.
+
+    A plain weight that arrives at a quantised one is quantised, a quantised one that arrives at a plain one becomes
+    plain, and `state` is left alone: torch's own would leave a mark in its metadata.
+    """
+    own = OrderedDict(state)
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        own._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]
+    with swap_on_conversion():
+        model.load_state_dict(own, strict=strict, assign=assign)
 
 
 @torch.no_grad()

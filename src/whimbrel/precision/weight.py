@@ -16,12 +16,17 @@ from torch.nn import functional as F
 
 from whimbrel.base.errors import PrecisionError
 from whimbrel.precision import product
-from whimbrel.precision.formats import WeightFormat, weight_format
+from whimbrel.precision.formats import FP8, WeightFormat, weight_format
 
 __all__ = ["QuantizedWeight"]
 
 ATEN = torch.ops.aten
 Handler = Callable[..., Any]
+GATHERS = [
+    name for name in ("all_gather_into_tensor", "wait_tensor", "_wrap_tensor_autograd")
+    if hasattr(torch.ops._c10d_functional, name)
+]  # fmt: skip
+"""What gathers rows from other ranks goes through; which of them there are depends on torch."""
 OPERATIONS: dict[Any, Handler] = {}
 """What can be done with a quantised weight, by torch's name for it; a handler gets its arguments as they came."""
 
@@ -65,15 +70,11 @@ class QuantizedWeight(Tensor):
         """Take on other numbers, integers rounded up or down by chance: small changes add up over many steps."""
         if self.turned:
             numbers = numbers.t()
-        noise = torch.rand(numbers.shape, device=numbers.device, generator=generator) if self._rounds else None
-        codes, scales = self.format.encode(numbers.to(self.dtype) if noise is None else numbers, noise=noise)
+        noise = torch.rand(numbers.shape, device=numbers.device, generator=generator)
+        codes, scales = self.format.encode(numbers, scales=self.format.renewed(self.scales, numbers), noise=noise)
         self.codes.copy_(codes)
         self.scales.copy_(scales)
         return self
-
-    @property
-    def _rounds(self) -> bool:
-        return self.format.codes != "fp8"
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -286,8 +287,13 @@ def _split(func: Any, weight: QuantizedWeight, sizes: Any, dim: int = 0) -> list
 
 
 def _by_part(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> QuantizedWeight:
-    """What is done alike to rows of codes and rows of scales, such as gathering them from other ranks."""
-    return _like(weight, lambda part: func(part, *args, **settings))
+    """What is done alike to rows of codes and rows of scales: gathering them from other ranks, fp8 as bytes."""
+
+    def change(part: Tensor) -> Tensor:
+        carried = part.view(torch.uint8) if part.dtype == FP8 else part
+        return cast(Tensor, func(carried, *args, **settings)).view(part.dtype)
+
+    return _like(weight, change)
 
 
 # Steps
@@ -330,7 +336,6 @@ for _operations, _handler in (
     ((ATEN.split.Tensor, ATEN.split_with_sizes.default), _split),
     ((ATEN.add_.Tensor, ATEN.sub_.Tensor, ATEN.mul_.Tensor, ATEN.div_.Tensor, ATEN.zero_.default), _step_),
     ((ATEN.addcdiv_.default, ATEN.addcmul_.default, ATEN.lerp_.Scalar, ATEN.addmm_.default), _step_),
-    ((torch.ops._c10d_functional.all_gather_into_tensor.default,), _by_part),
-    ((torch.ops._c10d_functional.wait_tensor.default,), _by_part),
+    ([getattr(torch.ops._c10d_functional, name).default for name in GATHERS], _by_part),
 ):
     OPERATIONS.update(dict.fromkeys(_operations, _handler))

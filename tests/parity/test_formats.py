@@ -1,0 +1,88 @@
+"""Codes, scales and products beside torchao's own, in fp32."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from whimbrel.precision import QuantizedWeight, quantize_
+
+
+@pytest.fixture(scope="module")
+def torchao() -> ModuleType:
+    """What it says while it is imported is of its own kernels, which are not needed."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pytest.importorskip("torchao", reason="needs the package 'torchao'")
+            importlib.import_module("torchao.quantization.granularity")
+            return importlib.import_module("torchao.quantization")
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64), nn.GELU(), nn.Linear(64, 128, bias=False), nn.Linear(128, 32))
+    with torch.no_grad():
+        model[3].weight[3] = 0
+    return model
+
+
+def configs(ao: ModuleType) -> dict[str, object]:
+    group, row, int4 = ao.granularity.PerGroup, ao.granularity.PerRow, torch.int4  # type: ignore[attr-defined]
+    return {
+        "int8": ao.Int8WeightOnlyConfig(granularity=row()),
+        "int8-dynamic": ao.Int8DynamicActivationInt8WeightConfig(granularity=row()),
+        "int4": ao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=group(128)),
+        "int8-dynamic-act-int4-weight": ao.Int8DynamicActivationIntxWeightConfig(
+            weight_dtype=int4, weight_granularity=group(32)
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4", "int8-dynamic-act-int4-weight"])
+@pytest.mark.filterwarnings("ignore")
+def test_codes_and_scales_are_the_same_bits(torchao: ModuleType, name: str) -> None:
+    ours, theirs = net(), net()
+    choice = quantize_(ours, name, skip=())
+    assert choice.taken
+    torchao.quantize_(theirs, configs(torchao)[name], filter_fn=lambda _, path: path in choice.taken)
+    for path, linear in choice.taken.items():
+        weight, other = linear.weight, theirs.get_submodule(path).weight
+        assert isinstance(weight, QuantizedWeight)
+        codes = weight.format.whole(weight.codes, torch.int8)
+        assert torch.equal(codes, other.qdata), path
+        scales, own = other.scale.reshape(weight.scales.shape), weight.dequantize().any(dim=-1)
+        assert torch.equal(weight.scales[own], scales[own]), path  # a row of zeros may have any
+        assert torch.equal(weight.dequantize(), other.dequantize()), path
+
+
+@pytest.mark.parametrize("name", ["int4", "int8-dynamic-act-int4-weight"])
+@pytest.mark.filterwarnings("ignore")
+def test_outputs_are_the_same_bits(torchao: ModuleType, name: str) -> None:
+    ours, theirs = net(), net()
+    choice = quantize_(ours, name, skip=())
+    torchao.quantize_(theirs, configs(torchao)[name], filter_fn=lambda _, path: path in choice.taken)
+    x = torch.randn(3, 7, 256, generator=torch.Generator().manual_seed(1)) + 0.3
+    with torch.no_grad():
+        assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-dynamic"])
+@pytest.mark.filterwarnings("ignore")
+def test_outputs_are_close(torchao: ModuleType, name: str) -> None:
+    ours, theirs = net(), net()
+    choice = quantize_(ours, name, skip=())
+    torchao.quantize_(theirs, configs(torchao)[name], filter_fn=lambda _, path: path in choice.taken)
+    x = torch.randn(40, 256, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        mine, other = ours(x), theirs(x)
+    assert (mine - other).norm() < 2e-3 * other.norm()

@@ -1,0 +1,114 @@
+"""Codes and scales: what they stand for, what fits them, and how chance rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from whimbrel.base.errors import PrecisionError
+from whimbrel.precision import FORMATS, WeightFormat, weight_format
+from whimbrel.precision.formats import code_tokens
+
+NAMES = list(FORMATS)
+STEPS = {"int8": 1 / 127.5, "int4": 1 / 7.5, "fp8": 1 / 8}
+"""The largest gap between two neighbours, in parts of the largest of a group."""
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def groups(form: WeightFormat, weight: torch.Tensor) -> torch.Tensor:
+    return weight.unflatten(-1, (-1, form.group or weight.shape[-1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_come_back_within_half_a_step(name: str, dtype: torch.dtype) -> None:
+    form, weight = FORMATS[name], drawn(48, 256, dtype=dtype)
+    codes, scales = form.encode(weight)
+    assert codes.dtype == form.dtype
+    assert (tuple(codes.shape), tuple(scales.shape)) == form.parts(weight.shape)
+    assert form.shape_of(codes) == tuple(weight.shape)
+    assert scales.dtype == dtype
+    back = form.decode(codes, scales)
+    assert back.dtype == dtype
+    largest = groups(form, weight.float()).abs().amax(-1, keepdim=True)
+    error = groups(form, (back.float() - weight.float()).abs())
+    coarse = 1.001 if dtype == torch.float32 else 1.6  # scales and products are rounded too
+    lost = 1.0 if form.codes != "fp8" else 0.5  # of int8 and int4 the largest positive code is half a step short
+    assert (error <= largest * STEPS[form.codes] * lost * coarse).all()
+    inside = groups(form, weight.float()) < 0.9 * largest
+    assert (error[inside] <= (largest * STEPS[form.codes] / 2 * coarse).expand_as(error)[inside]).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_share_nothing(name: str) -> None:
+    form, weight = FORMATS[name], drawn(32, 128)
+    codes, scales = form.encode(weight)
+    some = form.encode(weight[5:9])
+    assert torch.equal(codes[5:9].view(torch.uint8), some[0].view(torch.uint8))
+    assert torch.equal(scales[5:9], some[1])
+
+
+def test_two_codes_lie_in_a_byte_the_even_column_low() -> None:
+    form = WeightFormat("small", "int4", group=4)
+    codes, scales = form.encode(torch.tensor([[-7.5, 1.0, 7.0, -1.0]]))
+    assert scales.tolist() == [[1.0]]
+    assert codes.tolist() == [[(1 + 8) << 4 | 0, (-1 + 8) << 4 | 7 + 8]]
+    assert form.decode(codes, scales).tolist() == [[-8.0, 1.0, 7.0, -1.0]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_stay_zero(name: str) -> None:
+    form = FORMATS[name]
+    assert not form.decode(*form.encode(torch.zeros(16, 128))).any()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_chance_is_right_on_average(name: str) -> None:
+    form, weight = FORMATS[name], drawn(4, 128) * 0.5
+    weight[:, 0] = 4.0  # so that nothing else is cut off at the ends
+    total = torch.zeros_like(weight)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(400):
+        total += form.decode(*form.encode(weight, noise=torch.rand(weight.shape, generator=generator)))
+    step = 4.0 * STEPS[form.codes]
+    assert ((total / 400 - weight)[:, 1:].abs() < 0.12 * step).all()
+    nearest = form.decode(*form.encode(weight))
+    assert (nearest - weight).abs()[:, 1:].max() > 0.45 * step
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "reason"),
+    [
+        ("int4", (64, 192), "192 columns are no multiple of 128"),
+        ("int8-dynamic-act-int4-weight", (64, 48), "48 columns are no multiple of 32"),
+        ("fp8", (64, 24), "24 columns are no multiple of 16"),
+        ("fp8", (24, 64), "24 rows are no multiple of 16"),
+        ("int8-dynamic", (12, 64), "no multiple of 8"),
+        ("int8", (2, 3, 4), "3 dimensions"),
+    ],
+)
+def test_what_does_not_fit_is_told(name: str, shape: tuple[int, ...], reason: str) -> None:
+    assert reason in str(FORMATS[name].unfit(shape))
+
+
+def test_every_matrix_fits_int8() -> None:
+    assert FORMATS["int8"].unfit((3, 5)) is None
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(PrecisionError, match=r"weights = 'int9' is no format: did you mean 'int8'\?"):
+        weight_format("int9")
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8-asymmetric", "fp8"])
+def test_tokens_are_rounded_each_by_its_own_scale(kind: str) -> None:
+    x = drawn(6, 64) * torch.logspace(-3, 3, 6)[:, None] + (3 if kind == "int8-asymmetric" else 0)
+    codes, scales, zeros = code_tokens(x, kind)
+    back = (codes.float() - (0 if zeros is None else zeros)) * scales
+    span = (x.amax(-1) - x.amin(-1).clamp(max=0)) if zeros is not None else 2 * x.abs().amax(-1)
+    step = span / 255 if kind != "fp8" else span / 2 / 16
+    assert ((back - x).abs().amax(-1) <= 1.01 * step).all()
+    assert (zeros is None) == (kind != "int8-asymmetric")

@@ -1,0 +1,229 @@
+"""Loading and exchanging: what a module has stays of its kind, in every combination, and flags are as they were."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from whimbrel.base.errors import PrecisionError
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.precision import FORMATS, QuantizedWeight, dequantize_, load_state, quantize_, swap_on_conversion
+
+flag = torch.__future__.get_swap_module_params_on_conversion
+set_flag = torch.__future__.set_swap_module_params_on_conversion
+
+
+@pytest.fixture(params=[False, True], ids=["flag off", "flag on"])
+def swapping(request: pytest.FixtureRequest) -> Iterator[bool]:
+    set_flag(request.param)
+    yield request.param
+    set_flag(False)
+
+
+def net(device: str = "cpu", seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 16))
+
+
+def quantized(name: str = "int8", device: str = "cpu", seed: int = 1) -> nn.Sequential:
+    model = net(device, seed)
+    quantize_(model, name)
+    return model
+
+
+def holds(model: nn.Module, source: nn.Module, name: str) -> bool:
+    """Whether the linears hold the quantised weights of the plain ones of another model."""
+    return all(
+        isinstance(module.weight, QuantizedWeight)
+        and isinstance(module.weight, nn.Parameter)
+        and torch.equal(module.weight, QuantizedWeight.quantize(source.get_submodule(path).weight, name))
+        for path, module in model.named_modules() if isinstance(module, nn.Linear)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
+def test_plain_into_quantised_is_never_plain(swapping: bool, assign: bool, device: str, name: str) -> None:
+    source, model = net(seed=0).bfloat16() if device == "meta" else net(seed=0), quantized(name, device)
+    before = {id(parameter) for parameter in model.parameters()}
+    state = source.state_dict()
+    kept = dict(state)
+    model.load_state_dict(state, assign=assign)
+    assert holds(model, source, name)
+    assert torch.equal(model[0].bias, source[0].bias)
+    assert model[0].bias.dtype == model[0].weight.dtype == source[0].bias.dtype
+    if swapping or not assign:
+        assert {id(parameter) for parameter in model.parameters()} == before
+    assert all(state[key] is tensor and type(tensor) is torch.Tensor for key, tensor in kept.items())
+    assert flag() == swapping
+
+
+@pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
+@pytest.mark.parametrize("kinds", ["plain quantised", "quantised plain", "quantised quantised", "plain plain"])
+def test_loading_keeps_objects_and_leaves_the_state_alone(kinds: str, assign: bool, device: str) -> None:
+    source = quantized(seed=3) if kinds.startswith("quantised") else net(seed=3)
+    model = quantized(device=device) if kinds.endswith("quantised") else net(device)
+    before, state = [id(parameter) for parameter in model.parameters()], source.state_dict()
+    kept, metadata = dict(state), copy.deepcopy(state._metadata)
+    load_state(model, state, assign=assign)
+    assert [id(parameter) for parameter in model.parameters()] == before
+    assert isinstance(model[0].weight, QuantizedWeight) == kinds.endswith("quantised")
+    numbers = [m[0].weight.dequantize() if isinstance(m[0].weight, QuantizedWeight) else m[0].weight
+               for m in (model, source)]  # fmt: skip
+    assert torch.allclose(*numbers, atol=2e-3)
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert all(state[key] is tensor for key, tensor in kept.items())
+    assert state._metadata == metadata
+    assert not flag()
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        load_state(model, dict(state) | {"other": torch.ones(1)})
+    load_state(model, dict(state) | {"other": torch.ones(1)}, strict=False)
+
+
+@pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
+def test_quantised_into_quantised_copies(swapping: bool, assign: bool, device: str) -> None:
+    source, model = quantized(seed=3), quantized(device=device)
+    model.load_state_dict(source.state_dict(), assign=assign)
+    assert all(torch.equal(model[i].weight, source[i].weight) for i in (0, 2))
+    other = quantized("fp8", device)
+    other.load_state_dict(source.state_dict(), assign=assign)
+    assert other[0].weight.format == FORMATS["fp8"]
+    assert torch.equal(other[0].weight, QuantizedWeight.quantize(source[0].weight.dequantize(), "fp8"))
+
+
+@pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
+def test_quantised_into_plain_dequantises(assign: bool, device: str) -> None:
+    source, model = quantized(seed=3), net(device)
+    with swap_on_conversion():
+        model.load_state_dict(source.state_dict(), assign=assign)
+    assert type(model[0].weight) is nn.Parameter
+    assert torch.equal(model[0].weight, source[0].weight.dequantize())
+    assert model[0].bias.device.type == "cpu"
+    plain = net()
+    plain.load_state_dict(source.state_dict())  # without the flag too
+    assert torch.equal(plain[0].weight, source[0].weight.dequantize())
+
+
+def test_torch_alone_would_make_it_plain() -> None:
+    """What the hook is there for: without it, `assign=True` puts the plain weight in the place of ours."""
+    model = quantized()
+    for module in model.modules():
+        module._load_state_dict_pre_hooks.clear()
+    model.load_state_dict(net().state_dict(), assign=True)
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_a_copy_of_a_module_keeps_its_kind_too() -> None:
+    model = copy.deepcopy(quantized())
+    model.load_state_dict(net().state_dict(), assign=True)
+    assert holds(model, net(), "int8")
+
+
+def test_shapes_that_differ_are_torchs_to_tell() -> None:
+    wrong = net().state_dict() | {"0.weight": torch.ones(128, 32)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight.*128, 32"):
+        quantized().load_state_dict(wrong)
+    with pytest.raises(PrecisionError, match=r"'0.weight' arrives as torch.int64"):
+        quantized().load_state_dict(net().state_dict() | {"0.weight": torch.ones(128, 64, dtype=torch.int64)})
+
+
+# The flag
+
+
+def test_the_flag_is_put_back() -> None:
+    for before in (False, True):
+        set_flag(before)
+        with swap_on_conversion():
+            assert flag()
+        assert flag() == before
+        with pytest.raises(ZeroDivisionError), swap_on_conversion():
+            raise ZeroDivisionError
+        assert flag() == before
+    set_flag(False)
+
+
+def test_weak_references_are_named() -> None:
+    model = quantized()
+    held = weakref.ref(model[0].weight)
+    with pytest.raises(PrecisionError, match=r"Linear.weight cannot be exchanged: something holds a weak reference"):
+        with swap_on_conversion():
+            model.bfloat16()
+    with pytest.raises(PrecisionError, match=r"0.weight cannot be exchanged: something holds a weak reference"):
+        with swap_on_conversion():
+            model.load_state_dict(net().state_dict())
+    assert not flag()
+    plain = net()
+    held = weakref.ref(plain[2].weight)
+    with pytest.raises(PrecisionError, match=r"the weight of 2 cannot be exchanged: something holds a weak reference"):
+        quantize_(plain, "int8")
+    assert held() is plain[2].weight
+
+
+def test_other_errors_are_left_alone() -> None:
+    with pytest.raises(RuntimeError, match="size mismatch"), swap_on_conversion():
+        net().load_state_dict(net().state_dict() | {"0.bias": torch.ones(3)})
+
+
+# Quantising a model in place
+
+
+def test_whoever_holds_a_parameter_holds_the_quantised_one() -> None:
+    model = net()
+    held = list(model.parameters())
+    choice = quantize_(model, "int8")
+    assert list(choice.taken) == ["0", "2"]
+    assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in held]
+    assert isinstance(held[0], QuantizedWeight)
+    assert not held[0].requires_grad
+    dequantize_(model)
+    assert type(held[0]) is nn.Parameter
+    assert torch.equal(held[0], QuantizedWeight.quantize(net()[0].weight, "int8").dequantize())
+
+
+def tiny(**settings: object) -> GPT:
+    shape = {"vocab_size": 64, "context_length": 16, "num_layers": 2, "embd_size": 64, "num_heads": 2}
+    return GPT(GPTConfig(**shape | settings))  # type: ignore[arg-type]
+
+
+def test_embedding_and_head_stay_plain() -> None:
+    model = tiny(tied_head=False)
+    choice = quantize_(model, "int8")
+    assert choice.left == {"lm_head": "it is left out by its name"}
+    assert len(choice.taken) == 8
+    assert type(model.lm_head.weight) is type(model.token_embedding.weight) is nn.Parameter
+    other = tiny(tied_head=False)
+    assert "lm_head" in quantize_(other, "int8", skip=()).taken
+    tied = tiny(tied_head=True)
+    assert quantize_(tied, "int8", skip=()).left == {"lm_head": "its weight is the embedding's too"}
+    assert tied.lm_head.weight is tied.token_embedding.weight
+
+
+@torch.no_grad()
+def test_a_model_computes_nearly_the_same() -> None:
+    model = tiny(tied_head=False)
+    tokens = torch.arange(16)[None] % 64
+    logits = model(tokens).logits
+    quantize_(model, "int8")
+    assert torch.allclose(model(tokens).logits, logits, atol=0.02)
+    assert not torch.equal(model(tokens).logits, logits)
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (lambda: quantize_(quantized(), "int8"), "quantised already"),
+        (lambda: quantize_(nn.Sequential(nn.GELU()), "int8"), "no linear layer"),
+        (lambda: quantize_(net(), "int4", skip=("2",)), r"finds no linear layer.*0: its 64 columns.*multiple of 128"),
+        (lambda: quantize_(net(), "int4", trainable=True), "int4 cannot be trained: use int8"),
+        (lambda: quantize_(net(), "int3"), "'int3' is no format: did you mean"),
+    ],
+)
+def test_bad_requests_are_refused_and_nothing_changes(work: object, message: str) -> None:
+    with pytest.raises(PrecisionError, match=message):
+        work()  # type: ignore[operator]
