@@ -105,6 +105,8 @@ def _generation(
     from whimbrel.artifacts.tables import read_table
     from whimbrel.generate import Sampling
 
+    if file is not None and not file.is_file():
+        raise ConfigError(f"no generation settings at {file}: give a JSON file, as generation_config.json is")
     settings = {} if file is None else read_table(file)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     own = {name: value for name, value in given.items() if value is not None}
