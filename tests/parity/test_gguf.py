@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers.processors import TemplateProcessing
 
 import whimbrel
+from whimbrel.artifacts.plain import export_hf
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.config import RopeScaling
 from whimbrel.text import Tokenizer, load_tokenizer, train_tokenizer
@@ -151,6 +152,18 @@ def test_transformers_writes_our_text(files, trained, family, dtype):
     written = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)[0]
     assert written.tolist() == load_tokenizer(directory).encode(prompt) + continuation
     assert tokenizer.decode(written) == prompt + load_tokenizer(directory).decode(continuation)
+
+
+def test_a_plain_copy_of_quantised_weights_opens_in_transformers(trained, tmp_path):
+    directory, prompt, continuation = trained["llama"]
+    tokenizer = load_tokenizer(directory)
+    whimbrel.save_model(whimbrel.load_model(directory, weights="int8"), tmp_path / "int8", tokenizer)
+    export_hf(tmp_path / "int8", tmp_path / "plain", dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert model.dtype == torch.bfloat16
+    given = transformers.AutoTokenizer.from_pretrained(tmp_path / "plain")(prompt, return_tensors="pt")
+    written = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)[0]
+    assert written.tolist() == tokenizer.encode(prompt) + continuation
 
 
 def pipeline_of(text: str, split: Any, *, ignore_merges: bool = False, normalizer: Any = None) -> Pipeline:

@@ -27,7 +27,7 @@ def export(
 ) -> None:
     """Write a model for other tools: `transformers` and vLLM open the directory, llama.cpp and Ollama the GGUF file.
 
-    A quantised model becomes plain in a directory. A GGUF holds the tokenizer too, and needs the extra `gguf`.
+    Quantised weights become the numbers that they stand for. A GGUF needs the extra `gguf`.
     """
     if form is not None and (form == "gguf") != (out.suffix == GGUF):
         raise ConfigError(f"--format {form} and {out} do not fit: a GGUF file, and nothing else, ends in {GGUF}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +13,20 @@ import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType, get_tensor_name_map
 from torch import Tensor
 
+from whimbrel.artifacts.directory import describe
 from whimbrel.artifacts.gguf.shape import architecture, rope_factors, unread_by_transformers, write_shape
 from whimbrel.artifacts.gguf.vocabulary import write_vocabulary
 from whimbrel.artifacts.plain import exported_directory
+from whimbrel.artifacts.quantized import CODES, SCALES
 from whimbrel.artifacts.sources import load_tokenizer
-from whimbrel.artifacts.tables import read_table
 from whimbrel.artifacts.tensors import TensorFiles
 from whimbrel.artifacts.weights import Stored, match, stored_dtype
 from whimbrel.base.errors import CheckpointError, ConfigError, WriteError
 from whimbrel.base.files import atomic_file
 from whimbrel.base.logging import get_logger
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.models.families import config_from_hf
 from whimbrel.models.names import places
+from whimbrel.precision import QuantizedWeight, WeightFormat
 
 __all__ = ["export_gguf"]
 
@@ -47,9 +49,10 @@ STORAGE = {
 
 
 class Entry(NamedTuple):
-    """One tensor of the file: what the model directory calls it, and what becomes of it."""
+    """One tensor of the file: what it is in the model directory, and what becomes of it."""
 
     stored: str
+    form: WeightFormat | None
     name: str
     shape: torch.Size
     dtype: torch.dtype
@@ -64,16 +67,15 @@ def export_gguf(
     """Write the model and tokenizer of a run, a checkpoint or a model directory as one GGUF file, whole or not at all.
 
     Matrices have `dtype` (fp32, fp16, bf16), or the one they are stored in; norms, biases and position embeddings are
-    always fp32. A model that no GGUF architecture computes exactly is refused, and so is a tokenizer that llama.cpp
-    would split otherwise.
+    always fp32. Quantised weights become the numbers that they stand for. A model that no GGUF architecture computes
+    exactly is refused, and so is a tokenizer that llama.cpp would not split text like.
     """
     target = _target(path)
     directory = exported_directory(source)
-    table = read_table(directory / "config.json")
-    config = config_from_hf(table)
-    arch = architecture(table["model_type"], config)
+    model_type, config, form = describe(directory)
+    arch = architecture(model_type, config)
     files = TensorFiles(directory)
-    found = match(files, places(table["model_type"], config), None)
+    found = match(files, places(model_type, config), form)
     dtype = dtype or stored_dtype(files, found)
     if dtype not in STORAGE:
         raise ConfigError(f"a GGUF of dtype {dtype} cannot be written: give {', '.join(map(str, STORAGE))}")
@@ -83,11 +85,14 @@ def export_gguf(
     writer.add_file_type(STORAGE[dtype].file)
     write_shape(writer, config)
     write_vocabulary(writer, directory, load_tokenizer(directory), config.vocab_size)
-    entries = list(_entries(arch, config, found, dtype))
+    entries = list(_entries(arch, config, found, form, dtype))
     _write(writer, target, entries, files, rope_factors(config))
-    if unread := list(unread_by_transformers(config)):
+    if unread := list(unread_by_transformers(arch, config)):
         get_logger(__name__).warning(
-            "%s is for llama.cpp: transformers passes over %s in a GGUF file", target, " and ".join(unread)
+            "transformers does not read %s in %s: give it config=AutoConfig.from_pretrained(%r) there",
+            " and ".join(unread),
+            target,
+            str(directory),
         )
 
 
@@ -100,12 +105,14 @@ def _target(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _entries(arch: str, config: GPTConfig, found: list[Stored], dtype: torch.dtype) -> Iterator[Entry]:
+def _entries(
+    arch: str, config: GPTConfig, found: list[Stored], form: WeightFormat | None, dtype: torch.dtype
+) -> Iterator[Entry]:
     """What the file holds, in the order of the model."""
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.num_layers)
     with torch.device("meta"):
         parameters = dict(GPT(config).named_parameters())
-    for place, stored, _ in found:
+    for place, stored, quantized in found:
         name = names.get_name(place.theirs, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise ConfigError(f"GGUF's architecture '{arch}' has no name for the tensor '{place.theirs}'")
@@ -114,10 +121,11 @@ def _entries(arch: str, config: GPTConfig, found: list[Stored], dtype: torch.dty
         plain = len(shape) == 1 or place.ours == "transformer.wpe.weight"
         yield Entry(
             stored=stored,
+            form=form if quantized else None,
             name=name,
             shape=shape,
             dtype=torch.float32 if plain else dtype,
-            transposed=place.transposed,
+            transposed=place.transposed and not quantized,
             rotated_head=config.head_width if rotated else None,
         )
 
@@ -129,7 +137,7 @@ def _write(writer: GGUFWriter, target: Path, entries: list[Entry], files: Tensor
     for entry in entries:
         kind, size = STORAGE[entry.dtype], entry.shape.numel() * entry.dtype.itemsize
         writer.add_tensor_info(entry.name, entry.shape, kind.bits, size, raw_dtype=kind.tensor)
-    with atomic_file(target) as file:
+    with atomic_file(target) as file, contextlib.closing(writer):
         writer.write_header_to_file(Path(file.name))
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -137,12 +145,15 @@ def _write(writer: GGUFWriter, target: Path, entries: list[Entry], files: Tensor
             writer.write_tensor_data(factors.numpy())
         for entry in entries:
             writer.write_tensor_data(_content(entry, files))
-        writer.close()
 
 
 def _content(entry: Entry, files: TensorFiles) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
     """A tensor as the file holds it."""
-    stored = files.read(entry.stored)
+    if entry.form is None:
+        stored = files.read(entry.stored)
+    else:
+        codes, scales = (files.read(entry.stored + part) for part in (CODES, SCALES))
+        stored = QuantizedWeight(codes, scales, entry.form).dequantize()
     tensor = stored.T if entry.transposed else stored
     if tensor.shape != entry.shape:
         raise CheckpointError(
@@ -152,8 +163,8 @@ def _content(entry: Entry, files: TensorFiles) -> np.ndarray[tuple[int, ...], np
     if entry.rotated_head is not None:
         tensor = _neighbours(tensor, entry.rotated_head)
     cast = tensor.to(entry.dtype).contiguous()
-    if not cast.isfinite().all() and tensor.isfinite().all():
-        raise ConfigError(f"'{entry.stored}' has values that {entry.dtype} cannot hold: export as bfloat16 or float32")
+    if entry.dtype is torch.float16 and not cast.isfinite().all():
+        raise ConfigError(f"'{entry.stored}' has values that fp16 cannot hold: export it as bf16 or fp32")
     return (cast.view(torch.uint16) if entry.dtype is torch.bfloat16 else cast).numpy()
 
 

@@ -26,31 +26,35 @@ def architecture(model_type: str, config: GPTConfig) -> str:
             f"GGUF has no architecture for model_type '{model_type}': export it with --format hf, or train a shape of "
             f"{', '.join(ARCHITECTURES)}"
         )
-    name = ARCHITECTURES[model_type]
-    for unfit in _unfit(name, config):
-        raise ConfigError(f"GGUF's architecture '{name}' cannot hold {unfit}: export it with --format hf")
-    return name
+    arch = ARCHITECTURES[model_type]
+    for unfit in _unfit(arch, config):
+        raise ConfigError(f"GGUF's architecture '{arch}' cannot hold {unfit}: export it with --format hf")
+    return arch
 
 
-def _unfit(name: str, config: GPTConfig) -> Iterator[str]:
-    activation = "gelu_tanh" if name == "gpt2" else "silu"
+def _unfit(arch: str, config: GPTConfig) -> Iterator[str]:
+    activation = "gelu_tanh" if arch == "gpt2" else "silu"
     if config.activation != activation:
         yield f"the activation {config.activation} (it has {activation})"
     windows = [window for window in config.windows if window is not None and window < config.context_length]
     if windows:
         yield f"a sliding window of {windows[0]} tokens in a context of {config.context_length} (it attends to all)"
-    if name == "qwen3" and config.bias != "none":
+    if arch == "qwen3" and config.bias != "none":
         yield f"biases ({config.bias})"
-    if name != "llama" and config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
+    if arch != "llama" and config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
         yield "rope scaling of kind llama3"
 
 
-def unread_by_transformers(config: GPTConfig) -> Iterator[str]:
-    """What llama.cpp reads in a file of this shape and `transformers` passes over in silence."""
+def unread_by_transformers(arch: str, config: GPTConfig) -> Iterator[str]:
+    """What a file of this shape tells llama.cpp, and `transformers` puts a value of its own for, in silence."""
     if config.rope_scaling is not None:
         yield "rope scaling"
-    if config.position == "rope" and config.bias in ("attention", "all"):
+    if arch == "llama" and config.bias != "none":
         yield "biases"
+    if arch == "gpt2" and config.mlp_width != 4 * config.embd_size:
+        yield "the width of the MLP"
+    if config.head_width != {"qwen2": config.embd_size // config.num_heads, "qwen3": 128}.get(arch, config.head_width):
+        yield "the head size"
 
 
 def write_shape(writer: GGUFWriter, config: GPTConfig) -> None:

@@ -1,0 +1,92 @@
+"""`whimbrel export`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from whimbrel.artifacts import load_model, save_model
+from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
+from whimbrel.cli.main import main
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.precision import QuantizedWeight, quantize_
+from whimbrel.text import load_tokenizer, train_tokenizer
+from whimbrel.train.model_state import model_state
+
+LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
+CONFIG = GPTConfig(context_length=32, vocab_size=260, num_layers=1, embd_size=32, num_heads=2, **LLAMA)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one checkpoint."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    torch.manual_seed(0)
+    state = model_state(GPT(CONFIG), train_tokenizer(["to be or not to be"], 257))
+    CheckpointManager(folder).save(5, [StateComponent("model", state, SharingPattern.GLOBAL)])
+    return folder
+
+
+def whimbrel(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return int(ended.value.code or 0)
+
+
+def test_a_run_becomes_a_plain_directory(run, tmp_path, capsys):
+    assert whimbrel("export", run, tmp_path / "out", "--dtype", "bf16") == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: ")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("llama", "bfloat16")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    expected = load_model(run, dtype=torch.bfloat16)
+    assert torch.equal(stored["model.embed_tokens.weight"], expected.token_embedding.weight[:260])
+    assert load_tokenizer(tmp_path / "out").vocab_size == 257
+
+
+def test_a_quantised_directory_becomes_plain_and_keeps_its_manners(run, tmp_path):
+    model = load_model(run)
+    quantize_(model, "int8")
+    save_model(model, tmp_path / "int8", load_tokenizer(run / "checkpoints" / "step-00000005" / "model"))
+    (tmp_path / "int8" / "chat_template.jinja").write_text("{{ messages }}")
+    assert whimbrel("export", tmp_path / "int8", tmp_path / "plain", "--format", "hf") == 0
+    plain = load_model(tmp_path / "plain")
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.dequantize() if isinstance(ours, QuantizedWeight) else ours, theirs), name
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert (tmp_path / "plain" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_a_name_that_ends_in_gguf_is_one(run, tmp_path, capsys):
+    gguf = pytest.importorskip("gguf", reason="needs the package 'gguf': pip install 'whimbrel[gguf]'")
+    assert whimbrel("export", run / "checkpoints" / "step-00000005", tmp_path / "model.gguf", "--dtype", "fp16") == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'model.gguf'}: ")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert kinds["blk.0.attn_q.weight"] == "F16"
+
+
+@pytest.mark.parametrize(("form", "name"), [("gguf", "model"), ("hf", "model.gguf")])
+def test_a_format_and_a_name_that_disagree_are_refused(run, tmp_path, capsys, form, name):
+    assert whimbrel("export", run, tmp_path / name, "--format", form) == 2
+    assert "ends in .gguf" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
+def test_a_file_is_no_source(tmp_path, capsys):
+    (tmp_path / "model.bin").write_bytes(b"")
+    for out in ("out", "out.gguf"):
+        assert whimbrel("export", tmp_path / "model.bin", tmp_path / out) == 2
+        assert "export takes a run, a checkpoint or a model directory" in capsys.readouterr().err
+
+
+def test_without_the_extra_it_is_named(run, tmp_path, monkeypatch, capsys):
+    for module in [name for name in sys.modules if name.startswith("whimbrel.artifacts.gguf")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert whimbrel("export", run, tmp_path / "model.gguf") == 2
+    assert "pip install 'whimbrel[gguf]'" in capsys.readouterr().err
