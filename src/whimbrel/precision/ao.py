@@ -9,9 +9,9 @@ import contextlib
 import importlib
 import logging
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,33 +39,29 @@ def require(what: str) -> None:
         raise MissingExtraError(what, "torchao", "lowbit") from error
 
 
-def to_float8(model: nn.Module, names: Collection[str], recipe: str, *, emulate: bool) -> None:
-    """Have the linears of these names run their products in fp8, or compute what those would give."""
+def to_float8(linears: Iterable[nn.Linear], recipe: str, *, emulate: bool) -> dict[nn.Linear, nn.Linear]:
+    """For each linear one that runs its products in fp8, or computes what those would give."""
     float8 = _torchao("torchao.float8")
     config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    modes = {name: model.get_submodule(name).training for name in names}
-    float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in names)
-    for name, training in modes.items():
-        linear: Any = model.get_submodule(name)
-        kind: Any = type(linear)
-        linear.__class__ = _fitted(kind)
-        linear.train(training)
+    plain = list(linears)
+    made = float8.convert_to_float8_training(nn.ModuleList(plain), config=config)
+    for stand_in, linear in zip(made, plain, strict=True):
+        kind: Any = type(stand_in)
+        stand_in.__class__ = _fitted(kind)
+        stand_in.train(linear.training)
+    return dict(zip(plain, made, strict=True))
 
 
-def to_fake_quantized(model: nn.Module, names: Collection[str], form: WeightFormat) -> None:
-    """Have the linears of these names compute with weights, and tokens, that are rounded as `form` will round them."""
+def to_fake_quantized(linears: Iterable[nn.Linear], form: WeightFormat) -> dict[nn.Linear, nn.Linear]:
+    """For each linear one that computes with weights, and tokens, that are rounded as `form` will round them."""
     qat = _torchao("torchao.quantization.qat")
     whole = {"scale_precision": None}  # that of the numbers themselves
     tokens = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False, **whole)
-    weights = qat.IntxFakeQuantizeConfig(_INT4, group_size=form.group, is_symmetric=True, **whole)
-    for name in names:
-        linear: Any = model.get_submodule(name)
-        stand_in = qat.FakeQuantizedLinear(
-            linear.in_features, linear.out_features, linear.bias is not None,
-            activation_config=None if form.activations is None else tokens, weight_config=weights,
-            device="meta", dtype=linear.weight.dtype,
-        )  # fmt: skip
-        model.set_submodule(name, _with_parameters(stand_in, linear))
+    settings = {
+        "activation_config": None if form.activations is None else tokens,
+        "weight_config": qat.IntxFakeQuantizeConfig(_INT4, group_size=form.group, is_symmetric=True, **whole),
+    }
+    return {linear: _instead(linear, partial(qat.FakeQuantizedLinear, **settings)) for linear in linears}
 
 
 def is_stand_in(module: nn.Module) -> bool:
@@ -75,13 +71,14 @@ def is_stand_in(module: nn.Module) -> bool:
 
 def plain_linear(linear: nn.Linear) -> nn.Linear:
     """A plain linear over the same parameters."""
-    plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype)
-    return _with_parameters(plain, linear)
+    return _instead(linear, nn.Linear)
 
 
-def _with_parameters(linear: nn.Linear, other: nn.Linear) -> nn.Linear:
-    linear.weight, linear.bias = other.weight, other.bias
-    return linear.train(other.training)
+def _instead(linear: nn.Linear, kind: Callable[..., nn.Linear]) -> nn.Linear:
+    """Another kind of linear over the same parameters; no numbers are drawn for it."""
+    made = kind(linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype)
+    made.weight, made.bias = linear.weight, linear.bias
+    return made.train(linear.training)
 
 
 @cache

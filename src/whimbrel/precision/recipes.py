@@ -6,7 +6,7 @@ they are meanwhile, parameters keep their names and identity, and checkpoints ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -156,10 +156,9 @@ def prepare(
         return quantize_(model, form, skip=skip, trainable=True)
     emulate = form is None and _emulates(model, recipe, place, precision, alignment)
     choice = choose_linears(model, recipe.label, lambda linear: _unfit(linear, form, alignment), skip=skip)
-    if form is None:
-        ao.to_float8(model, choice.taken, recipe.name, emulate=emulate)
-    else:
-        ao.to_fake_quantized(model, choice.taken, form)
+    linears = choice.taken.values()
+    made = ao.to_float8(linears, recipe.name, emulate=emulate) if form is None else ao.to_fake_quantized(linears, form)
+    _put(model, made)
     return choice
 
 
@@ -169,15 +168,13 @@ def finalize(model: nn.Module, recipe: str | Recipe, *, skip: Iterable[str] | No
     One that was trained with fake-quantised linears has those quantised; a plain one, all but those in `skip`.
     """
     recipe = find_recipe(recipe)
-    stand_ins = {name: module for name, module in model.named_modules() if ao.is_stand_in(module)}
-    for name, module in stand_ins.items():
-        assert isinstance(module, nn.Linear)
-        model.set_submodule(name, ao.plain_linear(module))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    stand_ins = {name for name, linear in linears.items() if ao.is_stand_in(linear)}
+    _put(model, {linears[name]: ao.plain_linear(linears[name]) for name in stand_ins})
     if recipe.finalize is None or _has(model, recipe.finalize):
         return model
     if stand_ins:
-        linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-        skip = [name for name in linears if name not in stand_ins]
+        skip = linears.keys() - stand_ins
     quantize_(model, recipe.finalize, skip=recipe.skip if skip is None else skip)
     return model
 
@@ -203,12 +200,23 @@ def load_into(
     return model
 
 
+def _put(model: nn.Module, made: Mapping[nn.Linear, nn.Linear]) -> None:
+    """Put each in the place of the other, or in all its places."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, nn.Linear) and module in made:
+            model.set_submodule(name, made[module])
+
+
 def _has(model: nn.Module, form: WeightFormat) -> bool:
     """Whether the weights have this format already, as trained ones have."""
     return any(isinstance(weight, QuantizedWeight) and weight.format == form for weight in model.parameters())
 
 
 def _check_untouched(model: nn.Module, recipe: Recipe) -> None:
+    if isinstance(model, nn.Linear):
+        raise PrecisionError(
+            f"{recipe.label} exchanges layers inside of a model, and this is a bare layer: wrap it in one"
+        )
     for name, module in model.named_modules():
         if ao.is_stand_in(module) or isinstance(getattr(module, "weight", None), QuantizedWeight):
             kind = type(module).__name__ if ao.is_stand_in(module) else "linear with quantised weights"

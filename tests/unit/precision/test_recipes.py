@@ -143,6 +143,21 @@ def test_fp8_ends_as_plain_linears_over_the_same_parameters(name: str) -> None:
 
 
 @needs_torchao
+@pytest.mark.parametrize("name", ["tensorwise", "int4-weight-only"])
+def test_a_layer_in_two_places_is_taken_in_both(name: str) -> None:
+    linear, x = nn.Linear(128, 128), torch.randn(4, 128)
+    net = nn.Sequential(linear, nn.Sequential(linear))
+    plain = net(x).detach()
+    prepare(net, name)
+    assert type(net[0]) is type(net[1][0]) is not nn.Linear
+    assert net[0].weight is net[1][0].weight is linear.weight
+    assert not torch.equal(net(x), plain)
+    rounded = net(x).detach()
+    finalize(net, name)
+    assert torch.equal(net(x), rounded if name in QAT else plain)
+
+
+@needs_torchao
 def test_neither_random_numbers_nor_meta_tensors_are_touched() -> None:
     for name in (FP8[0], QAT[0]):
         gpt, state = model(), torch.get_rng_state()
@@ -204,6 +219,8 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         prepare(model(), "rowise")
     with pytest.raises(PrecisionError, match=r"qat_recipe = int4-weight-only finds no linear .* \(0: its 60 columns"):
         prepare(nn.Sequential(nn.Linear(60, 64)), "int4-weight-only")
+    with pytest.raises(PrecisionError, match="fp8_recipe = rowwise exchanges layers inside of a model, and this is a"):
+        prepare(nn.Linear(64, 64), "rowwise")
     with pytest.raises(PrecisionError, match="fp8_recipe = rowwise does not run on mps: use mixed_precision = bf16"):
         prepare(model(), "rowwise", device="mps")
 
