@@ -1,7 +1,7 @@
 // Runs GGUF files with llama.cpp: `node llama_cpp.mjs FOLDER < requests.json`, FOLDER being where it is installed.
 // A request is {model, texts, prompt, count}; its answer is {ids, tokens, text}: the ids of each text, and `count` tokens
 // that go on greedily from the prompt. With no prompt nothing is run.
-import {readFileSync} from "node:fs";
+import {json} from "node:stream/consumers";
 import {pathToFileURL} from "node:url";
 
 const home = pathToFileURL(`${process.argv[2]}/node_modules/node-llama-cpp/dist/index.js`);
@@ -10,7 +10,7 @@ const llama = await getLlama({
     gpu: false, build: "never", skipDownload: true, progressLogs: false, logLevel: LlamaLogLevel.error
 });
 const answers = [];
-for (const {model: modelPath, texts, prompt, count} of JSON.parse(readFileSync(0, "utf8"))) {
+for (const {model: modelPath, texts, prompt, count} of await json(process.stdin)) {
     const model = await llama.loadModel({modelPath, gpuLayers: 0});
     const answer = {ids: texts.map((text) => model.tokenize(text)), tokens: []};
     if (prompt != null) {
