@@ -82,9 +82,10 @@ def fill(model: nn.Module, files: TensorFiles, found: list[Stored], form: Weight
             stored = _read_floats(files, name)
             _check_shape(files, name, stored, _turned(rows, place).shape)
             stored = _turned(stored, place)
-        step = max(1, CHUNK // rows[:1].numel())
-        for part, new in zip(rows.split(step), stored.split(step), strict=True):
-            part.copy_(new.to(device=part.device, dtype=part.dtype))
+        if isinstance(rows, QuantizedWeight) and not quantized:
+            _quantize_into(rows, stored)
+        else:
+            rows.copy_(stored)
 
 
 def tensors_at(places: Iterable[Place], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -96,6 +97,13 @@ def tensors_at(places: Iterable[Place], state: Mapping[str, Tensor]) -> dict[str
         else:
             tensors |= {place.theirs + part: state[place.ours + part][place.rows] for part in (CODES, SCALES)}
     return tensors
+
+
+def _quantize_into(rows: QuantizedWeight, stored: Tensor) -> None:
+    """A few rows at a time, each quantised where it is to be."""
+    step = max(1, CHUNK // rows.shape[1])
+    for part, plain in zip(torch.split(rows, step), torch.split(stored, step), strict=True):
+        part.copy_(plain.to(device=part.device, dtype=part.dtype))
 
 
 def _read_floats(files: TensorFiles, name: str) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from whimbrel.artifacts import save_model, weight_state
+from whimbrel.artifacts import load_model, save_model, weight_state
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import quantize_
 
@@ -100,3 +101,24 @@ def test_a_model_that_is_quantised_on_load_is_never_whole_in_memory(directories)
         assert naive > 0.9 * size(None), "the plain model was not seen: the measurement is wrong"
         assert 0.8 * size(form) < streamed <= size(form) + 4 * LARGEST
         assert streamed <= 0.65 * naive
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_nor_is_it_whole_on_a_gpu(directories, form):
+    def peak(load: Callable[[], GPT]) -> int:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model = load()
+        assert next(model.parameters()).is_cuda
+        return torch.cuda.max_memory_allocated() - before
+
+    def naive() -> GPT:
+        model = load_model(directories[0], device="cuda")
+        quantize_(model, form)
+        return model
+
+    streamed = peak(lambda: load_model(directories[0], device="cuda", weights=form))
+    assert size(form) <= streamed <= size(form) + 4 * LARGEST
+    assert streamed <= 0.65 * peak(naive)
