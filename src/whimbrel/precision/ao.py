@@ -90,6 +90,9 @@ def _fitted(cls: Any) -> Any:
             x = x.to(torch.get_autocast_dtype("cpu"))
         if x.device.type == "cuda" and torch.is_grad_enabled() and self.linear_mm_config.grad_weight.emulate is False:
             _check_tokens(self, x)
+        if torch.is_inference_mode_enabled():  # where its own tensors would not be taken apart into what they can do
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return cls.forward(self, x)
         return cls.forward(self, x)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})

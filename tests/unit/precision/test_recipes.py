@@ -89,6 +89,10 @@ def test_gradients_are_near_those_of_the_plain_model(trained: GPT, text: Tensor,
         own, plain = gradients(low, text), gradients(trained, text)
     assert len(taken) == 8
     assert own.keys() == plain.keys()
+    x, _ = batch(text, 2000)
+    with torch.inference_mode():
+        inferred = low(x).logits
+    assert torch.equal(inferred, low(x).logits)
     both = (torch.cat([grads[key] for key in plain]) for grads in (own, plain))
     assert torch.cosine_similarity(*both, dim=0) >= 0.95
     for layer in taken:

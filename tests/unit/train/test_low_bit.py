@@ -15,6 +15,8 @@ from torch import nn
 
 from whimbrel.artifacts import load_model
 from whimbrel.base.errors import ConfigError, MissingExtraError, PrecisionError
+from whimbrel.generate import generate
+from whimbrel.models import GPT
 from whimbrel.precision import QuantizedWeight, finalize
 from whimbrel.train import RunConfig, TrainerCallback, load_run_config
 from whimbrel.train.memory import predict_memory
@@ -99,6 +101,35 @@ def test_8_bit_weights_are_written_as_what_they_are(make_run: Make, tmp_path: Pa
     assert plain - 3 * linears < summary.memory.weights < plain - 2.9 * linears
 
 
+@pytest.mark.parametrize("name", ["rowwise_with_gw_hp", "int8-dynamic-act-int4-weight", "int8"])
+def test_whoever_watches_a_run_sees_plain_numbers(make_run: Make, tmp_path: Path, name: str) -> None:
+    """Samples, norms, validation and a mean of the weights, which is written as a model of its own."""
+    watched = {
+        "ema__decay": 0.5,
+        "log__norms": 2,
+        "sample__every": 3,
+        "validation__every": 3,
+        "validation__tokens": 256,
+    }
+    texts: list[str] = []
+
+    def sampler(model: GPT, tokenizer: Any, step: int) -> str:
+        ids = generate(model, [tokenizer.eot_id], max_new_tokens=4, seed=step)
+        texts.append(tokenizer.decode(list(ids)))
+        return texts[-1]
+
+    trainer = RunTrainer(make_run(**SIZE | RECIPES[name] | watched), callbacks=[], sampler=sampler)
+    trainer.train()
+    assert len(texts) == 2
+    norms = [line for line in trainer.state.log_history if "weight_norm/transformer.h.0.mlp.c_fc.weight" in line]
+    assert [line["step"] for line in norms] == [2, 4, 6]
+    assert all(3 < line["weight_norm/transformer.h.0.mlp.c_fc.weight"] < 6 for line in norms)
+    assert all(line["grad_norm/transformer.h.0.mlp.c_fc.weight"] > 0 for line in norms)
+    mean, last = load_model(tmp_path / "run" / "ema" / "step-00000006"), load_model(tmp_path / "run")
+    assert [type(one) for one in mean.parameters()] == [type(one) for one in last.parameters()]
+    assert not torch.equal(mean.lm_head.weight, last.lm_head.weight)
+
+
 def test_arguments_reach_the_linears(args: Make, fit: Make, data: Make, caplog: pytest.LogCaptureFixture) -> None:
     """The classifier's 4 x 16 is left out, as is its 16 x 3, until the alignment is theirs too."""
     with pytest.raises(
@@ -170,7 +201,7 @@ def test_settings_that_exclude_each_other(make_run: Make, changes: dict[str, Any
         make_run(**changes)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["tensorwise", "int4-weight-only"])
 def test_memory_is_not_predicted_wrongly(make_run: Make, name: str) -> None:
     with pytest.raises(ConfigError, match=f"memory is not predicted for linear layers .* as by {name}: leave that out"):
         predict_memory(make_run(**SIZE | RECIPES[name]))

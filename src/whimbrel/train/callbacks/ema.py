@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import remove_stale
 from whimbrel.train.callback import TrainerCallback
+from whimbrel.train.callbacks.numbers import plain_numbers
 
 __all__ = ["EmaCallback"]
 
@@ -32,7 +33,9 @@ class EmaCallback(TrainerCallback):
     def on_train_begin(self, **event: Any) -> None:
         """Begin with the weights, unless a checkpoint brought a mean."""
         weights = _weights(event["model"])
-        self._mean = self._mean or {name: own.detach().to(torch.float32, copy=True) for name, own in weights.items()}
+        self._mean = self._mean or {
+            name: plain_numbers(own).to(torch.float32, copy=True) for name, own in weights.items()
+        }
         if self._mean.keys() != weights.keys():
             odd = min(self._mean.keys() ^ weights.keys())
             raise CheckpointError(f"the saved mean of the weights is that of another model: '{odd}' is in one only")
@@ -47,7 +50,7 @@ class EmaCallback(TrainerCallback):
         """Move the mean towards the weights."""
         if event["state"].global_step % self._every == 0:
             weights = _weights(event["model"])
-            now = [weights[name].float() for name in self._mean]  # those that are fp32 are not copied
+            now = [plain_numbers(weights[name]).float() for name in self._mean]  # those that are fp32 are not copied
             torch._foreach_lerp_(list(self._mean.values()), now, 1 - self._decay)
 
     def on_train_end(self, **event: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.train.callback import TrainerCallback
+from whimbrel.train.callbacks.numbers import plain_numbers
 from whimbrel.train.state import TrainerControl
 
 __all__ = ["NormsCallback"]
@@ -28,8 +29,11 @@ class NormsCallback(TrainerCallback):
         pairs = [(name, own) for name, own in event["model"].named_parameters() if own.grad is not None]
         if pairs:
             self._names = [name for name, _ in pairs]
-            norms = torch._foreach_norm([own.grad for _, own in pairs]) + torch._foreach_norm([own for _, own in pairs])
-            self._norms = torch.stack([norm.detach().float() for norm in norms])
+            norms = [
+                *torch._foreach_norm([own.grad for _, own in pairs]),
+                *(plain_numbers(own).norm() for _, own in pairs),
+            ]
+            self._norms = torch.stack([norm.float() for norm in norms])
 
     def on_step_end(self, **event: Any) -> TrainerControl | None:
         """Log what was measured in this step."""
