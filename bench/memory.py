@@ -29,11 +29,13 @@ import torch
 
 from record import record
 from whimbrel.config import to_table
+from whimbrel.models import GPT
 from whimbrel.parallel import recompute
+from whimbrel.precision import QuantizedWeight
 from whimbrel.train import RunConfig
 from whimbrel.train.assemble import build_optimizer_of
 from whimbrel.train.config import run_config
-from whimbrel.train.memory import optimizer_names, predict_memory, rehearsal, with_optimizer
+from whimbrel.train.memory import optimizer_names, predict_memory, rehearsal, skeleton, with_optimizer
 from whimbrel.train.recipe import draw_model
 
 GIB = 2**30
@@ -89,15 +91,20 @@ class Target:
     """Past those over which the first bases are sought, one gap of 50."""
 
 
-def target(cap: float, model: dict[str, Any], rank: int) -> Target:
-    """bf16 weights, moments and bases in 8 bits, gradients projected in backward."""
-    optim = {"name": "galore_warm", "rank": rank, "gap": 50, "store": "int8", "basis_store": "int8"}
-    settings = {"default_dtype": "bfloat16", "recompute": "full", "optimizer_in_backward": True}
+def target(cap: float, model: dict[str, Any], rank: int, side: str = "right", weights: str | None = None) -> Target:
+    """Moments and bases in 8 bits, or bases in 4 beside weights in 8; gradients projected in backward."""
+    bases = "int8" if weights is None else "int4"
+    optim = {"name": "galore_warm", "rank": rank, "gap": 50, "store": "int8", "basis_store": bases, "side": side}
+    settings = {"default_dtype": "bfloat16", "recompute": "full", "optimizer_in_backward": True, "weights": weights}
     return Target(int(cap * GIB), run(model, optim, micro_batch=1, **settings))
 
 
+SEVEN, THIRTEEN = llama(32, 4096, 32, 11008, 2048), llama(40, 5120, 40, 13824, 2048)
 TARGETS = {
-    "7B, bf16 weights, rank 1024": target(21.5, llama(32, 4096, 32, 11008, 2048), 1024),
+    "7B, bf16 weights, rank 1024": target(21.5, SEVEN, 1024),
+    "7B, int8 weights, rank 1024": target(15.0, SEVEN, 1024, weights="int8"),
+    "7B, int8 weights, rank 512, cheapest side": target(11.3, SEVEN, 512, "cheapest", "int8"),
+    "13B, int8 weights, rank 640, cheapest side": target(22.5, THIRTEEN, 640, "cheapest", "int8"),
     "1B, bf16 weights, rank 512": target(5.2, llama(24, 2048, 32, 5461, 2048), 512),
 }
 
@@ -120,15 +127,28 @@ def measure(config: RunConfig, device: torch.device, steps: int, cap: int | None
 
 
 def make_steps(config: RunConfig, device: torch.device, steps: int) -> None:
-    """Steps of the run, on any tokens."""
+    """Steps of the run, on any tokens, and from any codes."""
     with device:
-        model = draw_model(config)
+        model = draw_model(config) if config.train.weights is None else drawn_codes(config, device)
     recompute(model, config.train.recompute)
     optimizer = build_optimizer_of(model, config, None, accumulation=config.train.accumulation or 1)
     loop = rehearsal(config, model, device, optimizer)
     for number in range(steps):
         loop.step(number + 1)
         loop.settle(0, lambda _: None)
+
+
+@torch.no_grad()
+def drawn_codes(config: RunConfig, device: torch.device) -> GPT:
+    """A model whose weights were codes from the beginning: plain ones might be more than the cap."""
+    model = skeleton(config, device)
+    for parameter in model.parameters():
+        if isinstance(parameter, QuantizedWeight):
+            parameter.codes.random_(-64, 64)
+            parameter.scales.fill_(5e-4)
+        else:
+            parameter.normal_(std=0.02)
+    return model
 
 
 def resident(name: str) -> int:

@@ -11,13 +11,14 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.models import GPT
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
 from whimbrel.optim.config import LISTENS
 from whimbrel.parallel import recompute
-from whimbrel.precision import PrecisionPlan, sdpa_backends
+from whimbrel.precision import PrecisionPlan, prepare, sdpa_backends
 from whimbrel.train import assemble, recipe
 from whimbrel.train.batching import accumulation_steps
 from whimbrel.train.config import RunConfig
@@ -27,7 +28,7 @@ from whimbrel.train.outputs import Objective
 from whimbrel.train.settings import TrainConfig
 from whimbrel.train.simulated import Ledger, simulated_device
 
-__all__ = ["MemoryPrediction", "optimizer_names", "predict_memory", "rehearsal", "with_optimizer"]
+__all__ = ["MemoryPrediction", "optimizer_names", "predict_memory", "rehearsal", "skeleton", "with_optimizer"]
 
 WORKSPACE = {"cuda": 64 * 2**20}
 """What a device's library of products takes for itself: 32 MiB on Hopper, once for forward and once for backward."""
@@ -173,7 +174,7 @@ def _simulation(kind: str) -> Iterator[Ledger]:
 
 def _model(config: RunConfig, ledger: Ledger) -> GPT:
     """The model, its gradients told apart from what else backward makes."""
-    model = recipe.draw_model(config)
+    model = recipe.draw_model(config) if config.train.weights is None else skeleton(config)
     ledger.mark([*model.parameters(), *model.buffers()], "weights")
     recompute(model, config.train.recompute)
 
@@ -183,6 +184,20 @@ def _model(config: RunConfig, ledger: Ledger) -> GPT:
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(mark)
+    return model
+
+
+def skeleton(config: RunConfig, device: torch.device = HOST) -> GPT:
+    """The model as it is trained, its numbers unset; made with nothing else beside it.
+
+    Weights become codes on the meta device: simulated tensors cannot be swapped, and plain ones might not fit.
+    """
+    with _disable_current_modes(), torch.device("meta"):
+        model = recipe.draw_model(config)
+        if config.train.weights is not None:
+            prepare(model, config.train.weights)
+    model.to_empty(device=device)
+    model.tie_head()
     return model
 
 
@@ -227,7 +242,7 @@ def _temporaries(ledger: Ledger, model: GPT, optimizer: Optimizer) -> int:
 
 def _step(ledger: Ledger, optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
     """What a step takes and gives back where these have gradients."""
-    gradients = [torch.empty_like(parameter) for parameter in parameters]
+    gradients = [parameter.new_empty(parameter.shape) for parameter in parameters]  # plain, whatever the parameter
     for _ in range(1 if all(parameter in optimizer.state for parameter in parameters) else 2):  # a first makes states
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -265,10 +280,10 @@ def _prediction(config: RunConfig, kind: str, moved: tuple[ParameterRow, ...], w
 def _settled(config: RunConfig, kind: str) -> RunConfig:
     """The run with its micro-batches settled, and without what is not predicted."""
     train = config.train
-    if train.linears is not None:
+    if (other := train.fp8_recipe or train.qat_recipe) is not None:
         raise ConfigError(
-            f"memory is not predicted for linear layers that are other than plain, as by {train.linears}: leave that "
-            "out (train.fp8_recipe, train.qat_recipe, train.weights), or look at the peak of a few steps"
+            f"memory is not predicted for linear layers that compute otherwise, as by {other}: leave that out "
+            "(train.fp8_recipe, train.qat_recipe), or look at the peak of a few steps"
         )
     if train.micro_batch is None:
         here = choose_device(train.device)

@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -44,6 +44,21 @@ def simulated_device(kind: str) -> Iterator[Ledger]:
         yield ledger
 
 
+@runtime_checkable
+class Parted(Protocol):
+    """A tensor that is made of others, such as codes and scales."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """The names of those, and what else there is to know."""
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors that the memory of one is in."""
+    return (
+        [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if isinstance(tensor, Parted) else [tensor]
+    )
+
+
 class Ledger(TorchDispatchMode):
     """Counts the live bytes of a device by what they are for, and remembers when there were most.
 
@@ -70,6 +85,8 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on shapes, and count what it makes."""
+        if any(issubclass(kind, Parted) for kind in types):
+            return NotImplemented  # a tensor of several, which works on those: they come here in turn
         if func is DEVICE:
             return args[0].fake_device  # asked for more often than all else together
         kwargs = kwargs or {}
@@ -89,7 +106,7 @@ class Ledger(TorchDispatchMode):
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say what these are for."""
-        for tensor in tensors:
+        for tensor in (part for whole in tensors for part in parts_of(whole)):
             self._count(tensor)
             key = tensor.untyped_storage()._cdata
             reference, before, size = self._held[key]

@@ -25,6 +25,7 @@ from whimbrel.train.memory import (
     optimizer_names,
     predict_memory,
     rehearsal,
+    skeleton,
     with_optimizer,
 )
 from whimbrel.train.recipe import draw_model
@@ -53,7 +54,7 @@ def predict(config: RunConfig, device: str = "cpu") -> MemoryPrediction:
 
 def make_steps(config: RunConfig, device: torch.device, steps: int = 2) -> None:
     with device:
-        model = draw_model(config)
+        model = draw_model(config) if config.train.weights is None else skeleton(config, device)
     recompute(model, config.train.recompute)
     optimizer = build_optimizer_of(model, config, None, accumulation=config.train.accumulation or 1)
     loop = rehearsal(config, model, device, optimizer)
@@ -168,6 +169,24 @@ def test_large_models_need_nothing_here(tmp_path: Path):
     predicted = predict(make(tmp_path, wide, default_dtype="bfloat16", recompute="full"), "cuda")
     assert predicted.weights == sum(row.weights for row in predicted.moved) > 8 * 2**30
     assert predicted.states == pytest.approx(2 * predicted.weights, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "galore_warm"])
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_weights_that_are_codes(tmp_path: Path, name: str, in_backward: bool):
+    steps = {"accumulation": 1, "clip": None} if name == "adamw8bit" else {}
+    optim = {"name": name} | ({"rank": 16, "side": "cheapest"} if name == "galore_warm" else {})
+    settings = {"weights": "int8", "optimizer_in_backward": in_backward, "default_dtype": "bfloat16"} | steps
+    config = make(tmp_path, {**LLAMA, "embd_size": 256}, optim, **settings)
+    predicted = predict(config)
+    assert predicted.weights < 0.8 * predict(make(tmp_path, {**LLAMA, "embd_size": 256}, optim)).weights / 2
+    assert predicted.weights == sum(row.weights for row in predicted.moved)
+    assert predicted.peak == pytest.approx(most_allocated(config), rel=0.02)
+
+
+def test_other_computing_is_not_predicted(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"not predicted.*tensorwise: leave that out \(train.fp8_recipe"):
+        predict(make(tmp_path, {}, fp8_recipe="tensorwise"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
