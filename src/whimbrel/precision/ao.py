@@ -48,6 +48,9 @@ def to_float8(linears: Iterable[nn.Linear], recipe: str, *, emulate: bool) -> di
     for stand_in, linear in zip(made, plain, strict=True):
         kind: Any = type(stand_in)
         stand_in.__class__ = _fitted(kind)
+        stand_in.divides_tokens = (
+            not emulate and config.cast_config_input_for_grad_weight.scaling_type.value != "disabled"
+        )
         stand_in.train(linear.training)
     return dict(zip(plain, made, strict=True))
 
@@ -83,29 +86,26 @@ def _instead(linear: nn.Linear, kind: Callable[..., nn.Linear]) -> nn.Linear:
 
 @cache
 def _fitted(cls: Any) -> Any:
-    """A subclass whose inputs fit: on a CPU it heeds autocast, on a GPU it names a batch that backward cannot take."""
+    """A subclass that heeds autocast on a CPU too, works in inference mode, and names a batch that it cannot take.
+
+    Tokens are the inner dimension of a weight's gradient, which on a GPU must divide where that is a product of fp8.
+    """
 
     def forward(self: Any, x: Tensor) -> Any:
         if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
             x = x.to(torch.get_autocast_dtype("cpu"))
-        if x.device.type == "cuda" and torch.is_grad_enabled() and self.linear_mm_config.grad_weight.emulate is False:
-            _check_tokens(self, x)
-        if torch.is_inference_mode_enabled():  # where its own tensors would not be taken apart into what they can do
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            # there torch hands its tensors operations that they do not know, instead of what those are made of
             with torch.inference_mode(mode=False), torch.no_grad():
                 return cls.forward(self, x)
+        if self.divides_tokens and torch.is_grad_enabled() and (tokens := x.numel() // x.shape[-1]) % ALIGNMENT:
+            raise PrecisionError(
+                f"a batch of {tokens} tokens is no multiple of {ALIGNMENT}, which the weight gradients of this "
+                "fp8_recipe need on a GPU: choose other batches or lengths, or rowwise_with_gw_hp"
+            )
         return cls.forward(self, x)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
-
-
-def _check_tokens(linear: Any, x: Tensor) -> None:
-    """Tokens are the inner dimension of the weight's gradient, where that is a product of fp8."""
-    tokens, scaling = x.numel() // x.shape[-1], linear.config.cast_config_input_for_grad_weight.scaling_type
-    if tokens % ALIGNMENT and scaling.value != "disabled":
-        raise PrecisionError(
-            f"a batch of {tokens} tokens is no multiple of {ALIGNMENT}, which the weight gradients of this fp8_recipe "
-            "need on a GPU: choose other batches or lengths, or rowwise_with_gw_hp"
-        )
 
 
 def _torchao(name: str) -> Any:

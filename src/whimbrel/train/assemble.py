@@ -36,6 +36,7 @@ from whimbrel.optim import (
 from whimbrel.parallel import find_blocks, recompute
 from whimbrel.precision import prepare
 from whimbrel.train.loop import Scheduler
+from whimbrel.train.model_state import check_can_be_saved
 from whimbrel.train.settings import TrainerConfig
 
 __all__ = [
@@ -103,6 +104,7 @@ def build_optimizer_of(
     model: nn.Module, config: TrainerConfig, choice: OptimizerChoice, *, accumulation: int = 1
 ) -> Optimizer:
     """The optimizer that was given or named, or the one that the settings describe; in backward where it is to be."""
+    check_can_be_saved(model)  # before anything is trained that could not be
     if choice is not None and not isinstance(choice, str) and config.optim != OptimConfig(lr=config.optim.lr):
         logger.warning("the optimizer was given: its own settings hold, not those of the arguments")
     if isinstance(choice, Optimizer):

@@ -13,21 +13,33 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from whimbrel.artifacts import load_weights, save_model, weight_state
-from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError
 from whimbrel.base.files import atomic_directory
 from whimbrel.checkpoint import DirectoryStateful, write_tensors
 from whimbrel.models import GPT
+from whimbrel.precision import QuantizedWeight
 from whimbrel.text import Tokenizer
 
-__all__ = ["export_model", "model_state"]
+__all__ = ["check_can_be_saved", "export_model", "model_state"]
 
 
 def model_state(model: nn.Module, processing_class: Any = None) -> DirectoryStateful:
     """The state of a model as a checkpoint keeps it."""
+    check_can_be_saved(model)
     if isinstance(model, GPT):
         return GPTState(model, processing_class)
     kind = PretrainedState if hasattr(model, "save_pretrained") else ModuleState
     return kind(model, processing_class)
+
+
+def check_can_be_saved(model: nn.Module) -> None:
+    """Refuse weights stored as codes in a model that is not ours: nobody else would read them."""
+    for name, parameter in () if isinstance(model, GPT) else model.named_parameters():
+        if isinstance(parameter, QuantizedWeight):
+            raise PrecisionError(
+                f"{name} is stored as {parameter.format.name} codes, and a checkpoint of a {type(model).__name__} "
+                "holds plain weights: dequantize_ the model, or train a GPT (whimbrel.load_model)"
+            )
 
 
 def export_model(model: nn.Module, processing_class: Any, target: Path, *, overwrite: bool) -> None:

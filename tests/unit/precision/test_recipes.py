@@ -44,7 +44,7 @@ def text(shakespeare: str) -> Tensor:
 
 def batch(text: Tensor, step: int) -> tuple[Tensor, Tensor]:
     starts = torch.randint(len(text) - 65, (4, 1), generator=torch.Generator().manual_seed(step))
-    windows = text[starts + torch.arange(65)]
+    windows = text[(starts + torch.arange(65)).to(text.device)]
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -254,6 +254,32 @@ def test_a_gpu_that_cannot_is_told_of(
     assert type(gpt.lm_head) is type(gpt.get_submodule("transformer.h.0.mlp.c_fc")) is nn.Linear
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert len(prepare(gpt, name, device="cuda", precision="bf16").taken) == 8
+    with pytest.raises(
+        PrecisionError, match=r"a batch of 15 tokens is no multiple of 16, which the weight gradients of"
+    ):
+        gpt(torch.zeros(3, 5, dtype=torch.int64))
+
+
+@pytest.mark.gpu
+@needs_torchao
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_on_a_gpu(plainly: tuple[GPT, list[float]], text: Tensor, name: str, compiled: bool) -> None:
+    """Products of fp8, not emulated ones: near the plain model, also for one token at a time without gradients."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU of compute capability 8.9")
+    gpt, device = copy.deepcopy(plainly[0]).cuda(), torch.device("cuda")
+    low = copy.deepcopy(gpt)
+    prepare(low, name, precision="bf16")
+    if compiled:
+        for block in low.blocks:
+            block.compile(fullgraph=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        own, plain = gradients(low, text.to(device)), gradients(gpt, text.to(device))
+        with torch.inference_mode():
+            assert low(text[:5].to(device)[None]).logits.isfinite().all()
+    for key, expected in plain.items():
+        assert torch.cosine_similarity(own[key].flatten(), expected.flatten(), dim=0) >= 0.9, key
 
 
 def test_autocast_alone_changes_nothing() -> None:

@@ -17,8 +17,8 @@ from whimbrel.artifacts import load_model
 from whimbrel.base.errors import ConfigError, MissingExtraError, PrecisionError
 from whimbrel.generate import generate
 from whimbrel.models import GPT
-from whimbrel.precision import QuantizedWeight, finalize
-from whimbrel.train import RunConfig, TrainerCallback, load_run_config
+from whimbrel.precision import QuantizedWeight, finalize, prepare
+from whimbrel.train import BaseTrainer, RunConfig, TrainerCallback, load_run_config
 from whimbrel.train.memory import predict_memory
 from whimbrel.train.run import RunTrainer
 
@@ -149,6 +149,34 @@ def test_arguments_reach_the_linears(args: Make, fit: Make, data: Make, caplog: 
     trainer.train()
     assert [type(module).__name__ for module in trainer.model.layers] == kinds
     assert type(finalize(trainer.model, "rowwise").layers[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("recipe", [{"fp8_recipe": "rowwise_with_gw_hp"}, {"qat_recipe": "int4-weight-only"}])
+def test_a_model_of_transformers(args: Make, tmp_path: Path, recipe: dict[str, str]) -> None:
+    """Its checkpoint opens there, plain; under autocast its norms hand fp32 to linears."""
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(shape)
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(64, (8, 16))]
+    given = args(save_strategy="steps", save_steps=4, max_steps=4, mixed_precision="bf16", learning_rate=1e-3, **recipe)
+    BaseTrainer(given, model, train_dataset=rows, callbacks=[]).train()
+    assert type(model.lm_head) is nn.Linear is not type(model.model.layers[0].mlp.up_proj)
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step-00000004" / "model")
+    weights = dict(saved.named_parameters())
+    assert all(torch.equal(weights[name], own) for name, own in model.named_parameters())
+
+
+def test_codes_that_a_checkpoint_could_not_hold_are_refused_before_training(args: Make, fit: Make, net: Make) -> None:
+    model = net()
+    prepare(model, "int8")
+    with pytest.raises(
+        PrecisionError, match=r"layers.0.weight is stored as int8 codes, and a checkpoint of a Net holds"
+    ):
+        fit(args(), model)
 
 
 @pytest.mark.parametrize(
