@@ -117,7 +117,7 @@ def _ghost(parameter: Tensor) -> Tensor:
     """A parameter with a gradient, of which only shape and dtype are real."""
     ghost = torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
-        ghost.grad = torch.empty_like(ghost)
+        ghost.grad = ghost.new_empty(ghost.shape)
     return ghost
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from whimbrel.base.errors import PrecisionError
 from whimbrel.base.logging import get_logger
 
-__all__ = ["HEAD", "Choice", "choose_linears"]
+__all__ = ["Choice", "HEAD", "choose_linears"]
 
 HEAD = ("lm_head",)
 """What is left out unless it is asked for: the last layer, whose errors nothing evens out."""

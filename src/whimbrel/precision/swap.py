@@ -73,6 +73,8 @@ def quantize_(
         )
     choice = choose_linears(model, f"weights = {form.name}", lambda linear: form.unfit(linear.weight.shape), skip=skip)
     for name, linear in choice.taken.items():
+        _check_free(linear, name)
+    for name, linear in choice.taken.items():
         _exchange(linear, name, QuantizedWeight.quantize(linear.weight, form), requires_grad=trainable)
         linear.register_load_state_dict_pre_hook(_keep_kind)
     return choice
@@ -88,9 +90,20 @@ def dequantize_(model: nn.Module) -> None:
                 _exchange(module, path, parameter.dequantize(), requires_grad=parameter.requires_grad, key=key)
 
 
+def _check_free(module: nn.Module, name: str) -> None:
+    """Refuse a weight that cannot be exchanged before any is: there and back again, nothing has changed."""
+    stand_in = nn.Parameter(torch.empty(0), requires_grad=False)
+    for _ in range(2):
+        _swap(module, name, stand_in, "weight")
+
+
 def _exchange(module: nn.Module, name: str, weight: Tensor, *, requires_grad: bool, key: str = "weight") -> None:
+    _swap(module, name, nn.Parameter(weight, requires_grad=requires_grad), key)
+
+
+def _swap(module: nn.Module, name: str, parameter: nn.Parameter, key: str) -> None:
     try:
-        torch.utils.swap_tensors(getattr(module, key), nn.Parameter(weight, requires_grad=requires_grad))
+        torch.utils.swap_tensors(getattr(module, key), parameter)
     except RuntimeError as error:
         reason = _hindrance(error) or str(error)
         raise PrecisionError(f"the weight of {name} cannot be exchanged: {reason}") from error

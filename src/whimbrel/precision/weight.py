@@ -98,6 +98,11 @@ class QuantizedWeight(Tensor):
     ) -> QuantizedWeight:
         return cls(inner["codes"], inner["scales"], *context)
 
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code hangs on, the same in every process."""
+        lies = (tuple(self.shape), self.dtype, self.device.type, self.requires_grad)
+        return repr((self.format, self.turned, *lies, self.codes.stride(), self.scales.stride()))
+
     # How torch reaches it
 
     @classmethod
@@ -331,6 +336,7 @@ for _operations, _handler in (
     ((ATEN.new_empty.default, ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_full.default), _plain_like),
     ((ATEN.equal.default,), _equal),
     ((ATEN.t.default, ATEN.transpose.int), lambda f, w, *dims: _turn(f, w, *(dims or (0, 1)))),
+    ((ATEN.permute.default,), lambda f, w, dims: _turn(f, w, 0, dims[0])),
     ((ATEN.view.default, ATEN._unsafe_view.default, ATEN.reshape.default), _view),
     ((ATEN.slice.Tensor,), _slice),
     ((ATEN.split.Tensor, ATEN.split_with_sizes.default), _split),

@@ -130,10 +130,16 @@ def _passes(config: RunConfig, kind: str) -> _Walk:
         model = _model(config, ledger)
         if (config.train.accumulation or 1) > 1:
             for parameter in model.parameters():
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = parameter.new_empty(parameter.shape)  # plain, also where the parameter is codes
                 ledger.mark([parameter.grad], "gradients")
-        plain = torch.optim.SGD(model.parameters(), lr=0.0)  # has no state, and takes nothing in its step
-        return _walk(ledger, config, kind, model, plain, micro_batches=1)
+        return _walk(ledger, config, kind, model, _Still(model.parameters(), {"lr": 0.0}), micro_batches=1)
+
+
+class _Still(Optimizer):
+    """Moves nothing, and takes no memory for it."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Leave all as it is."""
 
 
 def _within(config: RunConfig, kind: str) -> MemoryPrediction:
@@ -242,7 +248,7 @@ def _temporaries(ledger: Ledger, model: GPT, optimizer: Optimizer) -> int:
 
 def _step(ledger: Ledger, optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
     """What a step takes and gives back where these have gradients."""
-    gradients = [parameter.new_empty(parameter.shape) for parameter in parameters]  # plain, whatever the parameter
+    gradients = [parameter.new_empty(parameter.shape) for parameter in parameters]
     for _ in range(1 if all(parameter in optimizer.state for parameter in parameters) else 2):  # a first makes states
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

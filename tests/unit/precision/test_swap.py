@@ -165,6 +165,16 @@ def test_weak_references_are_named() -> None:
     assert held() is plain[2].weight
 
 
+def test_all_or_none_is_quantised() -> None:
+    plain = net()
+    held = plain[2](torch.ones(1, 128)).sum()  # its graph refers to the weight of the last layer
+    with pytest.raises(PrecisionError, match=r"the weight of 2 cannot be exchanged: a graph .* still refers to it"):
+        quantize_(plain, "int8")
+    assert held.requires_grad
+    assert [type(parameter) for parameter in plain.parameters()] == [nn.Parameter] * 4
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), net().parameters(), strict=True))
+
+
 def test_other_errors_are_left_alone() -> None:
     with pytest.raises(RuntimeError, match="size mismatch"), swap_on_conversion():
         net().load_state_dict(net().state_dict() | {"0.bias": torch.ones(3)})

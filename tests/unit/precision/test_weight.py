@@ -214,7 +214,8 @@ def test_rows_are_cut_with_their_scales(name: str) -> None:
     assert torch.allclose(weight.dequantize()[8:24], torch.ones(16, 256), rtol=0.1)  # a view: the whole has changed
     assert torch.equal(weight.t().dequantize(), weight.dequantize().t())
     assert torch.equal(weight.t()[:, 8:24].dequantize(), weight.dequantize().t()[:, 8:24])
-    assert weight.t().t().turned is False
+    assert weight.t().t().turned is weight.permute(0, 1).turned is False
+    assert torch.equal(weight.T.dequantize(), weight.t().dequantize())
     assert weight.view(64, 256).shape == weight.view(-1, 256).shape == weight.shape
 
 
