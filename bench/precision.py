@@ -172,7 +172,11 @@ def captured(model: GPT, cache: Filled, token: Tensor) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay(_read: object = step) -> None:  # what the graph reads must outlive it: `step` holds it
+        graph.replay()
+
+    return replay
 
 
 def bandwidth(device: torch.device) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from whimbrel.config import to_table
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.families import canonical, config_from_hf, config_to_hf
 from whimbrel.models.names import places
-from whimbrel.precision import Recipe, WeightFormat, finalize, load_into
+from whimbrel.precision import RECIPES, WeightFormat, finalize, load_into, materialise_
 from whimbrel.text import Tokenizer
 
 __all__ = [
@@ -101,15 +102,15 @@ def load_model(
         model = GPT(config)
     model.to(dtype or stored_dtype(files, found))
     if stored is not None:
-        recipe = Recipe(name=stored.name, kind="ptq", load=stored, skip=stored_plain(model, files, found))
+        recipe = replace(RECIPES[stored.name], skip=stored_plain(model, files, found))
 
     def read(_: nn.Module) -> None:
-        model.tie_head()
         model.zero_padding()
         fill(model, files, found, stored)
 
     if recipe is None:
-        read(model.to_empty(device=device or "cpu"))
+        materialise_(model, device or "cpu")
+        read(model)
     else:
         load_into(model, read, recipe, device=device or "cpu")
     return model

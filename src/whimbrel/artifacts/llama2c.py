@@ -11,6 +11,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.models import GPT, GPTConfig
+from whimbrel.precision import materialise_
 
 __all__ = ["load_llama2c"]
 
@@ -46,8 +47,7 @@ def load_llama2c(path: Path) -> GPT:
     tensors = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), flat.split(sizes), strict=True)}
     with torch.device("meta"):
         model = GPT(config)
-    model.to_empty(device="cpu")
-    model.tie_head()
+    materialise_(model, "cpu")
     model.zero_padding()
     _fill(model, tensors)
     return model

@@ -20,8 +20,10 @@ PREFIXES = ("transformer.", "model.")
 """What older files leave off the names of everything but the head."""
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """How the names of tensors end that older files hold but that are no weights."""
-CHUNK = 2**18
-"""Numbers that are quantised at a time: rows do not depend on each other, so this bounds the memory it takes."""
+CHUNK, CHUNKS = 2**18, 16
+"""Numbers of a weight that are quantised at a time, or the sixteenth part of it: rows do not depend on each other, so
+this bounds the memory that it takes.
+"""
 
 
 class Stored(NamedTuple):
@@ -101,7 +103,7 @@ def tensors_at(places: Iterable[Place], state: Mapping[str, Tensor]) -> dict[str
 
 def _quantize_into(rows: QuantizedWeight, stored: Tensor) -> None:
     """A few rows at a time, each quantised where it is to be."""
-    step = max(1, CHUNK // rows.shape[1])
+    step = max(1, max(CHUNK, rows.numel() // CHUNKS) // rows.shape[1])
     for part, plain in zip(torch.split(rows, step), torch.split(stored, step), strict=True):
         part.copy_(plain.to(device=part.device, dtype=part.dtype))
 

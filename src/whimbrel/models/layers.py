@@ -78,7 +78,7 @@ class Attention(nn.Module):
         if past is not None:
             k, v = past(k, v)
         y_BHTD = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None and T > 1, enable_gqa=self.kv_heads != self.num_heads
+            q, k, v, mask, is_causal=mask is None and bool(T > 1), enable_gqa=self.kv_heads != self.num_heads
         )
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))
         return y_BTC

@@ -5,7 +5,7 @@ from whimbrel.precision.attention import backend_names, sdpa_backends
 from whimbrel.precision.formats import FORMATS, WeightFormat, weight_format
 from whimbrel.precision.linears import Choice
 from whimbrel.precision.recipes import RECIPES, Recipe, finalize, load_into, prepare, recipe_names
-from whimbrel.precision.swap import dequantize_, load_state, quantize_, swap_on_conversion
+from whimbrel.precision.swap import dequantize_, load_state, materialise_, quantize_, swap_on_conversion
 from whimbrel.precision.switches import torch_switches
 from whimbrel.precision.weight import QuantizedWeight
 
@@ -22,6 +22,7 @@ __all__ = [
     "finalize",
     "load_into",
     "load_state",
+    "materialise_",
     "prepare",
     "quantize_",
     "recipe_names",

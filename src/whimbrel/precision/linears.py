@@ -31,8 +31,11 @@ def choose_linears(
 ) -> Choice:
     """The linear layers for `what`, a recipe; says once which were left out. None at all is an error.
 
-    `skip` names layers by the end of their name. One whose weight is an embedding's too is never taken.
+    `skip` names layers by the end of their name; lm_head is also what a Hugging Face model calls its own. One whose
+    weight is an embedding's too is never taken.
     """
+    named = getattr(model, "get_output_embeddings", None)
+    head = None if named is None else named()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     ends = tuple(skip)
     taken, left = {}, {}
@@ -41,7 +44,7 @@ def choose_linears(
             continue
         if id(module.weight) in embeddings:
             left[name] = "its weight is the embedding's too"
-        elif any(name == end or name.endswith(f".{end}") for end in ends):
+        elif any(name == end or name.endswith(f".{end}") for end in ends) or (module is head and HEAD[0] in ends):
             left[name] = "it is left out by its name"
         elif (reason := unfit(module)) is not None:
             left[name] = reason

@@ -20,7 +20,7 @@ from whimbrel.precision import ao
 from whimbrel.precision.amp import PrecisionPlan
 from whimbrel.precision.formats import FORMATS, WeightFormat
 from whimbrel.precision.linears import HEAD, Choice, choose_linears
-from whimbrel.precision.swap import quantize_, swap_on_conversion
+from whimbrel.precision.swap import materialise_, quantize_
 from whimbrel.precision.weight import QuantizedWeight
 
 __all__ = ["Needs", "RECIPES", "Recipe", "finalize", "find_recipe", "load_into", "prepare", "recipe_names"]
@@ -86,7 +86,8 @@ def _qat(name: str, form: WeightFormat) -> Recipe:
 
 
 def _ptq(form: WeightFormat, train: Literal["trainable"] | None = None) -> Recipe:
-    return Recipe(name=form.name, kind="ptq", train=train, finalize=form, load=form)
+    needs = Needs(capability=(8, 9), instead="weights = int8") if form.codes == "fp8" else Needs()
+    return Recipe(name=form.name, kind="ptq", train=train, finalize=form, load=form, needs=needs)
 
 
 RECIPES = {
@@ -154,7 +155,9 @@ def prepare(
         ao.require(recipe.label)
     if form is not None and recipe.train == "trainable":
         return quantize_(model, form, skip=skip, trainable=True)
-    emulate = form is None and _emulates(model, recipe, place, precision, alignment)
+    emulate = _emulates(recipe, place)
+    if form is None and place.type == "cuda":
+        _check_products(model, recipe, precision, alignment)
     choice = choose_linears(model, recipe.label, lambda linear: _unfit(linear, form, alignment), skip=skip)
     linears = choice.taken.values()
     made = ao.to_float8(linears, recipe.name, emulate=emulate) if form is None else ao.to_fake_quantized(linears, form)
@@ -175,6 +178,7 @@ def finalize(model: nn.Module, recipe: str | Recipe, *, skip: Iterable[str] | No
         return model
     if stand_ins:
         skip = linears.keys() - stand_ins
+    _emulates(recipe, next(iter(model.parameters())).device)
     quantize_(model, recipe.finalize, skip=recipe.skip if skip is None else skip)
     return model
 
@@ -192,10 +196,10 @@ def load_into(
         raise PrecisionError(
             f"{recipe.label} is loaded into a model without numbers of its own: build it under torch.device('meta')"
         )
+    _emulates(recipe, torch.device(device))
     if recipe.load is not None:
         quantize_(model, recipe.load, skip=recipe.skip)
-    with swap_on_conversion():
-        model.to_empty(device=device)
+    materialise_(model, device)
     reader(model)
     return model
 
@@ -226,32 +230,38 @@ def _check_untouched(model: nn.Module, recipe: Recipe) -> None:
             )
 
 
-def _emulates(model: nn.Module, recipe: Recipe, device: torch.device, precision: str, alignment: int) -> bool:
+def _emulates(recipe: Recipe, device: torch.device) -> bool:
     """Refuse a GPU that has no products of fp8; whether they are to be emulated, as on a CPU, is the answer."""
     needs = recipe.needs
+    if needs.capability is None or device.type == "meta":
+        return False
     if device.type == "cpu":
         logger.warning("%s is emulated on a CPU: the numbers are those of fp8, the speed is not", recipe.label)
         return True
     if device.type != "cuda":
         raise PrecisionError(f"{recipe.label} does not run on {device.type}: use {needs.instead}")
     found = torch.cuda.get_device_capability(device)
-    if needs.capability is not None and found < needs.capability:
+    if found < needs.capability:
         raise PrecisionError(
             f"{recipe.label} needs a GPU of compute capability {'.'.join(map(str, needs.capability))}, and this one "
             f"has {'.'.join(map(str, found))}: use {needs.instead}"
         )
+    return False
+
+
+def _check_products(model: nn.Module, recipe: Recipe, precision: str, alignment: int) -> None:
+    """Refuse what products of fp8 on a GPU cannot take or give."""
     if alignment % ao.ALIGNMENT:
         raise PrecisionError(
             f"fp8_dim_alignment = {alignment}: products of fp8 on a GPU need multiples of {ao.ALIGNMENT}, so give one"
         )
     weights = next(iter(model.parameters())).dtype
     products = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, weights)
-    if needs.products and products not in needs.products:
+    if recipe.needs.products and products not in recipe.needs.products:
         raise PrecisionError(
             f"{recipe.label} gives bfloat16 on a GPU and products here are {str(products).removeprefix('torch.')}: use "
             "mixed_precision = bf16 (train.precision), or fp8_recipe = tensorwise"
         )
-    return False
 
 
 def _unfit(linear: nn.Linear, form: WeightFormat | None, alignment: int) -> str | None:

@@ -17,7 +17,7 @@ from whimbrel.precision.formats import WeightFormat, weight_format
 from whimbrel.precision.linears import HEAD, Choice, choose_linears
 from whimbrel.precision.weight import QuantizedWeight
 
-__all__ = ["dequantize_", "load_state", "quantize_", "swap_on_conversion"]
+__all__ = ["dequantize_", "load_state", "materialise_", "quantize_", "swap_on_conversion"]
 
 
 @contextlib.contextmanager
@@ -73,9 +73,10 @@ def quantize_(
         )
     choice = choose_linears(model, f"weights = {form.name}", lambda linear: form.unfit(linear.weight.shape), skip=skip)
     for name, linear in choice.taken.items():
-        _check_free(linear, name)
+        _check_free(linear.weight, name)
     for name, linear in choice.taken.items():
-        _exchange(linear, name, QuantizedWeight.quantize(linear.weight, form), requires_grad=trainable)
+        if not isinstance(linear.weight, QuantizedWeight):  # else it is that of another layer too
+            _swap(linear.weight, name, _parameter(QuantizedWeight.quantize(linear.weight, form), trainable))
         linear.register_load_state_dict_pre_hook(_keep_kind)
     return choice
 
@@ -83,27 +84,36 @@ def quantize_(
 @torch.no_grad()
 def dequantize_(model: nn.Module) -> None:
     """Plain weights in place of quantised ones, with the numbers that these stand for."""
-    for name, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            if isinstance(parameter, QuantizedWeight):
-                path = name if key == "weight" else f"{name}.{key}"
-                _exchange(module, path, parameter.dequantize(), requires_grad=parameter.requires_grad, key=key)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedWeight):
+            _swap(parameter, name, _parameter(parameter.dequantize(), parameter.requires_grad))
 
 
-def _check_free(module: nn.Module, name: str) -> None:
+@torch.no_grad()
+def materialise_(model: nn.Module, device: torch.device | str) -> None:
+    """Give a model that is on the meta device memory, its numbers unset; what modules share gets it once, and stays
+    shared, which is not so with torch's `to_empty`.
+    """
+    for name, parameter in model.named_parameters():
+        _swap(parameter, name, _parameter(torch.empty_like(parameter, device=device), parameter.requires_grad))
+    for name, buffer in model.named_buffers():
+        _swap(buffer, name, torch.empty_like(buffer, device=device))
+
+
+def _check_free(parameter: Tensor, name: str) -> None:
     """Refuse a weight that cannot be exchanged before any is: there and back again, nothing has changed."""
-    stand_in = nn.Parameter(torch.empty(0), requires_grad=False)
+    stand_in = _parameter(torch.empty(0), requires_grad=False)
     for _ in range(2):
-        _swap(module, name, stand_in, "weight")
+        _swap(parameter, name, stand_in)
 
 
-def _exchange(module: nn.Module, name: str, weight: Tensor, *, requires_grad: bool, key: str = "weight") -> None:
-    _swap(module, name, nn.Parameter(weight, requires_grad=requires_grad), key)
+def _parameter(weight: Tensor, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=requires_grad)
 
 
-def _swap(module: nn.Module, name: str, parameter: nn.Parameter, key: str) -> None:
+def _swap(tensor: Tensor, name: str, other: Tensor) -> None:
     try:
-        torch.utils.swap_tensors(getattr(module, key), parameter)
+        torch.utils.swap_tensors(tensor, other)
     except RuntimeError as error:
         reason = _hindrance(error) or str(error)
         raise PrecisionError(f"the weight of {name} cannot be exchanged: {reason}") from error

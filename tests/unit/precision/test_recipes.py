@@ -282,6 +282,22 @@ def test_fp8_on_a_gpu(plainly: tuple[GPT, list[float]], text: Tensor, name: str,
         assert torch.cosine_similarity(own[key].flatten(), expected.flatten(), dim=0) >= 0.9, key
 
 
+def test_weights_of_fp8_ask_for_a_gpu_that_has_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with torch.device("meta"):
+        empty = model()
+    with pytest.raises(PrecisionError, match=r"weights = fp8 needs .* 8.9, and this one has 8.0: use weights = int8"):
+        load_into(empty, lambda _: None, "fp8", device="cuda")
+    assert not any(isinstance(parameter, QuantizedWeight) for parameter in empty.parameters())
+    with caplog.at_level("WARNING"):
+        finalize(model(), "fp8")
+    assert [record.getMessage() for record in caplog.records] == [
+        "weights = fp8 is emulated on a CPU: the numbers are those of fp8, the speed is not"
+    ]
+
+
 def test_autocast_alone_changes_nothing() -> None:
     gpt = model()
     kinds = [type(module) for module in gpt.modules()]

@@ -12,7 +12,15 @@ from torch import nn
 
 from whimbrel.base.errors import PrecisionError
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.precision import FORMATS, QuantizedWeight, dequantize_, load_state, quantize_, swap_on_conversion
+from whimbrel.precision import (
+    FORMATS,
+    QuantizedWeight,
+    dequantize_,
+    load_state,
+    materialise_,
+    quantize_,
+    swap_on_conversion,
+)
 
 flag = torch.__future__.get_swap_module_params_on_conversion
 set_flag = torch.__future__.set_swap_module_params_on_conversion
@@ -194,6 +202,45 @@ def test_whoever_holds_a_parameter_holds_the_quantised_one() -> None:
     dequantize_(model)
     assert type(held[0]) is nn.Parameter
     assert torch.equal(held[0], QuantizedWeight.quantize(net()[0].weight, "int8").dequantize())
+
+
+def test_layers_that_share_a_weight_share_the_quantised_one() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    quantize_(model, "int8")
+    assert isinstance(model[0].weight, QuantizedWeight)
+    assert model[0].weight is model[1].weight
+    model[1].load_state_dict({"weight": torch.ones(32, 32), "bias": torch.ones(32)}, assign=True)
+    assert isinstance(model[1].weight, QuantizedWeight)
+
+
+def test_a_skeleton_gets_memory_once_for_what_is_shared() -> None:
+    with torch.device("meta"):
+        model = tiny(tied_head=True)
+    model.register_buffer("beside", torch.empty(3, device="meta"))
+    quantize_(model, "int8")
+    before = [id(parameter) for parameter in model.parameters()]
+    materialise_(model, "cpu")
+    assert model.lm_head.weight is model.token_embedding.weight
+    assert [id(parameter) for parameter in model.parameters()] == before
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+    assert sum(isinstance(parameter, QuantizedWeight) for parameter in model.parameters()) == 8
+
+
+class Named(nn.Module):
+    """A model that says which of its layers is the head, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.embed_out = nn.Linear(16, 16), nn.Linear(16, 64)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.embed_out
+
+
+def test_a_head_by_another_name_stays_plain_too() -> None:
+    assert list(quantize_(Named(), "int8").left) == ["embed_out"]
+    assert not quantize_(Named(), "int8", skip=()).left
 
 
 def tiny(**settings: object) -> GPT:
