@@ -32,7 +32,7 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> list[str]:
     lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
-    return [command for line in lines if (command := re.sub(r"\s+#.*", "", line).strip())]
+    return [command for line in lines if (command := re.sub(r"(^|\s+)#.*", "", line).strip())]
 
 
 def run(command: str | list[str], folder: Path) -> None:
