@@ -81,10 +81,10 @@ class WeightFormat:
             scales = _at_least_normal(groups.abs().amax(dim=-1) / ((high - low) / 2), weight.dtype)
         shares = (groups * (1.0 / scales.float()).unsqueeze(-1)).flatten(-2)
         if self.codes == "fp8":
-            return shares.clamp(low, high).to(FP8), scales
-        rounded = (shares.round() if noise is None else (shares + noise).floor()).clamp(low, high)
+            return shares.clamp_(low, high).to(FP8), scales
+        rounded = (shares.round_() if noise is None else shares.add_(noise).floor_()).clamp_(low, high)
         if self.codes == "int4":
-            nibbles = (rounded + 8).to(torch.uint8)
+            nibbles = rounded.add_(8).to(torch.uint8)
             return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scales
         return rounded.to(torch.int8), scales
 
@@ -112,8 +112,8 @@ class WeightFormat:
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The weight, in the dtype of the scales."""
         numbers = self.whole(codes, scales.dtype)
-        weight: Tensor = (numbers.unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)).flatten(-2)
-        return weight
+        numbers.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.unsqueeze(-1))
+        return numbers
 
 
 FORMATS = {

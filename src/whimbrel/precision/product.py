@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from whimbrel.precision.formats import WeightFormat, code_tokens
 
-__all__ = ["linear"]
+__all__ = ["linear", "transposed"]
 
 LEAST_ROWS = 32
 """CUDA's product of int8 matrices wants more than 16 rows."""
@@ -27,6 +27,13 @@ def linear(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat, bias: T
             x = ((rounded.float() - zeros) * factors).to(x.dtype)
         return F.linear(x, form.decode(codes, scales).to(x.dtype), bias)
     return y if bias is None else y + bias
+
+
+def transposed(y: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
+    """`y @ weight`, the way back: nothing is rounded."""
+    if form.group is None:  # one factor a row: before the sum, so that the weight need not be scaled
+        return (y * scales.to(y.dtype).flatten()) @ form.whole(codes, y.dtype)
+    return y @ form.decode(codes, scales).to(y.dtype)
 
 
 def _both_coded(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:

@@ -183,7 +183,7 @@ class _Linear(torch.autograd.Function):
         x, codes, scales = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
         rows = grad_y.reshape(-1, grad_y.shape[-1])
-        grad_x = grad_y @ ctx.format.decode(codes, scales).to(grad_y.dtype) if for_x else None
+        grad_x = product.transposed(grad_y, codes, scales, ctx.format) if for_x else None
         grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(scales.dtype) if for_weight else None
         return grad_x, grad_weight, rows.sum(dim=0) if for_bias else None
 
