@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -101,3 +105,16 @@ def logits() -> Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]:
 def directory(tmp_path: Path) -> Path:
     """Where a model may be saved."""
     return tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def torchao() -> Iterator[ModuleType]:
+    """torchao with its parts; what it says of its own kernels, which are not needed here, is not listened to."""
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        package = pytest.importorskip("torchao", reason="needs the package 'torchao': pip install 'whimbrel[lowbit]'")
+        for part in ("float8", "optim", "quantization", "quantization.granularity", "quantization.qat"):
+            importlib.import_module(f"torchao.{part}")
+        yield package
+    logging.disable(logging.NOTSET)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
-import warnings
 from types import ModuleType
 
 import pytest
@@ -12,20 +9,6 @@ import torch
 from torch import nn
 
 from whimbrel.precision import QuantizedWeight, quantize_
-
-
-@pytest.fixture(scope="module")
-def torchao() -> ModuleType:
-    """What it says while it is imported is of its own kernels, which are not needed."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pytest.importorskip("torchao", reason="needs the package 'torchao'")
-            importlib.import_module("torchao.quantization.granularity")
-            return importlib.import_module("torchao.quantization")
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def net() -> nn.Sequential:
@@ -48,16 +31,25 @@ def configs(ao: ModuleType) -> dict[str, object]:
     }
 
 
+def both(ao: ModuleType, name: str) -> tuple[nn.Module, nn.Module]:
+    """The same model, quantised by us and by them."""
+    ours, theirs = net(), net()
+    taken = quantize_(ours, name, skip=()).taken
+    assert taken
+    ao.quantize_(theirs, configs(ao)[name], filter_fn=lambda _, path: path in taken)
+    return ours, theirs
+
+
 @pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4", "int8-dynamic-act-int4-weight"])
-@pytest.mark.filterwarnings("ignore")
 def test_codes_and_scales_are_the_same_bits(torchao: ModuleType, name: str) -> None:
     ours, theirs = net(), net()
     choice = quantize_(ours, name, skip=())
     assert choice.taken
-    torchao.quantize_(theirs, configs(torchao)[name], filter_fn=lambda _, path: path in choice.taken)
+    torchao.quantization.quantize_(
+        theirs, configs(torchao.quantization)[name], filter_fn=lambda _, path: path in choice.taken
+    )
     for path, linear in choice.taken.items():
         weight, other = linear.weight, theirs.get_submodule(path).weight
-        assert isinstance(weight, QuantizedWeight)
         codes = weight.format.whole(weight.codes, torch.int8)
         assert torch.equal(codes, other.qdata), path
         scales, own = other.scale.reshape(weight.scales.shape), weight.dequantize().any(dim=-1)
@@ -66,22 +58,20 @@ def test_codes_and_scales_are_the_same_bits(torchao: ModuleType, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["int4", "int8-dynamic-act-int4-weight"])
-@pytest.mark.filterwarnings("ignore")
 def test_outputs_are_the_same_bits(torchao: ModuleType, name: str) -> None:
-    ours, theirs = net(), net()
-    choice = quantize_(ours, name, skip=())
-    torchao.quantize_(theirs, configs(torchao)[name], filter_fn=lambda _, path: path in choice.taken)
+    ours, theirs = both(torchao.quantization, name)
+        theirs, configs(torchao.quantization)[name], filter_fn=lambda _, path: path in choice.taken
+    )
     x = torch.randn(3, 7, 256, generator=torch.Generator().manual_seed(1)) + 0.3
     with torch.no_grad():
         assert torch.equal(ours(x), theirs(x))
 
 
 @pytest.mark.parametrize("name", ["int8", "int8-dynamic"])
-@pytest.mark.filterwarnings("ignore")
 def test_outputs_are_close(torchao: ModuleType, name: str) -> None:
-    ours, theirs = net(), net()
-    choice = quantize_(ours, name, skip=())
-    torchao.quantize_(theirs, configs(torchao)[name], filter_fn=lambda _, path: path in choice.taken)
+    ours, theirs = both(torchao.quantization, name)
+        theirs, configs(torchao.quantization)[name], filter_fn=lambda _, path: path in choice.taken
+    )
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         mine, other = ours(x), theirs(x)

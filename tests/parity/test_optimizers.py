@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -18,18 +16,6 @@ from whimbrel.optim import AdamW8bit, Composed, Fira
 
 def random(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(scope="module")
-def torchao_optim() -> ModuleType:
-    """What it says while it is imported is of its own kernels, which are not needed."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return pytest.importorskip("torchao.optim", reason="needs the package 'torchao'")
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +53,14 @@ class NextLetter:
         return torch.cat(moved), float(unseen)
 
 
-def test_adamw8bit_beside_torchao(torchao_optim: ModuleType, shakespeare: str) -> None:
+def test_adamw8bit_beside_torchao(torchao: ModuleType, shakespeare: str) -> None:
     """Both stay near AdamW in fp32 on a text, ours as near as theirs at least; it is theirs in eager mode."""
     text, steps = shakespeare[:40_000], 100
     settings: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.01}
     exact, loss = NextLetter(text).train(lambda params: torch.optim.AdamW(params, **settings), steps)
     ours, our_loss = NextLetter(text).train(lambda params: AdamW8bit(params, **settings), steps)
     with torch.compiler.set_stance("force_eager"):
-        theirs, their_loss = NextLetter(text).train(lambda params: torchao_optim.AdamW8bit(params, **settings), steps)
+        theirs, their_loss = NextLetter(text).train(lambda params: torchao.optim.AdamW8bit(params, **settings), steps)
     our_distance, their_distance = (float((moved - exact).norm() / exact.norm()) for moved in (ours, theirs))
     assert loss < 2.7
     assert abs(our_loss - loss) < 0.02

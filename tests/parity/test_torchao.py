@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -18,13 +15,8 @@ from whimbrel.precision import FORMATS, RECIPES, QuantizedWeight, finalize, prep
 
 
 @pytest.fixture(scope="module")
-def ao() -> Iterator[ModuleType]:
-    """What it says of its own kernels and modules, which are not needed here, is not listened to."""
-    logging.disable(logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield pytest.importorskip("torchao.quantization", reason="needs the package 'torchao'")
-    logging.disable(logging.NOTSET)
+def ao(torchao: ModuleType) -> Any:
+    return torchao.quantization
 
 
 def theirs(ao: ModuleType, name: str) -> Any:
