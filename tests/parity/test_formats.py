@@ -42,14 +42,10 @@ def both(ao: ModuleType, name: str) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4", "int8-dynamic-act-int4-weight"])
 def test_codes_and_scales_are_the_same_bits(torchao: ModuleType, name: str) -> None:
-    ours, theirs = net(), net()
-    choice = quantize_(ours, name, skip=())
-    assert choice.taken
-    torchao.quantization.quantize_(
-        theirs, configs(torchao.quantization)[name], filter_fn=lambda _, path: path in choice.taken
-    )
-    for path, linear in choice.taken.items():
-        weight, other = linear.weight, theirs.get_submodule(path).weight
+    ours, theirs = both(torchao.quantization, name)
+    weights = {path: weight for path, weight in ours.named_parameters() if isinstance(weight, QuantizedWeight)}
+    for path, weight in weights.items():
+        other = theirs.get_parameter(path)
         codes = weight.format.whole(weight.codes, torch.int8)
         assert torch.equal(codes, other.qdata), path
         scales, own = other.scale.reshape(weight.scales.shape), weight.dequantize().any(dim=-1)
@@ -60,8 +56,6 @@ def test_codes_and_scales_are_the_same_bits(torchao: ModuleType, name: str) -> N
 @pytest.mark.parametrize("name", ["int4", "int8-dynamic-act-int4-weight"])
 def test_outputs_are_the_same_bits(torchao: ModuleType, name: str) -> None:
     ours, theirs = both(torchao.quantization, name)
-        theirs, configs(torchao.quantization)[name], filter_fn=lambda _, path: path in choice.taken
-    )
     x = torch.randn(3, 7, 256, generator=torch.Generator().manual_seed(1)) + 0.3
     with torch.no_grad():
         assert torch.equal(ours(x), theirs(x))
@@ -70,8 +64,6 @@ def test_outputs_are_the_same_bits(torchao: ModuleType, name: str) -> None:
 @pytest.mark.parametrize("name", ["int8", "int8-dynamic"])
 def test_outputs_are_close(torchao: ModuleType, name: str) -> None:
     ours, theirs = both(torchao.quantization, name)
-        theirs, configs(torchao.quantization)[name], filter_fn=lambda _, path: path in choice.taken
-    )
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         mine, other = ours(x), theirs(x)
