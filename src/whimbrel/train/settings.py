@@ -130,7 +130,8 @@ class TrainConfig:
         """A linear layer can be but one thing besides a plain one."""
         names = ("fp8_recipe", "qat_recipe", "weights", "projected_linears")
         given = [f"train.{name} = {getattr(self, name)}" for name in names if getattr(self, name)]
-        if len(given) > 1:
+        alike = self.weights is not None and self.projected_linears  # a linear that projects may have such a weight
+        if len(given) > (2 if alike else 1):
             raise ConfigError(f"{' and '.join(given)} each make linear layers something else: give one")
         if self.fp8_recipe is None:
             check_unused("train", self, ("fp8_dim_alignment",), "train.fp8_recipe")

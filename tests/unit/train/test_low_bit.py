@@ -209,8 +209,8 @@ def test_recipes_go_with_what_else_a_run_does(
             "train.fp8_recipe = rowwise and train.weights = int8",
         ),
         (
-            {"train__weights": "int8", "train__projected_linears": True, "train__optimizer_in_backward": True},
-            "train.weights = int8 and train.projected_linears = True each make",
+            {"train__fp8_recipe": "rowwise", "train__projected_linears": True, "train__optimizer_in_backward": True},
+            "train.fp8_recipe = rowwise and train.projected_linears = True each make",
         ),
         ({"train__weights": "int4"}, "train.weights = 'int4' is not one of int8"),
         (

@@ -51,10 +51,13 @@ def test_accumulated_it_trains_alike(make_run: MakeRun, tmp_path: Path, linears:
     assert losses(make_run(**settings, output_dir=tmp_path / "b")) == pytest.approx(plain, abs=1e-4)
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("linears", [False, True])
-def test_it_resumes_bit_for_bit(make_run: MakeRun, tmp_path: Path, linears: bool) -> None:
+def test_it_resumes_bit_for_bit(make_run: MakeRun, tmp_path: Path, linears: bool, weights: str | None) -> None:
     settings = {**WARM, "train__optimizer_in_backward": True, "train__projected_linears": linears}
+    settings["train__weights"] = weights
     whole = losses(make_run(**settings))
+    assert whole[-1] < whole[0]
     config = make_run(**settings, output_dir=tmp_path / "b")
     assert losses(config, stop_after=3) + losses(config) == whole
 
