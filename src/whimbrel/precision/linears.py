@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -27,12 +27,17 @@ class Choice:
 
 
 def choose_linears(
-    model: nn.Module, what: str, unfit: Callable[[nn.Linear], str | None], *, skip: Iterable[str] = HEAD
+    model: nn.Module,
+    what: str,
+    unfit: Callable[[nn.Linear], str | None],
+    *,
+    skip: Iterable[str] = HEAD,
+    only: Collection[str] | None = None,
 ) -> Choice:
     """The linear layers for `what`, a recipe; says once which were left out. None at all is an error.
 
-    `skip` names layers by the end of their name; lm_head is also what a Hugging Face model calls its own. One whose
-    weight is an embedding's too is never taken.
+    `skip` names layers by the end of their name; lm_head is also what a Hugging Face model calls its own. `only`
+    names, in full, those that may be taken. One whose weight is an embedding's too is never taken.
     """
     named = getattr(model, "get_output_embeddings", None)
     head = None if named is None else named()
@@ -46,6 +51,8 @@ def choose_linears(
             left[name] = "its weight is the embedding's too"
         elif any(name == end or name.endswith(f".{end}") for end in ends) or (module is head and HEAD[0] in ends):
             left[name] = "it is left out by its name"
+        elif only is not None and name not in only:
+            left[name] = "it was not trained for it"
         elif (reason := unfit(module)) is not None:
             left[name] = reason
         else:

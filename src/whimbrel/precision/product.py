@@ -18,7 +18,7 @@ def linear(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat, bias: T
     """The product, in the dtype of `x`. Tokens are rounded first where the format says so."""
     if form.activations in ("int8", "fp8"):
         y = _both_coded(x, codes, scales, form)
-    elif form.activations is None and form.group is None:
+    elif form.activations is None and _scales_apart(form, x):
         y = F.linear(x, form.whole(codes, x.dtype)) * scales.to(x.dtype).flatten()  # one factor a row: after the sum
     else:
         if form.activations is not None:
@@ -31,9 +31,14 @@ def linear(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat, bias: T
 
 def transposed(y: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
     """`y @ weight`, the way back: nothing is rounded."""
-    if form.group is None:  # one factor a row: before the sum, so that the weight need not be scaled
+    if _scales_apart(form, y):  # one factor a row: before the sum, so that the weight need not be scaled
         return (y * scales.to(y.dtype).flatten()) @ form.whole(codes, y.dtype)
     return y @ form.decode(codes, scales).to(y.dtype)
+
+
+def _scales_apart(form: WeightFormat, x: Tensor) -> bool:
+    """Whether codes can be multiplied as they are. In fp16 sums of them overflow, and gradients times scales vanish."""
+    return form.group is None and x.dtype != torch.float16
 
 
 def _both_coded(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
@@ -46,8 +51,9 @@ def _both_coded(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat) ->
             tokens, codes.t(), scale_a=factors, scale_b=scales.float().t().contiguous(), out_dtype=torch.bfloat16
         )
     else:
-        sums = F.linear(tokens.float(), codes.float()) * factors * scales.float().flatten()
-    return sums.to(x.dtype).reshape(*x.shape[:-1], -1)
+        with torch.autocast(x.device.type, enabled=False):
+            sums = F.linear(tokens.float(), codes.float()) * factors * scales.float().flatten()
+    return sums.to(x.dtype).reshape(*x.shape[:-1], len(codes))
 
 
 def _int8_sums(tokens: Tensor, codes: Tensor) -> Tensor:

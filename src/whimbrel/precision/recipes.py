@@ -168,7 +168,8 @@ def prepare(
 def finalize(model: nn.Module, recipe: str | Recipe, *, skip: Iterable[str] | None = None) -> nn.Module:
     """Make the model what the recipe ends as: plain linears, or linears with quantised weights.
 
-    One that was trained with fake-quantised linears has those quantised; a plain one, all but those in `skip`.
+    One that was trained with fake-quantised linears has those quantised; a plain one, all but the recipe's `skip`.
+    That given replaces either.
     """
     recipe = find_recipe(recipe)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -176,10 +177,10 @@ def finalize(model: nn.Module, recipe: str | Recipe, *, skip: Iterable[str] | No
     _put(model, {linears[name]: ao.plain_linear(linears[name]) for name in stand_ins})
     if recipe.finalize is None or _has(model, recipe.finalize):
         return model
-    if stand_ins:
-        skip = linears.keys() - stand_ins
+    if skip is None:
+        skip = () if stand_ins else recipe.skip
     _emulates(recipe, next(iter(model.parameters())).device)
-    quantize_(model, recipe.finalize, skip=recipe.skip if skip is None else skip)
+    quantize_(model, recipe.finalize, skip=skip, only=stand_ins or None)
     return model
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from whimbrel.precision.formats import WeightFormat, weight_format
 from whimbrel.precision.linears import HEAD, Choice, choose_linears
 from whimbrel.precision.weight import QuantizedWeight
 
-__all__ = ["dequantize_", "load_state", "materialise_", "quantize_", "swap_on_conversion"]
+__all__ = ["dequantize_", "keep_kind", "load_state", "materialise_", "quantize_", "swap_on_conversion"]
 
 
 @contextlib.contextmanager
@@ -57,12 +57,18 @@ def load_state(model: nn.Module, state: Mapping[str, Any], *, assign: bool = Fal
 
 @torch.no_grad()
 def quantize_(
-    model: nn.Module, form: str | WeightFormat, *, skip: Iterable[str] = HEAD, trainable: bool = False
+    model: nn.Module,
+    form: str | WeightFormat,
+    *,
+    skip: Iterable[str] = HEAD,
+    only: Collection[str] | None = None,
+    trainable: bool = False,
 ) -> Choice:
     """Store the weights of linear layers in a format, in place; says which were taken and why others were not.
 
     Whoever holds one of the parameters (optimizer, mean of weights, tied module) holds the quantised one afterwards.
-    `trainable` is for formats whose weights an optimizer is to move, by rounding up or down by chance.
+    `trainable` is for formats whose weights an optimizer is to move, by rounding up or down by chance;
+    what was frozen stays frozen. `only` names, in full, the layers that may be taken.
     """
     form = weight_format(form)
     if trainable and form.codes != "int8":
@@ -71,13 +77,16 @@ def quantize_(
         raise PrecisionError(
             f"this {type(model).__name__} is quantised already: load it plain, or dequantize_ it first"
         )
-    choice = choose_linears(model, f"weights = {form.name}", lambda linear: form.unfit(linear.weight.shape), skip=skip)
+    choice = choose_linears(
+        model, f"weights = {form.name}", lambda linear: form.unfit(linear.weight.shape), skip=skip, only=only
+    )
     for name, linear in choice.taken.items():
         _check_free(linear.weight, name)
     for name, linear in choice.taken.items():
         if not isinstance(linear.weight, QuantizedWeight):  # else it is that of another layer too
-            _swap(linear.weight, name, _parameter(QuantizedWeight.quantize(linear.weight, form), trainable))
-        linear.register_load_state_dict_pre_hook(_keep_kind)
+            moved = trainable and linear.weight.requires_grad
+            _swap(linear.weight, name, _parameter(QuantizedWeight.quantize(linear.weight, form), moved))
+        keep_kind(linear)
     return choice
 
 
@@ -131,19 +140,23 @@ def _hindrance(error: BaseException | None) -> str | None:
     return None
 
 
-def _keep_kind(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def keep_kind(module: nn.Module) -> None:
+    """See to it that `load_state_dict(..., assign=True)`, too, leaves the weight of a layer quantised."""
+    module.register_load_state_dict_pre_hook(_keep_kind)
+
+
+def _keep_kind(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
     """Quantise what arrives plain, before torch looks at it: with `assign=True` it would take the place of ours.
 
-    The dict is torch's own copy, so whoever called keeps theirs.
+    The dict is torch's own copy, so whoever called keeps theirs. Without `assign` it is copied into ours, which do it.
     """
     own, key = module.weight, prefix + "weight"
     arriving = state_dict.get(key)
     if not isinstance(own, QuantizedWeight) or not isinstance(arriving, Tensor) or arriving.shape != own.shape:
         return
-    if isinstance(arriving, QuantizedWeight):
-        if arriving.format == own.format:
-            return
-        arriving = arriving.dequantize()
     if not arriving.is_floating_point():
         raise PrecisionError(f"'{key}' arrives as {arriving.dtype}: give a checkpoint with weights of a float dtype")
-    state_dict[key] = QuantizedWeight.quantize(arriving, own.format)
+    if metadata.get("assign_to_params_buffers"):
+        state_dict[key] = own.module_load(arriving, assign=True)  # type: ignore[no-untyped-call]

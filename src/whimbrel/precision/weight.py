@@ -76,6 +76,34 @@ class QuantizedWeight(Tensor):
         self.scales.copy_(scales)
         return self
 
+    def alike(self, numbers: Tensor) -> QuantizedWeight:
+        """A plain matrix of this shape in the same format, and turned as this is."""
+        if not self.turned:
+            return type(self).quantize(numbers, self.format)
+        return type(self)(*self.format.encode(numbers.t()), self.format, turned=True)
+
+    def share_memory_(self) -> QuantizedWeight:
+        """Let other processes see both parts."""
+        self.codes.share_memory_()
+        self.scales.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether they do."""
+        return bool(self.codes.is_shared() and self.scales.is_shared())
+
+    @property
+    def data(self) -> Tensor:
+        """The same codes, outside of any graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _other: Tensor) -> None:
+        raise PrecisionError(
+            f"the data of a weight of {self.format.name} codes cannot be set, as torch would leave the codes: copy_ "
+            "into it, or swap it (torch.utils.swap_tensors)"
+        )
+
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """What it takes, which is less than its dtype says."""
@@ -118,13 +146,15 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """One operation of the table."""
-        handler = OPERATIONS.get(func)
-        if handler is None:
-            raise PrecisionError(
-                f"{func} is not among the operations of a quantised weight: call its dequantize() first"
-            )
-        return handler(func, *args, **(kwargs or {}))
+        """One operation of the table, or one that consists of such, as inference mode hands them over."""
+        handler: Handler = OPERATIONS.get(func, _composed)
+        settings = kwargs or {}
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if torch.is_inference_mode_enabled() and not any(tensor.is_inference() for tensor in tensors):
+            # it did not make them, so that views of them are none of its tensors either
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return handler(func, *args, **settings)
+        return handler(func, *args, **settings)
 
 
 torch.serialization.add_safe_globals([QuantizedWeight, WeightFormat])
@@ -141,6 +171,14 @@ def _check(codes: Tensor, scales: Tensor, form: WeightFormat) -> None:
         )
 
 
+def _composed(func: Any, *args: Any, **settings: Any) -> Any:
+    """What an operation outside of the table consists of, or no."""
+    made = func.decompose(*args, **settings)
+    if made is NotImplemented:
+        raise PrecisionError(f"{func} is not among the operations of a quantised weight: call its dequantize() first")
+    return made
+
+
 def _plain(x: Any) -> Any:
     return x.dequantize() if isinstance(x, QuantizedWeight) else x
 
@@ -154,10 +192,9 @@ def _like(weight: QuantizedWeight, change: Callable[[Tensor], Tensor]) -> Quanti
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, QuantizedWeight) or weight.turned:
-        return F.linear(_plain(x), _plain(weight), _plain(bias))
-    if isinstance(x, QuantizedWeight):
-        x = x.dequantize()
+    if not isinstance(weight, QuantizedWeight) or weight.turned or isinstance(x, QuantizedWeight):
+        y = x @ weight.t()  # by the table, above which torch keeps account of gradients
+        return y if bias is None else y + bias.to(y.dtype)
     device = x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -208,7 +245,7 @@ def _linear_operation(_func: Any, x: Tensor, weight: Tensor, bias: Tensor | None
 def _to_copy(_func: Any, weight: QuantizedWeight, **changes: Any) -> QuantizedWeight:
     """Move codes and scales; another dtype is that of the scales."""
     dtype = changes.pop("dtype", None) or weight.dtype
-    if not dtype.is_floating_point:
+    if not dtype.is_floating_point or dtype.itemsize < 2:
         raise PrecisionError(
             f"a weight of {weight.format.name} codes cannot become {dtype}: convert to a float dtype, or call its "
             "dequantize() first"
@@ -318,9 +355,9 @@ def _module_load(self: Tensor, other: Tensor, assign: bool = False) -> Tensor:
         return _plain(other).detach() if assign else self.copy_(other).detach()
     if not assign:
         return self.copy_(other).detach()
-    if isinstance(other, QuantizedWeight) and other.format == self.format:
+    if isinstance(other, QuantizedWeight) and (other.format, other.turned) == (self.format, self.turned):
         return other.detach()
-    return QuantizedWeight.quantize(_plain(other), self.format)
+    return self.alike(_plain(other))
 
 
 for _operations, _handler in (

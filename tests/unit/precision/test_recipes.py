@@ -342,6 +342,20 @@ def test_the_table_is_whole() -> None:
 
 
 @needs_torchao
+def test_what_was_trained_is_quantised_whatever_its_namesakes_are() -> None:
+    """`proj` is left out by its shape, and is how `inner.proj` ends."""
+    net = nn.Sequential()
+    net.proj, net.inner, net.rest = nn.Linear(100, 128), nn.Sequential(), nn.Linear(128, 128)
+    net.inner.proj = nn.Linear(128, 128)
+    assert set(prepare(net, "int4-weight-only", skip=("rest",)).taken) == {"inner.proj"}
+    finalize(net, "int4-weight-only")
+    kinds = {
+        name: isinstance(net.get_submodule(name).weight, QuantizedWeight) for name in ("proj", "inner.proj", "rest")
+    }
+    assert kinds == {"proj": False, "inner.proj": True, "rest": False}
+
+
+@needs_torchao
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # both come from torch, as it traces
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["tensorwise", "int4-weight-only"])

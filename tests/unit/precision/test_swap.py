@@ -133,6 +133,29 @@ def test_a_copy_of_a_module_keeps_its_kind_too() -> None:
     assert holds(model, net(), "int8")
 
 
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+def test_what_arrives_in_another_dtype_is_rounded_once(swapping: bool, own: torch.dtype) -> None:
+    """Codes belong to the scales that are kept, not to those that another dtype would have."""
+    source, model = net().to(torch.bfloat16 if own == torch.float32 else torch.float32), quantized().to(own)
+    model.load_state_dict(source.state_dict())
+    assert model[0].weight.dtype == own
+    assert torch.equal(model[0].weight, QuantizedWeight.quantize(source[0].weight.to(own), "int8"))
+
+
+def test_a_transpose_is_loaded_as_one() -> None:
+    weight, numbers = QuantizedWeight.quantize(torch.randn(32, 128), "int4").t(), torch.randn(128, 32)
+    loaded = weight.module_load(numbers, assign=True)
+    assert loaded.turned
+    assert torch.equal(loaded.t(), QuantizedWeight.quantize(numbers.t(), "int4"))
+
+
+def test_what_is_frozen_stays_frozen() -> None:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    quantize_(model, "int8", trainable=True)
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False, True, True, True]
+
+
 def test_shapes_that_differ_are_torchs_to_tell() -> None:
     wrong = net().state_dict() | {"0.weight": torch.ones(128, 32)}
     with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight.*128, 32"):

@@ -73,7 +73,7 @@ def test_to_empty_and_meta_keep_the_layout(name: str) -> None:
     assert linear(drawn(2, 256)).shape == (2, 64)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.int64, torch.float8_e4m3fn])
 @pytest.mark.filterwarnings("ignore:Complex modules:UserWarning")
 def test_other_casts_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(PrecisionError, match=rf"int8 codes cannot become {dtype}.*dequantize"):
@@ -141,6 +141,61 @@ def test_gradients_are_those_of_the_plain_product(name: str) -> None:
     assert torch.allclose(x.grad, other.grad, atol=1e-5)
     assert linear.weight.grad is None
     assert torch.allclose(linear.bias.grad, 2 * drawn(4, 64, seed=3).sum(0), atol=1e-5)  # of both
+
+
+def test_gradients_of_a_weight_wherever_it_stands_in_a_product() -> None:
+    """Also of its transpose, or as what is multiplied; over several uses and several calls of backward."""
+    weight, x, y = nn.Parameter(made("int8")), drawn(3, 64, seed=1), drawn(5, 256, seed=2)
+    plain = weight.dequantize().clone().requires_grad_()
+    for own in (weight, plain):
+        for _ in range(2):
+            loss = (F.linear(x, own.t()) * drawn(3, 256, seed=3)).sum() + (F.linear(own, y) * drawn(64, 5)).sum()
+            loss = loss + F.linear(y, own).square().sum() + (x @ own).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+    assert torch.allclose(weight.grad, plain.grad, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_products_of_half_precision_do_not_overflow(name: str) -> None:
+    """Codes are up to 127 times as large as the weight that they stand for."""
+    linear = layer(name).half()
+    x = 40 * linear.weight.dequantize().sign()
+    y = F.linear(x.float(), linear.weight.dequantize().float(), linear.bias.float())
+    with torch.autocast("cpu", dtype=torch.float16):
+        cast = linear.float()(x.float())
+    for product in (linear.half()(x), cast):
+        assert product.dtype == torch.float16
+        assert torch.allclose(product.float(), y, rtol=0.05, atol=0.5)
+    other = x.clone().requires_grad_()
+    linear(other).backward(torch.full((64, 64), 3e-5, dtype=torch.float16))  # times a scale, that is zero in fp16
+    small = 3e-5 * linear.weight.dequantize().float().sum(dim=0)
+    assert torch.allclose(other.grad.float(), small.expand_as(other.grad), rtol=0.05, atol=2e-6)
+
+
+@every_format
+def test_a_batch_may_be_empty(name: str) -> None:
+    assert layer(name)(drawn(2, 0, 256)).shape == (2, 0, 64)
+
+
+@every_format
+def test_inference_mode_changes_nothing(name: str) -> None:
+    linear, x = layer(name), drawn(4, 256)
+    with torch.no_grad():
+        y = linear(x)
+    with torch.inference_mode():
+        own = layer(name)  # made in it
+        for weight in (linear.weight, own.weight):
+            assert torch.equal(F.linear(x, weight, linear.bias), y)
+            assert torch.allclose(x @ weight.t() + linear.bias, y, atol=1e-4)
+            assert torch.allclose(x[None] @ weight.mT + linear.bias, y, atol=1e-4)
+            assert torch.equal(weight[8:16].dequantize(), weight.dequantize()[8:16])
+            assert [part.shape for part in weight.chunk(4)] == [(16, 256)] * 4
+            assert weight.to(torch.bfloat16).scales.dtype == torch.bfloat16
+            assert weight.copy_(drawn(64, 256) * 0.1) is weight
+            with pytest.raises(PrecisionError, match="aten.abs.default is not among"):
+                weight.abs()
+        assert linear.bfloat16().weight.dtype == torch.bfloat16
 
 
 @every_format
@@ -227,6 +282,21 @@ def test_saved_and_loaded_without_pickled_code(name: str) -> None:
     loaded = torch.load(file, weights_only=True)
     assert torch.equal(loaded["weight"], weight)
     assert loaded["weight"].format == FORMATS[name]
+
+
+def test_data_is_not_set_to_no_effect() -> None:
+    linear = layer("int8")
+    linear.weight.data.copy_(torch.ones(64, 256))
+    assert torch.allclose(linear.weight.dequantize(), torch.ones(64, 256), rtol=0.01)
+    with pytest.raises(PrecisionError, match="the data of a weight of int8 codes cannot be set.*copy_"):
+        linear.weight.data = torch.zeros(64, 256)
+
+
+def test_parts_are_shared_with_other_processes() -> None:
+    linear = layer("int4").share_memory()
+    assert linear.weight.is_shared()
+    assert all(part.is_shared() for part in parts(linear.weight))
+    assert not made("int4").is_shared()
 
 
 def test_bytes_are_those_of_codes_and_scales() -> None:
