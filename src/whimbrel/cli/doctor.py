@@ -22,8 +22,10 @@ __all__ = ["doctor"]
 
 TORCH_FLOOR, TORCH_CEILING = (2, 11), (2, 14)
 EXTRAS = {  # the extras of pyproject.toml that a user may want: the package each brings and what it is for
+    "gguf": ("gguf", "write GGUF files for llama.cpp"),
     "hf": ("transformers", "open saved models in transformers"),
     "hub": ("datasets", "prepare FineWeb and other hub datasets by name"),
+    "lowbit": ("torchao", "train in fp8, or for 4-bit weights (QAT)"),
     "plot": ("matplotlib", "draw loss curves"),
     "ray": ("ray", "prepare data on a cluster"),
     "tensorboard": ("tensorboard", "write curves for TensorBoard"),
