@@ -17,6 +17,7 @@ from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
 from whimbrel.config import build, to_table
 from whimbrel.models import GPT, IGNORE_INDEX, GPTConfig
 from whimbrel.precision import QuantizedWeight, WeightFormat
+from whimbrel.precision.swap import keep_kind
 
 try:
     from transformers import (
@@ -169,6 +170,13 @@ class WhimbrelQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> list[WeightConverter]:
         """Two stored tensors to one parameter."""
         return [WeightConverter([f"weight{CODES}", f"weight{SCALES}"], "weight", [_Join(self)])]
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        """Layers that are quantised stay so, whatever is loaded into them later."""
+        for module in model.modules():
+            if isinstance(getattr(module, "weight", None), QuantizedWeight):
+                keep_kind(module)
+        return model
 
     def is_serializable(self) -> bool:
         """No: the directory that was opened is what there is to keep."""

@@ -64,6 +64,19 @@ def test_a_dtype_is_that_of_scales_and_never_of_codes(plain, directory, form):
     assert theirs.get_input_embeddings().weight.dtype == torch.bfloat16
 
 
+def test_a_plain_state_leaves_their_layers_quantised(plain, directory):
+    """Also where torch would put what arrives in the place of the weight; of GPT-2's layers it is the transpose."""
+    save_model(load_model(plain, weights="int8"), directory)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    before = {name: weight for name, weight in theirs.named_parameters() if type(weight) is QuantizedWeight}
+    state = transformers.AutoModelForCausalLM.from_pretrained(plain).state_dict()
+    theirs.load_state_dict(state, assign=True)
+    after = dict(theirs.named_parameters())
+    assert before
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert all(type(after[name]) is QuantizedWeight for name in before)
+
+
 def test_what_cannot_be_is_refused(plain, directory):
     save_model(load_model(plain, weights="int8"), directory)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
