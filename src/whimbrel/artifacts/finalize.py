@@ -53,7 +53,10 @@ def finalize_model(
         raise ConfigError(f"{directory} is a file: finalize takes a run, a checkpoint or a model directory")
     held = describe(directory).form
     if chosen is not None and held not in (None, chosen.finalize):
-        raise ConfigError(f"{directory} holds {held.name} weights: quantise the plain model that they were made from")
+        raise ConfigError(
+            f"{directory} holds {held.name} weights: quantise the plain model that they were made from, or what "
+            "`whimbrel export` makes of them"
+        )
     with atomic_directory(out) as folder:
         model = load_model(directory, device=device)
         before = _weights(directory, model, measure)

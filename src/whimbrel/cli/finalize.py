@@ -73,7 +73,7 @@ def finalize(
         recipe=recipe,
         dtype={None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype],
         device=choose_device(device),
-        chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
+        chat_template=None if chat_template is None else _template(chat_template),
         generation=generation,
         settings=_told(settings),
         measure=_measure(directory, settings, data, tokens),
@@ -96,6 +96,12 @@ def _recipe(asked: str | None, trained: str | None, *, despite_qat: bool) -> str
             "pass --despite-qat too"
         )
     return asked
+
+
+def _template(file: Path) -> str:
+    if not file.is_file():
+        raise ConfigError(f"no chat template at {file}: give a Jinja file, as chat_template.jinja is")
+    return file.read_text(encoding="utf-8")
 
 
 def _generation(

@@ -33,13 +33,14 @@ def memory(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Predict the memory of a training step, with the run's optimizer and with every other.
+    """Predict the memory of a training step, with the run's optimizer and with every other that moves such weights.
 
     A step is walked through on tensors that have shapes alone: neither the device nor its memory is needed, and any
     setting of the file can be tried as --section.name=value.
     """
     from whimbrel.base.errors import ConfigError
     from whimbrel.config import nearest
+    from whimbrel.optim.config import PLAIN_ALONE
     from whimbrel.train import load_run_config
     from whimbrel.train.memory import optimizer_names, predict_memory
 
@@ -49,7 +50,8 @@ def memory(
         if name not in optimizer_names():
             raise ConfigError(f"--optimizer {name} is none{nearest(name, optimizer_names())}")
     loaded = load_run_config(config, context.args)
-    others = [name for name in optimizer or optimizer_names() if name != loaded.optim.name]
+    able = [name for name in optimizer_names() if loaded.train.weights is None or name not in PLAIN_ALONE]
+    others = [name for name in optimizer or able if name != loaded.optim.name]
     found = predict_memory(loaded, device, [loaded.optim.name, *others])
     if as_json:
         from dataclasses import asdict

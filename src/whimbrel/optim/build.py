@@ -18,7 +18,7 @@ from whimbrel.base.errors import ConfigError, OptimizerError
 from whimbrel.base.logging import get_logger
 from whimbrel.ops import kernels_of
 from whimbrel.optim.composed import Composed
-from whimbrel.optim.config import LISTENS, GroupConfig, OptimConfig
+from whimbrel.optim.config import LISTENS, PLAIN_ALONE, GroupConfig, OptimConfig
 from whimbrel.optim.galore import GaLore
 from whimbrel.optim.muon import Muon
 from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, QGaLore
@@ -61,10 +61,11 @@ def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter], 
 def _check_codes(config: OptimConfig, parameters: Iterable[RoutedParameter]) -> None:
     """Refuse to move weights that are stored as codes by what would not round them by chance."""
     coded = next((item.name for item in parameters if isinstance(item.parameter, CodedWeight)), None)
-    if coded is not None and config.name in ("galore", "muon"):
+    if coded is not None and config.name in PLAIN_ALONE:
+        others = ", ".join(name for name in OPTIMIZERS if name not in PLAIN_ALONE)
         raise OptimizerError(
-            f"{config.name} moves plain weights, and {coded} is stored as codes: use adamw8bit, galore_warm or another "
-            "of that family, or train plain weights"
+            f"{config.name} moves plain weights, and {coded} is stored as codes: use one of {others}, or train plain "
+            "weights"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import build, check_unused, to_table
 
-__all__ = ["GroupConfig", "LISTENS", "OptimConfig", "ScheduleConfig", "Shape"]
+__all__ = ["GroupConfig", "LISTENS", "OptimConfig", "PLAIN_ALONE", "ScheduleConfig", "Shape"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +150,9 @@ LISTENS: dict[str, tuple[str, ...]] = {
     "muon": ("momentum", "momentum_start", "momentum_warmup"),
 }
 """Settings that only some optimizers have: given to another, they would do nothing."""
+
+PLAIN_ALONE = frozenset({"galore", "muon"})
+"""Optimizers that do not move weights that are stored as codes: they would not round them by chance."""
 
 
 def _either(setting: str) -> str:

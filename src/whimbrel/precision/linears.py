@@ -36,6 +36,7 @@ def choose_linears(
 ) -> Choice:
     """The linear layers for `what`, a recipe; says once which were left out. None at all is an error.
 
+    Each is told with its reason; that some do not fit, which nobody asked for, is a warning.
     `skip` names layers by the end of their name; lm_head is also what a Hugging Face model calls its own. `only`
     names, in full, those that may be taken. One whose weight is an embedding's too is never taken.
     """
@@ -43,7 +44,7 @@ def choose_linears(
     head = None if named is None else named()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     ends = tuple(skip)
-    taken, left = {}, {}
+    taken, left, unfitting = {}, {}, []
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
@@ -55,6 +56,7 @@ def choose_linears(
             left[name] = "it was not trained for it"
         elif (reason := unfit(module)) is not None:
             left[name] = reason
+            unfitting.append(name)
         else:
             taken[name] = module
     for name, reason in left.items():
@@ -62,4 +64,8 @@ def choose_linears(
     if not taken:
         found = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:3]) or "it has no linear layer"
         raise PrecisionError(f"{what} finds no linear layer in this {type(model).__name__} that it can take ({found})")
+    if unfitting:
+        first, count = unfitting[0], len(unfitting)
+        logger.warning("%s leaves %d of %d linear layers plain, first %s: %s", what, count, count + len(taken), first,
+                       left[first])  # fmt: skip
     return Choice(taken, left)

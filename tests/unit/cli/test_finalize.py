@@ -187,7 +187,7 @@ def test_a_qat_run_becomes_what_it_was_trained_for(qat, work, capsys):
         (("--checkpoint", "5"), "checkpoint = 5 is not latest, best or a step that .* has: it has 2, 4, 6"),
         (("--checkpoint", "first"), "checkpoint = first is not latest, best or a step"),
         (("--temperature", "-1"), "temperature = -1.0 must be 0"),
-        (("--chat-template", "nowhere.jinja"), "No such file"),
+        (("--chat-template", "nowhere.jinja"), "no chat template at nowhere.jinja"),
         (("--generation-config", "nowhere.json"), "no generation settings at nowhere.json"),
         (("--data", "nowhere.txt"), "no source nowhere.txt"),
     ],

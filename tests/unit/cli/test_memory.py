@@ -63,6 +63,11 @@ def test_every_optimizer_side_by_side_and_the_runs_own_first(recipe: str, capsys
     assert not Path("run").exists()
 
 
+def test_weights_of_int8_are_shown_with_those_that_move_them(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, *rows = table(said(capsys, recipe, "--train.weights=int8", "--optim.name=adamw8bit"), "optimizer")
+    assert {row[0] for row in rows} == set(optimizer_names()) - {"galore", "muon"}
+
+
 def test_json_has_all_of_it_and_settings_can_be_tried(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     def peak(*words: str) -> dict[str, Any]:
         own, other = json.loads(said(capsys, recipe, "--device=cpu", "--json", "--optimizer", "adamw", *words))

@@ -200,7 +200,7 @@ def test_what_is_left_out_is_told_once_with_its_reason(caplog: pytest.LogCapture
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warned == [
         "fp8_recipe = rowwise is emulated on a CPU: the numbers are those of fp8, the speed is not",
-        f"fp8_recipe = rowwise leaves 1 of 2 linear layers plain, first odd: {choice.left['odd']}",
+        f"fp8_recipe = rowwise leaves 2 of 3 linear layers plain, first odd: {choice.left['odd']}",
     ]
     assert list(prepare(Net(), "rowwise", skip=("good",)).taken) == ["lm_head"]
     choice = prepare(Net(), "int8-dynamic-act-int4-weight")
