@@ -77,8 +77,11 @@ class Attention(nn.Module):
             q, k = rotate(q, *rope), rotate(k, *rope)
         if past is not None:
             k, v = past(k, v)
+        causal = mask is None
+        if T == 1:  # a branch: where lengths vary, `and` would give torch.compile a symbol, which attention refuses
+            causal = False
         y_BHTD = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None and bool(T > 1), enable_gqa=self.kv_heads != self.num_heads
+            q, k, v, mask, is_causal=causal, enable_gqa=self.kv_heads != self.num_heads
         )
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))
         return y_BTC

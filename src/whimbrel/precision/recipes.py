@@ -130,15 +130,17 @@ def prepare(
     *,
     device: torch.device | str | None = None,
     precision: Literal["fp32", "bf16", "fp16"] = "fp32",
-    alignment: int = 16,
+    alignment: int | None = None,
     skip: Iterable[str] | None = None,
 ) -> Choice:
     """Make linears what they are while the recipe trains; says which were taken and why others were not.
 
     `device` is where the model will be trained (None: where it is) and `precision` under which autocast. Under fp8,
-    layers with a dimension that is no multiple of `alignment` are left out. `skip` replaces the recipe's own.
+    layers with a dimension that is no multiple of `alignment` (16) are left out. `skip` replaces the recipe's own.
     """
     recipe = find_recipe(recipe)
+    if alignment is not None and recipe.kind != "compute":
+        raise PrecisionError(f"alignment = {alignment} is for fp8 recipes, not for {recipe.label}: leave it out")
     place = torch.device(device) if device is not None else next(iter(model.parameters())).device
     if recipe.kind == "amp":
         PrecisionPlan("bf16" if recipe.name == "bf16" else "fp16", place)  # refuses a device that cannot
@@ -156,9 +158,12 @@ def prepare(
     if form is not None and recipe.train == "trainable":
         return quantize_(model, form, skip=skip, trainable=True)
     emulate = _emulates(recipe, place)
+    alignment = alignment or ao.ALIGNMENT
     if form is None and place.type == "cuda":
         _check_products(model, recipe, precision, alignment)
     choice = choose_linears(model, recipe.label, lambda linear: _unfit(linear, form, alignment), skip=skip)
+    if form is not None:
+        _check_whole(choice, recipe)
     linears = choice.taken.values()
     made = ao.to_float8(linears, recipe.name, emulate=emulate) if form is None else ao.to_fake_quantized(linears, form)
     _put(model, made)
@@ -263,6 +268,16 @@ def _check_products(model: nn.Module, recipe: Recipe, precision: str, alignment:
             f"{recipe.label} gives bfloat16 on a GPU and products here are {str(products).removeprefix('torch.')}: use "
             "mixed_precision = bf16 (train.precision), or fp8_recipe = tensorwise"
         )
+
+
+def _check_whole(choice: Choice, recipe: Recipe) -> None:
+    """Refuse to round weights of 16 bits in training: what is found in those differs from what is stored afterwards."""
+    for name, linear in choice.taken.items():
+        if linear.weight.dtype not in (torch.float32, torch.float64):
+            raise PrecisionError(
+                f"{recipe.label} rounds weights of fp32, and those of {name} are of {linear.weight.dtype}: train fp32 "
+                "weights under autocast (train.precision = bf16), or call model.float() first"
+            )
 
 
 def _unfit(linear: nn.Linear, form: WeightFormat | None, alignment: int) -> str | None:

@@ -78,7 +78,8 @@ def place_model(model: nn.Module, config: TrainerConfig, device: torch.device) -
     """Make linears what they are to be, bring the model to its device and wrap it; parameters stay its own."""
     train = config.train
     if train.linears is not None:
-        prepare(model, train.linears, device=device, precision=train.precision, alignment=train.fp8_dim_alignment)
+        alignment = None if train.fp8_recipe is None else train.fp8_dim_alignment
+        prepare(model, train.linears, device=device, precision=train.precision, alignment=alignment)
     model.to(device)
     if train.recompute != "none":
         recompute(model, train.recompute, compiled=train.compile)

@@ -236,6 +236,19 @@ def test_compiled_blocks_share_one_graph(kind):
     torch.testing.assert_close(loss, expected)
 
 
+@torch.no_grad()
+def test_compiled_blocks_take_any_length():
+    model = spread(GPT(TINY))
+    expected = {length: model(ids()[:, :length]).logits for length in (16, 20, 9, 1)}
+    torch._dynamo.reset()
+    counters.clear()
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for length, logits in expected.items():
+        torch.testing.assert_close(model(ids()[:, :length]).logits, logits)
+    assert counters["stats"]["unique_graphs"] <= 3  # the first length, any other, a single token
+
+
 def test_operations_per_token():
     model = GPT(replace(TINY, position="rope", tied_head=False))
     multiplied = model.num_parameters() - 97 * 32
