@@ -59,7 +59,7 @@ def weight_recipe(argument: str, name: str) -> Recipe:
     """The recipe of this name, if it is one whose models have quantised weights; `argument` is how it was asked for."""
     known = {recipe.name: recipe for recipe in RECIPES.values() if recipe.finalize is not None}
     if name not in known:
-        hint = nearest(name, known)
+        hint = nearest(str(name), known)
         raise PrecisionError(f"{argument} = {name!r} is not one of {', '.join(known)}{hint if '?' in hint else ''}")
     return known[name]
 

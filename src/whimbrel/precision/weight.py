@@ -58,6 +58,8 @@ class QuantizedWeight(Tensor):
         form = weight_format(form)
         if (reason := form.unfit(weight.shape)) is not None:
             raise PrecisionError(f"a weight of shape {tuple(weight.shape)} cannot be {form.name}: {reason}")
+        if not weight.is_floating_point():
+            raise PrecisionError(f"a weight of {weight.dtype} cannot be {form.name}: convert it to a float dtype first")
         return cls(*form.encode(weight.detach()), form)
 
     def dequantize(self) -> Tensor:

@@ -169,6 +169,8 @@ def test_a_quantised_directory_is_no_other_format(saved):
         load_model(saved, weights="int4")
     with pytest.raises(PrecisionError, match="weights = 'int3' is not one of int8-dynamic-act"):
         load_model(saved, weights="int3")
+    with pytest.raises(PrecisionError, match="weights = 8 is not one of int8-dynamic-act"):
+        load_model(saved, weights=8)  # type: ignore[arg-type]
 
 
 def test_one_directory_has_one_known_format(tmp_path):

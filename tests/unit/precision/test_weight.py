@@ -329,6 +329,8 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
             QuantizedWeight(*wrong, FORMATS["int8"])
     with pytest.raises(PrecisionError, match="cannot be int4: its 200 columns"):
         QuantizedWeight.quantize(drawn(8, 200), "int4")
+    with pytest.raises(PrecisionError, match=r"torch.int64 cannot be int8: convert it to a float dtype"):
+        QuantizedWeight.quantize(torch.ones(8, 128, dtype=torch.int64), "int8")
 
 
 def test_state_of_an_optimizer_is_plain() -> None:
