@@ -37,7 +37,8 @@ def run_of(path: str | os.PathLike[str]) -> Path | None:
 def choose_checkpoint(run: Path, which: str, *, greater_is_better: bool = False) -> Path:
     """A checkpoint of a run: `latest`, `best` by the metric that its checkpoints were saved with, or that of a step."""
     if not _is_run(run):
-        raise ConfigError(f"checkpoint = {which} is for a run, and {run} is none: leave it out")
+        what = "is none: leave it out" if run.exists() else "is not there: name one"
+        raise ConfigError(f"checkpoint = {which} is for a run, and {run} {what}")
     if which == "latest":
         return _newest_whole(run)
     if which == "best":

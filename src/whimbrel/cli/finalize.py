@@ -25,7 +25,10 @@ def finalize(
     out: Annotated[Path, typer.Argument(help="The new model directory.")],
     quantize: Annotated[
         str | None,
-        typer.Option(help="int8, int8-dynamic, int4 or fp8; not given: what a QAT run was trained for; none: nothing."),
+        typer.Option(
+            help="int8, int8-dynamic, int4, fp8 or int8-dynamic-act-int4-weight; not given: what a QAT run was trained "
+            "for, else nothing; none: nothing."
+        ),
     ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Of a run: latest, best or a step. (default: latest)")] = None,
     dtype: Annotated[

@@ -6,6 +6,7 @@ they are meanwhile, parameters keep their names and identity, and checkpoints ho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -242,7 +243,7 @@ def _emulates(recipe: Recipe, device: torch.device) -> bool:
     if needs.capability is None or device.type == "meta":
         return False
     if device.type == "cpu":
-        logger.warning("%s is emulated on a CPU: the numbers are those of fp8, the speed is not", recipe.label)
+        _tell_of_emulation(recipe.label)
         return True
     if device.type != "cuda":
         raise PrecisionError(f"{recipe.label} does not run on {device.type}: use {needs.instead}")
@@ -253,6 +254,12 @@ def _emulates(recipe: Recipe, device: torch.device) -> bool:
             f"has {'.'.join(map(str, found))}: use {needs.instead}"
         )
     return False
+
+
+@functools.cache
+def _tell_of_emulation(label: str) -> None:
+    """Once in a program: a model may be prepared, quantised and loaded again in one."""
+    logger.warning("%s is emulated on a CPU: the numbers are those of fp8, the speed is not", label)
 
 
 def _check_products(model: nn.Module, recipe: Recipe, precision: str, alignment: int) -> None:

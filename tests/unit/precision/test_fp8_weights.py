@@ -8,6 +8,7 @@ import torch
 from whimbrel.base.errors import PrecisionError
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import QuantizedWeight, finalize, load_into
+from whimbrel.precision.recipes import _tell_of_emulation
 
 
 def model() -> GPT:
@@ -23,7 +24,9 @@ def test_weights_of_fp8_ask_for_a_gpu_that_has_them(
     with pytest.raises(PrecisionError, match=r"weights = fp8 needs .* 8.9, and this one has 8.0: use weights = int8"):
         load_into(empty, lambda _: None, "fp8", device="cuda")
     assert not any(isinstance(parameter, QuantizedWeight) for parameter in empty.parameters())
+    _tell_of_emulation.cache_clear()
     with caplog.at_level("WARNING"):
+        finalize(model(), "fp8")
         finalize(model(), "fp8")
     assert [record.getMessage() for record in caplog.records] == [
         "weights = fp8 is emulated on a CPU: the numbers are those of fp8, the speed is not"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from whimbrel.base.errors import MissingExtraError, PrecisionError
+from whimbrel.base.errors import PrecisionError
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import (
     FORMATS,
@@ -25,6 +23,7 @@ from whimbrel.precision import (
     quantize_,
     recipe_names,
 )
+from whimbrel.precision.recipes import _tell_of_emulation
 
 STEPS = 20
 FP8, QAT = recipe_names("compute"), recipe_names("qat")
@@ -187,6 +186,7 @@ def test_what_is_left_out_is_told_once_with_its_reason(caplog: pytest.LogCapture
             self.good, self.odd = nn.Linear(64, 96), nn.Linear(24, 64)
             self.attention = nn.MultiheadAttention(64, 2)
 
+    _tell_of_emulation.cache_clear()
     with caplog.at_level(logging.INFO, "whimbrel"):
         choice = prepare(Net(), "rowwise", alignment=32)
     assert list(choice.taken) == ["good"]
@@ -355,45 +355,3 @@ def test_compiled_blocks_share_one_graph(text: Tensor, name: str) -> None:
     own, plain = gradients(gpt, text), gradients(eager, text)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert all(torch.equal(own[key], plain[key]) for key in plain)
-
-
-QUIET = """
-import logging, warnings
-warnings.simplefilter("error")
-filters = list(warnings.filters)
-import torch, torch._dynamo.config as dynamo, torch._inductor.config as inductor
-from torch import nn
-from whimbrel.precision import prepare
-import sys
-assert "torchao" not in sys.modules
-before = dynamo.get_config_copy(), inductor.get_config_copy()
-level = logging.getLogger("torchao").level
-net = nn.Sequential(nn.Linear(128, 128))
-prepare(net, RECIPE)
-net(torch.ones(2, 128)).sum().backward()
-assert "torchao" in sys.modules
-assert (dynamo.get_config_copy(), inductor.get_config_copy()) == before
-assert logging.getLogger("torchao").level == level
-"""
-
-
-@needs_torchao
-@pytest.mark.parametrize("name", ["int8-dynamic-act-int4-weight", "tensorwise"])
-def test_torchao_is_imported_late_and_says_nothing(name: str) -> None:
-    script = QUIET.replace("RECIPE", repr(name))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    said = [line for line in (done.stdout + done.stderr).splitlines() if "is emulated on a CPU" not in line]
-    assert said == []
-
-
-@pytest.mark.parametrize("name", [*FP8, *QAT])
-def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    gpt = model()
-    with pytest.raises(
-        MissingExtraError, match=rf"= {name} needs the package 'torchao': pip install 'whimbrel\[lowbit\]'"
-    ):
-        prepare(gpt, name)
-    assert type(gpt.get_submodule("transformer.h.0.mlp.c_fc")) is nn.Linear
-    assert finalize(gpt, name) is gpt

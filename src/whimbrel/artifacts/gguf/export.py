@@ -21,7 +21,7 @@ from whimbrel.artifacts.quantized import CODES, SCALES
 from whimbrel.artifacts.sources import load_tokenizer
 from whimbrel.artifacts.tensors import TensorFiles
 from whimbrel.artifacts.weights import Stored, match, stored_dtype
-from whimbrel.base.errors import CheckpointError, ConfigError, WriteError
+from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError, WriteError
 from whimbrel.base.files import atomic_file
 from whimbrel.base.logging import get_logger
 from whimbrel.models import GPT, GPTConfig
@@ -153,7 +153,10 @@ def _content(entry: Entry, files: TensorFiles) -> np.ndarray[tuple[int, ...], np
         stored = files.read(entry.stored)
     else:
         codes, scales = (files.read(entry.stored + part) for part in (CODES, SCALES))
-        stored = QuantizedWeight(codes, scales, entry.form).dequantize()
+        try:
+            stored = QuantizedWeight(codes, scales, entry.form).dequantize()
+        except PrecisionError as error:
+            raise CheckpointError(f"{files.directory} holds '{entry.stored}' damaged: {error}") from error
     tensor = stored.T if entry.transposed else stored
     if tensor.shape != entry.shape:
         raise CheckpointError(
