@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,8 @@ LARGEST = 2 * 2 * 3072 * 1024
 """Bytes of the largest weight, gate and up of an MLP in one."""
 
 FORMS = ("int8", "int4")
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+"""So that what is freed is handed back at once, and not there already when it is measured anew."""
 
 MEASURE = """
 import gc, sys, threading, time
@@ -92,7 +95,8 @@ def size(form: str | None) -> int:
 def peaks(directories: tuple[Path, Path], way: str) -> list[int]:
     """The most anonymous memory that loading took, in bytes for each form; files that are mapped are not counted."""
     command = [sys.executable, "-c", MEASURE, *map(str, directories), way, *FORMS]
-    return [int(line) for line in subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.split()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | MALLOC)
+    return [int(line) for line in done.stdout.split()]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
