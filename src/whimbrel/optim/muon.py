@@ -19,6 +19,7 @@ from whimbrel.base.errors import OptimizerError
 from whimbrel.ops import kernels_of, orthogonalise
 from whimbrel.optim.careful import Careful
 from whimbrel.optim.check import check_keys, check_numbers
+from whimbrel.optim.store import CodedWeight
 
 __all__ = ["Muon"]
 
@@ -135,3 +136,7 @@ def _check(group: dict[str, Any]) -> None:
     shapes = [tuple(p.shape) for p in group["params"] if group["rule"] == "muon" and p.ndim != 2]
     if shapes:
         raise OptimizerError(f"muon moves matrices, and one parameter has the shape {shapes[0]}: give it rule='adam'")
+    if any(isinstance(p, CodedWeight) for p in group["params"]):
+        raise OptimizerError(
+            "Muon moves plain weights, and one is stored as codes: use AdamW8bit, GaLoreWarm or another of that family"
+        )

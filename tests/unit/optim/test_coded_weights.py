@@ -18,6 +18,7 @@ from whimbrel.optim import (
     Fira,
     GaLoreWarm,
     LDAdam,
+    Muon,
     OptimConfig,
     QGaLore,
     RoutedParameter,
@@ -138,3 +139,8 @@ def test_optimizers_that_cannot_are_refused(name: str) -> None:
     routed = [RoutedParameter(name=f"{i}.weight", parameter=p, role="hidden") for i, p in enumerate(net().parameters())]
     with pytest.raises(OptimizerError, match=rf"{name} moves plain weights.*0.weight.*galore_warm"):
         build_optimizer(OptimConfig(name=name), routed)
+
+
+def test_muon_says_what_it_cannot_move() -> None:
+    with pytest.raises(OptimizerError, match="Muon moves plain weights, and one is stored as codes: use AdamW8bit"):
+        Muon(net().parameters(), rule="adam")
