@@ -105,6 +105,21 @@ def test_changes_below_a_step_of_the_codes_add_up() -> None:
     assert float(weight.dequantize().mean()) == pytest.approx(before - 1e-2, abs=1e-3)
 
 
+def test_what_a_step_leaves_alone_chance_does_too() -> None:
+    """Another scale would round every code of a row anew, also where the largest number of it grows a little."""
+    weight = nn.Parameter(QuantizedWeight.quantize(torch.randn(32, 128), "int8"))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    largest = weight.dequantize().abs().argmax(dim=1)
+    weight.grad = torch.zeros(32, 128)
+    for number in range(6):
+        weight.grad[torch.arange(32), largest] = -weight.dequantize()[torch.arange(32), largest].sign()
+        optimizer.step()
+        if number == 0:  # which gave each row some room
+            before = weight.codes.clone()
+    changed = (weight.codes != before).sum(dim=1)
+    assert changed.max() <= 1
+
+
 def test_the_same_steps_from_either_side() -> None:
     """A matrix and its transpose: the codes' rows are the columns of what is moved in one of them."""
     numbers, grads = torch.randn(48, 80), [torch.randn(48, 80) for _ in range(6)]

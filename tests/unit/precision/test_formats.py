@@ -79,6 +79,22 @@ def test_chance_is_right_on_average(name: str) -> None:
     assert (nearest - weight).abs()[:, 1:].max() > 0.45 * step
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_stay_while_a_row_fits_them(dtype: torch.dtype) -> None:
+    form, weight = FORMATS["int8"], drawn(6, 128)
+    scales = form.encode(weight.to(dtype))[1]
+    full = 127 * scales.float()
+    moved = (
+        weight / weight.abs().amax(-1, keepdim=True) * full * torch.tensor([0.99, 0.6, 0.4, 1.02, 3.0, 0.0])[:, None]
+    )
+    renewed = form.renewed(scales, moved)
+    assert renewed.dtype == dtype
+    assert (renewed == scales).flatten().tolist() == [True, True, False, False, False, False]
+    assert (127 * renewed.float() >= moved.abs().amax(-1, keepdim=True)).all()  # nothing is cut off
+    assert (127 * renewed.float()[2:5] <= 1.06 * moved[2:5].abs().amax(-1, keepdim=True)).all()  # nor is much wasted
+    assert torch.equal(form.renewed(renewed, moved), renewed)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "reason"),
     [
