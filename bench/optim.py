@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from legs import llama
 from record import record
 from whimbrel.data import TokenDataLoader
-from whimbrel.models import GPT, GPTConfig
+from whimbrel.models import GPT
 from whimbrel.optim import Composed, OptimConfig, ScheduleConfig, build_optimizer, lr_factor
 from whimbrel.optim.subspace import cold_basis, svd_basis, warm_basis
 from whimbrel.train.assemble import routed_parameters
@@ -121,15 +122,6 @@ def refresh_row(rows: int, columns: int, rank: int, rounds: int) -> dict[str, An
     return row
 
 
-def llama(width: int, layers: int, vocab: int, context: int) -> GPTConfig:
-    """A model of Llama's kind."""
-    return GPTConfig(
-        vocab_size=vocab, context_length=context, num_layers=layers, embd_size=width, num_heads=width // 64,
-        position="rope", norm="rms", activation="silu", gated_mlp=True, mlp_size=-(-width * 8 // 3 // 32) * 32,
-        bias="none",
-    )  # fmt: skip
-
-
 def step_times(model: GPT, ids: Tensor, optimizer: torch.optim.Optimizer | None, count: int) -> list[float]:
     """Seconds of each step of four micro-batches, as the device counts them; nothing waits for it in between."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -151,7 +143,7 @@ def step_times(model: GPT, ids: Tensor, optimizer: torch.optim.Optimizer | None,
 def measure_steps(names: list[str], count: int) -> dict[str, Any]:
     """Steps of 65,536 tokens with each optimizer and with none: the worst, and what the optimizer adds."""
     torch.set_float32_matmul_precision("high")
-    config = llama(1024, 24, 32_000, 1024)
+    config = llama(1024, 24, 16, 16, 2752, vocab=32_000, context=1024)
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = GPT(config)
@@ -186,7 +178,7 @@ class Quality:
         self.steps, self.batch, self.context = tokens // (batch * context), batch, context
         self.data = data
         self.loader = TokenDataLoader(data, batch, context, split="train", device="cuda")
-        self.config = llama(512, 10, 50_257, context)
+        self.config = llama(512, 10, 8, 8, 1376, vocab=50_257, context=context)
         with torch.device("cuda"):
             self.model = GPT(self.config)
         for block in self.model.blocks:
