@@ -325,4 +325,5 @@ def work(rank: int, run: Path, port: int) -> None:
     torch.set_num_threads(1)
     parts = {"replicas": replicas(rank), "projections": projections(rank), "shards": shards(rank)}
     torch.save(parts | {"checkpoints": checkpoints(rank, run)}, run / f"{rank}.pt")
+    dist.barrier()  # nobody leaves while another still talks to it
     dist.destroy_process_group()

@@ -72,4 +72,5 @@ def work(rank: int, folder: Path, port: int) -> None:
         dist.all_reduce(losses)
         answer[recipe] = {"losses": losses / RANKS, **weights(gpt)}
     torch.save(answer, folder / f"{rank}.pt")
+    dist.barrier()  # nobody leaves while another still talks to it
     dist.destroy_process_group()

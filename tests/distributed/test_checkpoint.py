@@ -114,6 +114,7 @@ def work(rank: int, run: Path, port: int, answers: Any) -> None:
     answer["fallback"] = manager.load(parts(rank, 0.0)).step
     answer["named"] = refusal(lambda: manager.load(parts(rank, 0.0), checkpoint_path(run, 3)))
     answers.put((rank, answer))
+    dist.barrier()  # nobody leaves while another still talks to it
     dist.destroy_process_group()
 
 

@@ -43,6 +43,7 @@ def work(rank: int, folder: Path, port: int) -> None:
         assert isinstance(whole, QuantizedWeight)
         answers[f"{name} gathered"] = whole.dequantize()
     torch.save(answers, folder / f"{rank}.pt")
+    dist.barrier()  # nobody leaves while another still talks to it
     dist.destroy_process_group()
 
 
