@@ -36,7 +36,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) install --constraint constraints.txt --editable '.[dev,gguf,hf,hub,lowbit,plot,ray,tensorboard]'
+	$(PIP) install --constraint constraints.txt --editable '.[dev,gguf,hf,hub,lowbit,plot,ray,serve,tensorboard]'
 	@touch $@
 
 # A peer, not a dependency: it runs the GGUF files that `whimbrel export` writes.

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whimbrel.ops import View
+
 __all__ = ["DynamicCache", "DynamicLayer"]
 
 SMALLEST_ROOM = 64
@@ -75,6 +77,15 @@ class DynamicCache:
         while len(self.layers) <= layer_idx:
             self.layers.append(DynamicLayer())
         return self.layers[layer_idx].update(key_states, value_states, cache_kwargs)
+
+    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
+        """Append tokens to a layer and say what attention may read."""
+        return View(*self.update(key_states, value_states, layer_idx))
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Where the next tokens stand."""
+        seen = self.get_seq_length()
+        return torch.arange(seen, seen + tokens, device=device)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens layer `layer_idx` has stored."""

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.models.config import GPTConfig
-from whimbrel.models.layers import MLP, Attention, KVStore, Norm, Past, RopeTable
+from whimbrel.models.layers import MLP, Attention, InOrder, KVStore, Norm, Past, PlainStore, RopeTable
 from whimbrel.models.masks import attention_mask
 from whimbrel.models.rope import rope_table
-from whimbrel.ops import linear_cross_entropy
+from whimbrel.ops import attend, linear_cross_entropy
 
 __all__ = ["Block", "GPT", "GPTOutput", "IGNORE_INDEX"]
 
@@ -114,7 +114,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         return_logits: bool | None = None,
         *,
-        cache: KVStore | None = None,
+        cache: KVStore | PlainStore | None = None,
         documents: Tensor | None = None,
         loss_divisor: float | Tensor | None = None,
         logits_to_keep: int | None = None,
@@ -144,36 +144,40 @@ class GPT(nn.Module):
             loss_divisor = (targets != IGNORE_INDEX).sum().clamp(min=1)
         return GPTOutput(total / loss_divisor, logits)
 
-    def hidden_states(self, idx: Tensor, *, cache: KVStore | None = None, documents: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, idx: Tensor, *, cache: KVStore | PlainStore | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """The stream (batch, tokens, width) after the final norm."""
         config = self.config
-        seen = 0 if cache is None else cache.get_seq_length()
-        num_keys = seen + idx.size(1)
+        store = cache if cache is None or isinstance(cache, KVStore) else InOrder(cache)
+        num_keys = idx.size(1) + (0 if store is None else store.get_seq_length())
         if num_keys > config.context_length:
             raise ConfigError(
                 f"a sequence of {num_keys} tokens is longer than context_length = {config.context_length}: shorten it"
             )
-        if cache is not None and documents is not None:
+        if store is not None and documents is not None:
             raise ConfigError("documents cannot be told apart in a cache: give either cache or documents")
-        positions = torch.arange(seen, num_keys, device=idx.device)
+        positions = (
+            torch.arange(num_keys, device=idx.device) if store is None else store.positions(idx.size(1), idx.device)
+        )
         x = self._embed(idx, positions)
         # A copy, not `x` itself: the first block would be compiled apart, as one whose inputs are the same tensor.
         x0 = x.clone() if config.embedding_skip else None
         rope = rope_table(config, positions) if config.position == "rope" else None
         masks = {
-            window: attention_mask(positions, num_keys, window=window, documents_BT=documents)
-            for window in set(config.windows)
+            window: attention_mask(positions, window=window, documents_BT=documents)
+            for window in set(config.windows if store is None else ())
         }
         for layer, (block, window) in enumerate(zip(self.blocks, config.windows, strict=True)):
-            past = None if cache is None else partial(cache.update, layer_idx=layer)
-            x = block(x, x0, rope, masks[window], past)
+            past = None if store is None else partial(_attend_past, store, positions, layer, window)
+            x = block(x, x0, rope, masks.get(window), past)
         normed: Tensor = self.transformer["ln_f"](x)
         return normed
 
     def _embed(self, idx: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.token_embedding(idx)
         if self.config.position == "learned":
-            x = x + self.transformer["wpe"](positions)
+            x = x + self.transformer["wpe"](positions.clamp(min=0))
         if self.config.embedding_skip:
             x = self.transformer["ln_e"](x)
         # Under autocast the stream too is low precision: every branch reads and writes it, so its bytes are time.
@@ -203,3 +207,10 @@ class GPT(nn.Module):
         keys = sum(num_tokens if window is None else min(window, num_tokens) for window in config.windows)
         multiplied = self.num_parameters() - looked_up * config.embd_size
         return 6 * multiplied + 12 * config.num_heads * config.head_width * keys
+
+
+def _attend_past(
+    store: KVStore, positions: Tensor, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """Store the new keys and values of a layer, and let its queries look at all that the store shows."""
+    return attend(q, store.append(k, v, layer), positions, window=window)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -11,22 +12,57 @@ from torch.nn import functional as F
 
 from whimbrel.models.config import GPTConfig
 from whimbrel.models.rope import rotate
+from whimbrel.ops import View
 
-__all__ = ["Attention", "KVStore", "MLP", "Norm", "Past", "RopeTable"]
+__all__ = ["Attention", "InOrder", "KVStore", "MLP", "Norm", "Past", "PlainStore", "RopeTable"]
 
 RopeTable = tuple[Tensor, Tensor]
-Past = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""One layer of a cache: takes the new keys and values, hands back all of them."""
+Past = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""One layer of a cache: takes the new queries, keys and values, hands back what the queries find in all it holds."""
 
 
+@runtime_checkable
 class KVStore(Protocol):
-    """What attention asks of a key-value cache; tensors are (batch, kv heads, tokens, head size)."""
+    """What a model asks of a key-value cache; tensors are (batch, kv heads, tokens, head size)."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append new keys and values to a layer and hand back all it holds."""
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Where the next tokens stand: (tokens,), or (batch, tokens) where rows differ; padding is negative."""
+
+    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
+        """Store the new tokens of a layer and say what may be read of it now."""
 
     def get_seq_length(self) -> int:
-        """How many tokens have been stored."""
+        """How many tokens are stored, in the longest row."""
+
+
+class PlainStore(Protocol):
+    """What `transformers`' own caches offer: all keys and values, in order, after each update."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Store the new tokens of a layer and hand back all it holds."""
+
+    def get_seq_length(self) -> int:
+        """How many tokens are stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class InOrder:
+    """A plain store as a `KVStore`."""
+
+    store: PlainStore
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """One after the other, from the number of tokens stored."""
+        seen = self.get_seq_length()
+        return torch.arange(seen, seen + tokens, device=device)
+
+    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
+        """Everything the layer holds."""
+        return View(*self.store.update(key_states, value_states, layer_idx))
+
+    def get_seq_length(self) -> int:
+        """How many tokens are stored."""
+        return self.store.get_seq_length()
 
 
 class Norm(nn.Module):
@@ -76,13 +112,11 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         if past is not None:
-            k, v = past(k, v)
-        causal = mask is None
-        if T == 1:  # a branch: where lengths vary, `and` would give torch.compile a symbol, which attention refuses
-            causal = False
-        y_BHTD = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=causal, enable_gqa=self.kv_heads != self.num_heads
-        )
+            y_BHTD = past(q, k, v)
+        else:
+            y_BHTD = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, enable_gqa=self.kv_heads != self.num_heads
+            )
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))
         return y_BTC
 

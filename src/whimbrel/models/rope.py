@@ -15,14 +15,16 @@ from whimbrel.models.config import GPTConfig, RopeScaling
 __all__ = ["rope_frequencies", "rope_table", "rotate"]
 
 
-def rope_table(config: GPTConfig, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (T, head_size) of every angle, in fp32.
+def rope_table(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every angle, in fp32: (T, head_size), or (batch, 1, T, head_size) for positions of each row.
 
     Computed where they are needed rather than kept in buffers: nothing to cast by mistake, to materialise after a meta
     device or to save, for a few tiny kernels per forward.
     """
-    angles = positions_T.float()[:, None] * rope_frequencies(config, positions_T.device)
+    angles = positions.float()[..., None] * rope_frequencies(config, positions.device)
     angles = torch.cat((angles, angles), dim=-1)
+    if positions.dim() == 2:
+        angles = angles[:, None]
     return angles.cos(), angles.sin()
 
 

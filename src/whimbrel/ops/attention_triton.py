@@ -1,0 +1,113 @@
+"""One query a row over paged keys and values, in one pass: each page is read where it lies.
+
+The tokens of a row are split among programs, so that a few long rows still fill a GPU; each keeps a running softmax
+over its part, and a second kernel puts the parts together. Lengths and page tables are read on the device: a captured
+graph serves rows of every length.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["attend_pages"]
+
+BLOCK = 32
+"""Tokens that a program reads at a time."""
+MOST_SPLITS = 16
+"""Programs that share the tokens of one row and head, at most."""
+LOG2_E = 1.4426950408889634
+
+
+def attend_pages(
+    q_BHTD: Tensor, keys: Tensor, values: Tensor, pages_BP: Tensor, lengths_B: Tensor, *, window: int | None = None
+) -> Tensor:
+    """Attention of the newest token of each row; keys and values are (pages, page size, kv heads, head size)."""
+    batch, heads, _, width = q_BHTD.shape
+    page_size, kv_heads = keys.shape[1:3]
+    group = heads // kv_heads
+    splits = max(1, min(MOST_SPLITS, 2 * _processors(q_BHTD.device) // (batch * kv_heads)))
+    parts = q_BHTD.new_empty((batch, heads, splits, width), dtype=torch.float32)
+    peaks, sums = (q_BHTD.new_empty((batch, heads, splits), dtype=torch.float32) for _ in range(2))
+    padded_width = max(16, triton.next_power_of_2(width))
+    _attend_part[(batch, kv_heads, splits)](
+        q_BHTD, keys, values, pages_BP, lengths_B, parts, peaks, sums,
+        q_BHTD.stride(0), q_BHTD.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), pages_BP.stride(0),
+        width**-0.5 * LOG2_E, 0 if window is None else window,
+        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), WIDTH=width, PADDED=padded_width,
+        PAGE=page_size, SPLITS=splits, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+    y_BHTD = torch.empty_like(q_BHTD, memory_format=torch.contiguous_format)
+    _join_parts[(batch * heads,)](
+        parts, peaks, sums, y_BHTD, WIDTH=width, PADDED=padded_width, SPLITS=splits,
+        PADDED_SPLITS=triton.next_power_of_2(splits), num_warps=1,
+    )  # fmt: skip
+    return y_BHTD
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_part(  # type: ignore[no-untyped-def]
+    q, keys, values, pages, lengths, parts, peaks, sums,
+    q_row, q_head, page_stride, token_stride, head_stride, table_row, scale, window,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row).to(tl.int32)
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    start = first + split * share
+    end = tl.minimum(start + share, length)
+    dims, heads = tl.arange(0, PADDED), tl.arange(0, ROWS)
+    head = kv_head * GROUP + heads
+    within = (heads < GROUP)[:, None] & (dims < WIDTH)[None, :]
+    query = tl.load(q + row * q_row + head[:, None] * q_head + dims[None, :], mask=within, other=0.0)
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, PADDED], tl.float32)
+    for at in range(start, end, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        there = token < end
+        page = tl.load(pages + row * table_row + token // PAGE, mask=there, other=0).to(tl.int64)
+        place = page * page_stride + (token % PAGE) * token_stride + kv_head * head_stride
+        held = there[:, None] & (dims < WIDTH)[None, :]
+        key = tl.load(keys + place[:, None] + dims[None, :], mask=held, other=0.0)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        score = tl.where(there[None, :], score, -float("inf"))
+        higher = tl.maximum(peak, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        value = tl.load(values + place[:, None] + dims[None, :], mask=held, other=0.0)
+        found = found * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        total = total * shrink + tl.sum(weight, 1)
+        peak = higher
+    slot = (row * tl.num_programs(1) * GROUP + head) * SPLITS + split
+    tl.store(parts + slot[:, None] * WIDTH + dims[None, :], found, mask=within)
+    tl.store(peaks + slot, peak, mask=heads < GROUP)
+    tl.store(sums + slot, total, mask=heads < GROUP)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join_parts(  # type: ignore[no-untyped-def]
+    parts, peaks, sums, y, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr
+):  # fmt: skip
+    head = tl.program_id(0)
+    split, dims = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED)
+    there = split < SPLITS
+    peak = tl.load(peaks + head * SPLITS + split, mask=there, other=-float("inf"))
+    # A row without tokens (one that pads the batch) has no peak; it comes out as zero.
+    weight = tl.where(peak > -float("inf"), tl.exp2(peak - tl.max(peak, 0)), 0.0)
+    total = tl.sum(weight * tl.load(sums + head * SPLITS + split, mask=there, other=0.0), 0)
+    within = there[:, None] & (dims < WIDTH)[None, :]
+    part = tl.load(parts + (head * SPLITS + split)[:, None] * WIDTH + dims[None, :], mask=within, other=0.0)
+    found = tl.sum(part * weight[:, None], 0) / tl.maximum(total, 1e-30)
+    tl.store(y + head * WIDTH + dims, found.to(y.dtype.element_ty), mask=dims < WIDTH)

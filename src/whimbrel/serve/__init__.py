@@ -1,0 +1,1 @@
+"""The model over HTTP: OpenAI-compatible routes and a chat page."""

@@ -1,0 +1,105 @@
+"""Attention over a cache, against attention over everything that a query may see, one query at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from whimbrel.ops import View, attend, attend_reference
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, position: int, key_positions: list[int], window: int | None) -> Tensor:
+    """One query (heads, head size) over the keys (heads, slots, head size) that it may see."""
+    seen = [s for s, p in enumerate(key_positions) if 0 <= p <= position and (window is None or position - p < window)]
+    group = q.size(0) // k.size(0)
+    k, v = (x[:, seen].repeat_interleave(group, 0) for x in (k, v))
+    weights = (torch.einsum("hd,hsd->hs", q, k) * q.size(-1) ** -0.5).softmax(-1)
+    return torch.einsum("hs,hsd->hd", weights, v)
+
+
+def states(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 9), (4, 4), (3, 9), (9, 9)])
+def test_keys_in_order(tokens: int, slots: int, window: int | None) -> None:
+    q, k, v = states(2, 4, tokens, 8), states(2, 2, slots, 8), states(2, 2, slots, 8) + 1
+    positions = torch.arange(20 - tokens, 20)  # the keys are the newest `slots` of 20
+    got = attend(q, View(k, v), positions, window=window)
+    for b in range(2):
+        for t in range(tokens):
+            wanted = by_hand(q[b, :, t], k[b], v[b], 20 - tokens + t, list(range(20 - slots, 20)), window)
+            torch.testing.assert_close(got[b, :, t], wanted)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_slots_in_any_order_with_empty_ones_and_rows_of_their_own(window: int | None) -> None:
+    q, k, v = states(2, 4, 2, 8), states(2, 2, 6, 8), states(2, 2, 6, 8) + 1
+    places = [[4, 5, -1, 1, 2, 3], [-2, -1, 0, 3, 2, 1]]
+    positions = torch.tensor([[4, 5], [2, 3]])
+    got = attend(q, View(k, v, key_positions=torch.tensor(places)), positions, window=window)
+    for b in range(2):
+        for t in range(2):
+            wanted = by_hand(q[b, :, t], k[b], v[b], int(positions[b, t]), places[b], window)
+            torch.testing.assert_close(got[b, :, t], wanted)
+
+
+def test_a_padding_query_is_a_number() -> None:
+    view = View(states(1, 1, 3, 4), states(1, 1, 3, 4), key_positions=torch.tensor([[-1, 0, 1]]))
+    got = attend(states(1, 1, 3, 4), view, torch.tensor([[-1, 0, 1]]))
+    assert got.isfinite().all()
+
+
+def paged(lengths: list[int], page_size: int, kv_heads: int, width: int, room: int) -> tuple[View, Tensor, Tensor]:
+    """A pool whose pages lie in disorder, and the same keys and values row by row (batch, kv heads, room, width)."""
+    pages = -(-room // page_size)
+    order = torch.randperm(len(lengths) * pages, generator=torch.Generator().manual_seed(1)) + 1
+    table = order.view(len(lengths), pages).int()
+    k, v = (
+        states(len(lengths), pages * page_size, kv_heads, width),
+        states(len(lengths), pages * page_size, kv_heads, width) + 1,
+    )
+    pools = [torch.full((len(order) + 1, page_size, kv_heads, width), 1e4, dtype=x.dtype) for x in (k, v)]
+    for pool, rows in zip(pools, (k, v), strict=True):
+        pool[table.long()] = rows.unflatten(1, (pages, page_size))
+    view = View(*pools, lengths=torch.tensor(lengths), pages=table)
+    return view, k.transpose(1, 2), v.transpose(1, 2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 21), min_size=1, max_size=4), st.sampled_from([1, 4, 16]), st.sampled_from([None, 1, 5]))
+def test_pages(lengths: list[int], page_size: int, window: int | None) -> None:
+    view, k, v = paged(lengths, page_size, 2, 8, 24)
+    q = states(len(lengths), 4, 1, 8)
+    got = attend(q, view, torch.tensor(lengths)[:, None] - 1, window=window)
+    for b, length in enumerate(lengths):
+        wanted = by_hand(q[b, :, 0], k[b], v[b], length - 1, list(range(k.size(2))), window)
+        torch.testing.assert_close(got[b, :, 0], wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(12, 12, 64), (8, 2, 128), (3, 1, 80), (32, 32, 128), (9, 3, 64)]
+)
+def test_pages_by_kernel(dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> None:
+    for lengths in ([1], [5, 900, 33, 0, 512], [700] * 70):
+        for window in (None, 40):
+            view, _, _ = paged(lengths, 16, kv_heads, width, 912)
+            view = View(
+                view.keys.to("cuda", dtype),
+                view.values.to("cuda", dtype),
+                lengths=view.lengths.cuda(),
+                pages=view.pages.cuda(),
+            )
+            q = states(len(lengths), 1, heads, width).transpose(1, 2).to("cuda", dtype)  # strided, as a model has it
+            positions = view.lengths[:, None] - 1
+            got, wanted = attend(q, view, positions, window=window), attend_reference(q, view, positions, window=window)
+            held = view.lengths > 0
+            close = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+            torch.testing.assert_close(got[held], wanted[held], rtol=close, atol=close)
+            assert got.isfinite().all()
