@@ -4,15 +4,17 @@ import sys
 from types import ModuleType
 
 from whimbrel.generate.decode import decode_n, decode_one, generate, prefill, stream
-from whimbrel.generate.sampling import Sampling, sample
+from whimbrel.generate.sampling import Draws, Sampling, log_probabilities, sample
 from whimbrel.generate.text import encode_prompt, stream_text
 
 __all__ = [
+    "Draws",
     "Sampling",
     "decode_n",
     "decode_one",
     "encode_prompt",
     "generate",
+    "log_probabilities",
     "prefill",
     "sample",
     "stream",

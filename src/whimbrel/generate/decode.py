@@ -12,7 +12,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import RequestError
 from whimbrel.cache import DynamicCache
-from whimbrel.generate.sampling import Sampling, sample
+from whimbrel.generate.sampling import Draws, Sampling, sample
 from whimbrel.models import GPT, KVStore
 
 _Context = contextlib.AbstractContextManager[object]
@@ -53,26 +53,20 @@ def stream(
     ids = _checked_prompt(prompt_ids, model.config.vocab_size)
     if max_new_tokens < 1:
         raise RequestError(f"max_new_tokens = {max_new_tokens} must be at least 1")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise RequestError(f"seed = {seed} must be a whole number from 0 to 2**63 - 1")
-    generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
+    sampling.check_vocabulary(model.config.vocab_size)
     stops = {eos_id} if isinstance(eos_id, int) else set(eos_id or ())
-    return decode_n(model, ids, max_new_tokens, sampling, generator, stops)
+    return decode_n(model, ids, max_new_tokens, sampling, Draws(seed), stops)
 
 
 def decode_n(
-    model: GPT, ids: list[int], count: int, sampling: Sampling, generator: torch.Generator, stops: Collection[int] = ()
+    model: GPT, ids: list[int], count: int, sampling: Sampling, draws: Draws, stops: Collection[int] = ()
 ) -> Iterator[int]:
     """Up to `count` tokens after `ids`, fewer where one of `stops` is drawn; `ids` grows by what is drawn."""
     context = model.config.context_length
     cache = DynamicCache()
     logits = prefill(model, ids[-context:], cache)
     for drawn in range(1, count + 1):
-        token = sample(logits, sampling, generator)
+        token = int(sample(logits[None], [sampling], [draws.uniform()], [ids]))
         if token in stops:
             return
         ids.append(token)

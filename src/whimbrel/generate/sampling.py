@@ -1,20 +1,33 @@
-"""From logits to the next token."""
+"""From logits to the next token: settings per row, one uniform number per draw.
+
+Rows do not influence each other, not even in rounding: what is added up along a row is added as whole numbers, whose
+sums are exact in any order. So a request draws the same tokens alone and beside any neighbours.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from whimbrel.base.errors import RequestError
 
-__all__ = ["Sampling", "sample"]
+__all__ = ["Draws", "Sampling", "distribution", "log_probabilities", "sample"]
+
+PARTS = 2**40
+"""Probabilities are added up in whole numbers of this part of one."""
+
+UNSET = 2**62
+"""More parts than any distribution has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a token is drawn."""
+    """How a token is drawn: bias, penalties, temperature, top_k, top_p, min_p, in this order."""
 
     temperature: float = 1.0
     """Above 1 flattens the distribution, below 1 sharpens it; 0 takes the likeliest token."""
@@ -22,28 +35,177 @@ class Sampling:
     """Draw from the `top_k` likeliest tokens only."""
     top_p: float | None = None
     """Draw from the fewest likeliest tokens that together have probability `top_p`."""
+    min_p: float | None = None
+    """Draw from tokens that have at least this part of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens seen before are divided by this, negative ones multiplied."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens seen before."""
+    frequency_penalty: float = 0.0
+    """Taken from the logits of tokens seen before, as often as they were."""
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    """Added to the logits of these tokens."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
+        if not 0 <= self.temperature < math.inf:
             raise RequestError(f"temperature = {self.temperature} must be 0 (greedy) or a positive number")
         if self.top_k is not None and self.top_k < 1:
             raise RequestError(f"top_k = {self.top_k} must be at least 1: leave it out to draw from all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise RequestError(f"top_p = {self.top_p} must be above 0 and at most 1")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise RequestError(f"min_p = {self.min_p} must be from 0 to 1")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise RequestError(f"repetition_penalty = {self.repetition_penalty} must be a positive number: 1 is none")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise RequestError(f"{name} = {getattr(self, name)} must be a finite number: 0 is none")
+        for token, bias in (self.logit_bias or {}).items():
+            if token < 0 or not math.isfinite(bias):
+                raise RequestError(f"logit_bias of token {token} is {bias}: give token ids and finite numbers")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, and no number is drawn."""
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens seen before are drawn less or more."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse a bias of tokens that a model does not have; to be asked before the first token."""
+        strange = next((token for token in self.logit_bias or () if token >= vocab_size), None)
+        if strange is not None:
+            raise RequestError(f"logit_bias of token {strange}: the vocabulary's ids run from 0 to {vocab_size - 1}")
 
 
-def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw one token. It is drawn on the CPU, so that a seed means the same on every device."""
-    logits = logits_V.float().cpu()
-    if logits.isnan().any():
+class Draws:
+    """The uniform numbers of one request, or of one of its samples: the same seed gives the same ones on any device."""
+
+    def __init__(self, seed: int | None = None, sample: int = 0) -> None:
+        if seed is not None and not 0 <= seed < 2**63:
+            raise RequestError(f"seed = {seed} must be a whole number from 0 to 2**63 - 1")
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:  # the samples of a seed are apart from those of the seeds beside it
+            self._generator.manual_seed((seed + sample * 0x9E3779B97F4A7C15) % 2**63)
+
+    def uniform(self) -> float:
+        """The next number, at least 0 and below 1."""
+        return torch.rand((), dtype=torch.float64, generator=self._generator).item()
+
+
+@torch.no_grad()
+def sample(
+    logits_BV: Tensor,
+    samplings: Sequence[Sampling],
+    uniforms: Sequence[float],
+    histories: Sequence[Sequence[int]],
+) -> Tensor:
+    """One token per row, (B,) on the device of the logits.
+
+    Row b is drawn by `uniforms[b]` in [0, 1), which is not looked at where the row is greedy; `histories[b]` are the
+    tokens that its penalties count, and are not looked at where it has none.
+    """
+    if not logits_BV.amax(-1).isfinite().all():
         raise RequestError("the model's logits are not numbers: its weights are damaged, or its training diverged")
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    if sampling.top_k is not None and sampling.top_k < logits.numel():
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
-    probabilities = (logits / sampling.temperature).softmax(-1)
-    if sampling.top_p is not None:
-        ordered, tokens = probabilities.sort(descending=True)
-        kept = ordered.cumsum(-1) - ordered < sampling.top_p
-        probabilities = torch.zeros_like(probabilities).scatter(0, tokens, ordered * kept)
-    return int(probabilities.multinomial(1, generator=generator))
+    logits_BV = _adjusted(logits_BV, samplings, histories)
+    tokens_B = logits_BV.argmax(-1)
+    drawn = [row for row, sampling in enumerate(samplings) if not sampling.greedy]
+    if drawn:
+        device = logits_BV.device
+        rows = torch.tensor(drawn, device=device)
+        ordered_RV, ids_RV = _ordered(logits_BV[rows], [samplings[row] for row in drawn])
+        targets_R = torch.tensor([int(uniforms[row] * PARTS) for row in drawn], device=device)
+        ranks_R1 = torch.searchsorted(_running_sum(ordered_RV), targets_R[:, None], right=True)
+        # Rounding may leave the sum just short of a target: that sliver goes to the likeliest token, of rank 0.
+        tokens_B[rows] = ids_RV.gather(1, ranks_R1 % ids_RV.size(1))[:, 0]
+    return tokens_B
+
+
+@torch.no_grad()
+def distribution(logits_BV: Tensor, samplings: Sequence[Sampling], histories: Sequence[Sequence[int]]) -> Tensor:
+    """The probabilities (B, V) that tokens are drawn with; all of it on one token where a row is greedy."""
+    logits_BV = _adjusted(logits_BV, samplings, histories)
+    likeliest_BV = torch.zeros_like(logits_BV, dtype=torch.float32).scatter(1, logits_BV.argmax(-1, keepdim=True), 1.0)
+    drawn = [row for row, sampling in enumerate(samplings) if not sampling.greedy]
+    if drawn:
+        rows = torch.tensor(drawn, device=logits_BV.device)
+        ordered_RV, ids_RV = _ordered(logits_BV[rows], [samplings[row] for row in drawn])
+        likeliest_BV[rows] = torch.zeros_like(ordered_RV).scatter(1, ids_RV, ordered_RV)
+    return likeliest_BV
+
+
+@torch.no_grad()
+def log_probabilities(logits_BV: Tensor, tokens_B: Tensor, top: int = 0) -> list[tuple[float, list[tuple[int, float]]]]:
+    """Of each row: the log-probability of its token, and the `top` likeliest tokens with theirs.
+
+    They are those of the model itself, before temperature, penalties and restrictions.
+    """
+    logs_BV = logits_BV.float().log_softmax(-1)
+    own = logs_BV.gather(1, tokens_B[:, None])[:, 0].tolist()
+    values, ids = logs_BV.topk(min(top, logs_BV.size(1)), dim=-1)
+    best = (list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True))
+    return list(zip(own, best, strict=True))
+
+
+def _adjusted(logits_BV: Tensor, samplings: Sequence[Sampling], histories: Sequence[Sequence[int]]) -> Tensor:
+    """Logits after bias and penalties, in fp32; as they came where no row asks for either."""
+    penalties = [
+        (row, token, float(count), sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        for row, sampling in enumerate(samplings)
+        if sampling.penalised
+        for token, count in Counter(histories[row]).items()
+    ]
+    biases = [
+        (row, token, bias)
+        for row, sampling in enumerate(samplings)
+        for token, bias in (sampling.logit_bias or {}).items()
+    ]
+    if not penalties and not biases:
+        return logits_BV
+    logits_BV = logits_BV.to(torch.float32, copy=True)
+    if biases:
+        rows, tokens, bias = (torch.tensor(column, device=logits_BV.device) for column in zip(*biases, strict=True))
+        logits_BV[rows, tokens] += bias
+    if penalties:
+        rows, tokens, *numbers = (
+            torch.tensor(column, device=logits_BV.device) for column in zip(*penalties, strict=True)
+        )
+        counts, repetition, presence, frequency = numbers
+        found = logits_BV[rows, tokens]
+        found = torch.where(found > 0, found / repetition, found * repetition)
+        logits_BV[rows, tokens] = found - presence - frequency * counts
+    return logits_BV
+
+
+def _ordered(logits_RV: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+    """The probabilities of rows that are drawn, likeliest token first, and the tokens they belong to."""
+    vocab_size, device = logits_RV.size(1), logits_RV.device
+    # Of equal logits the smaller id comes first, on every device.
+    ordered_RV, ids_RV = logits_RV.float().sort(dim=-1, descending=True, stable=True)
+    temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=device)
+    # The largest is 0: no temperature, however low, makes infinities.
+    scaled_RV = (ordered_RV - ordered_RV[:, :1]) / temperatures[:, None]
+    if any(sampling.top_k for sampling in samplings):
+        last = [min(sampling.top_k or vocab_size, vocab_size) - 1 for sampling in samplings]
+        smallest_R1 = ordered_RV.gather(1, torch.tensor(last, device=device)[:, None])
+        scaled_RV = scaled_RV.masked_fill(ordered_RV < smallest_R1, -torch.inf)
+    probabilities_RV = scaled_RV.softmax(-1)
+    if all(sampling.top_p is None and sampling.min_p is None for sampling in samplings):
+        return probabilities_RV, ids_RV
+    mass = [UNSET if sampling.top_p in (None, 1) else math.ceil(sampling.top_p * PARTS) for sampling in samplings]
+    before_RV = _running_sum(probabilities_RV).roll(1, dims=1)
+    before_RV[:, 0] = 0
+    kept_RV = before_RV < torch.tensor(mass, device=device)[:, None]
+    share = torch.tensor([sampling.min_p or 0.0 for sampling in samplings], device=device)
+    kept_RV &= probabilities_RV >= share[:, None] * probabilities_RV[:, :1]
+    return scaled_RV.masked_fill(~kept_RV, -torch.inf).softmax(-1), ids_RV
+
+
+def _running_sum(probabilities_RV: Tensor) -> Tensor:
+    """Running sums in whole parts."""
+    return (probabilities_RV * PARTS).long().cumsum(-1)

@@ -1,0 +1,210 @@
+"""Sampling: what is drawn and how often, beside the processors of `transformers`, and rows that are alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from whimbrel.base.errors import RequestError
+from whimbrel.generate import Draws, Sampling, log_probabilities, sample
+from whimbrel.generate.sampling import distribution
+
+VOCAB = 61
+BIAS = {3: 4.0, 8: -100.0}
+SETTINGS = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 1e-30},
+    {"top_k": 5},
+    {"top_k": 1000},
+    {"top_p": 0.6},
+    {"top_p": 1.0},
+    {"top_p": 1e-9},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.6},
+    {"logit_bias": BIAS},
+    {"temperature": 1.4, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+    {"temperature": 0.7, "top_k": 9, "top_p": 0.7, "min_p": 0.2, "repetition_penalty": 1.3, "logit_bias": BIAS},
+]
+
+
+def draw_many(logits_V: torch.Tensor, sampling: Sampling, count: int, history: tuple[int, ...] = ()) -> torch.Tensor:
+    """How often each token comes out of `count` draws."""
+    draws = Draws(0)
+    uniforms = [draws.uniform() for _ in range(count)]
+    tokens = sample(logits_V.expand(count, -1), [sampling] * count, uniforms, [history] * count)
+    return tokens.bincount(minlength=logits_V.numel())
+
+
+def peer(sampling: Sampling) -> LogitsProcessorList:
+    """The same settings as `transformers` spells them, in the order it applies them."""
+    steps = LogitsProcessorList()
+    if sampling.logit_bias:
+        steps.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in sampling.logit_bias.items()]))
+    if sampling.repetition_penalty != 1:
+        steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    steps.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k is not None:
+        steps.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p is not None and sampling.top_p < 1:
+        steps.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p is not None:
+        steps.append(MinPLogitsWarper(sampling.min_p))
+    return steps
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_distributions_are_those_of_transformers(settings):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(40, VOCAB, generator=generator) * 3
+    histories = torch.randint(VOCAB, (40, 12), generator=generator)
+    sampling = Sampling(**settings)
+    # It overflows where a temperature is next to nothing: logits from which the largest was taken mean the same.
+    given = logits - logits.amax(-1, keepdim=True) if sampling.temperature < 1e-10 else logits
+    expected = peer(sampling)(histories, given.clone()).softmax(-1)
+    found = distribution(logits, [sampling] * 40, histories.tolist())
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found == 0, expected == 0)
+
+
+def test_penalties_of_presence_and_frequency_count_what_was_seen():
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
+    found = distribution(logits, [sampling], [[1, 3, 3, 3]])
+    torch.testing.assert_close(found, torch.tensor([[1.0, 2 - 0.75, 3.0, 4 - 1.25]]).softmax(-1))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_tokens_come_as_often_as_their_probability_says(settings):
+    """Pearson's chi-square, four deviations above its mean at most; the seed is fixed."""
+    logits, count, history = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 2, 20_000, (1, 5, 5, 9)
+    sampling = Sampling(**settings)
+    expected = distribution(logits[None], [sampling], [history])[0] * count
+    seen = draw_many(logits, sampling, count, history).float()
+    possible = expected > 0
+    assert not seen[~possible].any()
+    freedom = int(possible.sum()) - 1
+    statistic = ((seen - expected)[possible].square() / expected[possible]).sum().item()
+    assert statistic <= freedom + 4 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0.1, 0.2, 0.3, 0.4]),
+        ({"temperature": 0.5}, [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
+        ({"top_k": 2}, [0, 0, 3 / 7, 4 / 7]),
+        ({"top_p": 0.65}, [0, 0, 3 / 7, 4 / 7]),
+        ({"top_p": 0.75}, [0, 2 / 9, 3 / 9, 4 / 9]),
+        ({"min_p": 0.6}, [0, 0, 3 / 7, 4 / 7]),
+        ({"top_p": 0.01}, [0, 0, 0, 1]),
+        ({"temperature": 0}, [0, 0, 0, 1]),
+    ],
+)
+def test_tokens_are_drawn_with_the_frequencies_asked_for(settings, expected):
+    found = (draw_many(torch.tensor([0.1, 0.2, 0.3, 0.4]).log(), Sampling(**settings), 4000) / 4000).tolist()
+    assert found == pytest.approx(expected, abs=0.03)
+    assert [frequency == 0 for frequency in found] == [frequency == 0 for frequency in expected]
+
+
+def test_the_uniform_number_runs_through_the_tokens_from_the_likeliest_on():
+    logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log()
+    uniforms = [0.0, 0.399, 0.401, 0.699, 0.701, 0.899, 0.901, 1 - 2**-53]
+    drawn = sample(logits.expand(8, -1), [Sampling()] * 8, uniforms, [()] * 8)
+    assert drawn.tolist() == [1, 1, 2, 2, 3, 3, 0, 0]
+
+
+def test_rows_are_bitwise_those_of_the_row_alone():
+    generator = torch.Generator().manual_seed(2)
+    # Many tokens of equal logits: an order that neighbours could change would show.
+    logits = (torch.randn(60, 5000, generator=generator) * 2).bfloat16()
+    samplings = [Sampling(**SETTINGS[row % len(SETTINGS)]) for row in range(60)]
+    samplings[7::8] = [Sampling(temperature=0, frequency_penalty=1.0)] * len(samplings[7::8])
+    samplings[3::8] = [Sampling(temperature=0)] * len(samplings[3::8])
+    histories = torch.randint(5000, (60, 12), generator=generator).tolist()
+    uniforms = torch.rand(60, generator=generator).tolist()
+    together = sample(logits, samplings, uniforms, histories).tolist()
+    whole = distribution(logits, samplings, histories)
+    for row in range(60):
+        parts = logits[row : row + 1], samplings[row : row + 1]
+        assert sample(*parts, uniforms[row : row + 1], histories[row : row + 1]).tolist() == [together[row]]
+        assert torch.equal(distribution(*parts, histories[row : row + 1])[0], whole[row])
+
+
+def test_greedy_rows_take_the_likeliest_token_and_no_number():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [4.0, 0.0, 0.0, 3.9]])
+    nothing = (math.nan, math.nan)
+    assert sample(logits, [Sampling(temperature=0)] * 2, nothing, [(), ()]).tolist() == [1, 0]
+    penalised = [Sampling(temperature=0), Sampling(temperature=0, presence_penalty=1.0)]
+    assert sample(logits, penalised, nothing, [(1,), (0,)]).tolist() == [1, 3]
+    biased = [Sampling(temperature=0, logit_bias={3: 5.0}), Sampling(temperature=0)]
+    assert sample(logits, biased, nothing, [(), ()]).tolist() == [3, 0]
+    assert logits.tolist() == [[1.0, 3.0, 3.0, 2.0], [4.0, 0.0, 0.0, pytest.approx(3.9)]]
+
+
+def test_seeds_settle_the_numbers_and_samples_have_their_own():
+    def numbers(*seed: int | None) -> list[float]:
+        draws = Draws(*seed)
+        return [draws.uniform() for _ in range(5)]
+
+    assert numbers(7) == numbers(7) == numbers(7, 0)
+    assert len({tuple(numbers(*seed)) for seed in [(7,), (8,), (7, 1), (7, 2), (None,), (None,)]}) == 6
+    assert all(0 <= number < 1 for number in numbers(2**63 - 1, 5))
+
+
+def test_log_probabilities_are_the_models_own():
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]]).log()
+    (first, best), (second, _) = log_probabilities(logits + 3, torch.tensor([1, 0]), top=2)
+    assert (first, second) == (pytest.approx(math.log(0.2)), pytest.approx(math.log(0.7)))
+    assert best == [(3, pytest.approx(math.log(0.4))), (2, pytest.approx(math.log(0.3)))]
+    assert log_probabilities(logits, torch.tensor([1, 0]))[0][1] == []
+    assert len(log_probabilities(logits, torch.tensor([1, 0]), top=9)[0][1]) == 4
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_model_that_diverged_is_refused(number):
+    with pytest.raises(RequestError, match="not numbers"):
+        sample(torch.tensor([[0.0, 1.0], [0.0, number]]), [Sampling()] * 2, [0.5] * 2, [(), ()])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, "temperature = -1.0"),
+        ({"temperature": math.inf}, "temperature = inf"),
+        ({"top_k": 0}, "top_k = 0"),
+        ({"top_p": 0.0}, "top_p = 0.0"),
+        ({"min_p": 1.1}, "min_p = 1.1 must be from 0 to 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0"),
+        ({"presence_penalty": math.nan}, "presence_penalty = nan"),
+        ({"frequency_penalty": math.inf}, "frequency_penalty = inf"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias of token -1"),
+        ({"logit_bias": {1: math.inf}}, "logit_bias of token 1 is inf"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(RequestError, match=message):
+        Sampling(**settings)
+
+
+def test_a_bias_of_a_token_that_the_model_has_not_is_refused():
+    Sampling(logit_bias={49: 1.0}).check_vocabulary(50)
+    with pytest.raises(RequestError, match="logit_bias of token 50: the vocabulary's ids run from 0 to 49"):
+        Sampling(logit_bias={50: 1.0}).check_vocabulary(50)
+
+
+def test_settings_can_be_told_apart_and_kept_in_sets():
+    assert len({Sampling(), Sampling(logit_bias={1: 2.0}), Sampling(), Sampling(top_k=3)}) == 3
