@@ -103,15 +103,14 @@ def _registered(value: Any) -> Bridge | None:
 
 
 def _way_back(value: Any) -> Back:
-    """What makes a tensor of the type of `value`: its own `from_torch`, or `from_dlpack` of the library it is from."""
+    """What makes the type of `value`: its own `from_torch`; for one that speaks DLPack, its library's `from_dlpack`."""
     if callable(own := getattr(type(value), "from_torch", None)):
         return own  # type: ignore[no-any-return]
-    if hasattr(value, "__array_namespace__"):
-        library = value.__array_namespace__()
-    else:
-        library = sys.modules.get(type(value).__module__.partition(".")[0])
-    if callable(read := getattr(library, "from_dlpack", None)):
-        return lambda ours: _write_dlpack(ours, read)
+    if hasattr(value, "__dlpack__"):
+        package = sys.modules.get(type(value).__module__.partition(".")[0])
+        library = value.__array_namespace__() if hasattr(value, "__array_namespace__") else package
+        if callable(read := getattr(library, "from_dlpack", None)):
+            return lambda ours: _write_dlpack(ours, read)
     raise ConfigError(
         f"{_name(value)} has no way back from torch: give it a classmethod `from_torch(tensor)`, "
         "or name both ways with whimbrel.cache.register_foreign(type, to_torch, from_torch)"

@@ -1,0 +1,377 @@
+"""Tensors of other frameworks: read in place, handed back as what they were, or refused in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.cache import foreign
+from whimbrel.cache.foreign import register_foreign, to_torch
+
+
+@pytest.fixture(autouse=True)
+def no_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers ends with it."""
+    monkeypatch.setattr(foreign, "_BRIDGES", {})
+
+
+class Boxed:
+    """A tensor of a framework of our own, with no protocol at all."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.inside = tensor
+
+
+class Exporting(Boxed):
+    """Has the way to torch alone."""
+
+    def to_torch(self) -> torch.Tensor:
+        return self.inside
+
+
+class RoundTrip(Exporting):
+    """Has both ways."""
+
+    @classmethod
+    def from_torch(cls, tensor: torch.Tensor) -> RoundTrip:
+        return cls(tensor)
+
+
+class Capsules(Boxed):
+    """Speaks DLPack and says that its `.to_torch()` is not to be asked."""
+
+    def __dlpack__(self, **kwargs: object) -> object:
+        return self.inside.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.inside.__dlpack_device__()
+
+    def to_torch(self) -> torch.Tensor:
+        raise AssertionError("DLPack comes before .to_torch()")
+
+    @classmethod
+    def from_torch(cls, tensor: torch.Tensor) -> Capsules:
+        return cls(tensor)
+
+
+class Interface:
+    """Shows its memory by the array interface alone."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.held = array
+
+    @property
+    def __array_interface__(self) -> dict:
+        return self.held.__array_interface__
+
+    @classmethod
+    def from_torch(cls, tensor: torch.Tensor) -> Interface:
+        return cls(tensor.numpy())
+
+
+def one_line(error: pytest.ExceptionInfo) -> str:
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def refusal(value: object) -> str:
+    with pytest.raises(ConfigError) as refused:
+        to_torch(value)
+    return one_line(refused)
+
+
+def test_a_torch_tensor_passes_untouched():
+    tensor = torch.randn(2, 3, requires_grad=True)
+    read, back = to_torch(tensor)
+    other = torch.randn(4)
+    assert read is tensor
+    assert back(other) is other
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert to_torch(parameter)[0] is parameter
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint8", "int64", "bool", "complex64"])
+def test_numpy_is_read_in_place_and_given_views(dtype: str):
+    array = np.arange(24).reshape(2, 3, 4).astype(dtype)
+    read, back = to_torch(array)
+    assert read.dtype is getattr(torch, dtype)
+    assert read.data_ptr() == array.ctypes.data
+    assert np.array_equal(read.numpy(), array)
+    ours = torch.zeros(2, 6, 4, dtype=read.dtype)
+    handed = back(ours[:, :3])
+    assert type(handed) is np.ndarray
+    assert handed.dtype == array.dtype
+    assert handed.ctypes.data == ours.data_ptr()
+    assert handed.strides == tuple(stride * array.itemsize for stride in ours.stride())
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_numbers_that_numpy_has_from_ml_dtypes_cross_as_their_bits(name: str):
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="needs the package 'ml_dtypes'")
+    dtype = getattr(ml_dtypes, name)
+    array = np.linspace(-3, 3, 24).reshape(2, 3, 4).astype(dtype)
+    array.flags.writeable = False
+    read, back = to_torch(array[:, ::2])
+    assert read.dtype is getattr(torch, name)
+    assert read.data_ptr() == array.ctypes.data
+    assert np.array_equal(read.float().numpy(), array[:, ::2].astype(np.float32))
+    ours = torch.linspace(-1, 1, 12).to(read.dtype).view(2, 6)[:, :3]
+    handed = back(ours)
+    assert handed.dtype == dtype
+    assert handed.ctypes.data == ours.data_ptr()
+    assert np.array_equal(handed.astype(np.float32), ours.float().numpy())
+
+
+def test_a_read_only_array_is_read_in_place_without_a_warning():
+    array = np.arange(6, dtype=np.float32)
+    array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read, _ = to_torch(array)
+    assert read.data_ptr() == array.ctypes.data
+
+
+def test_strides_that_torch_has_not_are_copied():
+    """torch ends the process when DLPack hands it a negative stride, so this must not reach it."""
+    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    for given in (array[::-1], array[:, ::-1, ::-2], np.zeros(4, dtype=[("a", "f4"), ("b", "i1")])["a"]):
+        assert np.array_equal(to_torch(given)[0].numpy(), given)
+    spread = np.broadcast_to(array[:1], (2, 3, 4))
+    assert to_torch(spread)[0].stride() == (0, 4, 1)
+
+
+def test_a_subclass_of_ndarray_comes_back_as_itself(tmp_path):
+    class Marked(np.ndarray):
+        pass
+
+    _, back = to_torch(np.ones(3, dtype=np.float32).view(Marked))
+    assert type(back(torch.zeros(2))) is Marked
+    np.ones(4, dtype=np.float32).tofile(tmp_path / "states")
+    mapped = np.memmap(tmp_path / "states", dtype=np.float32, mode="r")
+    assert to_torch(mapped)[0].data_ptr() == mapped.ctypes.data
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.ones(3, dtype=np.dtype("float32").newbyteorder(">" if sys.byteorder == "little" else "<")),
+        np.array(["text"]),
+        np.array([object()]),
+        np.ones(3, dtype=[("a", "f4")]),
+        np.ones(3, dtype=np.longdouble),
+        np.array(["2026-01-01"], dtype="datetime64[s]"),
+        np.ma.masked_less(np.arange(3.0), 1),
+    ],
+    ids=["other-endian", "text", "object", "fields", "longdouble", "dates", "masked"],
+)
+def test_an_array_without_a_like_in_torch_is_refused(array: np.ndarray):
+    message = refusal(array)
+    assert "astype" in message
+    assert "mask" in message if isinstance(array, np.ma.MaskedArray) else array.dtype.str in message
+
+
+def test_dlpack_is_asked_before_to_torch():
+    given = Capsules(torch.arange(6.0).view(2, 3))
+    read, back = to_torch(given)
+    assert read.data_ptr() == given.inside.data_ptr()
+    assert torch.equal(read, given.inside)
+    ours = torch.ones(2)
+    handed = back(ours)
+    assert type(handed) is Capsules
+    assert handed.inside.data_ptr() == ours.data_ptr()
+
+
+def test_a_dlpack_type_goes_back_by_the_library_it_names():
+    class Library:
+        @staticmethod
+        def from_dlpack(value: torch.Tensor) -> Named:
+            if not value.is_contiguous():
+                raise BufferError("packed arrays only")
+            return Named(torch.from_dlpack(value))
+
+    class Named(Boxed):
+        __dlpack__ = Capsules.__dlpack__
+        __dlpack_device__ = Capsules.__dlpack_device__
+
+        def __array_namespace__(self) -> type[Library]:
+            return Library
+
+    _, back = to_torch(Named(torch.ones(2, 2)))
+    packed, strided = torch.arange(4.0).view(2, 2), torch.arange(8.0).view(2, 4)[:, :2]
+    assert type(back(packed)) is Named
+    assert back(packed).inside.data_ptr() == packed.data_ptr()
+    assert torch.equal(back(strided).inside, strided)
+    assert back(strided).inside.data_ptr() != strided.data_ptr()
+
+
+def test_what_a_library_refuses_for_good_is_raised():
+    class Library:
+        @staticmethod
+        def from_dlpack(value: torch.Tensor) -> None:
+            raise BufferError("no room")
+
+    class Named(Capsules):
+        from_torch = None
+
+        def __array_namespace__(self) -> type[Library]:
+            return Library
+
+    _, back = to_torch(Named(torch.ones(2)))
+    with pytest.raises(BufferError, match="no room"):
+        back(torch.ones(2))
+    with pytest.raises(BufferError, match="no room"):
+        back(torch.ones(4, 4).t())
+
+
+def test_a_dlpack_export_that_fails_is_refused_with_its_reason():
+    class Far(Capsules):
+        def __dlpack__(self, **kwargs: object) -> object:
+            raise BufferError("spread over two devices\nand more")
+
+    message = refusal(Far(torch.ones(2)))
+    assert "spread over two devices" in message
+    assert "Far" in message
+
+    class Backwards(Capsules):
+        strides = (-4,)
+
+    assert "negative strides" in refusal(Backwards(torch.ones(2)))
+
+
+def test_a_type_with_to_torch_needs_a_way_back():
+    given = RoundTrip(torch.arange(3.0))
+    read, back = to_torch(given)
+    assert read is given.inside
+    ours = torch.ones(2)
+    assert type(back(ours)) is RoundTrip
+    assert back(ours).inside.data_ptr() == ours.data_ptr()
+    message = refusal(Exporting(torch.arange(3.0)))
+    assert "Exporting" in message
+    assert "from_torch" in message
+    assert "register_foreign" in message
+
+
+def test_the_array_interface_comes_last():
+    array = np.arange(6, dtype=np.float32)
+    read, back = to_torch(Interface(array))
+    assert read.data_ptr() == array.ctypes.data
+    assert type(back(torch.ones(2))) is Interface
+
+    class Both(Interface):
+        def to_torch(self) -> torch.Tensor:
+            return torch.full((1,), 7.0)
+
+    assert to_torch(Both(array))[0].tolist() == [7.0]
+
+
+@pytest.mark.parametrize("value", [None, 1.5, [1.0, 2.0], "keys", np.float32(1), Boxed(torch.ones(1))])
+def test_what_is_no_tensor_is_refused(value: object):
+    message = refusal(value)
+    assert type(value).__qualname__ in message
+    assert "register_foreign" in message
+
+
+def test_a_registered_type_crosses_by_its_own_functions_first():
+    register_foreign(Boxed, lambda box: box.inside, Boxed)
+    read, back = to_torch(Boxed(torch.arange(3.0)))
+    assert read.tolist() == [0, 1, 2]
+    assert type(back(read)) is Boxed
+    assert to_torch(Capsules(torch.arange(2.0)))[1](read).__class__ is Boxed  # a subclass counts, before DLPack
+    register_foreign(Capsules, lambda box: box.inside + 1, Capsules)
+    assert to_torch(Capsules(torch.arange(2.0)))[0].tolist() == [1, 2]  # the most specific type wins
+    register_foreign(Boxed, lambda box: box.inside + 5, Boxed)
+    assert to_torch(Boxed(torch.arange(2.0)))[0].tolist() == [5, 6]
+    register_foreign(np.ndarray, lambda array: torch.zeros(1), lambda tensor: "mine")
+    assert to_torch(np.ones(3))[1](read) == "mine"
+
+
+def test_a_virtual_subclass_and_a_subclass_of_tensor_may_be_registered():
+    import abc
+
+    class Any(abc.ABC):  # noqa: B024
+        pass
+
+    Any.register(Boxed)
+    register_foreign(Any, lambda box: box.inside, Boxed)
+    assert to_torch(Boxed(torch.ones(3)))[0].tolist() == [1, 1, 1]
+
+    class Wrapped(torch.Tensor):
+        pass
+
+    wrapped = torch.ones(2).as_subclass(Wrapped)
+    assert to_torch(wrapped)[0] is wrapped
+    register_foreign(Wrapped, lambda given: given.as_subclass(torch.Tensor), lambda ours: ours.as_subclass(Wrapped))
+    read, back = to_torch(wrapped)
+    assert type(read) is torch.Tensor
+    assert type(back(read)) is Wrapped
+
+
+def test_registrations_that_cannot_work_are_refused():
+    for arguments in (
+        ("jax.Array", Boxed, Boxed),
+        (torch.Tensor, Boxed, Boxed),
+        (Boxed, None, Boxed),
+        (Boxed, Boxed, 3),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            register_foreign(*arguments)
+        assert "register_foreign" in one_line(refused)
+    register_foreign(Boxed, lambda box: [1.0], Boxed)
+    assert "list" in refusal(Boxed(torch.ones(1)))
+
+
+def test_what_is_handed_back_carries_no_graph():
+    _, back = to_torch(np.ones(2, dtype=np.float32))
+    assert back(torch.ones(2, requires_grad=True)).tolist() == [1, 1]
+
+
+def test_no_framework_is_imported_that_was_not_loaded():
+    code = "import sys, whimbrel.cache.foreign; print({'jax', 'cupy', 'ml_dtypes', 'tensorflow'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+@pytest.mark.gpu
+def test_back_goes_to_the_device_it_came_from():
+    _, back = to_torch(np.ones(2, dtype=np.float32))
+    assert back(torch.arange(3.0, device="cuda")).tolist() == [0, 1, 2]
+
+
+@pytest.mark.gpu
+def test_cupy_is_read_in_place_and_given_views():
+    cupy = pytest.importorskip("cupy", reason="needs the package 'cupy'")
+    array = cupy.arange(24, dtype=cupy.float32).reshape(2, 3, 4)
+    read, back = to_torch(array[:, ::2])
+    assert read.is_cuda
+    assert read.data_ptr() == array.data.ptr
+    assert np.array_equal(read.cpu().numpy(), cupy.asnumpy(array[:, ::2]))
+    ours = torch.arange(24.0, device="cuda").view(2, 3, 4)[:, :2]
+    handed = back(ours)
+    assert isinstance(handed, cupy.ndarray)
+    assert handed.data.ptr == ours.data_ptr()
+    assert np.array_equal(cupy.asnumpy(handed), ours.cpu().numpy())
+    assert "negative strides" in refusal(array[::-1])
+
+
+@pytest.mark.gpu
+def test_the_cuda_array_interface_is_read_in_place():
+    class Device(Boxed):
+        @property
+        def __cuda_array_interface__(self) -> dict:
+            return self.inside.__cuda_array_interface__
+
+        @classmethod
+        def from_torch(cls, tensor: torch.Tensor) -> Device:
+            return cls(tensor)
+
+    given = Device(torch.arange(3.0, device="cuda"))
+    read, back = to_torch(given)
+    assert read.data_ptr() == given.inside.data_ptr()
+    assert type(back(read)) is Device
