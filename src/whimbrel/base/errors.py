@@ -4,6 +4,8 @@ WhimbrelError
 ├── ConfigError(ValueError)          a setting, flag or argument that cannot be used
 │   └── MissingExtraError(ImportError)   an optional package that the request needs
 ├── DataError(ValueError)            a source, shard or manifest that is not what it claims
+├── CacheError(ValueError)           keys and values, or an operation, that a cache cannot take; nothing was changed
+│   └── CacheIndexError(IndexError)      a layer or a row that a cache does not have
 ├── CheckpointError(RuntimeError)    a checkpoint or model directory that is damaged, foreign or incomplete
 ├── ParallelError(RuntimeError)      ranks that disagree
 ├── PrecisionError(ValueError)       a precision recipe that this model or machine cannot run
@@ -19,6 +21,8 @@ A message is one line: what was given, what is allowed, what to do. The command 
 from __future__ import annotations
 
 __all__ = [
+    "CacheError",
+    "CacheIndexError",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -51,6 +55,14 @@ class MissingExtraError(ConfigError, ImportError):
 
 class DataError(WhimbrelError, ValueError):
     """A source, shard or manifest that is not what it claims to be."""
+
+
+class CacheError(WhimbrelError, ValueError):
+    """Keys and values, or an operation, that a cache cannot take; nothing was changed."""
+
+
+class CacheIndexError(CacheError, IndexError):
+    """A layer or a row that a cache does not have."""
 
 
 class CheckpointError(WhimbrelError, RuntimeError):
