@@ -25,6 +25,7 @@ from whimbrel.cli import (
     train,
     verify,
 )
+from whimbrel.cli import eval as evaluation
 
 __all__ = ["app", "main"]
 
@@ -65,6 +66,7 @@ app.command()(runs.runs)
 app.command()(control.control)
 app.command()(plot.plot)
 app.command()(compare.compare)
+app.command("eval")(evaluation.evaluate)
 app.command()(finalize.finalize)
 app.command()(export.export)
 app.command()(generate.generate)

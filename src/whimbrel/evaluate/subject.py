@@ -1,0 +1,88 @@
+"""The model under test: weights, the tokenizer that belongs to them, and the token that opens a text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from whimbrel.artifacts import load_model, load_tokenizer, model_directory, special_tokens
+from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.base.progress import Progress
+from whimbrel.evaluate.scoring import Pair, Score, score
+from whimbrel.models import GPT
+from whimbrel.text import Tokenizer
+
+__all__ = ["Subject"]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Scores text. Text becomes tokens as lm-eval makes them, so that likelihoods are comparable."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    opener_id: int
+    """The token before the first of a text: the beginning-of-text token, else the end-of-text token."""
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        weights: str | None = None,
+    ) -> Subject:
+        """What `load_model` takes, with the tokenizer that lies beside it unless another is given."""
+        source = model_directory(path)
+        if tokenizer is None and source.is_file():
+            raise ConfigError(f"the file {source} holds no tokenizer: give the one it was trained with")
+        words = load_tokenizer(tokenizer or source)
+        opener = special_tokens(source).bos_id if source.is_dir() else None
+        model = load_model(source, dtype=dtype, device=device, weights=weights)
+        if words.vocab_size > model.config.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {words.vocab_size} tokens and the model {model.config.vocab_size}: give the model's"
+            )
+        return cls(model, words, words.eot_id if opener is None else opener)
+
+    def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
+        """Context and continuation in tokens, cut where the tokens of the context alone end.
+
+        Both are encoded as one text, since a tokenizer may join what stands at the seam. Spaces that end a context are
+        moved to the continuation, where they belong to its first word. Nothing before a continuation is the opener.
+        """
+        moved = [(context.rstrip(), context[len(context.rstrip()) :] + text) for context, text in texts]
+        contexts = self._encode([context for context, _ in moved], special=True)
+        wholes = self._encode([context + text for context, text in moved], special=True)
+        alone = iter(self._encode([text for context, text in moved if not context], special=False))
+        pairs = [
+            Pair(before, whole[len(before) :]) if context else Pair([self.opener_id], next(alone))
+            for (context, _), before, whole in zip(moved, contexts, wholes, strict=True)
+        ]
+        for (context, text), pair in zip(texts, pairs, strict=True):
+            if not pair.continuation:
+                raise DataError(f"no token of {text!r} is its own after {context[-40:]!r}: begin it with a space")
+        return pairs
+
+    def rolling(self, texts: Sequence[str]) -> list[Pair]:
+        """Whole texts after the opener."""
+        return [Pair([self.opener_id], ids) for ids in self._encode(texts, special=False)]
+
+    def score(
+        self, pairs: Sequence[Pair], *, batch_size: int | None = None, progress: Progress | None = None
+    ) -> list[Score]:
+        """How likely the model holds each continuation to be."""
+        return score(self.model, pairs, batch_size=batch_size, progress=progress)
+
+    def _encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(f"half a surrogate pair at character {error.start} of {text[:40]!r}") from error
+        return [each.ids for each in self.tokenizer.pipeline.encode_batch(texts, add_special_tokens=special)]
