@@ -5,11 +5,12 @@ from types import ModuleType
 
 from whimbrel.generate.decode import decode_n, decode_one, generate, prefill, stream
 from whimbrel.generate.sampling import Draws, Sampling, log_probabilities, sample
-from whimbrel.generate.text import encode_prompt, stream_text
+from whimbrel.generate.text import TextStream, encode_prompt, stream_text
 
 __all__ = [
     "Draws",
     "Sampling",
+    "TextStream",
     "decode_n",
     "decode_one",
     "encode_prompt",

@@ -7,9 +7,8 @@ import torch
 
 import whimbrel
 from whimbrel.base.errors import RequestError
-from whimbrel.generate import Sampling, generate, stream, stream_text
+from whimbrel.generate import Sampling, generate, stream
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.text import load_tokenizer
 
 
 @pytest.fixture
@@ -96,12 +95,3 @@ def test_a_model_that_diverged_is_refused(model):
         model.lm_head.weight[3] = torch.nan
     with pytest.raises(RequestError, match="not numbers"):
         generate(model, [1], temperature=0)
-
-
-def test_text_comes_in_whole_characters():
-    tokenizer = load_tokenizer("gpt2")
-    prompt, rest = tokenizer.encode("Say: "), tokenizer.encode("naïve 漢字 🐦 end")
-    pieces = list(stream_text(tokenizer, prompt, rest))
-    assert "".join(pieces) == "naïve 漢字 🐦 end"
-    assert len(pieces) > 3
-    assert all("\ufffd" not in piece for piece in pieces)

@@ -1,0 +1,102 @@
+"""Tokens to text as they come: whole characters, spaces, stop strings, bytes that are no text."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Pipeline
+
+from whimbrel.generate import TextStream, encode_prompt, stream_text
+from whimbrel.text import Tokenizer, load_tokenizer
+
+TEXT = "naïve 漢字 🐦 end"
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Tokenizer:
+    return load_tokenizer("gpt2")
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> Tokenizer:
+    """A tokenizer as Llama 2 has: spaces are letters, and characters that are no tokens are written in bytes."""
+    words = ["▁", "▁the", "▁end", "a", "n", "v", "e", "d"]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    pipeline = Pipeline(models.Unigram([(piece, -1.0) for piece in pieces], 0, byte_fallback=True))
+    pipeline.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    pipeline.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    pipeline.add_special_tokens([AddedToken(token, special=True) for token in pieces[:3]])
+    return Tokenizer(pipeline, "</s>")
+
+
+@pytest.fixture(params=["gpt2", "sentencepiece"])
+def tokenizer(request) -> Tokenizer:
+    return request.getfixturevalue(request.param)
+
+
+def test_text_comes_in_whole_characters(tokenizer):
+    prompt, rest = tokenizer.encode("Say:"), tokenizer.encode("Say: " + TEXT)[len(tokenizer.encode("Say:")) :]
+    pieces = list(stream_text(tokenizer, prompt, rest))
+    assert "".join(pieces) == " " + TEXT
+    assert len(pieces) > 4
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_character_that_the_prompt_began_is_written_whole(gpt2):
+    ids = gpt2.encode("🐦!")
+    assert len(ids) > 2
+    assert "".join(stream_text(gpt2, ids[:1], ids[1:])) == "🐦!"
+
+
+def test_the_space_after_the_prompt_stays_and_one_at_the_start_of_a_text_does_not(sentencepiece):
+    ids = sentencepiece.encode("the end")
+    assert sentencepiece.pipeline.id_to_token(ids[0]) == "▁the"
+    assert "".join(stream_text(sentencepiece, [1], ids)) == "the end"
+    assert "".join(stream_text(sentencepiece, ids, ids)) == " the end"
+
+
+def test_bytes_that_are_no_text_are_shown_and_break_nothing(tokenizer):
+    rng = random.Random(0)
+    whole = tokenizer.encode("the end 漢")
+    for _ in range(300):
+        noise = [rng.randrange(3, 259) for _ in range(rng.randrange(1, 20))]
+        written = "".join(stream_text(tokenizer, [5], [*noise, *whole]))
+        assert written.endswith("the end 漢")
+    stream = TextStream(tokenizer, whole)
+    awaited = max(range(3, 259), key=lambda token: tokenizer.decode([token]) == "\ufffd")
+    assert "\ufffd" in "".join(stream.push(awaited) for _ in range(4))  # not held for ever
+
+
+def test_a_stop_string_may_span_tokens_and_what_it_hides_is_never_shown(gpt2):
+    ids = gpt2.encode("First line\nUser: second")
+    stream = TextStream(gpt2, [], ["ine\nUser:"])
+    shown = []
+    for token in ids:
+        shown.append(stream.push(token))
+        if stream.stopped:
+            break
+    assert "".join(shown) == "First l"
+    assert len(shown) < len(ids)
+    assert stream.flush() == stream.push(ids[0]) == ""
+    consumed = iter(ids)
+    assert "".join(stream_text(gpt2, [], consumed, ["ine\nUser:"])) == "First l"
+    assert list(consumed) == ids[len(shown) :]  # no token is drawn after the stop
+
+
+def test_what_was_held_back_comes_at_the_end(gpt2):
+    ids = gpt2.encode("one\nUse")
+    assert "".join(stream_text(gpt2, [], ids, ["\nUser:"])) == "one\nUse"
+
+
+def test_a_text_after_the_end_of_another_stands_apart(gpt2):
+    ids = [*gpt2.encode("one"), gpt2.eot_id, *gpt2.encode("two")]
+    assert "".join(stream_text(gpt2, [], ids)) == "one\n\ntwo"
+
+
+def test_nothing_opens_a_new_text(gpt2):
+    assert encode_prompt(gpt2, "") == [gpt2.eot_id]
+    assert encode_prompt(gpt2, "a b") == gpt2.encode("a b")
