@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import CacheError, ConfigError
 
 __all__ = ["register_foreign", "to_torch"]
 
@@ -71,7 +71,7 @@ def to_torch(value: Any) -> tuple[Tensor, Back]:
         return value, _same
     tensor = bridge.to_torch(value)
     if not isinstance(tensor, Tensor):
-        raise ConfigError(f"{_name(value)} became {_name(tensor)}, not a torch.Tensor: {_ADVICE}")
+        raise CacheError(f"{_name(value)} became {_name(tensor)}, not a torch.Tensor: {_ADVICE}")
     device = tensor.device
     return tensor, lambda ours: bridge.from_torch(ours.detach().to(device))
 
@@ -92,7 +92,7 @@ def _find_bridge(value: Any) -> Bridge | None:
         return Bridge(lambda given: torch.as_tensor(given, device="cuda"), _way_back(value))
     if hasattr(value, "__array_interface__"):
         return Bridge(lambda given: _read_numpy(np.asarray(given)), _way_back(value))
-    raise ConfigError(f"{_name(value)} is no tensor that can be read: {_ADVICE}")
+    raise CacheError(f"{_name(value)} is no tensor that can be read: {_ADVICE}")
 
 
 def _registered(value: Any) -> Bridge | None:
@@ -111,7 +111,7 @@ def _way_back(value: Any) -> Back:
         library = value.__array_namespace__() if hasattr(value, "__array_namespace__") else package
         if callable(read := getattr(library, "from_dlpack", None)):
             return lambda ours: _write_dlpack(ours, read)
-    raise ConfigError(
+    raise CacheError(
         f"{_name(value)} has no way back from torch: give it a classmethod `from_torch(tensor)`, "
         "or name both ways with whimbrel.cache.register_foreign(type, to_torch, from_torch)"
     )
@@ -120,12 +120,12 @@ def _way_back(value: Any) -> Back:
 def _read_dlpack(value: Any) -> Tensor:
     strides = getattr(value, "strides", None)
     if isinstance(strides, tuple) and min(strides, default=0) < 0:  # torch would end the process over them
-        raise ConfigError(f"{_name(value)} has negative strides, which torch cannot read: give a copy of it")
+        raise CacheError(f"{_name(value)} has negative strides, which torch cannot read: give a copy of it")
     try:
         return torch.from_dlpack(value)  # type: ignore[attr-defined]
     except (BufferError, RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{_name(value)} cannot be read as a torch tensor ({reason}): {_ADVICE}") from error
+        raise CacheError(f"{_name(value)} cannot be read as a torch tensor ({reason}): {_ADVICE}") from error
 
 
 def _write_dlpack(ours: Tensor, read: Callable[[Tensor], Any]) -> Any:
@@ -148,7 +148,7 @@ def _read_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     dtype = getattr(torch, array.dtype.name, None)
     if isinstance(array, np.ma.MaskedArray) or not isinstance(dtype, torch.dtype) or not array.dtype.isnative:
         what = "masks" if isinstance(array, np.ma.MaskedArray) else f"dtype {array.dtype.str!r}"
-        raise ConfigError(
+        raise CacheError(
             f"a NumPy array with {what} has no like in torch: give a plain one, as of array.astype('float32')"
         )
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):

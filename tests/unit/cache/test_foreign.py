@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import CacheError, ConfigError
 from whimbrel.cache import foreign
 from whimbrel.cache.foreign import register_foreign, to_torch
 
@@ -82,7 +82,7 @@ def one_line(error: pytest.ExceptionInfo) -> str:
 
 
 def refusal(value: object) -> str:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(CacheError) as refused:
         to_torch(value)
     return one_line(refused)
 

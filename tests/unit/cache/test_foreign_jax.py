@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import CacheError
 from whimbrel.cache.foreign import to_torch
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is loaded, which would take a GPU for itself
@@ -52,6 +52,6 @@ def test_an_array_that_is_still_being_computed_is_waited_for():
 
 
 def test_a_traced_array_is_refused_in_one_line():
-    with pytest.raises(ConfigError, match="Tracer is no tensor that can be read") as refused:
+    with pytest.raises(CacheError, match="Tracer is no tensor that can be read") as refused:
         jax.jit(lambda states: to_torch(states)[0])(jnp.ones(2))
     assert "\n" not in str(refused.value)
