@@ -4,12 +4,20 @@ import sys
 from types import ModuleType
 
 from whimbrel.generate.decode import decode_n, decode_one, generate, prefill, stream
+from whimbrel.generate.engine import Engine, EngineConfig, Stats
+from whimbrel.generate.request import Event, Request, Score
 from whimbrel.generate.sampling import Draws, Sampling, log_probabilities, sample
 from whimbrel.generate.text import TextStream, encode_prompt, stream_text
 
 __all__ = [
     "Draws",
+    "Engine",
+    "EngineConfig",
+    "Event",
+    "Request",
     "Sampling",
+    "Score",
+    "Stats",
     "TextStream",
     "decode_n",
     "decode_one",

@@ -1,0 +1,169 @@
+"""Keys and values in pages: rows of any length share one pool, and one page may serve many rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whimbrel.cache.codec import SCALE_DTYPE, Codec, find_codec
+from whimbrel.cache.pages import SCRATCH, Pages
+from whimbrel.ops import View
+
+__all__ = ["PagePool", "PagedBatch", "Shape"]
+
+
+class Shape(Protocol):
+    """What a pool asks of a model's config."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that keep keys and values."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads of each."""
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+
+
+class PagePool(Pages):
+    """The pages of all layers: a page number stands for one page in each. Page 0 takes what padding writes.
+
+    Everything is allocated here, once, and filled with zeros: what a row has not written yet is masked, and a masked
+    number must still be finite.
+    """
+
+    def __init__(
+        self,
+        config: Shape,
+        num_pages: int,
+        page_size: int = 16,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        codec: str = "none",
+    ) -> None:
+        super().__init__(num_pages, page_size)
+        self.dtype, self.device = dtype, torch.device(device)
+        self.codec = find_codec(codec)
+        widths = _widths(config.head_width, dtype, self.codec)
+        self._tensors = {
+            name: _zeros((config.num_layers, num_pages, page_size, config.kv_heads, width), kind, self.device)
+            for name, (width, kind) in widths.items()
+        }
+        layers = zip(*(tensor.unbind(0) for tensor in self._tensors.values()), strict=True)
+        self._layers = [dict(zip(widths, parts, strict=True)) for parts in layers]
+
+    @staticmethod
+    def page_nbytes(config: Shape, page_size: int = 16, *, dtype: torch.dtype, codec: str = "none") -> int:
+        """Bytes of one page, over all layers."""
+        widths = _widths(config.head_width, dtype, find_codec(codec))
+        token = sum(width * kind.itemsize for width, kind in widths.values())
+        return config.num_layers * page_size * config.kv_heads * token
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def copy(self, source: int, target: int) -> None:
+        """Make page `target` of every layer hold what page `source` holds."""
+        for tensor in self._tensors.values():
+            tensor[:, target] = tensor[:, source]
+
+    def clear(self, page: int) -> None:
+        """Fill a page of every layer with zeros."""
+        for tensor in self._tensors.values():
+            tensor[:, page] = 0
+
+    def write(self, states: Tensor, slots: Tensor, layer_idx: int, kind: str) -> None:
+        """Store the `keys` or `values` (tokens, kv heads, head size) of tokens in their slots, page by page counted."""
+        layer = self._layers[layer_idx]
+        codes, scales = self.codec.encode(states.to(self.dtype))
+        layer[kind].flatten(0, 1).index_copy_(0, slots, codes)
+        if not self.codec.is_plain:
+            layer[_scales_of(kind)].flatten(0, 1).index_copy_(0, slots, scales)
+
+    def view(self, layer_idx: int, tables: Tensor, lengths: Tensor) -> View:
+        """What rows with these page tables may read of a layer."""
+        layer = self._layers[layer_idx]
+        return View(
+            layer["keys"],
+            layer["values"],
+            lengths=lengths,
+            pages=tables,
+            key_scales=layer.get(_scales_of("keys")),
+            value_scales=layer.get(_scales_of("values")),
+            codec=None if self.codec.is_plain else self.codec,
+        )
+
+
+class PagedBatch:
+    """The cache of one forward pass over rows that stand at different places of different texts.
+
+    Row b reads `counts[b]` new tokens after the `starts[b]` that its pages hold. A row shorter than the widest is
+    padded at its end, a whole row of padding has count 0 and a table of zeros: padding is written to page 0, and stands
+    where its row's last token does. All is computed on the device from the three tensors, once for all layers: the
+    host waits for nothing, and the same addresses with other numbers in them make another batch (CUDA graphs).
+    """
+
+    def __init__(self, pool: PagePool, tables: Tensor, starts: Tensor, counts: Tensor, *, stored: int = 0) -> None:
+        self.pool = pool
+        self.tables, self.starts, self.counts = tables, starts, counts
+        """(rows, pages of the longest row), (rows,), (rows,)."""
+        self._stored = stored
+        self._slots: Tensor | None = None
+        self._lengths: Tensor | None = None
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Where the next tokens of each row stand, (rows, tokens); works out where they will be written, too."""
+        offsets_T = torch.arange(tokens, device=device)
+        starts_B1, counts_B1 = self.starts[:, None].long(), self.counts[:, None].long()
+        positions_BT = starts_B1 + torch.minimum(offsets_T, (counts_B1 - 1).clamp(min=0))
+        pages_BT = self.tables.long().gather(1, positions_BT // self.pool.page_size)
+        slots_BT = pages_BT * self.pool.page_size + positions_BT % self.pool.page_size
+        scratch = SCRATCH * self.pool.page_size
+        self._slots = torch.where(offsets_T < counts_B1, slots_BT, scratch).flatten()
+        # A row of padding sees the one token that it writes to the scratch page; seeing none, it would not be finite.
+        self._lengths = (self.starts + self.counts).clamp(min=1)
+        return positions_BT
+
+    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
+        """Write the new tokens of a layer, (rows, kv heads, tokens, head size), to their pages."""
+        if self._slots is None or self._lengths is None:
+            self.positions(key_states.size(2), key_states.device)
+            return self.append(key_states, value_states, layer_idx)
+        for kind, states in (("keys", key_states), ("values", value_states)):
+            self.pool.write(states.transpose(1, 2).flatten(0, 1), self._slots, layer_idx, kind)
+        return self.pool.view(layer_idx, self.tables, self._lengths)
+
+    def get_seq_length(self) -> int:
+        """Tokens that the longest row holds before this pass."""
+        return self._stored
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU they come from NumPy, whose memory is only taken as it is first written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def _scales_of(kind: str) -> str:
+    return f"{kind} scales"
+
+
+def _widths(head_width: int, dtype: torch.dtype, codec: Codec) -> dict[str, tuple[int, torch.dtype]]:
+    """Of everything that is kept for a token and head: how many numbers, and of which kind."""
+    codes = codec.code_width(head_width), codec.code_dtype or dtype
+    widths = {"keys": codes, "values": codes}
+    if not codec.is_plain:
+        scales = codec.groups(head_width), SCALE_DTYPE
+        widths |= {_scales_of("keys"): scales, _scales_of("values"): scales}
+    return widths

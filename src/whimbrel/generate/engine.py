@@ -1,0 +1,252 @@
+"""Many requests on one model: each step reads a little of every text, and a request does not feel its neighbours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from whimbrel.base.errors import ConfigError, RequestError
+from whimbrel.cache.paged import PagePool
+from whimbrel.generate.request import Event, Finish, Request, Row, Score
+from whimbrel.generate.runner import Runner
+from whimbrel.generate.sampling import log_probabilities, sample
+from whimbrel.generate.scheduler import Scheduler
+from whimbrel.models import GPT
+
+__all__ = ["Engine", "EngineConfig", "Stats"]
+
+SHARE_OF_MEMORY = {"cuda": 0.8, "cpu": 0.25}
+"""How much of a GPU's free memory, or of a machine's whole, the pages may take where their number is not given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How much the engine takes on at once."""
+
+    page_size: int = 16
+    """Tokens of one page of the cache."""
+    num_pages: int | None = None
+    """Pages of the cache; enough for `max_batch` texts of the whole context, or what memory gives, when not given."""
+    max_batch: int = 64
+    """How many texts go on at once."""
+    prefill_chunk: int = 512
+    """How many tokens of prompts are read in one step, over all texts, padding included."""
+    cache: str = "none"
+    """How keys and values are stored: as they are (`none`), or coded: `fp8`, `int8`, `int4`."""
+    prefix_cache: bool = True
+    """Whether a text may begin with pages that another left behind."""
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_batch", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The engine in numbers; tokens and preemptions are counted from its beginning."""
+
+    running: int
+    waiting: int
+    pages: int
+    free_pages: int
+    preemptions: int
+    prompt_tokens: int
+    """Tokens of prompts that were taken on."""
+    prefix_hits: int
+    """Tokens that did not have to be read, because a page held them already."""
+    new_tokens: int
+
+
+class Engine:
+    """Continuous batching: `submit` requests at any time, call `step` while `busy`, `cancel` what nobody waits for.
+
+    One thread owns an engine.
+    """
+
+    def __init__(self, model: GPT, config: EngineConfig | None = None) -> None:
+        self.model, self.config = model, config or EngineConfig()
+        self.pool = _build_pool(model, self.config)
+        self.runner = Runner(model, self.pool)
+        self._scheduler = Scheduler(
+            self.pool,
+            max_batch=self.config.max_batch,
+            prefill_chunk=self.config.prefill_chunk,
+            prefix_cache=self.config.prefix_cache,
+        )
+        self._rows: dict[int, list[Row]] = {}
+        self._numbers = count()
+        self._prompt_tokens = self._new_tokens = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._rows)
+
+    def stats(self) -> Stats:
+        """Where the engine stands."""
+        scheduler = self._scheduler
+        return Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages=self.pool.num_pages - 1,
+            free_pages=self.pool.available,
+            preemptions=scheduler.preemptions,
+            prompt_tokens=self._prompt_tokens,
+            prefix_hits=scheduler.prefix_hits,
+            new_tokens=self._new_tokens,
+        )
+
+    def submit(self, request: Request) -> int:
+        """Take on a request and give it a number; what can never be served is refused here."""
+        self._check(request)
+        number = next(self._numbers)
+        row = Row.of(request, number, self.pool)
+        self._rows[number] = [row]
+        self._scheduler.add(row)
+        self._prompt_tokens += len(request.prompt_ids)
+        return number
+
+    def cancel(self, request: int, sample: int | None = None) -> None:
+        """Drop a request, or one of its samples; pages are free at once. One that has ended is let be."""
+        for row in list(self._rows.get(request, ())):
+            if sample is None or row.sample == sample:
+                self._drop(row)
+
+    def step(self) -> list[Event]:
+        """Read the next tokens of the texts whose turn it is, and draw one more where all has been read."""
+        plan = self._scheduler.schedule()
+        work = list(plan.work)
+        if not work:
+            return []
+        result = self.runner.run(plan)
+        for row, tokens in work:
+            row.holding.advance(row.tokens, row.holding.stored + tokens, remember=self.config.prefix_cache)
+        for row, logits in result.prompts:
+            _score_prompt(row, logits)
+        return self._finish(result.rows, result.logits)
+
+    def _finish(self, ready: list[Row], logits: Tensor) -> list[Event]:
+        """Draw a token for each row that has read all it knows, and end those that have come to their end."""
+        events: list[Event] = []
+        rows: list[Row] = []
+        picks: list[int] = []
+        finite = logits.amax(-1).isfinite().tolist()
+        for index, row in enumerate(ready):
+            forked = row.fork()
+            self._rows[row.number] += forked
+            for other in forked:
+                self._scheduler.join(other)
+            if row.drawn == 0 and row.sample == 0 and row.request.prompt_logprobs is not None:
+                events.append(Event(row.number, 0, prompt=tuple(row.scores)))
+            for each in (row, *forked):
+                if not finite[index]:
+                    events.append(self._end(each, "error"))
+                elif self._room(each) == 0:
+                    events.append(self._end(each, "length"))
+                else:
+                    rows.append(each)
+                    picks.append(index)
+        if not rows:
+            return events
+        if picks != list(range(len(ready))):
+            logits = logits[torch.tensor(picks, device=logits.device)]
+        drawn = _draw(rows, logits)
+        scores = _score(rows, logits, drawn)
+        tokens = drawn.tolist()
+        self._new_tokens += len(tokens)
+        events += [self._take(*taken) for taken in zip(rows, tokens, scores, strict=True)]
+        return events
+
+    def _take(self, row: Row, token: int, score: Score) -> Event:
+        """Let a row go on with a token that was drawn, or end."""
+        if token in row.request.stop_ids:
+            return self._end(row, "stop")
+        row.tokens.append(token)
+        finish: Finish | None = None
+        if self._room(row) == 0:
+            finish = "length"
+            self._drop(row)
+        return Event(row.number, row.sample, token, score.logprob, score.top, finish)
+
+    def _end(self, row: Row, finish: Finish) -> Event:
+        self._drop(row, broken=finish == "error")
+        return Event(row.number, row.sample, finish=finish)
+
+    def _drop(self, row: Row, *, broken: bool = False) -> None:
+        self._scheduler.remove(row, broken=broken)
+        rows = self._rows[row.number]
+        rows.remove(row)
+        if not rows:
+            del self._rows[row.number]
+
+    def _room(self, row: Row) -> int:
+        """How many tokens may still be drawn."""
+        return min(row.request.max_new_tokens - row.drawn, self.model.config.context_length - len(row.tokens))
+
+    def _check(self, request: Request) -> None:
+        config, prompt = self.model.config, request.prompt_ids
+        strange = next((token for token in prompt if not 0 <= token < config.vocab_size), None)
+        if strange is not None:
+            raise RequestError(
+                f"token id {strange} is outside the model's vocabulary: ids run from 0 to {config.vocab_size - 1}"
+            )
+        request.sampling.check_vocabulary(config.vocab_size)
+        most = config.context_length - min(1, request.max_new_tokens)
+        if len(prompt) > most:
+            raise RequestError(f"a prompt of {len(prompt)} tokens: the model's context has room for {most}")
+        if request.n > self.config.max_batch:
+            raise RequestError(f"n = {request.n} samples: the engine draws at most {self.config.max_batch} at once")
+        # The last token drawn is never read.
+        longest = min(len(prompt) + max(0, request.max_new_tokens - 1), config.context_length)
+        room = (self.pool.num_pages - 1) * self.pool.page_size
+        if longest > room:
+            raise RequestError(
+                f"{len(prompt)} tokens and {request.max_new_tokens} new ones: the cache has room for {room}"
+            )
+
+
+def _draw(rows: Sequence[Row], logits: Tensor) -> Tensor:
+    samplings = [row.request.sampling for row in rows]
+    uniforms = [0.0 if row.request.sampling.greedy else row.draws.uniform() for row in rows]
+    return sample(logits, samplings, uniforms, [row.tokens for row in rows])
+
+
+def _score(rows: Sequence[Row], logits: Tensor, tokens: Tensor) -> list[Score]:
+    """Scores of the rows that asked for them."""
+    scores = [Score(None)] * len(rows)
+    asked = {index: row.request.logprobs for index, row in enumerate(rows) if row.request.logprobs is not None}
+    if asked:
+        picked = torch.tensor(list(asked), device=logits.device)
+        found = log_probabilities(logits[picked], tokens[picked], max(asked.values()))
+        for (index, number), (logprob, top) in zip(asked.items(), found, strict=True):
+            scores[index] = Score(logprob, tuple(top[:number]))
+    return scores
+
+
+def _score_prompt(row: Row, logits: Tensor) -> None:
+    first = len(row.scores)
+    tokens = torch.tensor(row.request.prompt_ids[first : first + len(logits)], device=logits.device)
+    found = log_probabilities(logits, tokens, row.request.prompt_logprobs or 0)
+    row.scores += [Score(logprob, tuple(top)) for logprob, top in found]
+
+
+def _build_pool(model: GPT, config: EngineConfig) -> PagePool:
+    weight = model.token_embedding.weight
+    dtype, device, pages = weight.dtype, weight.device, config.num_pages
+    if pages is None:
+        enough = config.max_batch * -(-model.config.context_length // config.page_size) + 1
+        page = PagePool.page_nbytes(model.config, config.page_size, dtype=dtype, codec=config.cache)
+        pages = max(2, min(enough, _spare_memory(device) // page))
+    return PagePool(model.config, pages, config.page_size, dtype=dtype, device=device, codec=config.cache)
+
+
+def _spare_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * SHARE_OF_MEMORY["cuda"])
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * SHARE_OF_MEMORY["cpu"])
