@@ -1,6 +1,15 @@
-"""Text to token ids and back: one `Tokenizer`, one file form (`tokenizer.json`), GPT-2 inside the package. No torch."""
+"""Text to token ids and back: one `Tokenizer`, one file form (`tokenizer.json`); chat templates. No torch."""
 
+from whimbrel.text.chat import PLAIN, ChatTemplate, Message, load_chat_template
 from whimbrel.text.tokenizer import Tokenizer, load_tokenizer
 from whimbrel.text.training import train_tokenizer
 
-__all__ = ["Tokenizer", "load_tokenizer", "train_tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "Message",
+    "PLAIN",
+    "Tokenizer",
+    "load_chat_template",
+    "load_tokenizer",
+    "train_tokenizer",
+]
