@@ -1,97 +1,49 @@
-"""A cache that grows with the text."""
+"""The cache of a whole model, by its config."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Unpack
 
-import torch
-from torch import Tensor
+from whimbrel.cache.architecture import layer_windows
+from whimbrel.cache.container import Cache, CacheOptions
+from whimbrel.cache.growing import DynamicLayer
+from whimbrel.cache.layer import CacheLayerMixin
+from whimbrel.cache.sliding import SlidingLayer
+from whimbrel.cache.static import StaticLayer
 
-from whimbrel.ops import View
-
-__all__ = ["DynamicCache", "DynamicLayer"]
-
-SMALLEST_ROOM = 64
-"""Tokens that the first allocation of a layer has room for."""
+__all__ = ["DynamicCache", "StaticCache"]
 
 
-class DynamicLayer:
-    """The keys and values of one layer, (batch, heads, tokens, head size).
+class DynamicCache(Cache):
+    """Grows with the text; layers with a window hold no more than it.
 
-    Tokens are written into a buffer that doubles when it is full, so appending costs O(1) on average; `keys` and
-    `values` are views of the part in use. Dtype and device are those of the first update.
+    With a `config` (a `GPTConfig`, or one of `transformers`) there is one layer for each of the model's that keeps keys
+    and values; without, all see everything and appear as they are first written to. A `codec` (fp8, int8, int4) stores
+    numbers as codes.
     """
 
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self._buffers: tuple[Tensor, Tensor] | None = None
-
-    def __repr__(self) -> str:
-        return type(self).__name__
-
-    def get_seq_length(self) -> int:
-        """How many tokens are stored."""
-        return 0 if self.keys is None else self.keys.size(2)
-
-    @torch.no_grad()
-    def update(
-        self, key_states: Tensor, value_states: Tensor, cache_kwargs: dict[str, Any] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Append tokens and hand back all of them. A growing layer has no settings: `cache_kwargs` pass it by."""
-        start = self.get_seq_length()
-        end = start + key_states.size(2)
-        keys, values = self._room(key_states, value_states, end)
-        keys[:, :, start:end] = key_states
-        values[:, :, start:end] = value_states
-        self.keys, self.values = keys[:, :, :end], values[:, :, :end]
-        return self.keys, self.values
-
-    def _room(self, key_states: Tensor, value_states: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Buffers with room for `tokens`; larger ones take over what the old ones hold."""
-        if self._buffers is not None and self._buffers[0].size(2) >= tokens:
-            return self._buffers
-        room = max(SMALLEST_ROOM, 1 << (tokens - 1).bit_length())
-        grown = _empty_like(key_states, room), _empty_like(value_states, room)
-        if self.keys is not None and self.values is not None:
-            for buffer, held in zip(grown, (self.keys, self.values), strict=True):
-                buffer[:, :, : held.size(2)] = held
-        self._buffers = grown
-        return grown
+    def __init__(self, config: Any | None = None, *, codec: str = "none", **options: Unpack[CacheOptions]) -> None:
+        full = partial(DynamicLayer, codec=codec)
+        if config is None:
+            super().__init__(None, full, **options)
+        else:
+            super().__init__([_sliding(window, codec) or full() for window in layer_windows(config)], **options)
 
 
-class DynamicCache:
-    """One `DynamicLayer` per layer of a model; layers appear as they are first written."""
+class StaticCache(Cache):
+    """Holds up to `max_cache_len` tokens in memory that is taken once; layers with a shorter window slide."""
 
-    def __init__(self) -> None:
-        self.layers: list[DynamicLayer] = []
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        cache_kwargs: dict[str, Any] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Append tokens to layer `layer_idx` and hand back all it holds."""
-        while len(self.layers) <= layer_idx:
-            self.layers.append(DynamicLayer())
-        return self.layers[layer_idx].update(key_states, value_states, cache_kwargs)
-
-    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
-        """Append tokens to a layer and say what attention may read."""
-        return View(*self.update(key_states, value_states, layer_idx))
-
-    def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Where the next tokens stand."""
-        seen = self.get_seq_length()
-        return torch.arange(seen, seen + tokens, device=device)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens layer `layer_idx` has stored."""
-        return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+    def __init__(
+        self, config: Any | None = None, *, max_cache_len: int, codec: str = "none", **options: Unpack[CacheOptions]
+    ) -> None:
+        full = partial(StaticLayer, max_cache_len, codec=codec)
+        if config is None:
+            super().__init__(None, full, **options)
+            return
+        windows = (window if window and window < max_cache_len else None for window in layer_windows(config))
+        super().__init__([_sliding(window, codec) or full() for window in windows], **options)
 
 
-def _empty_like(states: Tensor, tokens: int) -> Tensor:
-    batch, heads, _, size = states.shape
-    return states.new_empty((batch, heads, tokens, size))
+def _sliding(window: int | None, codec: str) -> CacheLayerMixin | None:
+    return None if window is None else SlidingLayer(window, codec=codec)

@@ -23,7 +23,7 @@ def test_memory_is_taken_a_logarithmic_number_of_times():
     for _ in range(1000):
         keys, _ = layer.update(torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8))
         addresses.add((keys.data_ptr(), keys.stride()))
-    assert len(addresses) <= 6
+    assert len(addresses) <= 7
 
 
 def test_a_layer_takes_dtype_from_its_first_update_and_keeps_no_graph():

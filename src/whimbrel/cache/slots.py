@@ -1,0 +1,81 @@
+"""The tensors of one layer side by side, one slot per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whimbrel.cache.codec import Codec
+
+__all__ = ["Slots"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Keys and values as they are stored, (batch, heads, slots, ...), with their scales where a codec made them."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    @classmethod
+    def encoded(cls, key_states: Tensor, value_states: Tensor, codec: Codec) -> Slots:
+        """New tokens as they will be stored; numbers that are stored as they are stay where they are."""
+        key_states, value_states = key_states.detach(), value_states.detach()
+        if codec.is_plain:
+            return cls(key_states, value_states)
+        (keys, key_scales), (values, value_scales) = codec.encode(key_states), codec.encode(value_states)
+        return cls(keys, values, key_scales, value_scales)
+
+    @property
+    def count(self) -> int:
+        """How many slots there are."""
+        return self.keys.size(2)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are kept alive, a tensor that others share included."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors())
+
+    def narrow(self, start: int, end: int) -> Slots:
+        """The slots from `start` to `end`, in place."""
+        return self._each(lambda tensor: tensor[:, :, start:end])
+
+    def write(self, start: int, new: Slots) -> None:
+        """Copy `new` into the slots from `start` on."""
+        for mine, theirs in zip(self._tensors(), new._tensors(), strict=True):
+            mine[:, :, start : start + theirs.size(2)] = theirs
+
+    def enlarged(self, slots: int) -> Slots:
+        """A copy with room for `slots`; what lies past these is undefined."""
+        larger = self.empty(slots)
+        larger.write(0, self)
+        return larger
+
+    def empty(self, slots: int) -> Slots:
+        """New memory alike in all but the number of slots."""
+        # Made outside inference mode: an inference tensor could never be written to outside of it again.
+        with torch.inference_mode(mode=False):
+            return self._each(lambda tensor: tensor.new_empty((*tensor.shape[:2], slots, *tensor.shape[3:])))
+
+    def followed_by(self, new: Slots) -> Slots:
+        """Both, one after the other, in new memory."""
+        joined = self.enlarged(self.count + new.count)
+        joined.write(self.count, new)
+        return joined
+
+    def rows(self, index: Tensor) -> Slots:
+        """The rows of the batch that `index` names, in new memory."""
+        with torch.inference_mode(mode=False):
+            return self._each(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+    def _tensors(self) -> list[Tensor]:
+        every = (self.keys, self.values, self.key_scales, self.value_scales)
+        return [tensor for tensor in every if tensor is not None]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Slots:
+        return Slots(*map(change, self._tensors()))
