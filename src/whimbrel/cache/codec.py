@@ -77,8 +77,8 @@ class Codec:
         codes = ratios.round().to(torch.int8)
         if self.name == "int8":
             return codes
-        low, high = codes.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-        return (low & 15) | (high << 4)
+        codes = codes.view(torch.uint8)
+        return (codes[..., ::2] & 15) | (codes[..., 1::2] << 4)
 
     def _unpack(self, codes: Tensor) -> Tensor:
         if self.name == "fp8":
@@ -115,4 +115,4 @@ def _in_groups(numbers: Tensor, group: int) -> Tensor:
     group = min(group, size)
     if size % group:
         numbers = F.pad(numbers, (0, -size % group))
-    return numbers.unflatten(-1, (-1, group))
+    return numbers.view(*numbers.shape[:-1], -1, group)
