@@ -133,9 +133,7 @@ def _write_dlpack(ours: Tensor, read: Callable[[Tensor], Any]) -> Any:
     try:
         return read(ours)
     except (BufferError, RuntimeError):
-        if ours.is_contiguous():
-            raise
-        return read(ours.contiguous())
+        return read(ours.contiguous())  # raises as before where strides were not the reason
 
 
 def _numpy_bridge(value: np.ndarray[Any, Any]) -> Bridge:
