@@ -3,13 +3,15 @@
 import sys
 from types import ModuleType
 
-from whimbrel.generate.decode import decode_n, decode_one, generate, prefill, stream
+from whimbrel.generate.complete import Completion, generate, generate_batch
+from whimbrel.generate.decode import Text, decode_n, decode_one, prefill, stream
 from whimbrel.generate.engine import Engine, EngineConfig, Stats
 from whimbrel.generate.request import Event, Request, Score
 from whimbrel.generate.sampling import Draws, Sampling, log_probabilities, sample
 from whimbrel.generate.text import TextStream, encode_prompt, stream_text
 
 __all__ = [
+    "Completion",
     "Draws",
     "Engine",
     "EngineConfig",
@@ -18,11 +20,13 @@ __all__ = [
     "Sampling",
     "Score",
     "Stats",
+    "Text",
     "TextStream",
     "decode_n",
     "decode_one",
     "encode_prompt",
     "generate",
+    "generate_batch",
     "log_probabilities",
     "prefill",
     "sample",
