@@ -1,0 +1,97 @@
+"""`whimbrel serve MODEL`: the model over HTTP, until told to stop."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from whimbrel.base.errors import MissingExtraError
+
+__all__ = ["serve"]
+
+
+def serve(
+    model: Annotated[
+        Path, typer.Argument(help="A run (its newest checkpoint), a model directory, or a llama2.c .bin.")
+    ],
+    host: Annotated[
+        str, typer.Option(help="The address to listen at; any but this machine's own needs an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen at; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="WHIMBREL_API_KEY",
+            show_envvar=True,
+            help="What clients must send; the variable keeps it out of the list of processes.",
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name that clients may call this server by besides its own; '*' is any. May be repeated."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model. (default: the name of its directory)")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Quantise a plain model as it is read: int8, int8-dynamic, int4 or fp8.")
+    ] = None,
+    cache: Annotated[
+        str, typer.Option(help="How keys and values are stored: as they are (none), or as fp8, int8 or int4.")
+    ] = "none",
+    max_batch: Annotated[int, typer.Option(help="How many texts go on at once.")] = 64,
+    pages: Annotated[
+        int | None, typer.Option(help="Pages of 16 tokens in the cache. (default: enough, or what memory gives)")
+    ] = None,
+    max_requests: Annotated[int, typer.Option(help="Requests held at once, running or waiting.")] = 256,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(help="The longest prompt. (default: what the model's context has room for)")
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option(help="The largest body of a request.")] = 4 * 1024**2,
+    drain_seconds: Annotated[
+        float, typer.Option(help="How long running requests may take to finish once told to stop.")
+    ] = 30.0,
+    device: Annotated[str | None, typer.Option(help="cuda, mps or cpu; the fastest there is when not given.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer other than the model's own; a llama2.c .bin has none.")
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, in the manner of OpenAI's API, with a chat page.
+
+    Ends on SIGTERM or Ctrl-C once what runs has finished; a second one ends it at once.
+    """
+    from whimbrel.serve import ServeConfig
+
+    config = ServeConfig(
+        host=host,
+        port=port,
+        api_key=api_key,
+        allowed_hosts=tuple(allow_host or ()),
+        max_requests=max_requests,
+        max_prompt_tokens=max_prompt_tokens,
+        max_body_bytes=max_body_bytes,
+        drain_seconds=drain_seconds,
+    )
+    try:
+        from whimbrel.serve.app import Service
+        from whimbrel.serve.server import Server, listen, url_of
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("serving a model", str(error.name), "serve") from error
+    from whimbrel.generate import Engine, EngineConfig
+    from whimbrel.serve.served import load_served
+    from whimbrel.train.device import choose_device
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("whimbrel.serve").setLevel(logging.INFO)
+    with listen(config) as door:
+        served = load_served(model, name=name, tokenizer=tokenizer, device=choose_device(device), weights=weights)
+        engine = Engine(served.model, EngineConfig(max_batch=max_batch, num_pages=pages, cache=cache))
+        server = Server(Service(served, engine, config))
+        print(
+            f"serving {served.name} at {url_of(door)} (chat page at /, API at /v1, document at /openapi.json)",
+            flush=True,
+        )
+        server.serve_on(door)

@@ -1,0 +1,102 @@
+"""From a request to an answer: submit it, follow its texts, send them whole or as they grow."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+
+from whimbrel.serve.choice import Choice, Piece, Source
+from whimbrel.serve.errors import ApiError, json_response
+from whimbrel.serve.requests import Drawing
+from whimbrel.serve.served import Served
+from whimbrel.serve.shapes import Shape
+from whimbrel.serve.worker import FAILED, Job
+
+__all__ = ["Answer"]
+
+
+class Answer:
+    """The texts of one request, in the shape of its route."""
+
+    def __init__(self, served: Served, asked: Drawing, sources: Sequence[Source], job: Job, shape: Shape) -> None:
+        self._job, self._shape, self._sources = job, shape, sources
+        n = asked.n or 1
+        self._choices = [
+            [
+                Choice(place * n + sample, source, served.tokenizer, served.texts, scored=shape.scored)
+                for sample in range(n)
+            ]
+            for place, source in enumerate(sources)
+        ]
+        self._usage_asked = asked.stream_options is not None and asked.stream_options.include_usage
+        self._head = {
+            "id": f"{shape.prefix}{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": served.name,
+        }
+
+    async def whole(self) -> Response:
+        """Every text at once, when the last has ended."""
+        texts = {choice.index: Piece() for choices in self._choices for choice in choices}
+        async for choice, piece in self._pieces():
+            texts[choice.index] += piece
+        choices = [self._shape.whole(index, text) for index, text in texts.items()]
+        head = {**self._head, "object": self._shape.whole_object}
+        return json_response({**head, "choices": choices, "usage": self._usage()})
+
+    def stream(self) -> Response:
+        """Texts as they grow, as server-sent events."""
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._events(), headers=headers, media_type="text/event-stream")
+
+    async def _events(self) -> AsyncIterator[str]:
+        head = {**self._head, "object": self._shape.piece_object}
+        if self._usage_asked:
+            head["usage"] = None
+        try:
+            for choices in self._choices:
+                for choice in choices:
+                    if (opening := self._shape.opening(choice.index)) is not None:
+                        yield _event({**head, "choices": [opening]})
+            async for choice, piece in self._pieces():
+                yield _event({**head, "choices": [self._shape.piece(choice.index, piece)]})
+            if self._usage_asked:
+                yield _event({**head, "choices": [], "usage": self._usage()})
+            yield "data: [DONE]\n\n"
+        except ApiError as error:  # the status has been sent: all that is left is to say so
+            yield _event(error.body)
+
+    async def _pieces(self) -> AsyncIterator[tuple[Choice, Piece]]:
+        """What can be sent, until every text has ended; ends early what a stop string has ended."""
+        going_on = sum(len(choices) for choices in self._choices)
+        async for place, event in self._job:
+            if event.prompt is not None:
+                self._sources[place].scores = event.prompt
+            choice = self._choices[place][event.sample]
+            if choice.finish is not None:
+                continue
+            if event.finish == "error":
+                raise FAILED
+            if piece := choice.take(event):
+                yield choice, piece
+            if piece.finish is not None:
+                going_on -= 1
+                if event.finish is None:
+                    self._job.cancel(place, event.sample)
+            if not going_on:
+                return
+
+    def _usage(self) -> dict[str, int]:
+        read = sum(len(source.prompt.ids) for source in self._sources)
+        written = sum(choice.tokens for choices in self._choices for choice in choices)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"

@@ -1,0 +1,83 @@
+"""The app: a served model, its worker and its routes behind the gate."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, Depends, FastAPI, Response
+from fastapi.security import HTTPBearer
+
+from whimbrel import __version__
+from whimbrel.serve.config import ServeConfig
+from whimbrel.serve.errors import ApiError, answer_errors, json_response
+from whimbrel.serve.gate import Gate
+from whimbrel.serve.intake import Intake
+from whimbrel.serve.metrics import CONTENT_TYPE, Meter, Metrics
+from whimbrel.serve.page import FILES, page_routes
+from whimbrel.serve.routes import FAULTS, Routes
+from whimbrel.serve.served import Served
+from whimbrel.serve.traffic import Traffic
+from whimbrel.serve.worker import Steps, Worker
+
+__all__ = ["Service"]
+
+
+class Service:
+    """What a running server is made of."""
+
+    def __init__(self, served: Served, engine: Steps, config: ServeConfig) -> None:
+        self.config, self.traffic, self.worker = config, Traffic(), Worker(engine)
+        self.app = FastAPI(
+            title="Whimbrel",
+            version=__version__,
+            summary=f"The model {served.name}, in the manner of OpenAI's API.",
+            docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+            redoc_url=None,
+            redirect_slashes=False,
+            lifespan=self._lifespan,
+            dependencies=[Depends(HTTPBearer(auto_error=False))] if config.api_key else [],  # for the document
+        )
+        answer_errors(self.app)
+        routes = Routes(served, self.worker, config)
+        self.app.include_router(routes.router)
+        self.app.include_router(self._own_routes())
+        self.app.include_router(page_routes())
+        paths = {
+            *FILES,
+            "/health",
+            "/metrics",
+            "/openapi.json",
+            "/v1/models",
+            "/v1/completions",
+            "/v1/chat/completions",
+        }
+        self.metrics = Metrics(self.worker, paths)
+        # The last is the first that a request meets.
+        self.app.add_middleware(Intake, config=config, traffic=self.traffic)
+        self.app.add_middleware(Gate, config=config, traffic=self.traffic, open_paths={"/health", *FILES})
+        self.app.add_middleware(Meter, metrics=self.metrics)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self.worker.start()
+        yield
+        await self.worker.close()
+
+    def _own_routes(self) -> APIRouter:
+        router = APIRouter(responses=FAULTS)
+        router.add_api_route("/health", self.health)
+        router.add_api_route("/metrics", self.count, response_class=Response)
+        return router
+
+    async def health(self) -> Response:
+        """Say whether requests are answered."""
+        if self.traffic.draining:
+            raise ApiError(503, "the server is stopping", code="draining")
+        if not self.worker.well:
+            raise ApiError(503, "the engine has failed: the server's log says why", code="engine_failed")
+        return json_response({"status": "ok"})
+
+    async def count(self) -> Response:
+        """Give the counts of the server and its engine, for Prometheus."""
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)

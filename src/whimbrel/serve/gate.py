@@ -1,0 +1,101 @@
+"""Who may come in: by which name the server was called, with which key, and whether it still takes requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from whimbrel.serve.config import ServeConfig, is_loopback
+from whimbrel.serve.errors import ApiError
+from whimbrel.serve.traffic import Traffic
+
+__all__ = ["Gate", "header", "refuse"]
+
+LINGER_SECONDS = 1.0
+"""How long the rest of a refused body is read and thrown away. To close while a client still sends would reset the
+connection, and the client would never read why."""
+
+
+class Gate:
+    """ASGI middleware that turns away who may not come in, before a byte of the body is read."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig, traffic: Traffic, open_paths: Collection[str]) -> None:
+        """`open_paths` are read without a key."""
+        self.app, self.traffic, self.open_paths = app, traffic, frozenset(open_paths)
+        self.digest = None if config.api_key is None else _digest(config.api_key.encode())
+        self.own_names = is_loopback(config.host)
+        self.names = frozenset(name.lower() for name in config.allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, or say why not."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        try:
+            self._check_host(scope)
+            self._check_key(scope)
+            if self.traffic.draining and scope["method"] == "POST":
+                headers = {"Retry-After": "5", "Connection": "close"}
+                raise ApiError(503, "the server is stopping: ask again later", code="draining", headers=headers)
+        except ApiError as error:
+            return await refuse(error, scope, receive, send)
+        return await self.app(scope, receive, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        """A page of another site can have its own name lead to this machine: such a call names that site."""
+        if "*" in self.names or not (self.own_names or self.names):
+            return
+        given = header(scope, b"host") or ""
+        try:
+            name = urlsplit(f"//{given}").hostname or ""
+        except ValueError:
+            name = ""
+        if name in self.names or (self.own_names and is_loopback(name)):
+            return
+        raise ApiError(
+            421, f"this server does not answer to the name {given!r}: start it with --allow-host", code="unknown_host"
+        )
+
+    def _check_key(self, scope: Scope) -> None:
+        if self.digest is None or (scope["path"] in self.open_paths and scope["method"] in {"GET", "HEAD"}):
+            return
+        scheme, _, given = (header(scope, b"authorization") or "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(_digest(given.strip().encode("latin-1")), self.digest):
+            return
+        what = "no API key was given" if not given else "that is not this server's API key"
+        raise ApiError(
+            401,
+            f"{what}: send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with `error`, once the client has had a moment to send the rest of its body."""
+    has_body = header(scope, b"transfer-encoding") or (header(scope, b"content-length") or "0") != "0"
+    if has_body and not header(scope, b"expect"):
+        try:
+            async with asyncio.timeout(LINGER_SECONDS):
+                while (message := await receive()).get("more_body"):
+                    pass
+                if message["type"] == "http.disconnect":
+                    return
+        except TimeoutError:
+            error.headers["Connection"] = "close"
+    await error.response()(scope, receive, send)
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The value of a header that was given once; None where it was not, or more than once."""
+    found = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+    return found[0] if len(found) == 1 else None
+
+
+def _digest(text: bytes) -> bytes:
+    """Keys are compared by their digests: equal lengths, so that the time taken tells nothing."""
+    return hashlib.sha256(text).digest()

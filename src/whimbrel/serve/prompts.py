@@ -1,0 +1,85 @@
+"""From what a client sent to the tokens to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from whimbrel.serve.errors import ApiError
+from whimbrel.serve.tokens import TokenTexts
+from whimbrel.text import Tokenizer
+from whimbrel.text.chat import ChatTemplate
+
+__all__ = ["Prompt", "PromptReader"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as text and as tokens."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Turns texts, token ids and conversations into prompts. It may take its time: not for the event loop."""
+
+    tokenizer: Tokenizer
+    texts: TokenTexts
+    template: ChatTemplate
+    vocab_size: int
+
+    def read(self, given: Sequence[str | list[int]], most: int) -> list[Prompt]:
+        """The prompts of a completion, of at most `most` tokens each."""
+        return [self._text(item, most) if isinstance(item, str) else self._ids(item, most) for item in given]
+
+    def converse(self, messages: Sequence[Mapping[str, str]], most: int) -> Prompt:
+        """The prompt of a conversation."""
+        self._check_size(sum(len(message["content"]) for message in messages), "messages", most)
+        ids = self.template.encode(self.tokenizer, messages)
+        return Prompt("", tuple(_checked_length(ids, "messages", most)))
+
+    def _text(self, text: str, most: int) -> Prompt:
+        self._check_size(len(text), "prompt", most)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ApiError(
+                400,
+                f"prompt holds half a surrogate pair at character {error.start}",
+                param="prompt",
+                code="invalid_value",
+            ) from None
+        # As a batch of one, which lets other threads run meanwhile.
+        [encoding] = self.tokenizer.pipeline.encode_batch_fast([text])
+        ids: list[int] = encoding.ids or [self.tokenizer.eot_id]
+        return Prompt(text, tuple(_checked_length(ids, "prompt", most)))
+
+    def _ids(self, ids: list[int], most: int) -> Prompt:
+        _checked_length(ids, "prompt", most)
+        strange = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if strange is not None:
+            raise ApiError(
+                400,
+                f"prompt holds the token id {strange}: ids run from 0 to {self.vocab_size - 1}",
+                param="prompt",
+                code="invalid_value",
+            )
+        return Prompt(self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size]), tuple(ids))
+
+    def _check_size(self, characters: int, param: str, most: int) -> None:
+        """Refuse a text that no tokenizer can make short enough, before it is cut into tokens."""
+        if characters > most * self.texts.longest and not self.texts.shrinks:
+            raise _too_long(f"{characters} characters", param, most)
+
+
+def _checked_length(ids: list[int], param: str, most: int) -> list[int]:
+    if len(ids) > most:
+        raise _too_long(f"{len(ids)} tokens", param, most)
+    return ids
+
+
+def _too_long(length: str, param: str, most: int) -> ApiError:
+    message = f"{param} has {length}: the longest prompt here has {most} tokens"
+    return ApiError(400, message, param=param, code="context_length_exceeded")

@@ -1,0 +1,81 @@
+"""The model that is served, with all that turns a client's words into tokens and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whimbrel.artifacts import generation_settings, load_model, load_tokenizer, model_directory, special_tokens
+from whimbrel.base.errors import ConfigError
+from whimbrel.models import GPT
+from whimbrel.serve.prompts import PromptReader
+from whimbrel.serve.tokens import TokenTexts
+from whimbrel.text import Tokenizer
+from whimbrel.text.chat import PLAIN, ChatTemplate, load_chat_template
+
+__all__ = ["Served", "load_served"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A model and what is known of its directory."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    name: str
+    """What clients call it."""
+    created: int = 0
+    """When it was written, in seconds since 1970."""
+    template: ChatTemplate = PLAIN
+    """How a conversation becomes text."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end a text."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """How tokens are drawn where a request does not say."""
+    texts: TokenTexts = field(init=False)
+    """The text of single tokens."""
+    reader: PromptReader = field(init=False)
+    """What clients send, as tokens."""
+
+    def __post_init__(self) -> None:
+        texts = TokenTexts(self.tokenizer)
+        object.__setattr__(self, "texts", texts)
+        object.__setattr__(
+            self, "reader", PromptReader(self.tokenizer, texts, self.template, self.model.config.vocab_size)
+        )
+
+    @property
+    def context_length(self) -> int:
+        """The longest text, prompt included, in tokens."""
+        return self.model.config.context_length
+
+
+def load_served(
+    path: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    device: torch.device | None = None,
+    weights: str | None = None,
+) -> Served:
+    """A run's newest model, or that of a directory or a llama2.c file, ready to be served."""
+    source = model_directory(path)
+    if tokenizer is None and source.is_file():
+        raise ConfigError(f"the file {source} holds no tokenizer: pass --tokenizer with the one it was trained with")
+    words = load_tokenizer(tokenizer or source)
+    folder = source.is_dir()
+    settings = generation_settings(source) if folder else {}
+    return Served(
+        model=load_model(source, device=device, weights=weights).eval(),
+        tokenizer=words,
+        name=name or Path(path).absolute().name,
+        created=int((source / "config.json" if folder else source).stat().st_mtime),
+        template=(load_chat_template(source) if folder else None) or PLAIN,
+        stop_ids=frozenset((special_tokens(source).eos_ids if folder else ()) or (words.eot_id,)),
+        defaults={key: value for key, value in settings.items() if key != "max_new_tokens"},
+    )
