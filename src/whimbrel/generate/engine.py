@@ -115,8 +115,10 @@ class Engine:
     def cancel(self, request: int, sample: int | None = None) -> None:
         """Drop a request, or one of its samples; pages are free at once. One that has ended is let be."""
         for row in list(self._rows.get(request, ())):
-            if sample is None or row.sample == sample:
+            if sample is None or row.samples == [sample]:
                 self._drop(row)
+            elif sample in row.samples:
+                row.leave_out(sample)
 
     def step(self) -> list[Event]:
         """Read the next tokens of the texts whose turn it is, and draw one more where all has been read."""
@@ -138,13 +140,9 @@ class Engine:
         picks: list[int] = []
         finite = logits.amax(-1).isfinite().tolist()
         for index, row in enumerate(ready):
-            forked = row.fork()
-            self._rows[row.number] += forked
-            for other in forked:
-                self._scheduler.join(other)
-            if row.drawn == 0 and row.sample == 0 and row.request.prompt_logprobs is not None:
-                events.append(Event(row.number, 0, prompt=tuple(row.scores)))
-            for each in (row, *forked):
+            if row.drawn == 0 and row.request.prompt_logprobs is not None:
+                events.append(Event(row.number, row.sample, prompt=tuple(row.scores)))
+            for each in self._split(row):
                 if not finite[index]:
                     events.append(self._end(each, "error"))
                 elif self._room(each) == 0:
@@ -162,6 +160,14 @@ class Engine:
         self._new_tokens += len(tokens)
         events += [self._take(*taken) for taken in zip(rows, tokens, scores, strict=True)]
         return events
+
+    def _split(self, row: Row) -> list[Row]:
+        """A row for each sample, all of them running."""
+        rows = row.split()
+        for other in rows[1:]:
+            self._rows[row.number].append(other)
+            self._scheduler.join(other)
+        return rows
 
     def _take(self, row: Row, token: int, score: Score) -> Event:
         """Let a row go on with a token that was drawn, or end."""

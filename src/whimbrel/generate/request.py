@@ -73,7 +73,7 @@ class Event(NamedTuple):
     """Why this is the sample's last event: a stop token was drawn, there is room for no more tokens, or the model's
     numbers are not finite (`error`)."""
     prompt: tuple[Score, ...] | None = None
-    """Scores of the prompt's tokens, where asked: once per request, on sample 0, before its first token."""
+    """Scores of the prompt's tokens, where asked: once per request, on its first sample, before the first token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,37 +90,39 @@ class Row:
     """What was asked."""
     holding: Holding
     """The pages."""
-    draws: Draws
-    """The random stream, which goes on where it was whatever becomes of the pages."""
     tokens: list[int]
     """The prompt and what was drawn after it."""
-    samples: int
-    """How many rows this one stands for: all samples, until the prompt has been read."""
-    sample: int = 0
-    """Which of the samples this is."""
-    scores: list[Score] = field(default_factory=lambda: [Score(None)])
+    samples: list[int]
+    """Which samples of the request this is: all that are wanted until the prompt has been read, then one."""
+    scores: list[Score]
     """Of the prompt's tokens, as far as they are known."""
+    draws: Draws
+    """The random stream, which goes on where it was whatever becomes of the pages."""
 
     @classmethod
     def of(cls, request: Request, number: int, pool: Pages) -> Row:
         """A row with nothing read yet."""
-        return cls(number, request, Holding(pool), Draws(request.seed), list(request.prompt_ids), request.n)
+        tokens, samples = list(request.prompt_ids), list(range(request.n))
+        return cls(number, request, Holding(pool), tokens, samples, [Score(None)], Draws(request.seed))
 
-    def fork(self) -> list[Row]:
-        """The other samples of the request, each with a random stream of its own; they share the pages read so far."""
-        samples, self.samples = range(1, self.samples), 1
-        return [
-            Row(
-                self.number,
-                self.request,
-                self.holding.fork(),
-                Draws(self.request.seed, sample),
-                self.tokens[:],
-                1,
-                sample,
-            )
-            for sample in samples
-        ]
+    def split(self) -> list[Row]:
+        """A row for each sample, this one first, that share the pages read so far but have random streams apart."""
+        self.samples, others = self.samples[:1], self.samples[1:]
+        return [self, *(self._twin(sample) for sample in others)]
+
+    def leave_out(self, sample: int) -> None:
+        """Stand for all samples that this row stood for but one."""
+        self.samples.remove(sample)
+        self.draws = Draws(self.request.seed, self.sample)
+
+    def _twin(self, sample: int) -> Row:
+        draws = Draws(self.request.seed, sample)
+        return Row(self.number, self.request, self.holding.fork(), self.tokens[:], [sample], self.scores, draws)
+
+    @property
+    def sample(self) -> int:
+        """Which of the samples this is."""
+        return self.samples[0]
 
     @property
     def age(self) -> tuple[int, int]:
@@ -140,6 +142,6 @@ class Row:
     @property
     def unscored(self) -> range:
         """Positions that tell how likely the next token of the prompt is, and have still to be asked."""
-        if self.request.prompt_logprobs is None or self.sample > 0:
+        if self.request.prompt_logprobs is None:
             return range(0)
         return range(len(self.scores) - 1, len(self.request.prompt_ids) - 1)

@@ -53,7 +53,7 @@ class Scheduler:
         self.waiting.append(row)
 
     def join(self, row: Row) -> None:
-        """Let a row run that has been forked from a running one."""
+        """Let a row run that was split from a running one."""
         insort(self.running, row, key=lambda row: row.age)
 
     def remove(self, row: Row, *, broken: bool = False) -> None:
@@ -94,7 +94,7 @@ class Scheduler:
 
     def _admit(self, row: Row) -> bool:
         """Give a waiting row all pages that its known tokens need, unless others would soon have to take them back."""
-        if sum(other.samples for other in self.running) + row.samples > self._max_batch:
+        if sum(len(each.samples) for each in (row, *self.running)) > self._max_batch:
             return False
         if self._prefix_cache:
             row.holding.match(row.tokens, min([len(row.tokens) - 1, *row.unscored[:1]]))
