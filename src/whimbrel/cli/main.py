@@ -21,6 +21,7 @@ from whimbrel.cli import (
     plot,
     prepare,
     runs,
+    serve,
     tokenizer,
     train,
     verify,
@@ -70,6 +71,7 @@ app.command("eval")(evaluation.evaluate)
 app.command()(finalize.finalize)
 app.command()(export.export)
 app.command()(generate.generate)
+app.command()(serve.serve)
 app.command()(doctor.doctor)
 
 
