@@ -115,4 +115,4 @@ def _in_groups(numbers: Tensor, group: int) -> Tensor:
     group = min(group, size)
     if size % group:
         numbers = F.pad(numbers, (0, -size % group))
-    return numbers.view(*numbers.shape[:-1], -1, group)
+    return numbers.view(*numbers.shape[:-1], -(-size // group), group)

@@ -67,14 +67,22 @@ class StoredLayer(CacheLayerMixin):
         shown = self._store(new)
         self._seen += new.count
         self._expose()
-        codec = None if self.codec.is_plain else self.codec
+        return self._view(shown)
+
+    def view(self) -> View:
+        """All that is held, as it is stored."""
+        if self._buffer is None:
+            raise CacheError(f"{self!r} has no tokens to show: append some first")
+        return self._view(self._held())
+
+    def _view(self, shown: Slots) -> View:
         return View(
             shown.keys,
             shown.values,
             self._key_positions(shown.count),
             key_scales=shown.key_scales,
             value_scales=shown.value_scales,
-            codec=codec,
+            codec=None if self.codec.is_plain else self.codec,
         )
 
     def check_room(self, tokens: int) -> None:

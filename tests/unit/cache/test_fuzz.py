@@ -1,0 +1,205 @@
+"""Any sequence of operations on any kind of layer does what it does to plain lists of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import Tensor
+
+from whimbrel.base.errors import CacheError
+from whimbrel.cache import Cache, CacheLayerMixin, Codec, DynamicLayer, SinkLayer, SlidingLayer, StaticLayer, find_codec
+
+HEADS, SIZE, ROOM, WINDOW, SINKS = 2, 4, 24, 5, 2
+
+
+@dataclass
+class Lists:
+    """What a layer should be: every token of every row, and how many of them it still holds."""
+
+    rows: list[list[Tensor]]
+    span: int | None = None
+    """Tokens held at most; None for all."""
+    sinks: int = 0
+    held: int = 0
+    recording: bool = False
+
+    @property
+    def seen(self) -> int:
+        return len(self.rows[0])
+
+    def append(self, tokens: list[Tensor]) -> Tensor:
+        """Add tokens to every row; what they may see."""
+        before = self.seen if self.span is None else min(self.seen, self.span - 1)
+        seen = self.seen
+        for row, new in zip(self.rows, torch.stack(tokens, dim=1), strict=True):
+            row.extend(new)
+        self.held += len(tokens)
+        if self.span is not None and not self.recording:
+            self.held = min(self.held, self.span)
+        return self.shown(before, seen)
+
+    def shown(self, before: int, seen: int) -> Tensor:
+        sinks = min(self.sinks, before)
+        kept = [row[:sinks] + row[seen - before + sinks :] for row in self.rows]
+        return torch.stack([torch.stack(row, dim=1) if row else torch.empty(HEADS, 0, SIZE) for row in kept])
+
+    def can_crop(self, kept: int) -> bool:
+        left = self.held - (self.seen - kept)
+        return self.span is None or kept == 0 or left >= min(kept, self.span - 1)
+
+    def crop(self, kept: int) -> None:
+        self.held = 0 if kept == 0 else self.held - (self.seen - kept)
+        if self.span is not None:
+            self.held = min(self.held, self.span)
+        self.rows = [row[:kept] for row in self.rows]
+
+    def gather(self, index: list[int]) -> None:
+        self.rows = [list(self.rows[i]) for i in index]
+
+    def copy(self) -> Lists:
+        return replace(self, rows=[list(row) for row in self.rows])
+
+
+@dataclass
+class Pair:
+    """A cache and the lists it should be."""
+
+    cache: Cache
+    lists: list[Lists]
+
+
+KINDS: dict[str, tuple[Callable[[str], CacheLayerMixin], dict[str, int | None]]] = {
+    "dynamic": (lambda codec: DynamicLayer(codec=codec), {}),
+    "static": (lambda codec: StaticLayer(ROOM, codec=codec), {}),
+    "sliding": (lambda codec: SlidingLayer(WINDOW, codec=codec), {"span": WINDOW}),
+    "sliding over one": (lambda codec: SlidingLayer(1, codec=codec), {"span": 1}),
+    "sinks": (lambda codec: SinkLayer(SINKS, WINDOW, codec=codec), {"span": SINKS + WINDOW, "sinks": SINKS}),
+}
+
+
+def through(codec: Codec, states: Tensor) -> Tensor:
+    return codec.decode(*codec.encode(states), states.dtype)
+
+
+class Operations(RuleBasedStateMachine):
+    """Two layers, one of the kind and one that grows: what the first refuses, the second must not have done."""
+
+    kind = "dynamic"
+    codec = "none"
+
+    @initialize(batch=st.integers(1, 3), seed=st.integers(0, 99))
+    def begin(self, batch: int, seed: int) -> None:
+        make, shape = KINDS[self.kind]
+        self.generator = torch.Generator().manual_seed(seed)
+        lists = [Lists([[] for _ in range(batch)], **extra) for extra in (shape, {})]
+        self.now = Pair(Cache([make(self.codec), DynamicLayer(codec=self.codec)]), lists)
+        self.forks: list[Pair] = []
+
+    @property
+    def batch(self) -> int:
+        return len(self.now.lists[0].rows)
+
+    @rule(tokens=st.integers(1, 12))
+    def append(self, tokens: int) -> None:
+        full = self.kind == "static" and self.now.lists[0].seen + tokens > ROOM
+        for layer, lists in enumerate(self.now.lists):
+            states = torch.randn(self.batch, HEADS, tokens, SIZE, generator=self.generator)
+            if full:
+                with pytest.raises(CacheError, match=f"of {ROOM} tokens"):
+                    self.now.cache.update(states, -states, 0)
+                continue
+            sizes = self.now.cache.get_mask_sizes(tokens, layer)
+            keys, values = self.now.cache.update(states, -states, layer)
+            expected = lists.append(list(through(find_codec(self.codec), states).unbind(2)))
+            assert torch.equal(keys, expected)
+            assert torch.equal(values, -expected)
+            assert sizes == (keys.size(2), lists.seen - keys.size(2))
+
+    @rule(length=st.integers(-14, 40))
+    def crop(self, length: int) -> None:
+        first, _ = self.now.lists
+        kept = min(first.seen, length) if length > 0 else max(0, first.seen + length)
+        if first.can_crop(kept):
+            self.now.cache.crop(length)
+            for lists in self.now.lists:
+                lists.crop(kept)
+        else:
+            with pytest.raises(CacheError, match="has let go of tokens"):
+                self.now.cache.crop(length)
+
+    @precondition(lambda self: self.now.lists[0].seen)
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        rows = st.integers(0, self.batch - 1)
+        index = data.draw(st.lists(rows, min_size=1, max_size=4))
+        if self.kind == "static" and len(index) != self.batch:
+            with pytest.raises(CacheError, match="memory for"):
+                self.now.cache.reorder(index)
+            return
+        self.now.cache.reorder(torch.tensor(index))
+        for lists in self.now.lists:
+            lists.gather(index)
+
+    @precondition(lambda self: self.batch < 3 and self.kind != "static" and self.now.lists[0].seen)
+    @rule()
+    def repeat(self) -> None:
+        self.now.cache.repeat(2)
+        index = [row // 2 for row in range(2 * self.batch)]
+        for lists in self.now.lists:
+            lists.gather(index)
+
+    @precondition(lambda self: self.kind != "sinks")
+    @rule()
+    def record(self) -> None:
+        self.now.cache.activate_past_recording()
+        self.now.lists[0].recording = True
+
+    @rule()
+    def reset(self) -> None:
+        self.now.cache.reset()
+        for lists in self.now.lists:
+            lists.crop(0)
+
+    @precondition(lambda self: len(self.forks) < 3)
+    @rule()
+    def fork(self) -> None:
+        self.forks.append(self.now)
+        self.now = Pair(self.now.cache.fork(), [lists.copy() for lists in self.now.lists])
+
+    @precondition(lambda self: self.forks)
+    @rule()
+    def go_back(self) -> None:
+        self.forks[0], self.now = self.now, self.forks[0]
+
+    @invariant()
+    def every_cache_holds_what_it_should(self) -> None:
+        for pair in [*self.forks, self.now]:
+            for layer, lists in zip(pair.cache.layers, pair.lists, strict=True):
+                assert layer.get_seq_length() == lists.seen
+                if lists.seen:
+                    expected = lists.shown(lists.held, lists.seen)
+                    keys, values = layer.view().dense(torch.float32)
+                    assert torch.equal(keys, expected)
+                    assert torch.equal(values, -expected)
+                    assert layer.keys is not None
+                    assert layer.keys.shape[:3] == expected.shape[:3]
+
+
+@pytest.mark.parametrize("codec", ["none", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_operations_in_any_order(kind: str, codec: str) -> None:
+    machine = type("Machine", (Operations,), {"kind": kind, "codec": codec})
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
