@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.unit.models.test_gpt import KINDS, spread
 
 import whimbrel
-from whimbrel.base.errors import RequestError
-from whimbrel.generate import Sampling, generate, stream
+from whimbrel.base.errors import RequestError, WhimbrelError
+from whimbrel.cache import DynamicCache
+from whimbrel.generate import Sampling, decode_one, generate, prefill, stream
 from whimbrel.models import GPT, GPTConfig
 
 
@@ -18,11 +20,61 @@ def model() -> GPT:
     return GPT(config)
 
 
-def test_greedy_tokens_are_those_of_the_uncached_model(model):
-    ids = [3, 1, 4]
-    for _ in range(12):
+@torch.no_grad()
+def uncached(model: GPT, prompt: list[int], count: int) -> list[int]:
+    """The likeliest tokens, with the whole text read anew for each."""
+    ids = list(prompt)
+    for _ in range(count):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert generate(model, [3, 1, 4], max_new_tokens=12, temperature=0) == ids[3:]
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_those_of_the_uncached_model(kind):
+    torch.manual_seed(1)
+    model = spread(GPT(KINDS[kind]))
+    for prompt in ([3], [3, 1, 4, 1, 5], list(range(20))):
+        count = 32 - len(prompt)
+        assert generate(model, prompt, max_new_tokens=count, temperature=0) == uncached(model, prompt, count)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_in_bf16_a_token_differs_only_where_the_gap_is_under_the_measured_error(kind):
+    """Of 60 tokens each: what is not the likeliest of the fp32 model is so close to it that bf16 cannot tell."""
+    torch.manual_seed(2)
+    model = spread(GPT(KINDS[kind]))
+    ids = torch.randint(97, (2, 32))
+    exact = model(ids).logits
+    small = GPT(KINDS[kind]).bfloat16()
+    small.load_state_dict(model.state_dict())
+    error = (small(ids).logits.float() - exact).abs().max()
+    assert 0 < error < exact.std() / 2  # so that the bound below means something
+    cache = DynamicCache(KINDS[kind])
+    found = [prefill(small, ids[:, :2], cache)]
+    found += [decode_one(small, ids[:, position], cache) for position in range(2, 32)]
+    tokens = torch.stack(found, 1).argmax(-1, keepdim=True)
+    gaps = exact[:, 1:].amax(-1) - exact[:, 1:].gather(2, tokens)[..., 0]
+    assert gaps.max() <= 2 * error
+    assert (gaps == 0).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "mistral"])
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
+@torch.no_grad()
+def test_a_coded_cache_changes_logits_by_no_more_than_its_codes_do(kind, codec):
+    torch.manual_seed(3)
+    model = spread(GPT(KINDS[kind]))
+    ids = torch.randint(97, (2, 32))
+    exact = model(ids).logits
+    cache = DynamicCache(KINDS[kind], codec=codec)
+    found = [prefill(model, ids[:, :2], cache)]
+    found += [decode_one(model, ids[:, position], cache) for position in range(2, 32)]
+    off = (torch.stack(found, 1) - exact[:, 1:]).norm() / exact[:, 1:].norm()
+    assert 1e-5 < off < {"fp8": 0.05, "int8": 0.01, "int4": 0.2}[codec]
+    tokens = generate(model, [3, 1], max_new_tokens=8, temperature=0, cache=codec)
+    assert tokens != generate(model, [3, 1], max_new_tokens=8, temperature=0) or codec != "int4"
+    assert len(tokens) == 8
 
 
 def test_text_runs_past_the_context(model):
@@ -68,6 +120,11 @@ def test_compiled_blocks_are_not_compiled_again_for_each_length(model):
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def test_a_cache_that_is_not_known_is_refused(model):
+    with pytest.raises(WhimbrelError, match="int3"):
+        generate(model, [1], cache="int3")
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
@@ -83,6 +140,8 @@ def test_compiled_blocks_are_not_compiled_again_for_each_length(model):
         ([1], {"seed": 2**70}, "from 0 to 2"),
         ([1], {"top_k": 0}, "top_k = 0"),
         ([1], {"top_p": 1.5}, "top_p = 1.5"),
+        ([1], {"logit_bias": {50: 1.0}}, "logit_bias of token 50"),
+        ([1], {"stops": ["x"]}, "pass tokenizer too"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(model, prompt, options, message):
