@@ -69,6 +69,11 @@ class Subject:
                 raise DataError(f"no token of {text!r} is its own after {context[-40:]!r}: begin it with a space")
         return pairs
 
+    def prompt(self, text: str) -> list[int]:
+        """A text to go on from, opened as the tokenizer's file says; nothing is the opener."""
+        [ids] = self._encode([text], special=True)
+        return ids or [self.opener_id]
+
     def rolling(self, texts: Sequence[str]) -> list[Pair]:
         """Whole texts after the opener."""
         return [Pair([self.opener_id], ids) for ids in self._encode(texts, special=False)]
@@ -85,4 +90,6 @@ class Subject:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise DataError(f"half a surrogate pair at character {error.start} of {text[:40]!r}") from error
-        return [each.ids for each in self.tokenizer.pipeline.encode_batch(texts, add_special_tokens=special)]
+        encoded = [each.ids for each in self.tokenizer.pipeline.encode_batch(texts, add_special_tokens=special)]
+        # A chat template may have written the opener already.
+        return [ids[1:] if ids[:2] == [self.opener_id] * 2 else ids for ids in encoded]

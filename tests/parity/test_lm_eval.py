@@ -1,0 +1,300 @@
+"""lm-eval on the same model and the same questions: its own task definitions, with only the dataset made local.
+
+Three ways to one number: lm-eval with `transformers`, lm-eval with our adapter, and `whimbrel.evaluate` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from whimbrel.artifacts import save_model
+from whimbrel.base.errors import ConfigError, RequestError
+from whimbrel.evaluate import TASKS, Subject, evaluate_tasks, perplexity
+from whimbrel.evaluate.files import read_items
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.text import train_tokenizer
+
+THEIR_FILES = {
+    "arc_challenge": "arc/arc_challenge",
+    "arc_easy": "arc/arc_easy",
+    "hellaswag": "hellaswag/hellaswag",
+    "lambada": "lambada/lambada_openai",
+    "piqa": "piqa/piqa",
+    "winogrande": "winogrande/default",
+}
+LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": True}
+TOLERANCE = 1e-3
+TEMPLATE = (
+    "{% for turn in messages %}{{ bos_token }}{{ turn.role }}: {{ turn.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ bos_token }}assistant:{% endif %}"
+)
+
+
+def published(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """A record of the short form as the dataset was published, which is what lm-eval reads."""
+    if name.startswith("arc"):
+        labels = list("ABCDE"[: len(record["choices"])])
+        question = record["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
+        choices = {"text": record["choices"], "label": labels}
+        return {"question": question, "choices": choices, "answerKey": labels[record["gold"]]}
+    if name == "piqa":
+        goal = record["query"].removeprefix("Question: ").removesuffix("\n")
+        return {"goal": goal, "sol1": record["choices"][0], "sol2": record["choices"][1], "label": record["gold"]}
+    if name == "lambada":
+        return {"text": f"{record['context']} {record['continuation']}"}
+    if name == "winogrande":
+        first, second = record["context_options"]
+        same = next(number for number, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1)
+        cut = first.rfind(" ", 0, same) + 1
+        sentence = f"{first[:cut]}_ {record['continuation']}"
+        return {
+            "sentence": sentence,
+            "option1": first[cut:],
+            "option2": second[cut:],
+            "answer": str(record["gold"] + 1),
+        }
+    return record
+
+
+@pytest.fixture(scope="module")
+def lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """The package, with what it and its parts warn of not listened to, and nothing fetched or kept."""
+    pytest.importorskip("lm_eval", reason="needs the package 'lm-eval': pip install 'whimbrel[lm-eval]'")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setenv("DISABLE_MULTIPROC", "1")
+        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
+        import lm_eval
+        import lm_eval.api.instance
+        import lm_eval.evaluator
+        import lm_eval.models.huggingface
+        import lm_eval.tasks
+
+        yield lm_eval
+
+
+@pytest.fixture(scope="module")
+def directory(fixtures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that has learned a few of the passages by heart, so that some answers are right and greedy."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted((fixtures / "eval").glob("*.jsonl"))]
+    passages = [record["context"] + " " + record["continuation"] for record in records(fixtures, "lambada")[:6]]
+    tokenizer = train_tokenizer(texts, 1500)
+    torch.manual_seed(0)
+    shape = {"vocab_size": tokenizer.vocab_size, "num_layers": 2, "embd_size": 48, "num_heads": 4, "num_kv_heads": 2}
+    model = GPT(GPTConfig(context_length=128, **shape, **LLAMA))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = [torch.tensor(tokenizer.encode(text))[-129:] for text in passages]
+    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+    for _ in range(60):
+        loss = model(batch[:, :-1].clamp(min=0), batch[:, 1:]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = tmp_path_factory.mktemp("models") / "model"
+    save_model(model, folder, tokenizer)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def specs(lm_eval: ModuleType, fixtures: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """lm-eval's own task definitions, pointed at local files; the files that both sides read are beside them."""
+    folder, found = tmp_path_factory.mktemp("tasks"), {}
+    for name, own in THEIR_FILES.items():
+        lines = [json.dumps(published(name, record)) for record in records(fixtures, name)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+        files = dict.fromkeys(("train", "validation", "test"), str(folder / f"{name}.jsonl"))
+        told = {
+            "include": str(Path(lm_eval.__file__).parent / "tasks" / f"{own}.yaml"),
+            "task": name,
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": files},
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(told))  # JSON is YAML
+        found[name] = str(folder / f"{name}.yaml")
+    return found
+
+
+@pytest.fixture(scope="module")
+def theirs(lm_eval: ModuleType, directory: Path) -> Any:
+    """The model as `transformers` runs it for lm-eval."""
+    return lm_eval.models.huggingface.HFLM(pretrained=str(directory), device="cpu", batch_size=8, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def adapter(lm_eval: ModuleType, directory: Path) -> Any:
+    """The model as we run it for lm-eval."""
+    from whimbrel.evaluate.lm_eval import WhimbrelLM
+
+    return WhimbrelLM(str(directory), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def results(lm_eval: ModuleType, specs: dict[str, str], theirs: Any, directory: Path) -> dict[str, dict[str, Any]]:
+    """What lm-eval says with `transformers`, and with us under our name."""
+    import whimbrel.evaluate.lm_eval  # noqa: F401 (registers)
+
+    manager = lm_eval.tasks.TaskManager(include_defaults=False)
+    tasks = list(manager.load(list(specs.values()))["tasks"].values())
+    asked = {"tasks": tasks, "task_manager": manager, "bootstrap_iters": 10, "log_samples": True}
+    run = lm_eval.evaluator.simple_evaluate
+    return {
+        "theirs": run(model=theirs, **asked),
+        "adapter": run(model="whimbrel", model_args=f"pretrained={directory}", device="cpu", batch_size=7, **asked),
+    }
+
+
+def records(fixtures: Path, name: str) -> list[dict[str, Any]]:
+    text = (fixtures / "eval" / f"{TASKS[name].file}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def instances(lm_eval: ModuleType, kind: str, arguments: list[tuple]) -> list[Any]:
+    make = lm_eval.api.instance.Instance
+    return [make(request_type=kind, doc={}, arguments=each, idx=number) for number, each in enumerate(arguments)]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_published_records_ask_what_short_ones_do(specs, fixtures, name):
+    short = read_items(TASKS[name], fixtures / "eval" / f"{TASKS[name].file}.jsonl")
+    assert read_items(TASKS[name], Path(specs[name]).with_suffix(".jsonl")) == short
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_questions_are_worded_as_theirs(results, specs, name):
+    """Context and continuation of every choice, as they reached the model there."""
+    items = read_items(TASKS[name], Path(specs[name]).with_suffix(".jsonl"))
+    asked = [tuple(map(tuple, _arguments(sample))) for sample in results["theirs"]["samples"][name]]
+    assert [item.pairs for item in items] == asked
+
+
+def _arguments(sample: dict[str, Any]) -> list[list[str]]:
+    table = sample["arguments"]
+    if isinstance(table, dict):
+        return [[choice["arg_0"], choice["arg_1"]] for choice in table.values()]
+    return list(table)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_log_likelihoods_are_theirs(results, specs, directory, name):
+    subject = Subject.load(directory)
+    items = read_items(TASKS[name], Path(specs[name]).with_suffix(".jsonl"))
+    ours = subject.score(subject.pairs([pair for item in items for pair in item.pairs]))
+    for way in ("theirs", "adapter"):
+        answers = [each for sample in results[way]["samples"][name] for each in sample["filtered_resps"]]
+        assert [score.loglikelihood for score in ours] == pytest.approx([each[0] for each in answers], abs=TOLERANCE)
+        assert [score.greedy for score in ours] == [each[1] for each in answers]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_metrics_and_standard_errors_are_theirs(results, fixtures, directory, name):
+    [ours] = evaluate_tasks(Subject.load(directory), [name], fixtures / "eval").values()
+    for way in ("theirs", "adapter"):
+        told = results[way]["results"][name]
+        expected = {key.removesuffix(",none"): value for key, value in told.items() if key.endswith(",none")}
+        assert {metric for metric in expected if not metric.endswith("_stderr")} == set(ours.metrics)
+        for metric, (value, stderr) in ours.metrics.items():
+            assert value == pytest.approx(expected[metric], rel=1e-4)
+            if metric != "perplexity":
+                assert stderr == pytest.approx(expected[f"{metric}_stderr"], rel=1e-9)
+
+
+def test_the_model_is_one_whose_answers_tell_something(results):
+    told = results["theirs"]["results"]
+    assert 0 < told["lambada"]["acc,none"] < 1
+    assert 0 < told["hellaswag"]["acc,none"] != told["hellaswag"]["acc_norm,none"]
+    assert any(told[name]["acc,none"] != told[name]["acc_norm,none"] for name in ("arc_easy", "arc_challenge", "piqa"))
+
+
+def test_long_contexts_lose_their_beginning_as_theirs_do(results, fixtures, directory):
+    """That the likelihoods above agree says it was done the same way; this says that it was done."""
+    found = evaluate_tasks(Subject.load(directory), list(TASKS), fixtures / "eval")
+    assert found["hellaswag"].cut > 0
+    assert found["winogrande"].cut == 0
+
+
+def test_odd_pairs_are_cut_into_tokens_as_theirs(lm_eval, theirs, adapter):
+    pairs = [
+        ("", "To be"),
+        ("", " To be or not"),
+        ("To be ", "or not"),
+        ("To be  \n", " or not"),
+        ("naïve café", " résumé 日本語"),
+        ("a", "b c d"),
+        ("word " * 300, "the end of it"),
+    ]
+    ours = adapter.loglikelihood(instances(lm_eval, "loglikelihood", pairs))
+    expected = theirs.loglikelihood(instances(lm_eval, "loglikelihood", pairs), disable_tqdm=True)
+    for (log, greedy), (their_log, their_greedy) in zip(ours, expected, strict=True):
+        assert log == pytest.approx(their_log, abs=TOLERANCE)
+        assert greedy == their_greedy
+
+
+def test_whole_texts_are_scored_in_windows_as_theirs(lm_eval, theirs, adapter, directory, shakespeare):
+    tokenizer, sizes = adapter.subject.tokenizer, (1, 20, 127, 128, 129, 256, 300)
+    texts = [tokenizer.decode(tokenizer.encode(shakespeare[:3000])[:size]) for size in sizes]
+    ours = adapter.loglikelihood_rolling(instances(lm_eval, "loglikelihood_rolling", [(text,) for text in texts]))
+    expected = theirs.loglikelihood_rolling(instances(lm_eval, "loglikelihood_rolling", [(text,) for text in texts]))
+    assert ours == pytest.approx(expected, abs=TOLERANCE)
+    weighted = [(log, len(text.encode())) for log, text in zip(expected, texts, strict=True)]
+    from lm_eval.api.metrics import bits_per_byte
+
+    assert perplexity(Subject.load(directory), texts).bits_per_byte == pytest.approx(bits_per_byte(weighted), rel=1e-6)
+
+
+def test_what_is_written_until_a_stop_string_is_theirs(lm_eval, theirs, adapter, fixtures):
+    contexts = [record["context"][:120] for record in records(fixtures, "lambada")[:6]]
+    for settings in ({"until": ["\n\n", "the"]}, {"until": "."}, {"until": [], "do_sample": False, "temperature": 0.7}):
+        asked = [(context, {"max_gen_toks": 24, **settings}) for context in contexts]
+        ours = adapter.generate_until(instances(lm_eval, "generate_until", asked))
+        assert ours == theirs.generate_until(instances(lm_eval, "generate_until", asked), disable_tqdm=True)
+
+
+def test_drawing_is_asked_for_by_a_temperature(lm_eval, adapter):
+    requests = instances(lm_eval, "generate_until", [("To be", {"temperature": 5.0, "max_gen_toks": 20})] * 4)
+    assert len(set(adapter.generate_until(requests))) > 1
+
+
+def test_what_the_adapter_does_not_know_is_refused(lm_eval, adapter, directory):
+    from whimbrel.evaluate.lm_eval import WhimbrelLM
+
+    with pytest.raises(RequestError, match="generation_kwargs num_beams are not known"):
+        adapter.generate_until(instances(lm_eval, "generate_until", [("To be", {"num_beams": 4})]))
+    with pytest.raises(ConfigError, match="dtype = float8 is not one of auto, float32"):
+        WhimbrelLM(str(directory), dtype="float8")
+    with pytest.raises(ConfigError, match="batch_size = many must be a number of rows, or auto"):
+        WhimbrelLM(str(directory), batch_size="many")
+
+
+def test_a_chat_is_laid_out_and_read_as_theirs(lm_eval, theirs, adapter):
+    """With its special tokens taken for what they are, though lm-eval hands them on as text."""
+    turns = [{"role": "user", "content": " To be? "}, {"role": "assistant", "content": "Or not"}]
+    texts = [adapter.apply_chat_template(turns[:1]), adapter.apply_chat_template(turns, add_generation_prompt=False)]
+    assert texts[0] == theirs.apply_chat_template(turns[:1])
+    assert texts[1] == theirs.apply_chat_template(turns, add_generation_prompt=False)
+    assert adapter.chat_template(chat_template=True) == theirs.chat_template(chat_template=True)
+    assert adapter.subject.prompt(texts[0]) == theirs.tok_encode(texts[0])
+    assert adapter.subject.prompt(texts[0]).count(adapter.subject.opener_id) == 2
+    ours = adapter.loglikelihood(instances(lm_eval, "loglikelihood", [(text, " to be") for text in texts]))
+    expected = theirs.loglikelihood(instances(lm_eval, "loglikelihood", [(text, " to be") for text in texts]))
+    assert [log for log, _ in ours] == pytest.approx([log for log, _ in expected], abs=TOLERANCE)
+
+
+def test_the_error_of_a_perplexity_is_what_their_drawing_of_samples_tends_to(lm_eval):
+    """Theirs is the spread over samples of the items; ours needs no drawing, and is for a spread that is not wild."""
+    from lm_eval.api.metrics import bootstrap_stderr
+    from lm_eval.api.metrics import perplexity as their_perplexity
+
+    logs = torch.randn(400, generator=torch.Generator().manual_seed(0)).mul(2).sub(3).tolist()
+    estimate = TASKS["lambada"].metrics["perplexity"].combine(logs)
+    assert estimate.value == pytest.approx(their_perplexity(logs))
+    assert estimate.stderr == pytest.approx(bootstrap_stderr(their_perplexity, logs, iters=2000), rel=0.1)
