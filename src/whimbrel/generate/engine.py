@@ -12,6 +12,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.cache.paged import PagePool
+from whimbrel.generate.graphs import DecodeGraphs
 from whimbrel.generate.request import Event, Finish, Request, Row, Score
 from whimbrel.generate.runner import Runner
 from whimbrel.generate.sampling import log_probabilities, sample
@@ -40,6 +41,8 @@ class EngineConfig:
     """How keys and values are stored: as they are (`none`), or coded: `fp8`, `int8`, `int4`."""
     prefix_cache: bool = True
     """Whether a text may begin with pages that another left behind."""
+    compile: bool = False
+    """Compile the step that draws one token: the first texts wait for it, all others are faster."""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch", "prefill_chunk"):
@@ -73,6 +76,9 @@ class Engine:
         self.model, self.config = model, config or EngineConfig()
         self.pool = _build_pool(model, self.config)
         self.runner = Runner(model, self.pool)
+        if self.pool.device.type == "cuda" or self.config.compile:
+            graphs = DecodeGraphs(model, self.pool, max_batch=self.config.max_batch, compile_step=self.config.compile)
+            self.runner.decode, self.runner.padded = graphs, graphs.padded
         self._scheduler = Scheduler(
             self.pool,
             max_batch=self.config.max_batch,

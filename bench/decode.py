@@ -1,0 +1,167 @@
+"""Tokens per second of greedy decoding, beside `transformers.generate` in the same process.
+
+    python bench/decode.py --device cuda --model gpt2 --batch 1 --batch 64 --out decode-gpt2.json
+    python bench/decode.py --device cuda --model llama2-7b --batch 1 --new 128
+    python bench/decode.py --device cpu --model demo --batch 1
+
+Ours is the engine of `whimbrel serve`, as it is and with its step compiled; theirs is a growing cache, and a static
+cache with a compiled step. All read the same prompts of random tokens, and reading the prompt is part of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from torch._dynamo.utils import counters
+
+import whimbrel
+import whimbrel.hf
+from legs import draw, now
+from record import record
+from whimbrel.generate import Engine, EngineConfig, Request, Sampling
+from whimbrel.models import GPTConfig, preset
+
+DEMO = Path(__file__).parent.parent / "configs" / "shakespeare-cpu.toml"
+READ_BANDWIDTH = 4.54e12
+"""Bytes a second that an H200 reads, as a copy kernel measures it."""
+Leg = Callable[[list[list[int]]], list[list[int]]]
+
+
+def config_of(name: str) -> GPTConfig:
+    """A preset, or the model of `make demo`."""
+    if name != "demo":
+        return preset(name)
+    settings = tomllib.loads(DEMO.read_text(encoding="utf-8"))["model"]
+    return replace(preset(settings.pop("preset")), **settings)
+
+
+def ours(model: Any, batch: int, new: int, *, compiled: bool) -> Leg:
+    """The engine; its prefix cache is off, as prompts are not to be read twice for free in any leg."""
+    engine = Engine(
+        model, EngineConfig(max_batch=batch, prefix_cache=False, compile=compiled, prefill_chunk=32 * batch)
+    )
+
+    def run(prompts: list[list[int]]) -> list[list[int]]:
+        greedy = Sampling(temperature=0)
+        numbers = [
+            engine.submit(Request(prompt_ids=tuple(prompt), max_new_tokens=new, sampling=greedy)) for prompt in prompts
+        ]
+        drawn: dict[int, list[int]] = {number: [] for number in numbers}
+        while engine.busy:
+            for event in engine.step():
+                if event.token is not None:
+                    drawn[event.request].append(event.token)
+        return [drawn[number] for number in numbers]
+
+    return run
+
+
+def theirs(model: Any, new: int, *, static: bool) -> Leg:
+    """`transformers.generate`."""
+    settings: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    if static:
+        settings["cache_implementation"] = "static"
+
+    def run(prompts: list[list[int]]) -> list[list[int]]:
+        ids = torch.tensor(prompts, device=model.device)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        tokens: list[list[int]] = out[:, ids.size(1) :].tolist()
+        return tokens
+
+    return run
+
+
+def peer_of(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The same weights in `transformers`."""
+    with TemporaryDirectory() as folder:
+        whimbrel.save_model(model, folder)
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+
+def measure(legs: dict[str, Leg], device: torch.device, args: argparse.Namespace, batch: int) -> dict[str, Any]:
+    """Best of a few rounds for each leg, which take turns; the first run of each warms it up and is not timed."""
+    generator = torch.Generator().manual_seed(0)
+
+    def prompts() -> list[list[int]]:
+        drawn: list[list[int]] = torch.randint(0, 4000, (batch, args.prompt), generator=generator).tolist()
+        return drawn
+
+    results: dict[str, Any] = {}
+    for name, leg in legs.items():
+        given = prompts()
+        start = now(device)
+        leg(given)
+        results[name] = {"first_seconds": now(device) - start, "seconds": []}
+        leg(prompts())
+    compiled_before = dict(counters["stats"])
+    for _ in range(args.rounds):
+        given = prompts()
+        texts = {}
+        for name, leg in legs.items():
+            before = torch.cuda.memory_stats()["num_device_alloc"] if device.type == "cuda" else 0
+            start = now(device)
+            texts[name] = leg(given)
+            results[name]["seconds"].append(now(device) - start)
+            if device.type == "cuda":
+                results[name]["device_allocations"] = torch.cuda.memory_stats()["num_device_alloc"] - before
+        first = texts["whimbrel"]
+        for name, text in texts.items():
+            same = sum(a == b for one, other in zip(first, text, strict=True) for a, b in zip(one, other, strict=True))
+            results[name]["same_tokens"] = same / (batch * args.new)
+    for found in results.values():
+        found["tokens_per_second"] = batch * args.new / min(found["seconds"])
+    return {"legs": results, "recompiled": dict(counters["stats"]) != compiled_before}
+
+
+def main() -> None:
+    """Measure what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", default="demo", help="demo, or a preset: gpt2, llama2-7b")
+    parser.add_argument("--batch", type=int, action="append")
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--weights", help="also with weights quantised: int8, int4, fp8")
+    parser.add_argument("--no-peer", action="store_true", help="ours alone")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = config_of(args.model)
+    args.new = min(args.new, config.context_length - args.prompt)
+    model = draw(config, device, dtype).eval()
+    peer = None if args.no_peer else peer_of(model, device, dtype)
+    results: dict[str, Any] = {"model": args.model, "device": args.device, "prompt": args.prompt, "new": args.new}
+    if device.type == "cuda":
+        bytes_read = sum(p.nbytes for p in model.parameters())
+        results["limit_tokens_per_second"] = READ_BANDWIDTH / bytes_read
+    for batch in args.batch or [1]:
+        legs = {
+            name: ours(model, batch, args.new, compiled=c)
+            for name, c in {"whimbrel": False, "whimbrel compiled": True}.items()
+        }
+        if peer is not None:
+            legs |= {"transformers": theirs(peer, args.new, static=False)}
+            if args.model != "demo":  # our own family has no static cache in transformers
+                legs |= {"transformers static compiled": theirs(peer, args.new, static=True)}
+        found = measure(legs, device, args, batch)
+        for name, leg in found["legs"].items():
+            print(
+                f"batch {batch:3} {name:30} {leg['tokens_per_second']:10.1f} tok/s, first {leg['first_seconds']:.1f} s",
+                leg.get("same_tokens"),
+            )
+        results[f"batch {batch}"] = found
+        record("decode", results, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""A decoding step that starts as one piece: a CUDA graph, compiled code or both, for each of a few sizes of batch.
+
+What a small model computes for one token takes less time than Python needs to ask for it. So the step is recorded once
+for each size of batch, with fixed places for what changes (tokens, page tables, lengths), and then only replayed;
+batches in between are padded with rows of nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from whimbrel.cache.paged import PagedBatch, PagePool
+from whimbrel.models import GPT
+
+__all__ = ["DecodeGraphs"]
+
+WARM_UPS = 3
+"""Runs before a graph is captured, in which kernels are chosen, compiled and loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The step at one size of batch."""
+
+    tokens: Tensor
+    tables: Tensor
+    starts: Tensor
+    counts: Tensor
+    replay: Callable[[], Tensor]
+    """Runs the step on what the places hold; the logits stay valid until the next step."""
+
+    def run(self, tokens_B1: Tensor, batch: PagedBatch) -> Tensor:
+        """Fill the places and run. Pages past those of the batch are never looked at: lengths say so."""
+        self.tokens.copy_(tokens_B1)
+        self.tables[:, : batch.tables.size(1)] = batch.tables
+        self.starts.copy_(batch.starts)
+        self.counts.copy_(batch.counts)
+        return self.replay()
+
+
+class DecodeGraphs:
+    """Reads one token of each row: `graphs(tokens, batch)`, where the batch has `padded(rows)` rows."""
+
+    def __init__(self, model: GPT, pool: PagePool, *, max_batch: int, compile_step: bool) -> None:
+        self._model, self._pool = model, pool
+        self._pages = -(-model.config.context_length // pool.page_size)
+        self._sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
+        self._step: Callable[..., Tensor] = self._read
+        if compile_step:
+            self._step = torch.compile(self._read, fullgraph=True, dynamic=False)
+        self._recorded: dict[int, Recorded] = {}
+        self._memory: tuple[int, int] | None = None
+
+    def padded(self, rows: int) -> int:
+        """The smallest size of batch that has room for this many rows."""
+        return next(size for size in self._sizes if size >= rows)
+
+    def __call__(self, tokens_B1: Tensor, batch: PagedBatch) -> Tensor:
+        """The logits (rows, vocabulary) of what comes next in each row."""
+        rows = len(tokens_B1)
+        if rows not in self._recorded:
+            # One compilation for each size of batch is meant, not a mistake to be limited.
+            with torch._dynamo.config.patch(recompile_limit=4 * len(self._sizes)):
+                self._recorded[rows] = self._record(rows)
+        return self._recorded[rows].run(tokens_B1, batch)
+
+    def _read(self, tokens: Tensor, tables: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+        batch = PagedBatch(self._pool, tables, starts, counts)
+        logits: Tensor = self._model(tokens, cache=batch).logits[:, -1]
+        return logits
+
+    def _record(self, rows: int) -> Recorded:
+        device = self._pool.device
+        tokens, tables = (torch.zeros(rows, width, dtype=torch.int32, device=device) for width in (1, self._pages))
+        starts, counts = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
+        places = tokens, tables, starts, counts  # rows of nothing: they write to the scratch page
+        if device.type != "cuda":
+            self._step(*places)
+            return Recorded(*places, replay=lambda: self._step(*places))
+        apart = torch.cuda.Stream(device)
+        apart.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(apart):
+            for _ in range(WARM_UPS):
+                self._step(*places)
+        torch.cuda.current_stream(device).wait_stream(apart)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            logits = self._step(*places)
+        self._memory = self._memory or graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return Recorded(*places, replay=replay)
