@@ -1,0 +1,33 @@
+"""A small model on disk, and a server on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.serving import Running, serving
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory: random weights, large enough that it does not say the same word for ever."""
+    pytest.importorskip("fastapi", reason="needs the extra `serve`")
+    import torch
+
+    import whimbrel
+    from whimbrel.models import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    shape = {"num_layers": 2, "embd_size": 32, "num_heads": 2, "position": "rope", "norm": "rms", "bias": "none"}
+    model = GPT(GPTConfig(context_length=4096, tied_head=False, init_std=0.2, embd_init_std=0.2, **shape))
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    whimbrel.save_model(model, folder, whimbrel.load_tokenizer("gpt2"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(tiny: Path) -> Iterator[Running]:
+    """One server for many tests; it asks for a key."""
+    with serving(tiny) as running:
+        yield running
