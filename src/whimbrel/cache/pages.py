@@ -143,7 +143,7 @@ class Holding:
     def lacking(self, tokens: int) -> int:
         """Free pages that `reserve(tokens)` will take."""
         missing = -(-(self.stored + tokens) // self._pool.page_size) - len(self.pages)
-        return max(0, missing) + (tokens > 0 and self._shares_its_end())
+        return max(missing, 0) + (tokens > 0 and self._shares_its_end())
 
     def reserve(self, tokens: int) -> None:
         """Have room for `tokens` more, in pages that no other row writes to."""

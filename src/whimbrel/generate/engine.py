@@ -112,7 +112,7 @@ class Engine:
         """Take on a request and give it a number; what can never be served is refused here."""
         self._check(request)
         number = next(self._numbers)
-        row = Row.of(request, number, self.pool)
+        row = Row.of(request, number, self.pool, self.model.config.context_length)
         self._rows[number] = [row]
         self._scheduler.add(row)
         self._prompt_tokens += len(request.prompt_ids)
@@ -151,7 +151,7 @@ class Engine:
             for each in self._split(row):
                 if not finite[index]:
                     events.append(self._end(each, "error"))
-                elif self._room(each) == 0:
+                elif each.complete:
                     events.append(self._end(each, "length"))
                 else:
                     rows.append(each)
@@ -169,7 +169,7 @@ class Engine:
 
     def _split(self, row: Row) -> list[Row]:
         """A row for each sample, all of them running."""
-        rows = row.split()
+        rows = row.split() if len(row.samples) > 1 else [row]
         for other in rows[1:]:
             self._rows[row.number].append(other)
             self._scheduler.join(other)
@@ -181,7 +181,7 @@ class Engine:
             return self._end(row, "stop")
         row.tokens.append(token)
         finish: Finish | None = None
-        if self._room(row) == 0:
+        if row.complete:
             finish = "length"
             self._drop(row)
         return Event(row.number, row.sample, token, score.logprob, score.top, finish)
@@ -196,10 +196,6 @@ class Engine:
         rows.remove(row)
         if not rows:
             del self._rows[row.number]
-
-    def _room(self, row: Row) -> int:
-        """How many tokens may still be drawn."""
-        return min(row.request.max_new_tokens - row.drawn, self.model.config.context_length - len(row.tokens))
 
     def _check(self, request: Request) -> None:
         config, prompt = self.model.config, request.prompt_ids

@@ -98,12 +98,15 @@ class Row:
     """Of the prompt's tokens, as far as they are known."""
     draws: Draws
     """The random stream, which goes on where it was whatever becomes of the pages."""
+    longest: int
+    """How many tokens the text may come to have."""
 
     @classmethod
-    def of(cls, request: Request, number: int, pool: Pages) -> Row:
+    def of(cls, request: Request, number: int, pool: Pages, context_length: int) -> Row:
         """A row with nothing read yet."""
         tokens, samples = list(request.prompt_ids), list(range(request.n))
-        return cls(number, request, Holding(pool), tokens, samples, [Score(None)], Draws(request.seed))
+        longest = min(len(tokens) + request.max_new_tokens, context_length)
+        return cls(number, request, Holding(pool), tokens, samples, [Score(None)], Draws(request.seed), longest)
 
     def split(self) -> list[Row]:
         """A row for each sample, this one first, that share the pages read so far but have random streams apart."""
@@ -117,7 +120,8 @@ class Row:
 
     def _twin(self, sample: int) -> Row:
         draws = Draws(self.request.seed, sample)
-        return Row(self.number, self.request, self.holding.fork(), self.tokens[:], [sample], self.scores, draws)
+        holding, tokens = self.holding.fork(), self.tokens[:]
+        return Row(self.number, self.request, holding, tokens, [sample], self.scores, draws, self.longest)
 
     @property
     def sample(self) -> int:
@@ -138,6 +142,11 @@ class Row:
     def drawn(self) -> int:
         """Tokens after the prompt."""
         return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no more tokens may be drawn."""
+        return len(self.tokens) >= self.longest
 
     @property
     def unscored(self) -> range:

@@ -91,13 +91,12 @@ class Runner:
         sizes = [height * width, height * pages, height, height]
         tokens, tables, starts, taken = np.split(ints, np.cumsum(sizes)[:-1])
         tokens, tables = tokens.reshape(height, width), tables.reshape(height, pages)
-        for index, (row, number) in enumerate(zip(rows, counts, strict=True)):
-            start = row.holding.stored
-            tokens[index, :number] = row.tokens[start : start + number]
-            held = row.holding.pages
+        starts[: len(rows)], taken[: len(rows)] = [row.holding.stored for row in rows], counts
+        for index, row in enumerate(rows):
+            start, held = row.holding.stored, row.holding.pages
+            tokens[index, : counts[index]] = row.tokens[start : start + counts[index]]
             tables[index, : len(held)] = held
-            tables[index, len(held) :] = held[-1]  # never read but masked: then better its own than another's
-            starts[index], taken[index] = start, number
+            tables[index, len(held) :] = held[-1]  # never seen, but read: then better its own page than another's
         stored = int((starts + taken).max()) - width
         sent = torch.from_numpy(ints).to(self._pool.device, non_blocking=True).split(sizes)
         batch = PagedBatch(self._pool, sent[1].view(height, pages), sent[2], sent[3], stored=stored)

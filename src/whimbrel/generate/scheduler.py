@@ -79,11 +79,12 @@ class Scheduler:
         done = 0
         while done < len(self.running):
             row = self.running[done]
-            while row.holding.lacking(row.pending) > self._pool.available:
+            lacking = row.holding.lacking(row.pending)
+            if lacking > self._pool.available:
                 self._preempt()
-                if done == len(self.running):
-                    return
-            row.holding.reserve(row.pending)
+                continue  # with the same row, unless it was the youngest itself
+            if lacking:
+                row.holding.reserve(row.pending)
             done += 1
 
     def _preempt(self) -> None:

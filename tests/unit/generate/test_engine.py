@@ -44,7 +44,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     name=st.sampled_from(list(MODELS)),
     asked=st.lists(requests, min_size=1, max_size=7),

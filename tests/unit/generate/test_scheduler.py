@@ -22,7 +22,7 @@ def scheduler(*, pages: int = 100, batch: int = 8, chunk: int = 16, prefix_cache
 def add(to: Scheduler, *lengths: int, n: int = 1) -> list[Row]:
     first = 1 + max((row.number for row in (*to.running, *to.waiting)), default=-1)
     rows = [
-        Row.of(Request(prompt_ids=(number,) * length, max_new_tokens=9, n=n), number, to._pool)
+        Row.of(Request(prompt_ids=(number,) * length, max_new_tokens=9, n=n), number, to._pool, 48)
         for number, length in enumerate(lengths, first)
     ]
     for row in rows:
