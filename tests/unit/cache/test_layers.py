@@ -1,36 +1,253 @@
-"""The growing cache."""
+"""What each kind of layer is beside what the faults and the fuzzing hold: its contract, its refusals, its views."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from torch import Tensor
 
-from whimbrel.cache import DynamicCache, DynamicLayer
+from whimbrel.base.errors import CacheError, ConfigError
+from whimbrel.cache import Cache, CacheLayerMixin, DynamicLayer, SinkLayer, SlidingLayer, StaticLayer
 
-
-def test_update_appends_and_hands_back_everything():
-    cache, pieces = DynamicCache(), [torch.randn(2, 3, tokens, 4) for tokens in (5, 1, 100, 1)]
-    assert cache.get_seq_length() == 0
-    for piece in pieces:
-        keys, values = cache.update(piece, -piece, layer_idx=1)
-    torch.testing.assert_close(keys, torch.cat(pieces, dim=2))
-    torch.testing.assert_close(values, -torch.cat(pieces, dim=2))
-    assert cache.get_seq_length(1) == 107
-    assert cache.get_seq_length(0) == cache.get_seq_length(7) == 0
+KINDS = {
+    "DynamicLayer": DynamicLayer,
+    "StaticLayer": lambda **options: StaticLayer(64, **options),
+    "SlidingLayer": lambda **options: SlidingLayer(5, **options),
+    "SinkLayer": lambda **options: SinkLayer(2, 5, **options),
+}
 
 
-def test_memory_is_taken_a_logarithmic_number_of_times():
-    layer, addresses = DynamicLayer(), set()
-    for _ in range(1000):
-        keys, _ = layer.update(torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8))
-        addresses.add((keys.data_ptr(), keys.stride()))
-    assert len(addresses) <= 7
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
-def test_a_layer_takes_dtype_from_its_first_update_and_keeps_no_graph():
+def states(tokens: int, *, batch: int = 2, heads: int = 3, size: int = 4) -> Tensor:
+    return torch.randn(batch, heads, tokens, size)
+
+
+class Plain(CacheLayerMixin):
+    """As little as a layer can be."""
+
+    def lazy_initialization(self, key_states: Tensor) -> None:
+        self.keys = self.values = key_states[:, :, :0]
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: dict[str, Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states)
+        self.given = cache_kwargs
+        self.keys = torch.cat((self.keys, key_states), dim=2)
+        self.values = torch.cat((self.values, value_states), dim=2)
+        return self.keys, self.values
+
+
+def test_a_layer_is_nothing_before_its_first_update_and_then_like_it(kind: str):
+    layer = KINDS[kind]()
+    assert repr(layer) == kind
+    assert (layer.keys, layer.values, layer.dtype, layer.device) == (None, None, None, None)
+    assert (layer.is_initialized, layer.get_seq_length(), layer.nbytes, layer.batch_size) == (False, 0, 0, None)
+    new = states(3).to(torch.bfloat16)
+    keys, values = layer.update(new, -new)
+    assert torch.equal(keys, new)
+    assert torch.equal(values, -new)
+    assert (layer.dtype, layer.device) == (torch.bfloat16, new.device)
+    assert layer.keys.shape == (2, 3, 3, 4)
+    assert (layer.is_initialized, layer.get_seq_length(), layer.batch_size) == (True, 3, 2)
+
+
+def test_the_mixin_is_abstract():
+    with pytest.raises(TypeError, match="lazy_initialization.*update"):
+        CacheLayerMixin()
+    assert CacheLayerMixin.__abstractmethods__ == {"lazy_initialization", "update"}
+
+
+def test_lazy_initialization_says_what_may_come(kind: str):
+    layer = KINDS[kind]()
+    layer.lazy_initialization(states(7))
+    assert (layer.dtype, layer.get_seq_length(), layer.keys) == (torch.float32, 0, None)
+    with pytest.raises(CacheError, match="2 rows"):
+        layer.update(states(1, batch=4), states(1, batch=4))
+    keys, _ = layer.update(new := states(2), states(2))
+    assert torch.equal(keys, new)
+
+
+def test_keys_and_values_may_have_different_heads(kind: str):
+    layer = KINDS[kind]()
+    for tokens in (2, 1, 9, 1):
+        keys, values = layer.update(states(tokens, heads=1, size=6), states(tokens, heads=3, size=2))
+    assert keys.shape[1::2] == (1, 6)
+    assert values.shape[1::2] == (3, 2)
+    assert keys.size(2) == values.size(2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "words"),
+    [
+        (states(1, batch=3), states(1, batch=3), "2 rows.*was given.*3 rows"),
+        (states(1, heads=2), states(1, heads=2), "3 heads of 4 and was given.*2 heads of 4"),
+        (states(1, size=8), states(1), "was given.*3 heads of 8 .values 3 heads of 4."),
+        (states(2), states(1), r"shape \(2, 3, 2, 4\) and values of shape \(2, 3, 1, 4\)"),
+        (states(1)[0], states(1)[0], r"are no \(batch, heads, tokens, head size\)"),
+        (states(1).to("meta"), states(1), "on meta and values.*on cpu are mixed"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(kind: str, keys: Tensor, values: Tensor, words: str):
+    layer = KINDS[kind]()
+    first, _ = layer.update(states(3), states(3))
+    before = first.clone()
+    with pytest.raises(CacheError, match=words) as caught:
+        layer.update(keys, values)
+    assert "\n" not in str(caught.value)
+    assert layer.get_seq_length() == 3
+    assert torch.equal(layer.keys, before)
+
+
+def test_unknown_cache_kwargs_pass(kind: str):
+    layer = KINDS[kind]()
+    layer.update(states(1), states(1), {"sin": 1, "cache_position": torch.arange(1)})
+    assert layer.get_seq_length() == 1
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_a_layer_filled_in_inference_mode_goes_on_outside_and_back(kind: str, codec: str):
+    layer = KINDS[kind](codec=codec)
+    with torch.inference_mode():
+        layer.update(states(3), states(3))
+        layer.gather(torch.tensor([1, 0]))
+    layer.update(states(9), states(9))
+    layer.gather(torch.tensor([1, 0]))
+    other = layer.fork()
+    with torch.inference_mode():
+        layer.update(states(1), states(1))
+        other.update(states(1), states(1))
+    for each in (layer, other):
+        keys, _ = each.update(states(1), states(1))
+        assert not keys.is_inference()
+        assert each.get_seq_length() == 14
+
+
+def test_a_static_layer_never_moves():
+    layer, addresses = StaticLayer(64), set()
+    for tokens in (1, 7, 30):
+        keys, values = layer.update(states(tokens), states(tokens))
+        addresses.add((keys.data_ptr(), values.data_ptr()))
+        layer.gather(torch.tensor([1, 0]))
+        layer.crop(-2)
+    layer.reset()
+    assert layer.keys.size(2) == 0
+    keys, values = layer.update(states(64), states(64))
+    assert {(keys.data_ptr(), values.data_ptr())} == addresses
+    assert layer.nbytes == 2 * keys.nbytes
+    assert layer.get_max_length() == 64
+
+
+def test_a_window_slides_over_long_and_short_updates_alike():
+    layer, tokens = SlidingLayer(5), states(60)
+    start = 0
+    for count in (1, 1, 9, 1, 2, 7, 3, 20, 1, 15):
+        before = min(start, 4)
+        keys, _ = layer.update(tokens[:, :, start : start + count], tokens[:, :, start : start + count])
+        start += count
+        assert torch.equal(keys, tokens[:, :, start - count - before : start])
+        assert torch.equal(layer.keys, tokens[:, :, max(0, start - 5) : start])
+    assert layer.get_max_length() == 5
+
+
+def test_a_window_can_take_back_one_token_always_and_more_when_it_records():
+    layer, tokens = SlidingLayer(5), states(40)
+    layer.update(tokens[:, :, :20], tokens[:, :, :20])
+    layer.crop(-1)
+    with pytest.raises(CacheError, match="has let go of tokens that 18 of 19 would see again"):
+        layer.crop(-1)
+    layer.activate_past_recording()
+    keys, _ = layer.update(tokens[:, :, 19:30], tokens[:, :, 19:30])
+    assert torch.equal(keys, tokens[:, :, 15:30])
+    layer.crop(21)
+    keys, _ = layer.update(tokens[:, :, 21:22], tokens[:, :, 21:22])
+    assert torch.equal(keys, tokens[:, :, 17:22])
+
+
+def test_sinks_stay_and_say_where_they_stand():
+    layer, tokens = SinkLayer(2, 3), states(30)
+    assert layer.append(tokens[:, :, :4], tokens[:, :, :4]).key_positions is None
+    start = 4
+    for count in (1, 1, 1, 3, 1, 6, 1):
+        view = layer.append(tokens[:, :, start : start + count], tokens[:, :, start : start + count])
+        start += count
+        positions = view.key_positions
+        expected = list(range(start)) if start <= 5 else [0, 1, *range(start - count - 2, start)]
+        assert (list(range(view.keys.size(2))) if positions is None else positions.tolist()) == expected
+        assert torch.equal(view.keys, tokens[:, :, expected])
+    assert torch.equal(layer.keys, tokens[:, :, [0, 1, start - 3, start - 2, start - 1]])
+
+
+def test_sinks_that_come_with_more_tokens_than_fit():
+    layer, tokens = SinkLayer(3, 4), states(30)
+    layer.update(tokens[:, :, :2], tokens[:, :, :2])
+    keys, _ = layer.update(tokens[:, :, 2:20], tokens[:, :, 2:20])
+    assert torch.equal(keys, tokens[:, :, :20])
+    assert torch.equal(layer.keys, tokens[:, :, [0, 1, 2, 16, 17, 18, 19]])
+    with pytest.raises(CacheError, match="given 0 tokens"):
+        layer.update(tokens[:, :, :0], tokens[:, :, :0])
+    with pytest.raises(CacheError, match="SinkLayer cannot take tokens back"):
+        layer.activate_past_recording()
+
+
+def test_no_tokens_change_nothing():
     layer = DynamicLayer()
-    assert layer.keys is None
-    assert repr(layer) == "DynamicLayer"
-    states = torch.randn(1, 1, 2, 4, dtype=torch.bfloat16, requires_grad=True)
-    keys, _ = layer.update(states * 2, states)
-    assert keys.dtype == torch.bfloat16
-    assert not keys.requires_grad
+    layer.update(new := states(2), new)
+    keys, _ = layer.update(new[:, :, :0], new[:, :, :0])
+    assert torch.equal(keys, new)
+
+
+def test_a_layer_of_your_own_offers_what_it_can_and_refuses_the_rest():
+    layer = Plain()
+    cache = Cache([DynamicLayer(), layer])
+    for index in (0, 1):
+        cache.update(states(3), states(3), index, {"mine": 1})
+    assert layer.given == {"mine": 1}
+    assert cache.append(states(1), states(1), 1).keys.shape == (2, 3, 4, 4)
+    assert cache.get_mask_sizes(2, 1) == (6, 0)
+    assert (layer.batch_size, layer.get_max_length(), repr(layer)) == (2, -1, "Plain")
+    assert layer.nbytes == 2 * layer.keys.nbytes
+    for operation in (
+        lambda: cache.crop(1),
+        lambda: cache.reorder([1, 0]),
+        lambda: cache.repeat(2),
+        cache.activate_past_recording,
+    ):
+        with pytest.raises(CacheError, match="Plain cannot"):
+            operation()
+    assert (cache.get_seq_length(0), cache.layers[0].batch_size, cache.layers[0].record_past) == (3, 2, False)
+    other = cache.fork()
+    cache.reset()
+    assert (layer.keys, cache.get_seq_length(1), other.get_seq_length(1)) == (None, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: StaticLayer(0), "max_cache_len = 0"),
+        (lambda: SlidingLayer(0), "sliding_window = 0"),
+        (lambda: SinkLayer(0, 4), "sinks = 0"),
+        (lambda: SinkLayer(1, 0), "sliding_window = 0"),
+        (lambda: DynamicLayer(codec="int5"), "codec = 'int5'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make: Any, words: str):
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_an_empty_layer_has_nothing_to_show(kind: str):
+    layer = KINDS[kind]()
+    with pytest.raises(CacheError, match=f"{kind} has no tokens to show"):
+        layer.view()
+    layer.crop(3)
+    layer.gather(torch.tensor([0, 1]))
+    assert layer.fork().get_seq_length() == 0

@@ -1,0 +1,96 @@
+"""Numbers as codes: how far they come back off, what they cost, and that no group knows of another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.cache import Codec, find_codec
+
+CODED = ["fp8", "int8", "int4"]
+FINITE = st.floats(-(2.0**120), 2.0**120, width=32)
+
+
+@pytest.fixture(params=CODED)
+def codec(request: pytest.FixtureRequest) -> Codec:
+    return find_codec(request.param)
+
+
+@pytest.mark.parametrize("name", CODED)
+@settings(deadline=None, max_examples=100)
+@given(
+    numbers=arrays.arrays("float32", st.tuples(st.integers(1, 3), st.sampled_from([2, 30, 64, 80])), elements=FINITE)
+)
+def test_a_number_comes_back_within_half_a_step(name: str, numbers: object):
+    codec, states = find_codec(name), torch.from_numpy(numbers)
+    codes, scales = codec.encode(states)
+    size = states.size(-1)
+    assert codes.shape[-1] == codec.code_width(size)
+    assert scales.shape[-1] == codec.groups(size)
+    steps = scales.double().repeat_interleave(min(codec.group, size), dim=-1)[..., :size]
+    error = (codec.decode(codes, scales, torch.float64) - states).abs()
+    if name == "fp8":  # three bits of mantissa; below 2^-6 steps of 2^-9
+        allowed = torch.maximum(states.double().abs() / 16, steps / 1024)
+    else:
+        allowed = steps / 2
+    assert bool((error <= allowed * 1.001 + 1e-40).all())
+
+
+def test_what_is_stored_is_small(codec: Codec):
+    codes, scales = codec.encode(torch.randn(2, 3, 5, 128, dtype=torch.bfloat16))
+    assert codes.dtype == codec.code_dtype
+    per_number = 8 * (codes.nbytes + scales.nbytes) / (2 * 3 * 5 * 128)
+    assert per_number == {"fp8": 8.25, "int8": 8.25, "int4": 4.5}[codec.name]
+
+
+def test_a_group_is_coded_by_itself(codec: Codec):
+    states = torch.randn(4, 2, 6, 128)
+    whole = codec.encode(states)
+    alone = codec.encode(states[1:2, :, 3:4])
+    spoilt = states.clone()
+    spoilt[:, :, 0, :] = 1e20
+    spoilt[:, :, 3, 64:] = float("nan")
+    for tensor, part, other in zip(whole, alone, codec.encode(spoilt), strict=True):
+        assert torch.equal(tensor[1:2, :, 3:4], part)
+        half = tensor.size(-1) // 2
+        assert torch.equal(tensor[:, :, 3, :half], other[:, :, 3, :half])
+        assert torch.equal(tensor[:, :, 4:], other[:, :, 4:])
+    decoded = codec.decode(*codec.encode(spoilt), torch.float32)
+    assert decoded[:, :, 3, 64:].isnan().all()
+    assert decoded[:, :, 3, :64].isfinite().all()
+
+
+def test_zeros_and_the_largest_come_back_exactly(codec: Codec):
+    states = torch.zeros(1, 1, 2, 64)
+    states[..., 1, 5], states[..., 1, 6] = 3.0, -3.0
+    decoded = codec.decode(*codec.encode(states), torch.float32)
+    assert torch.equal(decoded[..., 0, :], states[..., 0, :])
+    torch.testing.assert_close(decoded, states, rtol=4e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_numbers_come_back_in_the_dtype_that_is_asked(codec: Codec, dtype: torch.dtype):
+    states = torch.randn(2, 64, dtype=dtype)
+    decoded = codec.decode(*codec.encode(states), dtype)
+    assert decoded.dtype == dtype
+    assert (decoded - states).abs().max() < 0.5
+
+
+def test_none_stores_what_it_is_given():
+    codec, states = find_codec("none"), torch.randn(2, 7)
+    codes, scales = codec.encode(states)
+    assert codes is states
+    assert scales.shape == (2, 0)
+    assert codec.decode(codes, scales, torch.float32) is states
+    assert (codec.code_width(7), codec.groups(7), codec.code_dtype, codec.is_plain) == (7, 0, None, True)
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="codec = 'int3' is not known: did you mean 'int[48]'"):
+        find_codec("int3")
+    with pytest.raises(ConfigError, match="head size of 7 is odd"):
+        find_codec("int4").encode(torch.randn(2, 7))

@@ -1,0 +1,175 @@
+"""Faults that public caches have had: each has a test here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whimbrel.base.errors import CacheError
+from whimbrel.cache import CacheLayerMixin, DynamicCache, DynamicLayer, SinkLayer, SlidingLayer, StaticLayer, find_codec
+
+TOKENS = 1000
+WINDOW = 8
+
+
+def token(value: float = 0.0, *, tokens: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full((1, 2, tokens, 4), value, dtype=dtype)
+
+
+def every_kind(codec: str = "none") -> list[CacheLayerMixin]:
+    return [
+        DynamicLayer(codec=codec),
+        StaticLayer(2 * TOKENS, codec=codec),
+        SlidingLayer(WINDOW, codec=codec),
+        SinkLayer(2, WINDOW, codec=codec),
+    ]
+
+
+class Copies(TorchDispatchMode):
+    """Counts the numbers that are copied, and refuses to join tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.numbers += args[0].numel()
+        assert func not in (torch.ops.aten.cat.default, torch.ops.aten.clone.default)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("make", [lambda: SlidingLayer(WINDOW), lambda: SlidingLayer(WINDOW, codec="int8")])
+def test_a_window_is_not_ignored(make: Any):
+    layer = make()
+    layer.update(token(tokens=5), token(tokens=5))
+    assert layer.keys.shape == (1, 2, 5, 4)
+    for value in range(20):
+        keys, values = layer.update(token(value), token(value))
+    assert layer.keys.shape == layer.values.shape == keys.shape == (1, 2, WINDOW, 4)
+    assert values[0, 0, :, 0].round().tolist() == [12, 13, 14, 15, 16, 17, 18, 19]
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_a_token_costs_the_same_after_many(kind: int):
+    layer = every_kind()[kind]
+    with Copies() as copies:
+        for _ in range(TOKENS):
+            layer.update(token(), token())
+    assert copies.numbers <= 4 * TOKENS * token().numel() * 2, "keys and values, each copied 4 times at most"
+
+
+def test_memory_is_taken_a_logarithmic_number_of_times():
+    layer = DynamicLayer()
+    strides = {layer.update(token(), token())[0].stride() for _ in range(TOKENS)}
+    assert len(strides) == 7  # room for 16, 32, ... 1024
+
+
+@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        (token(2), token(2, dtype=torch.bfloat16)),
+        (token(2, dtype=torch.bfloat16), token(2, dtype=torch.bfloat16)),
+        (token(2, dtype=torch.float64), token(2)),
+    ],
+)
+def test_mixed_dtypes_are_refused_and_change_nothing(kind: int, keys: Tensor, values: Tensor):
+    layer = every_kind()[kind]
+    layer.update(token(1), token(1))
+    with pytest.raises(CacheError, match=r"^[^\n]*float32[^\n]*(bfloat16|float64)|(bfloat16|float64)[^\n]*float32"):
+        layer.update(keys, values)
+    assert layer.get_seq_length() == 1
+    assert layer.dtype == layer.keys.dtype == torch.float32
+    assert torch.equal(layer.keys, token(1))
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("kind", range(4))
+def test_no_graph_is_kept(kind: int, codec: str):
+    layer = every_kind(codec)[kind]
+    weight = torch.ones(1, 2, 40, 4, requires_grad=True)
+    for states in (weight * 2, weight[:, :, :1] * 2):
+        for tensor in (*layer.update(states, states), layer.keys, layer.values):
+            assert not tensor.requires_grad
+            assert tensor.grad_fn is None
+
+
+def test_an_array_is_handed_back_as_a_view_not_as_a_new_copy_each_time():
+    cache, states = DynamicCache(), np.ones((1, 2, 1, 4), dtype=np.float32)
+    first, _ = cache.update(states, states, 0)
+    second, _ = cache.update(2 * states, states, 0)
+    assert isinstance(second, np.ndarray)
+    assert np.shares_memory(first, second)
+    assert second.ctypes.data == cache.layers[0].keys.data_ptr()
+    assert second[0, 0, :, 0].tolist() == [1, 2]
+
+
+def test_an_overflowing_update_is_refused_before_anything_moves():
+    layer = StaticLayer(4)
+    with pytest.raises(CacheError, match="holds 0 of 4 tokens and was given 5 more"):
+        layer.update(token(tokens=5), token(tokens=5))
+    assert layer.keys is None
+    layer.update(token(1, tokens=3), token(1, tokens=3))
+    with pytest.raises(CacheError, match="holds 3 of 4 tokens and was given 2 more"):
+        layer.update(token(2, tokens=2), token(2, tokens=2))
+    assert layer.get_seq_length() == 3
+    keys, _ = layer.update(token(3), token(3))
+    assert keys[0, 0, :, 0].tolist() == [1, 1, 1, 3]
+
+
+@pytest.mark.parametrize("codec", ["none", "fp8"])
+def test_a_cropped_layer_gives_memory_back(codec: str):
+    layer = DynamicLayer(codec=codec)
+    layer.update(token(1, tokens=TOKENS), token(1, tokens=TOKENS))
+    before = layer.nbytes
+    layer.crop(10)
+    assert layer.keys.untyped_storage().nbytes() <= 16 * layer.keys.nbytes / 10
+    assert layer.nbytes <= before / 50
+    keys, _ = layer.update(token(3), token(3))
+    assert keys[0, 0, :, 0].tolist() == pytest.approx([1] * 10 + [3], rel=4e-3)
+
+
+@pytest.mark.parametrize("codec", ["none", "fp8"])
+@pytest.mark.parametrize(
+    ("make", "slots"), [(SlidingLayer, WINDOW), (lambda w, codec: SinkLayer(2, w, codec=codec), 10)]
+)
+def test_a_sliding_layer_gives_memory_back(make: Any, slots: int, codec: str):
+    layer = make(WINDOW, codec=codec)
+    for tokens in (TOKENS, 1, 1, TOKENS, *[1] * 50, 3, TOKENS):
+        layer.update(token(tokens=tokens), token(tokens=tokens))
+        assert layer.keys.size(2) == slots
+        assert layer.keys.untyped_storage().nbytes() <= 1.5 * layer.keys.nbytes
+    assert layer.nbytes <= 2 * 1.5 * layer.keys.nbytes * (1 if codec == "none" else 2) + 4 * 2 * 2 * 2 * 4
+
+
+def test_a_layer_that_recorded_its_past_gives_memory_back():
+    layer = SlidingLayer(WINDOW)
+    layer.activate_past_recording()
+    layer.update(token(tokens=TOKENS), token(tokens=TOKENS))
+    assert layer.keys.size(2) == TOKENS
+    layer.crop(-3)
+    assert layer.get_seq_length() == TOKENS - 3
+    assert layer.keys.size(2) == WINDOW
+    assert layer.nbytes <= 2 * 2 * 16 * 2 * 4 * 4
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
+def test_a_late_outlier_clips_nothing_and_old_bytes_stay(codec: str):
+    layer = DynamicLayer(codec=codec)
+    layer.update(token(0.01, tokens=3), token(0.01, tokens=3))
+    early = layer.view()
+    before = [t.clone() for t in (early.keys, early.values, early.key_scales, early.value_scales)]
+    keys, values = layer.update(token(1e4), token(-1e4))
+    torch.testing.assert_close(keys[:, :, 3:], token(1e4), rtol=0.01, atol=0)
+    torch.testing.assert_close(values[:, :, 3:], token(-1e4), rtol=0.01, atol=0)
+    torch.testing.assert_close(keys[:, :, :3], token(0.01, tokens=3), rtol=0.01, atol=0)
+    late = layer.view()
+    for old, new in zip(before, (late.keys, late.values, late.key_scales, late.value_scales), strict=True):
+        assert torch.equal(old, new[:, :, :3])
+    assert late.keys.dtype == find_codec(codec).code_dtype
