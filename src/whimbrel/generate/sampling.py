@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import RequestError
 
-__all__ = ["Draws", "Sampling", "distribution", "log_probabilities", "sample"]
+__all__ = ["Draws", "Sampling", "distribution", "draw", "log_probabilities", "sample"]
 
 PARTS = 2**40
 """Probabilities are added up in whole numbers of this part of one."""
@@ -116,14 +116,16 @@ def sample(
     tokens_B = logits_BV.argmax(-1)
     drawn = [row for row, sampling in enumerate(samplings) if not sampling.greedy]
     if drawn:
-        device = logits_BV.device
-        rows = torch.tensor(drawn, device=device)
+        rows = torch.tensor(drawn, device=logits_BV.device)
         ordered_RV, ids_RV = _ordered(logits_BV[rows], [samplings[row] for row in drawn])
-        targets_R = torch.tensor([int(uniforms[row] * PARTS) for row in drawn], device=device)
-        ranks_R1 = torch.searchsorted(_running_sum(ordered_RV), targets_R[:, None], right=True)
-        # Rounding may leave the sum just short of a target: that sliver goes to the likeliest token, of rank 0.
-        tokens_B[rows] = ids_RV.gather(1, ranks_R1 % ids_RV.size(1))[:, 0]
+        tokens_B[rows] = _pick(ordered_RV, ids_RV, [uniforms[row] for row in drawn])
     return tokens_B
+
+
+@torch.no_grad()
+def draw(probabilities_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """One token per row of a distribution, (B,)."""
+    return _pick(*probabilities_BV.sort(dim=-1, descending=True, stable=True), uniforms)
 
 
 @torch.no_grad()
@@ -204,6 +206,14 @@ def _ordered(logits_RV: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, 
     share = torch.tensor([sampling.min_p or 0.0 for sampling in samplings], device=device)
     kept_RV &= probabilities_RV >= share[:, None] * probabilities_RV[:, :1]
     return scaled_RV.masked_fill(~kept_RV, -torch.inf).softmax(-1), ids_RV
+
+
+def _pick(ordered_RV: Tensor, ids_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """The token that a uniform number falls on, where each has as much room as probability, the likeliest first."""
+    targets_R = torch.tensor([int(uniform * PARTS) for uniform in uniforms], device=ids_RV.device)
+    ranks_R1 = torch.searchsorted(_running_sum(ordered_RV), targets_R[:, None], right=True)
+    # Rounding may leave the sum just short of a target: that sliver goes to the likeliest token, of rank 0.
+    return ids_RV.gather(1, ranks_R1 % ids_RV.size(1))[:, 0]
 
 
 def _running_sum(probabilities_RV: Tensor) -> Tensor:
