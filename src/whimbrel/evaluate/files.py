@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                     if not isinstance(record, dict):
                         raise DataError(f"{path} line {number}: holds a {type(record).__name__}, not an object")
                     yield number, record
-    except (EOFError, OSError) as error:
+    except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"cannot read {path} after line {number}: {error}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 after line {number}: {error.reason}") from error

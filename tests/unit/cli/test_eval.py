@@ -1,0 +1,141 @@
+"""`whimbrel eval`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import whimbrel as package
+from whimbrel.artifacts import save_model
+from whimbrel.base.files import PARTIAL
+from whimbrel.cli.main import main
+from whimbrel.evaluate import TASKS, Subject, evaluate_tasks, perplexity
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.text import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(shakespeare: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory."""
+    folder = tmp_path_factory.mktemp("models") / "model"
+    tokenizer = train_tokenizer([shakespeare[:20_000]], 300)
+    torch.manual_seed(0)
+    shape = {"num_layers": 1, "embd_size": 32, "num_heads": 2, "embd_init_std": 0.5, "init_std": 0.2}
+    save_model(GPT(GPTConfig(context_length=64, vocab_size=300, **shape)), folder, tokenizer)
+    return folder
+
+
+def whimbrel(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return int(ended.value.code or 0)
+
+
+def rows(printed: str) -> list[list[str]]:
+    return [line.split() for line in printed.splitlines()]
+
+
+def test_tasks_are_tabled_and_written(model, fixtures, tmp_path, capsys):
+    out, data = tmp_path / "results.json", fixtures / "eval"
+    words = ("--tasks", "piqa, winogrande", "--data", data, "--limit", 10, "--device", "cpu", "--out", out)
+    assert whimbrel("eval", model, *words) == 0
+    expected = evaluate_tasks(Subject.load(model), ["piqa", "winogrande"], data, limit=10)
+    table = rows(capsys.readouterr().out)
+    assert table[0] == ["task", "items", "metric", "value", "stderr"]
+    for name, metric in (("piqa", "acc"), ("piqa", "acc_norm"), ("winogrande", "acc")):
+        value, stderr = expected[name].metrics[metric]
+        assert [name, "10", metric, f"{value:.4f}", "±", f"{stderr:.4f}"] in table
+    written = json.loads(out.read_text())
+    assert written["tasks"]["piqa"]["acc_norm"] == expected["piqa"].metrics["acc_norm"].value
+    assert written["tasks"]["piqa"]["acc_norm_stderr"] == expected["piqa"].metrics["acc_norm"].stderr
+    assert written["tasks"]["piqa"]["items_sha256"] == expected["piqa"].items_sha256
+    assert written["tasks"]["winogrande"]["file"] == "winogrande_val.jsonl"
+    assert written["model"]["name"] == str(model)
+    assert written["model"]["parameters"] == Subject.load(model).model.num_parameters()
+    assert written["settings"] == {"limit": 10, "batch_size": None, "weights": None, "device": "cpu"}
+    assert written["versions"]["whimbrel"] == package.__version__
+    assert written["versions"]["torch"] == torch.__version__
+    assert not list(tmp_path.glob(f"{PARTIAL}*"))
+
+
+def test_all_are_all(model, fixtures, monkeypatch, capsys):
+    monkeypatch.setenv("WHIMBREL_EVAL_DATA", str(fixtures / "eval"))
+    assert whimbrel("eval", model, "--tasks", "all", "--limit", 2, "--batch-size", 3, "--device", "cpu") == 0
+    printed = capsys.readouterr().out
+    names = {row[0] for row in rows(printed)[1:] if len(row) == 6}
+    assert names == set(TASKS)
+    for name, result in evaluate_tasks(Subject.load(model), list(TASKS), limit=2).items():
+        line = f"{name}: {result.cut} contexts were longer than the model's own and lost their beginning"
+        assert (line in printed) == (result.cut > 0)
+
+
+def test_a_text_is_measured_in_bits(model, tmp_path, capsys):
+    (tmp_path / "said.jsonl").write_text('{"said": "To be, or not to be"}\n{"said": "naïve"}\n', encoding="utf-8")
+    (tmp_path / "said.txt").write_text("That is the question.")
+    words = ("--text", tmp_path / "said.jsonl", "--text-key", "said", "--text", tmp_path / "said.txt")
+    assert whimbrel("eval", model, *words, "--device", "cpu", "--out", tmp_path / "results.json") == 0
+    subject = Subject.load(model)
+    written = json.loads((tmp_path / "results.json").read_text())["texts"]
+    printed = rows(capsys.readouterr().out)
+    for name, texts in (("said.jsonl", ["To be, or not to be", "naïve"]), ("said.txt", ["That is the question."])):
+        found = perplexity(subject, texts)
+        assert written[str(tmp_path / name)]["bits_per_byte"] == pytest.approx(found.bits_per_byte)
+        assert written[str(tmp_path / name)]["bytes"] == sum(len(text.encode()) for text in texts)
+        [row] = [row for row in printed if row[0].endswith(name)]
+        assert row[1:4] == [str(len(texts)), str(found.tokens), str(found.bytes)]
+        assert row[4:] == [f"{found.bits_per_byte:.4f}", f"{found.bits_per_token:.4f}", f"{found.perplexity:.4f}"]
+
+
+def test_token_shards_are_a_text(model, tmp_path, capsys):
+    (tmp_path / "train.txt").write_text("something else")
+    (tmp_path / "val.txt").write_text("To be, or not to be")
+    shards = ("--out-dir", tmp_path / "shards", "--tokenizer", model, "--val", tmp_path / "val.txt")
+    assert whimbrel("prepare", tmp_path / "train.txt", *shards) == 0
+    capsys.readouterr()
+    numbers = []
+    for source in (tmp_path / "shards", tmp_path / "val.txt"):
+        assert whimbrel("eval", model, "--text", source, "--device", "cpu") == 0
+        numbers.append(rows(capsys.readouterr().out)[1][1:])
+    assert numbers[0] == numbers[1]
+
+
+def test_weights_and_dtype_change_the_model(model, fixtures, tmp_path, capsys):
+    values = set()
+    for number, words in enumerate(((), ("--weights", "int8"), ("--dtype", "bf16"))):
+        out = tmp_path / f"{number}.json"
+        given = ("--tasks", "lambada", "--data", fixtures / "eval", "--limit", 3, "--device", "cpu", "--out", out)
+        assert whimbrel("eval", model, *given, *words) == 0
+        written = json.loads(out.read_text())
+        values.add(written["tasks"]["lambada"]["perplexity"])
+    assert written["model"]["dtype"] == "bfloat16"
+    assert len(values) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            (),
+            "nothing to measure: give --tasks (arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande) or",
+        ),
+        (("--tasks", "mmlu"), "no task 'mmlu': there are arc_challenge, arc_easy"),
+        (("--tasks", "piqa"), "no file of the task piqa in data/eval: looked for piqa_val.jsonl, piqa_val.jsonl.gz"),
+        (("--tasks", "piqa", "--data", "elsewhere"), "no file of the task piqa in elsewhere"),
+        (("--text", "nothing.txt"), "no source nothing.txt"),
+        (("--tasks", "piqa", "--limit", "0"), "--limit"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(model, workdir, capsys, words, message):
+    assert whimbrel("eval", model, *words, "--out", "results.json") == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+    assert not Path("results.json").exists()
+
+
+def test_a_missing_file_is_told_before_the_model_is_read(workdir, capsys):
+    assert whimbrel("eval", "no-such-model", "--tasks", "piqa") == 2
+    assert "no file of the task piqa" in capsys.readouterr().err
