@@ -21,21 +21,21 @@ class DynamicLayer(StoredLayer):
         self._let_go()
         if self._buffer is not None:
             room = self._room_for(self._end - self._start)
-            if self._buffer.count > 2 * room:
+            if self._buffer.number > 2 * room:
                 self._move(self._start, room)
 
     def _let_go(self) -> None:
         """Forget what will not be seen again: here, nothing."""
 
     def _store(self, new: Slots) -> Slots:
-        self._make_room(self._start, new.count)
+        self._make_room(self._start, new.number)
         self._filled_buffer().write(self._end, new)
-        self._end += new.count
+        self._end += new.number
         return self._held()
 
     def _make_room(self, first: int, tokens: int) -> None:
         """Let `tokens` more be written; where memory is full, go on in more of it with the slots from `first` on."""
-        if self._end + tokens > self._filled_buffer().count:
+        if self._end + tokens > self._filled_buffer().number:
             self._move(first, self._room_for(self._end - first + tokens))
 
     def _room_for(self, tokens: int) -> int:

@@ -58,12 +58,12 @@ class SinkLayer(SlidingLayer):
             self._first = None
 
     def _store(self, new: Slots) -> Slots:
-        if self._seen + new.count <= self._span:
+        if self._seen + new.number <= self._span:
             return super()._store(new)  # nothing has to go
         first = self._first
         if first is None and self._seen >= self.sinks:
             first = self._front(self._held())
-        if new.count == 1:
+        if new.number == 1:
             shown = super()._store(new)
         else:
             before = self._filled_buffer().narrow(self._end - self._still_seen(), self._end)

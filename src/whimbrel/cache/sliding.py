@@ -52,20 +52,20 @@ class SlidingLayer(DynamicLayer):
 
     def _store(self, new: Slots) -> Slots:
         first = self._end - self._still_seen()
-        if self._end - first + new.count > self._longest_room() and not self.record_past:
+        if self._end - first + new.number > self._longest_room() and not self.record_past:
             return self._store_long(self._filled_buffer().narrow(first, self._end), new)
-        self._make_room(self._start if self.record_past else first, new.count)
+        self._make_room(self._start if self.record_past else first, new.number)
         self._filled_buffer().write(self._end, new)
-        self._end += new.count
-        shown = self._filled_buffer().narrow(self._end - new.count - self._still_seen(), self._end)
+        self._end += new.number
+        shown = self._filled_buffer().narrow(self._end - new.number - self._still_seen(), self._end)
         if not self.record_past:
             self._let_go()
         return shown
 
     def _store_long(self, before: Slots, new: Slots) -> Slots:
         """More tokens than the memory of a window has room for: they are shown outside of it, and their last kept."""
-        shown = before.followed_by(new) if before.count else new
-        self._buffer = shown.narrow(shown.count - self._span, shown.count).enlarged(self._longest_room())
+        shown = before.followed_by(new) if before.number else new
+        self._buffer = shown.narrow(shown.number - self._span, shown.number).enlarged(self._longest_room())
         self._start, self._end = 0, self._span
         return shown
 
@@ -73,8 +73,8 @@ class SlidingLayer(DynamicLayer):
         self._start = max(self._start, self._end - self._span)
 
     def _room_for(self, tokens: int) -> int:
-        room = super()._room_for(tokens)
-        return room if self.record_past else min(room, self._longest_room())
+        room, longest = super()._room_for(tokens), self._longest_room()
+        return room if self.record_past or room < self._span else longest
 
     def _longest_room(self) -> int:
         return self._span + max(1, self._span // 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from whimbrel.cache.codec import Codec
 __all__ = ["Slots"]
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
+class Slots(NamedTuple):
     """Keys and values as they are stored, (batch, heads, slots, ...), with their scales where a codec made them."""
 
     keys: Tensor
@@ -32,7 +31,7 @@ class Slots:
         return cls(keys, values, key_scales, value_scales)
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """How many slots there are."""
         return self.keys.size(2)
 
@@ -43,12 +42,12 @@ class Slots:
 
     def narrow(self, start: int, end: int) -> Slots:
         """The slots from `start` to `end`, in place."""
-        return self._each(lambda tensor: tensor[:, :, start:end])
+        return self._each(lambda tensor: tensor.narrow(2, start, end - start))
 
     def write(self, start: int, new: Slots) -> None:
         """Copy `new` into the slots from `start` on."""
         for mine, theirs in zip(self._tensors(), new._tensors(), strict=True):
-            mine[:, :, start : start + theirs.size(2)] = theirs
+            mine.narrow(2, start, theirs.size(2)).copy_(theirs)
 
     def enlarged(self, slots: int) -> Slots:
         """A copy with room for `slots`; what lies past these is undefined."""
@@ -64,8 +63,8 @@ class Slots:
 
     def followed_by(self, new: Slots) -> Slots:
         """Both, one after the other, in new memory."""
-        joined = self.enlarged(self.count + new.count)
-        joined.write(self.count, new)
+        joined = self.enlarged(self.number + new.number)
+        joined.write(self.number, new)
         return joined
 
     def rows(self, index: Tensor) -> Slots:
@@ -74,8 +73,7 @@ class Slots:
             return self._each(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     def _tensors(self) -> list[Tensor]:
-        every = (self.keys, self.values, self.key_scales, self.value_scales)
-        return [tensor for tensor in every if tensor is not None]
+        return [tensor for tensor in self if tensor is not None]
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Slots:
         return Slots(*map(change, self._tensors()))

@@ -54,7 +54,7 @@ class StaticLayer(StoredLayer):
 
     def _store(self, new: Slots) -> Slots:
         self._filled_buffer().write(self._end, new)
-        self._end += new.count
+        self._end += new.number
         return self._held()
 
     def _take_rows(self, held: Slots) -> None:

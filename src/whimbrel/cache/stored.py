@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ from whimbrel.ops import View
 __all__ = ["StoredLayer"]
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """What all keys and values of a layer have in common."""
 
     dtype: torch.dtype
@@ -65,7 +63,7 @@ class StoredLayer(CacheLayerMixin):
         if self._form is None:
             self.lazy_initialization(key_states, value_states)
         shown = self._store(new)
-        self._seen += new.count
+        self._seen += new.number
         self._expose()
         return self._view(shown)
 
@@ -79,7 +77,7 @@ class StoredLayer(CacheLayerMixin):
         return View(
             shown.keys,
             shown.values,
-            self._key_positions(shown.count),
+            self._key_positions(shown.number),
             key_scales=shown.key_scales,
             value_scales=shown.value_scales,
             codec=None if self.codec.is_plain else self.codec,
@@ -128,13 +126,13 @@ class StoredLayer(CacheLayerMixin):
             return
         self.check_gather(index.numel())
         self._take_rows(self._held().rows(index))
-        self._form = replace(self._form, batch=index.numel())
+        self._form = self._form._replace(batch=index.numel())
         self._expose()
 
     def _take_rows(self, held: Slots) -> None:
         """Go on from `held`, with the room there was."""
-        self._buffer = held.enlarged(self._filled_buffer().count - self._start)
-        self._start, self._end = 0, held.count
+        self._buffer = held.enlarged(self._filled_buffer().number - self._start)
+        self._start, self._end = 0, held.number
 
     def reset(self) -> None:
         """Forget every token, and what they were like."""
@@ -146,7 +144,7 @@ class StoredLayer(CacheLayerMixin):
         """A copy that shares nothing with this layer."""
         other = copy.copy(self)
         if self._buffer is not None:
-            other._buffer = self._buffer.enlarged(self._buffer.count)
+            other._buffer = self._buffer.enlarged(self._buffer.number)
             other._expose()
         return other
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,9 +56,16 @@ def test_a_window_is_not_ignored(make: Any):
     assert values[0, 0, :, 0].round().tolist() == [12, 13, 14, 15, 16, 17, 18, 19]
 
 
-@pytest.mark.parametrize("kind", range(3))
-def test_a_token_costs_the_same_after_many(kind: int):
-    layer = every_kind()[kind]
+@pytest.mark.parametrize(
+    "make",
+    [
+        DynamicLayer,
+        lambda: StaticLayer(TOKENS),
+        *(partial(SlidingLayer, window) for window in (1, 2, 15, 16, 17, 64, 100)),
+    ],
+)
+def test_a_token_costs_the_same_after_many(make: Any):
+    layer = make()
     with Copies() as copies:
         for _ in range(TOKENS):
             layer.update(token(), token())
