@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.generate.lone import alone, run, small_model, texts
 
+from whimbrel.cache.paged import PagedBatch
 from whimbrel.generate import Engine, EngineConfig, Request, Sampling, generate
 
 MODELS = {
@@ -148,6 +149,24 @@ def test_a_prompt_seen_before_is_not_read_again():
         without.submit(first)
         run(without)
     assert without.stats().prefix_hits == 0
+
+
+def test_a_batch_padded_with_rows_of_nothing_gives_the_same():
+    model = MODELS["windows"]
+    engine = Engine(model, EngineConfig(page_size=4, max_batch=8))
+    heights = []
+    decode = engine.runner.decode
+
+    def watched(tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        heights.append(len(tokens))
+        return decode(tokens, batch)
+
+    engine.runner.decode, engine.runner.padded = watched, lambda rows: -(-rows // 8) * 8
+    asked = many(11)
+    for request in asked:
+        engine.submit(request)
+    assert texts(run(engine)) == {(number, 0): alone(model, request) for number, request in enumerate(asked)}
+    assert set(heights) == {8}
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
