@@ -166,18 +166,18 @@ def save_model(
 
 
 def generation_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """How a model directory says tokens are drawn: temperature (0: the likeliest), top_k, top_p, max_new_tokens.
+    """How a model directory says tokens are drawn: temperature (0: the likeliest), top_k, top_p, min_p.
 
-    Only what it says is there. Where it does not say whether to draw at all (`do_sample`), no more than the length is.
+    Only what it says is there, and also where it does not draw: repetition_penalty and max_new_tokens. Where it does
+    not say whether to draw at all (`do_sample`), no more than these are.
     """
     file = Path(path) / GENERATION
     table = read_table(file) if file.is_file() else {}
-    names = ("temperature", "top_k", "top_p", "max_new_tokens")
-    held = {name: table[name] for name in names if table.get(name) is not None}
+    names = ["repetition_penalty", "max_new_tokens"]
     if table.get("do_sample"):
-        return held
-    longest = {name: value for name, value in held.items() if name == "max_new_tokens"}
-    return longest | ({"temperature": 0.0} if table.get("do_sample") is False else {})
+        names += ["temperature", "top_k", "top_p", "min_p"]
+    held = {name: table[name] for name in names if table.get(name) is not None}
+    return held | ({"temperature": 0.0} if table.get("do_sample") is False else {})
 
 
 def special_tokens(path: str | os.PathLike[str]) -> SpecialTokens:

@@ -1,82 +1,105 @@
-"""`whimbrel generate RUN_OR_MODEL "text"`."""
+"""`whimbrel generate MODEL "text"`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated
 
 import typer
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.cli.opening import (
+    Cache,
+    Device,
+    DraftModel,
+    MinP,
+    Model,
+    MostTokens,
+    RepetitionPenalty,
+    Seed,
+    Stops,
+    Temperature,
+    TokenizerPath,
+    TopK,
+    TopP,
+    Weights,
+    draft_maker,
+    open_model,
+)
 
 __all__ = ["generate"]
 
-DEFAULTS: dict[str, Any] = {"temperature": 0.8, "max_new_tokens": 256}
-"""What holds where neither the command line nor the model says otherwise."""
-
 
 def generate(
-    model: Annotated[
-        Path, typer.Argument(help="A run (its newest checkpoint), a model directory, or a llama2.c .bin.")
-    ],
+    model: Model,
     text: Annotated[str, typer.Argument(help="What to go on from; nothing starts a new text.")] = "",
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="How many tokens to write at most. (default: the model's own, or 256)")
+    max_new_tokens: MostTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    stop: Stops = None,
+    n: Annotated[int, typer.Option("--n", help="Write this many texts.")] = 1,
+    beams: Annotated[
+        int | None, typer.Option(help="Draw nothing, but search for the likeliest texts, this many side by side.")
     ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="Above 1 is wilder, below 1 tamer, 0 takes the likeliest. (default: the model's own, or 0.8)"
-        ),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens only.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest tokens of this total probability.")
-    ] = None,
+    draft: DraftModel = None,
     past_end: Annotated[
         bool, typer.Option("--past-end", help="Do not stop at the end of a text: begin another.")
     ] = False,
-    weights: Annotated[
-        str | None, typer.Option(help="Quantise a plain model as it is read: int8, int8-dynamic, int4 or fp8.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, mps or cpu; the fastest there is when not given.")] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer other than the model's own; a llama2.c .bin has none.")
-    ] = None,
+    weights: Weights = None,
+    cache: Cache = "none",
+    seed: Seed = None,
+    device: Device = None,
+    tokenizer: TokenizerPath = None,
 ) -> None:
     """Write on from a text, as it is drawn.
 
     What is not given is as the model's generation_config.json says, where that draws at all.
     """
-    from whimbrel.artifacts import (
-        generation_settings,
-        load_model,
-        load_tokenizer,
-        model_directory,
-        special_tokens,
-    )
-    from whimbrel.generate import Sampling, encode_prompt, stream, stream_text
-    from whimbrel.train.device import choose_device
+    from whimbrel.generate import beam_search, encode_prompt, generate_batch, speculate, stream_text
 
-    source = model_directory(model)
-    if tokenizer is None and source.is_file():
-        raise ConfigError(f"the file {source} holds no tokenizer: pass --tokenizer with the one it was trained with")
-    words = load_tokenizer(tokenizer or source)
-    prompt = encode_prompt(words, text)
-    ends = special_tokens(source).eos_ids if source.is_dir() else ()
-    own = generation_settings(source) if source.is_dir() else {}
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
-    asked = DEFAULTS | own | {name: value for name, value in given.items() if value is not None}
-    tokens = stream(
-        load_model(source, device=choose_device(device), weights=weights),
-        prompt,
-        Sampling(temperature=asked["temperature"], top_k=asked.get("top_k"), top_p=asked.get("top_p")),
-        max_new_tokens=asked["max_new_tokens"],
-        seed=seed,
-        eos_id=None if past_end else ends or words.eot_id,
-    )
-    print(text, end="", flush=True)
-    for piece in stream_text(words, prompt, tokens):
-        print(piece, end="", flush=True)
-    print()
+    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    drawn |= {"repetition_penalty": repetition_penalty}
+    _check(n, beams, draft, **drawn, seed=seed)
+    opened = open_model(model, tokenizer)
+    prompt = encode_prompt(opened.tokenizer, text)
+    sampling, most = opened.drawing(**drawn, max_new_tokens=max_new_tokens)
+    ends, stops = None if past_end else opened.end_ids, stop or ()
+    network = opened.load(device, weights)
+    texts: Iterable[Iterable[int]]
+    if beams is not None:
+        found = beam_search(network, prompt, beams=beams, max_new_tokens=most, eos_id=ends, cache=cache)
+        texts = [beam.tokens for beam in found[:n]]
+    elif n > 1:
+        [written] = generate_batch(
+            network, [prompt], sampling, n=n, max_new_tokens=most, seed=seed, eos_id=ends, stops=stops,
+            tokenizer=opened.tokenizer, cache=cache,
+        )  # fmt: skip
+        texts = [completion.tokens for completion in written]
+    else:
+        guessing = draft_maker(draft, device)()
+        texts = [
+            speculate(network, prompt, sampling, guessing, max_new_tokens=most, seed=seed, eos_id=ends, cache=cache)
+        ]
+    for number, tokens in enumerate(texts):
+        print("\n" * bool(number) + text, end="", flush=True)
+        for piece in stream_text(opened.tokenizer, prompt, tokens, stops):
+            print(piece, end="", flush=True)
+        print()
+
+
+def _check(n: int, beams: int | None, draft: str | None, **drawn: float | None) -> None:
+    """Refuse options that would mean nothing beside each other."""
+    if n < 1:
+        raise ConfigError(f"--n {n} must be at least 1")
+    if n > 1 and draft is not None:
+        raise ConfigError("--draft goes ahead of one text: leave it or --n out")
+    if beams is None:
+        return
+    beside = [name for name, value in {**drawn, "draft": draft}.items() if value is not None]
+    if beside:
+        raise ConfigError(f"--beams searches and draws nothing: leave --{beside[0].replace('_', '-')} out")
+    if n > beams:
+        raise ConfigError(f"--n {n} texts of --beams {beams}: search with more beams, or write fewer texts")

@@ -51,8 +51,8 @@ class Session:
         del self._held[length:]
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+def _shared(one: list[int], other: Sequence[int]) -> int:
     """How many tokens two texts begin with alike."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+    if list(other[: len(one)]) == one:
+        return len(one)
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))

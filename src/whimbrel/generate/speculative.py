@@ -35,7 +35,7 @@ class Draft(Protocol):
     """What guesses."""
 
     def guess(self, ids: Sequence[int], count: int, sampling: Sampling, draws: Draws) -> Guess:
-        """At most `count` tokens to follow `ids`, a text that only ever grows."""
+        """At most `count` tokens to follow `ids`, which goes on from what it was the time before."""
 
 
 class NgramDraft:
@@ -75,6 +75,8 @@ class ModelDraft:
         """Tokens as the smaller model would draw them."""
         context = self._session.model.config.context_length
         count = min(count, context - 1)
+        if len(ids) <= self._start:  # another text
+            self._start = 0
         if len(ids) - self._start + count - 1 > context:
             self._start = len(ids) - max(1, (context - count) // 2)
         tokens, chances = list(ids), list[Tensor]()

@@ -84,7 +84,7 @@ def test_a_prompt_that_is_no_text_is_refused(directory):
 def test_past_the_end_another_text_begins(model, directory, capsys, monkeypatch):
     end = load_tokenizer("gpt2").eot_id
     drawn = iter([3666, end, 3797])
-    monkeypatch.setattr("whimbrel.generate.decode.sample", lambda *_: torch.tensor([next(drawn)]))
+    monkeypatch.setattr("whimbrel.generate.speculative.sample", lambda *_: torch.tensor([next(drawn)]))
     generate(directory, "x", max_new_tokens=3, past_end=True, device="cpu")
     tokenizer = load_tokenizer("gpt2")
     assert capsys.readouterr().out == f"x{tokenizer.decode([3666])}\n\n{tokenizer.decode([3797])}\n"
