@@ -76,6 +76,8 @@ class Cache(TransformersSpelling):
         if self.layout == "bshd":
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         layer, missing = self._layer(layer_idx)
+        if not layer.is_initialized:
+            layer.token_major = not isinstance(key_states, Tensor)
         keys, values = layer.update(keys, values, cache_kwargs)
         self.layers.extend(missing)
         if self.out_layout == "bshd":

@@ -37,6 +37,8 @@ class CacheLayerMixin(ABC):
     """Whether the newest tokens can always be taken back, once `activate_past_recording` was called."""
     is_compileable: bool = False
     """Whether `transformers` should compile a model around this layer; not where lengths are host numbers."""
+    token_major: bool = False
+    """Whether memory goes token by token: a cache asks it of layers whose first tokens are no torch tensors."""
     record_past: bool = False
     """Whether tokens that no query will see again are kept until the next `crop`."""
 

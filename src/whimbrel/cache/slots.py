@@ -10,7 +10,7 @@ from torch import Tensor
 
 from whimbrel.cache.codec import Codec
 
-__all__ = ["Slots"]
+__all__ = ["Slots", "TokenMajorSlots"]
 
 
 class Slots(NamedTuple):
@@ -76,4 +76,19 @@ class Slots(NamedTuple):
         return [tensor for tensor in self if tensor is not None]
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Slots:
-        return Slots(*map(change, self._tensors()))
+        return type(self)(*map(change, self._tensors()))
+
+
+class TokenMajorSlots(Slots):
+    """Slots whose memory goes token by token, so any run of them is dense, whatever the batch and heads.
+
+    Frameworks that have no strided arrays (JAX) can read such a run in place; torch reads it more slowly than heads
+    that lie each in one piece.
+    """
+
+    def empty(self, slots: int) -> Slots:
+        """New memory alike in all but the number of slots."""
+        with torch.inference_mode(mode=False):
+            return self._each(
+                lambda tensor: tensor.new_empty((slots, *tensor.shape[:2], *tensor.shape[3:])).permute(1, 2, 0, 3)
+            )

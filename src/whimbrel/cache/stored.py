@@ -12,7 +12,7 @@ from torch import Tensor
 from whimbrel.base.errors import CacheError
 from whimbrel.cache.codec import find_codec
 from whimbrel.cache.layer import CacheLayerMixin, kept_length
-from whimbrel.cache.slots import Slots
+from whimbrel.cache.slots import Slots, TokenMajorSlots
 from whimbrel.ops import View
 
 __all__ = ["StoredLayer"]
@@ -46,7 +46,7 @@ class StoredLayer(CacheLayerMixin):
         """Take dtype, device and shape from the first keys and values; without values, theirs are those of the keys."""
         form = form_of(key_states, key_states if value_states is None else value_states)
         none = key_states[:, :, :0], (key_states if value_states is None else value_states)[:, :, :0]
-        self._buffer = Slots.encoded(*none, self.codec).empty(0)
+        self._buffer = self._encoded(*none).empty(0)
         self._form, self.dtype, self.device, self.is_initialized = form, form.dtype, form.device, True
 
     def update(
@@ -59,7 +59,7 @@ class StoredLayer(CacheLayerMixin):
         """Append tokens and say what attention may read of the layer now; valid until the next change."""
         self._admit(form_of(key_states, value_states))
         self.check_room(key_states.size(2))
-        new = Slots.encoded(key_states, value_states, self.codec)
+        new = self._encoded(key_states, value_states)
         if self._form is None:
             self.lazy_initialization(key_states, value_states)
         shown = self._store(new)
@@ -82,6 +82,9 @@ class StoredLayer(CacheLayerMixin):
             value_scales=shown.value_scales,
             codec=None if self.codec.is_plain else self.codec,
         )
+
+    def _encoded(self, key_states: Tensor, value_states: Tensor) -> Slots:
+        return (TokenMajorSlots if self.token_major else Slots).encoded(key_states, value_states, self.codec)
 
     def check_room(self, tokens: int) -> None:
         """Refuse more tokens than there can be room for."""
