@@ -11,6 +11,7 @@ import typer
 from whimbrel import __version__
 from whimbrel.base.errors import WhimbrelError
 from whimbrel.cli import (
+    chat,
     compare,
     control,
     doctor,
@@ -71,6 +72,7 @@ app.command("eval")(evaluation.evaluate)
 app.command()(finalize.finalize)
 app.command()(export.export)
 app.command()(generate.generate)
+app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(doctor.doctor)
 

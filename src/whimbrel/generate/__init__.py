@@ -5,6 +5,7 @@ from types import ModuleType
 
 from whimbrel.generate.beam import Beam, beam_search
 from whimbrel.generate.complete import Completion, generate, generate_batch
+from whimbrel.generate.conversation import Answer, Conversation
 from whimbrel.generate.decode import Text, decode_n, decode_one, prefill, stream
 from whimbrel.generate.engine import Engine, EngineConfig, Stats
 from whimbrel.generate.request import Event, Request, Score
@@ -14,8 +15,10 @@ from whimbrel.generate.speculative import Draft, Guess, ModelDraft, NgramDraft, 
 from whimbrel.generate.text import TextStream, encode_prompt, stream_text
 
 __all__ = [
+    "Answer",
     "Beam",
     "Completion",
+    "Conversation",
     "Draft",
     "Draws",
     "Engine",

@@ -1,6 +1,6 @@
 """Text to token ids and back: one `Tokenizer`, one file form (`tokenizer.json`); chat templates. No torch."""
 
-from whimbrel.text.chat import PLAIN, ChatTemplate, Message, load_chat_template
+from whimbrel.text.chat import PLAIN, ChatTemplate, Message, load_chat_template, special_token_texts
 from whimbrel.text.tokenizer import Tokenizer, load_tokenizer
 from whimbrel.text.training import train_tokenizer
 
@@ -11,5 +11,6 @@ __all__ = [
     "Tokenizer",
     "load_chat_template",
     "load_tokenizer",
+    "special_token_texts",
     "train_tokenizer",
 ]

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Pipeline
 from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Message", "PLAIN", "load_chat_template"]
+__all__ = ["ChatTemplate", "Message", "PLAIN", "load_chat_template", "special_token_texts"]
 
 Message = Mapping[str, Any]
 """A turn of a conversation: its `role` (system, user, assistant), its `content`, and what else a template reads."""
@@ -101,7 +101,7 @@ def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemp
             return None
         raise ConfigError(f"{folder} has no chat template '{name}': it has {', '.join(sorted(named)) or 'none'}")
     try:
-        return ChatTemplate(named[name], _special_tokens(_table(folder / TOKENS_FILE) | settings))
+        return ChatTemplate(named[name], special_token_texts(folder))
     except DataError as error:
         raise DataError(f"{folder}: {error}") from error
 
@@ -120,7 +120,9 @@ def _named_templates(given: object, file: Path) -> dict[str, str]:
         ) from error
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+def special_token_texts(directory: str | Path) -> dict[str, str]:
+    """What templates call `bos_token`, `eos_token` and the like, as a model directory names them."""
+    settings = _table(Path(directory) / TOKENS_FILE) | _table(Path(directory) / SETTINGS_FILE)
     named = {name: settings[name] for name in SPECIAL_TOKENS if settings.get(name)}
     return {name: str(token["content"] if isinstance(token, dict) else token) for name, token in named.items()}
 

@@ -9,8 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Pipeline
+from tests.unit.text.bytewise import byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -94,18 +93,12 @@ CONVERSATIONS = [
     ],
 ]
 
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL = ["</s>", "<s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """Every byte a token: small, so quickly opened."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pipeline = Pipeline(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
-    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    pipeline.decoder = decoders.ByteLevel()
-    pipeline.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    return Tokenizer(pipeline, "</s>")
+    return byte_tokenizer(SPECIAL)
 
 
 @pytest.fixture(scope="module")

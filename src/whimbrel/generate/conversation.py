@@ -1,0 +1,102 @@
+"""A conversation with a model: what was said, as far as the context reaches, over one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterator, Sequence
+from typing import NamedTuple
+
+from whimbrel.base.errors import RequestError
+from whimbrel.generate.decode import checked_stops
+from whimbrel.generate.sampling import Sampling
+from whimbrel.generate.session import Session
+from whimbrel.generate.speculative import Draft, speculate
+from whimbrel.generate.text import TextStream
+from whimbrel.text import ChatTemplate, Message, Tokenizer
+
+__all__ = ["Answer", "Conversation"]
+
+
+class Answer(NamedTuple):
+    """An answer that begins."""
+
+    pieces: Generator[str, None, None]
+    """Its text as it comes; some pieces are empty. Close it to stop: what was said till then is remembered."""
+    forgotten: int
+    """How many of the oldest messages had to make room for it."""
+
+
+class Conversation:
+    """Messages to and from a model. What the next turn shares with the one before is not read again."""
+
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        sampling: Sampling,
+        *,
+        max_new_tokens: int = 256,
+        system: str | None = None,
+        stops: Sequence[str] = (),
+        eos_id: int | Collection[int] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._session, self._tokenizer, self._template, self._sampling = session, tokenizer, template, sampling
+        self._most, self._seed = max_new_tokens, seed
+        self._stops, self._stop_ids = (*template.stops, *stops), checked_stops(eos_id) | {tokenizer.eot_id}
+        self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._turns = 0
+        self.messages: list[Message] = []
+        """What was said and is not forgotten, the system's word left out."""
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self.messages = []
+
+    def ask(self, text: str, draft: Draft | None = None) -> Answer:
+        """Say something; a message that cannot be answered is refused, and is as if it had not been said."""
+        said = [*self.messages, {"role": "user", "content": text}]
+        first, ids = self._fitting(said)
+        tokens = speculate(
+            self._session,
+            ids,
+            self._sampling,
+            draft,
+            max_new_tokens=min(self._most, self._session.model.config.context_length - len(ids)),
+            seed=None if self._seed is None else self._seed + self._turns,
+            eos_id=self._stop_ids,
+        )
+        self.messages = said[first:]
+        self._turns += 1
+        return Answer(self._pieces(tokens, ids), first)
+
+    def _pieces(self, tokens: Iterator[int], ids: list[int]) -> Generator[str, None, None]:
+        words, said = TextStream(self._tokenizer, ids, self._stops), list[str]()
+        messages = self.messages
+        try:
+            for token in tokens:
+                said.append(words.push(token))
+                yield said[-1]
+                if words.stopped:
+                    return
+            said.append(words.flush())
+            yield said[-1]
+        finally:
+            messages.append({"role": "assistant", "content": "".join(said)})
+
+    def _fitting(self, said: list[Message]) -> tuple[int, list[int]]:
+        """The first message that the model is shown, and the ids of what it is shown.
+
+        Where not all fits beside an answer, no more than half the context is kept: so that the next turns, too, begin
+        with what the cache holds.
+        """
+        context = self._session.model.config.context_length
+        room = context - min(self._most, context // 2)
+        asked = [place for place, message in enumerate(said) if message["role"] == "user"]
+        for first in asked:
+            ids = self._template.encode(self._tokenizer, [*self._opening, *said[first:]])
+            if len(ids) <= (room if first in (0, asked[-1]) else context // 2):
+                return first, ids
+        raise RequestError(
+            f"the message comes to {len(ids)} tokens: beside an answer, the context of {context} has room for {room}"
+        )
