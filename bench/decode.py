@@ -83,7 +83,7 @@ def peer_of(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """The same weights in `transformers`."""
     with TemporaryDirectory() as folder:
         whimbrel.save_model(model, folder)
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
 
 
 def measure(legs: dict[str, Leg], device: torch.device, args: argparse.Namespace, batch: int) -> dict[str, Any]:

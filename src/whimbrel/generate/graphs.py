@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -54,7 +55,7 @@ class DecodeGraphs:
         if compile_step:
             self._step = torch.compile(self._read, fullgraph=True, dynamic=False)
         self._recorded: dict[int, Recorded] = {}
-        self._memory: tuple[int, int] | None = None
+        self._memory: Any = None
 
     def padded(self, rows: int) -> int:
         """The smallest size of batch that has room for this many rows."""

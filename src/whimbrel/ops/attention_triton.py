@@ -7,8 +7,6 @@ graph serves rows of every length.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +16,8 @@ __all__ = ["attend_pages"]
 
 BLOCK = 32
 """Tokens that a program reads at a time."""
+PROGRAMS = 256
+"""How many programs keep a large GPU busy."""
 MOST_SPLITS = 16
 """Programs that share the tokens of one row and head, at most."""
 LOG2_E = 1.4426950408889634
@@ -30,14 +30,14 @@ def attend_pages(
     batch, heads, _, width = q_BHTD.shape
     page_size, kv_heads = keys.shape[1:3]
     group = heads // kv_heads
-    splits = max(1, min(MOST_SPLITS, 2 * _processors(q_BHTD.device) // (batch * kv_heads)))
+    splits = max(1, min(MOST_SPLITS, PROGRAMS // (batch * kv_heads)))
     parts = q_BHTD.new_empty((batch, heads, splits, width), dtype=torch.float32)
     peaks, sums = (q_BHTD.new_empty((batch, heads, splits), dtype=torch.float32) for _ in range(2))
     padded_width = max(16, triton.next_power_of_2(width))
     _attend_part[(batch, kv_heads, splits)](
         q_BHTD, keys, values, pages_BP, lengths_B, parts, peaks, sums,
         q_BHTD.stride(0), q_BHTD.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), pages_BP.stride(0),
-        width**-0.5 * LOG2_E, 0 if window is None else window,
+        0 if window is None else window, SCALE=width**-0.5 * LOG2_E,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), WIDTH=width, PADDED=padded_width,
         PAGE=page_size, SPLITS=splits, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
@@ -49,16 +49,11 @@ def attend_pages(
     return y_BHTD
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_part(  # type: ignore[no-untyped-def]
     q, keys, values, pages, lengths, parts, peaks, sums,
-    q_row, q_head, page_stride, token_stride, head_stride, table_row, scale, window,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    q_row, q_head, page_stride, token_stride, head_stride, table_row, window,
+    SCALE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -81,7 +76,7 @@ def _attend_part(  # type: ignore[no-untyped-def]
         place = page * page_stride + (token % PAGE) * token_stride + kv_head * head_stride
         held = there[:, None] & (dims < WIDTH)[None, :]
         key = tl.load(keys + place[:, None] + dims[None, :], mask=held, other=0.0)
-        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * SCALE
         score = tl.where(there[None, :], score, -float("inf"))
         higher = tl.maximum(peak, tl.max(score, 1))
         weight = tl.exp2(score - higher[:, None])
