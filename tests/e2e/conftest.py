@@ -19,8 +19,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from whimbrel.models import GPT, GPTConfig
 
     torch.manual_seed(0)
-    shape = {"num_layers": 2, "embd_size": 32, "num_heads": 2, "position": "rope", "norm": "rms", "bias": "none"}
-    model = GPT(GPTConfig(context_length=4096, tied_head=False, init_std=0.2, embd_init_std=0.2, **shape))
+    size = {"context_length": 4096, "num_layers": 2, "embd_size": 32, "num_heads": 2}
+    llama = {"position": "rope", "norm": "rms", "bias": "none", "activation": "silu", "gated_mlp": True}
+    model = GPT(GPTConfig(**size, **llama, tied_head=False, init_std=0.2, embd_init_std=0.2))
     folder = tmp_path_factory.mktemp("served") / "tiny"
     whimbrel.save_model(model, folder, whimbrel.load_tokenizer("gpt2"))
     return folder

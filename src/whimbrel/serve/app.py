@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import APIRouter, Depends, FastAPI, Response
+from fastapi import Depends, FastAPI, Response
 from fastapi.security import HTTPBearer
 
 from whimbrel import __version__
 from whimbrel.serve.config import ServeConfig
+from whimbrel.serve.document import document
 from whimbrel.serve.errors import ApiError, answer_errors, json_response
 from whimbrel.serve.gate import Gate
 from whimbrel.serve.intake import Intake
@@ -21,6 +22,9 @@ from whimbrel.serve.traffic import Traffic
 from whimbrel.serve.worker import Steps, Worker
 
 __all__ = ["Service"]
+
+TAKING = ("/v1/completions", "/v1/chat/completions")
+"""Paths that take a body."""
 
 
 class Service:
@@ -36,25 +40,18 @@ class Service:
             redoc_url=None,
             redirect_slashes=False,
             lifespan=self._lifespan,
-            dependencies=[Depends(HTTPBearer(auto_error=False))] if config.api_key else [],  # for the document
         )
         answer_errors(self.app)
-        routes = Routes(served, self.worker, config)
-        self.app.include_router(routes.router)
-        self.app.include_router(self._own_routes())
+        # The gate asks for the key: this only tells the document so.
+        guarded = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []
+        self.app.include_router(Routes(served, self.worker, config).router, dependencies=guarded)
+        self.app.add_api_route("/metrics", self.count, dependencies=guarded, responses=FAULTS, response_class=Response)
+        self.app.add_api_route("/health", self.health, responses=FAULTS)
         self.app.include_router(page_routes())
-        paths = {
-            *FILES,
-            "/health",
-            "/metrics",
-            "/openapi.json",
-            "/v1/models",
-            "/v1/completions",
-            "/v1/chat/completions",
-        }
-        self.metrics = Metrics(self.worker, paths)
+        self.app.openapi = lambda: document(self.app, served)  # type: ignore[method-assign]
+        self.metrics = Metrics(self.worker, {*FILES, *TAKING, "/health", "/metrics", "/openapi.json", "/v1/models"})
         # The last is the first that a request meets.
-        self.app.add_middleware(Intake, config=config, traffic=self.traffic)
+        self.app.add_middleware(Intake, config=config, traffic=self.traffic, paths=TAKING)
         self.app.add_middleware(Gate, config=config, traffic=self.traffic, open_paths={"/health", *FILES})
         self.app.add_middleware(Meter, metrics=self.metrics)
 
@@ -63,12 +60,6 @@ class Service:
         self.worker.start()
         yield
         await self.worker.close()
-
-    def _own_routes(self) -> APIRouter:
-        router = APIRouter(responses=FAULTS)
-        router.add_api_route("/health", self.health)
-        router.add_api_route("/metrics", self.count, response_class=Response)
-        return router
 
     async def health(self) -> Response:
         """Say whether requests are answered."""

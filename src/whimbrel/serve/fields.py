@@ -18,6 +18,7 @@ __all__ = [
     "Stops",
     "Strict",
     "TextContent",
+    "WHOLE",
     "leave_out_neutral",
 ]
 
@@ -64,6 +65,11 @@ def leave_out_neutral(given: Any, known: Collection[str], neutral: Mapping[str, 
     return kept
 
 
+def _whole(given: Any) -> Any:
+    """1.0 is a whole number in JSON."""
+    return int(given) if type(given) is float and given.is_integer() else given
+
+
 def _read_prompts(given: Any) -> list[str | list[int]]:
     """Every prompt of a request: a text, texts, token ids, or lists of token ids."""
     if isinstance(given, str):
@@ -72,10 +78,10 @@ def _read_prompts(given: Any) -> list[str | list[int]]:
         refuse("invalid_value", "prompt", "prompt must be a text, texts, token ids, or lists of token ids, not empty")
     if all(isinstance(item, str) for item in given):
         return given
-    if all(type(item) is int for item in given):
-        return [given]
-    if all(isinstance(item, list) and item and all(type(token) is int for token in item) for item in given):
-        return given
+    lists = given if all(isinstance(item, list) and item for item in given) else [given]
+    ids = [[_whole(token) for token in item] for item in lists]
+    if all(type(token) is int for item in ids for token in item):
+        return list(ids)
     refuse(
         "invalid_value", "prompt", "prompt must hold texts only, token ids only, or lists of token ids that hold some"
     )
@@ -88,6 +94,10 @@ def _read_stops(given: Any) -> list[str]:
         refuse("invalid_value", "stop", f"stop must be a text or a list of at most {MAX_STOPS}")
     if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
         refuse("invalid_value", "stop", f"each stop must be a text of 1 to {MAX_STOP_LENGTH} characters")
+    try:
+        "".join(stops).encode()
+    except UnicodeEncodeError:
+        refuse("invalid_value", "stop", "a stop holds half a surrogate pair: give valid Unicode")
     return stops
 
 
@@ -116,12 +126,19 @@ def _read_content(given: Any) -> Any:
     return "".join(texts)
 
 
+WHOLE = BeforeValidator(_whole)
+"""Reads a whole number, however it is written."""
+
 _Id = Annotated[int, Field(ge=0)]
 _Ids = Annotated[list[_Id], Field(min_length=1)]
 _Lists = Annotated[list[_Ids], Field(min_length=1)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+_Biases = Annotated[
+    dict[_BiasKey, _Bias], Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
+]
 
 Prompts = Annotated[
     list[str | list[int]],
@@ -135,6 +152,6 @@ Stops = Annotated[
 ]
 LogitBias = Annotated[
     dict[int, float],
-    PlainValidator(_read_bias, json_schema_input_type=Annotated[dict[_BiasKey, _Bias], Field(max_length=MAX_BIASES)]),
+    PlainValidator(_read_bias, json_schema_input_type=_Biases),
 ]
 TextContent = Annotated[str, BeforeValidator(_read_content, json_schema_input_type=str | list[TextPart])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,12 +23,13 @@ LEASE = "whimbrel.lease"
 class Intake:
     """ASGI middleware that reads a body whole, counts the requests held, and stops the work of a client that left."""
 
-    def __init__(self, app: ASGIApp, config: ServeConfig, traffic: Traffic) -> None:
-        self.app, self.config, self.traffic = app, config, traffic
+    def __init__(self, app: ASGIApp, config: ServeConfig, traffic: Traffic, paths: Collection[str]) -> None:
+        """`paths` are those that take a body."""
+        self.app, self.config, self.traffic, self.paths = app, config, traffic, frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Take one request in and see it through."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.paths:
             await self.app(scope, receive, send)
         elif self.traffic.held >= self.config.max_requests:
             busy = ApiError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from whimbrel.serve.fields import (
     MAX_LOGPROBS,
     MAX_N,
+    WHOLE,
     LogitBias,
     Prompts,
     Stops,
@@ -64,6 +65,15 @@ class StreamOptions(Strict):
     """Events are not padded."""
 
 
+def _needs(field: str, kind: str, other: str) -> dict[str, Any]:
+    """For the document: where `field` is given (its values are of this kind), `other` must be true."""
+    given = {"properties": {field: {"type": kind}}, "required": [field]}
+    return {"if": given, "then": {"properties": {other: {"const": True}}, "required": [other]}}
+
+
+STREAM_OPTIONS_NEED_STREAM = _needs("stream_options", "object", "stream")
+
+
 class Drawing(Strict):
     """What both routes take: the model, how tokens are drawn, when to stop, how to answer."""
 
@@ -73,11 +83,11 @@ class Drawing(Strict):
     """0 takes the likeliest token. (default: the model's own, or 1)"""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Draw from the fewest likeliest tokens of this total probability."""
-    top_k: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    top_k: Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE] | None = None
     """Draw from this many likeliest tokens only."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Draw from tokens that have at least this part of the likeliest one's probability."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
     """Divides the logits of tokens seen before; 1 is none."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     """Taken from the logits of tokens seen before."""
@@ -85,11 +95,11 @@ class Drawing(Strict):
     """Taken from the logits of tokens seen before, as often as they were."""
     logit_bias: LogitBias | None = None
     """Added to the logits of these token ids."""
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None
     """How many texts follow each prompt."""
     stop: Stops | None = None
     """Strings that end a text; they are no part of it."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1), WHOLE] | None = None
     """The same seed draws the same text."""
     stream: bool | None = None
     """Whether text is sent as it is drawn, as server-sent events."""
@@ -108,25 +118,21 @@ class Drawing(Strict):
 class CompletionRequest(Drawing):
     """A text to go on from, or several."""
 
+    model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_OPTIONS_NEED_STREAM]})
+
     prompt: Prompts
     """A text, texts, token ids, or lists of token ids; an empty text begins a new document."""
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    """Tokens to write at most; 16 when not given. 0 is for echo."""
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = None
+    """Tokens to write at most; 16 when not given. 0 only reads the prompt, to echo it with its scores."""
     echo: bool | None = None
     """Whether the prompt stands before the text."""
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     """Give the log-probability of each token, and this many of the likeliest beside it."""
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
         return leave_out_neutral(given, cls.model_fields, NEUTRAL_COMPLETION)
-
-    @model_validator(mode="after")
-    def _writes_something(self) -> CompletionRequest:
-        if self.max_tokens == 0 and not self.echo:
-            refuse("invalid_value", "max_tokens", "max_tokens = 0 is for echo = true: ask for at least 1")
-        return self
 
 
 class Message(Strict):
@@ -141,18 +147,30 @@ class Message(Strict):
         return leave_out_neutral(given, cls.model_fields, NEUTRAL_MESSAGE)
 
 
+TWO_LENGTHS: dict[str, Any] = {
+    "properties": {name: {"type": "integer"} for name in ("max_tokens", "max_completion_tokens")},
+    "required": ["max_tokens", "max_completion_tokens"],
+}
+
+
 class ChatRequest(Drawing):
     """A conversation to go on with."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [STREAM_OPTIONS_NEED_STREAM, _needs("top_logprobs", "integer", "logprobs"), {"not": TWO_LENGTHS}]
+        }
+    )
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     """The turns so far."""
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE] | None = None
     """Tokens to write at most; all that the context leaves when not given."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE] | None = None
     """The newer name of max_tokens: give one of them."""
     logprobs: bool | None = None
     """Whether to give the log-probability of each token."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     """How many of the likeliest tokens to give beside each; needs logprobs."""
 
     @model_validator(mode="before")

@@ -36,8 +36,8 @@ FAULTS: dict[int | str, dict[str, Any]] = {
 
 def _answers(model: type) -> dict[int | str, dict[str, Any]]:
     """A whole answer, or the same in pieces."""
-    streamed = {"text/event-stream": {"schema": {"type": "string", "description": "Events of JSON, then [DONE]."}}}
-    return FAULTS | {200: {"model": model, "content": streamed, "description": "The texts that were asked for."}}
+    words = "The texts that were asked for; with stream = true in pieces of the same shape, one an event, then [DONE]."
+    return FAULTS | {200: {"model": model, "content": {"text/event-stream": {}}, "description": words}}
 
 
 class Routes:

@@ -54,6 +54,7 @@ class Server(uvicorn.Server):
                 lifespan="on",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,
                 server_header=False,
                 timeout_graceful_shutdown=LAST_WORDS,
             )

@@ -1,0 +1,22 @@
+"""What schemathesis cannot read from the document: texts may be short here, and a bias is for tokens there are."""
+
+import schemathesis
+
+VOCABULARY = 50257
+LENGTHS = ("max_tokens", "max_completion_tokens")
+
+
+@schemathesis.hook
+def before_call(context, case, **options):
+    body = case.body
+    if not isinstance(body, dict):
+        return
+    given = [name for name in LENGTHS if body.get(name) is not None]
+    if not given:
+        body["max_tokens"] = 2
+    for name in given:
+        if isinstance(body[name], int | float) and body[name] > 2:
+            body[name] = 2
+    bias = body.get("logit_bias")
+    if isinstance(bias, dict) and all(token.isascii() and token.isdecimal() and len(token) < 10 for token in bias):
+        body["logit_bias"] = {str(int(token) % VOCABULARY): value for token, value in bias.items()}

@@ -1,0 +1,163 @@
+"""The chat page in a real browser: it streams, keeps the conversation, stops, begins anew, and shows text as text."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.serving import Running
+
+pytest.importorskip("selenium", reason="needs the package 'selenium'")
+if not (shutil.which("chromium") and shutil.which("chromedriver")):
+    pytest.skip("needs Chromium and its driver: scripts/install-chromium", allow_module_level=True)
+
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+PATIENCE = 60
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    yield made
+    made.quit()
+
+
+class Page:
+    """What a user sees and does."""
+
+    def __init__(self, browser: webdriver.Chrome, server: Running) -> None:
+        self.browser = browser
+        browser.get(server.url)
+        browser.execute_script("sessionStorage.clear()")
+        browser.get(server.url)
+
+    def find(self, id: str):  # noqa: A002
+        return self.browser.find_element(By.ID, id)
+
+    def until(self, holds):
+        return WebDriverWait(self.browser, PATIENCE, 0.05).until(lambda _: holds())
+
+    def turns(self) -> list[tuple[str, str]]:
+        found = self.browser.find_elements(By.CSS_SELECTOR, "#turns li")
+        return [(turn.get_attribute("class"), turn.find_element(By.TAG_NAME, "p").text) for turn in found]
+
+    def set(self, id: str, value: str) -> None:  # noqa: A002
+        self.browser.execute_script("document.getElementById('settings').open = true")  # a missing key opens it too
+        field = self.find(id)
+        field.clear()
+        field.send_keys(value, Keys.TAB)
+
+    def enter(self, key: str) -> None:
+        self.set("key", key)
+        self.until(lambda: self.find("model").text == "tiny")
+
+    def say(self, words: str) -> None:
+        self.find("text").send_keys(words, Keys.ENTER)
+
+    def at_rest(self) -> bool:
+        return self.find("turns").get_attribute("aria-busy") == "false"
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, server: Running) -> Page:
+    return Page(browser, server)
+
+
+def test_without_the_key_it_says_so_and_with_it_it_finds_the_model(page: Page, server: Running):
+    page.until(lambda: "API key" in page.find("status").text)
+    page.enter(server.key)
+    assert page.find("status").text == ""
+    assert page.browser.execute_script("return sessionStorage.getItem('whimbrel.key')") == server.key
+    assert page.browser.execute_script("return localStorage.length") == 0
+
+
+def test_a_conversation_streams_and_is_kept(page: Page, server: Running):
+    page.enter(server.key)
+    page.set("temperature", "0")
+    page.set("tokens", "12")
+    page.set("system", "Be brief.")
+    page.say("Hello")
+    page.until(lambda: page.at_rest() and len(page.turns()) == 2)
+    (_, asked), (_, first) = page.turns()
+    assert asked == "Hello"
+    page.say("And then?")
+    page.until(lambda: page.at_rest() and len(page.turns()) == 4)
+    assert [role for role, _ in page.turns()] == ["user", "assistant"] * 2
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    body = {"model": "tiny", "messages": said, "temperature": 0, "max_tokens": 12}
+    with server.client() as client:
+        plain = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        assert first.split() == plain.split()
+        said += [{"role": "assistant", "content": plain}, {"role": "user", "content": "And then?"}]
+        longer = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    assert page.turns()[3][1].split() == longer.split()
+    page.browser.refresh()
+    page.until(lambda: page.find("model").text == "tiny")
+    assert len(page.turns()) == 4
+    page.find("new").click()
+    assert page.turns() == []
+    page.browser.refresh()
+    assert page.turns() == []
+
+
+def test_stop_ends_the_answer_and_frees_its_pages(page: Page, server: Running):
+    page.enter(server.key)
+    page.say("Tell me everything")
+    page.until(lambda: len(page.turns()) == 2 and len(page.turns()[1][1]) > 20)
+    assert page.find("stop").is_displayed()
+    assert not page.find("send").is_displayed()
+    page.find("stop").click()
+    page.until(page.at_rest)
+    assert page.find("status").text == "Stopped."
+    assert page.find("send").is_displayed()
+    server.wait_until_idle()
+    assert len(page.turns()) == 2
+
+
+def test_markup_is_shown_as_text(page: Page, server: Running):
+    page.enter(server.key)
+    page.set("tokens", "2")
+    words = "<img src=x onerror=\"document.title='caught'\"><b>bold</b> &amp; done"
+    page.say(words)
+    page.until(lambda: page.at_rest() and len(page.turns()) == 2)
+    assert page.turns()[0] == ("user", words)
+    assert page.browser.find_elements(By.CSS_SELECTOR, "#turns img, #turns b") == []
+    assert page.browser.title == "Whimbrel"
+
+
+def test_a_refusal_is_shown_and_the_words_are_given_back(page: Page, server: Running):
+    page.enter(server.key)
+    page.set("temperature", "9")
+    page.say("Hello")
+    page.until(lambda: "temperature" in page.find("status").text)
+    assert page.turns() == []
+    assert page.find("text").get_attribute("value") == "Hello"
+
+
+def test_nothing_is_loaded_from_elsewhere_and_every_field_has_a_name(page: Page, server: Running):
+    loaded = page.browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert loaded
+    assert [name for name in loaded if not name.startswith(server.url)] == []
+    unnamed = page.browser.execute_script(
+        "return [...document.querySelectorAll('input, textarea')].filter((field) => !field.labels.length).length"
+    )
+    assert unnamed == 0
+    assert page.browser.find_element(By.TAG_NAME, "html").get_attribute("lang") == "en"
+    colours = []
+    for scheme in ("light", "dark"):
+        wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
+        colours.append(page.browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color"))
+    assert colours[0] != colours[1]
+    severe = [entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert [entry for entry in severe if " 40" not in entry["message"]] == []  # refusals are logged, faults are not

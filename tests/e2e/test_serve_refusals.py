@@ -1,0 +1,181 @@
+"""What the server refuses: callers without the key or by a strange name, and requests that are too large or broken."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import httpx
+import pytest
+from tests.e2e.serving import Running
+
+OPEN = {"/", "/health", "/page/chat.css", "/page/chat.js", "/page/icon.svg"}
+COMPLETIONS = "/v1/completions"
+
+
+def check_error(answer: httpx.Response, status: int, code: str | None = None) -> str:
+    """The answer is an error as OpenAI words it; its message."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert code in (None, error["code"])
+    assert "\n" not in error["message"]
+    return error["message"]
+
+
+def routes(server: Running) -> list[tuple[str, str]]:
+    paths = httpx.get(f"{server.url}/openapi.json", headers=server.headers).json()["paths"]
+    return [(method.upper(), path) for path, methods in paths.items() for method in methods]
+
+
+def test_every_route_but_health_and_the_pages_files_asks_for_the_key(server: Running):
+    documented = routes(server)
+    assert len(documented) == 6
+    others = [("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/v1/nothing"), ("POST", "/"), ("POST", "/health")]
+    others += [("GET", "/page/../metrics"), ("GET", "//v1/models"), ("GET", "/page/secret"), ("DELETE", "/v1/models")]
+    closed = [pair for pair in [*documented, *others] if pair[0] != "GET" or pair[1] not in OPEN]
+    wrong = [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": f"Basic {server.key}"},
+        {"Authorization": "Bearer"},
+    ]
+    with httpx.Client(base_url=server.url) as client:
+        for method, path in closed:
+            for headers in wrong:
+                answer = client.request(method, path.replace("{name}", "tiny"), headers=headers)
+                check_error(answer, 401, "invalid_api_key")
+                assert answer.headers["WWW-Authenticate"] == "Bearer"
+        twice = [("Authorization", f"Bearer {server.key}"), ("Authorization", "Bearer wrong")]
+        check_error(client.get("/v1/models", headers=twice), 401)
+        for path in OPEN:
+            assert client.get(path).status_code == 200
+        assert client.get("/v1/models", headers={"Authorization": f"bearer {server.key}"}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[", "localhost@evil.example:80x"])
+def test_a_strange_name_is_not_answered_to(server: Running, host: str):
+    for path in ("/health", "/"):
+        check_error(httpx.get(f"{server.url}{path}", headers={"Host": host}), 421, "unknown_host")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1234", "127.0.0.1", "127.0.0.2:80", "[::1]:8000"])
+def test_its_own_names_are(server: Running, host: str):
+    assert httpx.get(f"{server.url}/health", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "missing_required_parameter"),
+        (b"{", "invalid_json"),
+        (b"\xff\xfe", None),
+        (b"[" * 100_000, None),
+        (b'{"a":' * 100_000, None),
+        (b"9" * 100_000, None),
+        (b"null", None),
+        (b"[1]", "invalid_value"),
+        (b'"text"', "invalid_value"),
+        (b"{}", "missing_required_parameter"),
+        (b'{"model": "tiny"}', "missing_required_parameter"),
+        (b'{"model": "other", "prompt": "a"}', "model_not_found"),
+        (b'{"model": "\\ud800", "prompt": "a"}', "model_not_found"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": "a", "stop": "\\ud800"}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": Infinity}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": "a", "logit_bias": {"1": NaN}}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": "a", "logit_bias": {"999999": 1}}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": "a", "max_tokens": 1e400}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": [50257]}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": [-1]}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": []}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": [[]]}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": ["a", 1]}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": "a", "n": 65}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": ["a", "a", "a", "a", "a"], "n": 64}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": "a", "logprobs": 21}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": "a", "stop": [' + b'"a",' * 16 + b'"a"]}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": "a", "max_tokens": 0}', "invalid_value"),
+        (b'{"model": "tiny", "prompt": "a", "' + b"x" * 3_000_000 + b'": 1}', "unknown_parameter"),
+        (b'{"model": "tiny", "prompt": [' + b"null," * 600_000 + b"null]}", "invalid_value"),
+        (b'{"model": "tiny", "prompt": [' + b"1," * 1_000_000 + b"1]}", "context_length_exceeded"),
+        (b'{"model": "tiny", "prompt": "' + b"a" * 4_000_000 + b'"}', "context_length_exceeded"),
+        (b'{"model": "tiny", "prompt": "' + b"the cat " * 400_000 + b'"}', "context_length_exceeded"),
+    ],
+    ids=lambda value: value[:48].decode(errors="replace") if isinstance(value, bytes) else "",
+)
+def test_a_broken_body_is_answered_with_400(server: Running, body: bytes, code: str | None):
+    headers = server.headers | {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}{COMPLETIONS}", content=body, headers=headers, timeout=30)
+    assert answer.elapsed.total_seconds() < 2
+    check_error(answer, 404 if code == "model_not_found" else 400, code)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "content": "a"},
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
+        {"role": "user", "content": "a", "name": "b"},
+        {"role": "user", "content": "\ud800"},
+        "a",
+    ],
+)
+def test_a_broken_message_is_answered_with_400(server: Running, message):
+    body = json.dumps({"model": "tiny", "messages": [message]})
+    headers = server.headers | {"Content-Type": "application/json"}
+    check_error(httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers), 400)
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "multipart/form-data", "application/xml", "application/jsonx"])
+def test_another_kind_of_body_is_answered_with_415(server: Running, kind: str | None):
+    headers = server.headers | ({"Content-Type": kind} if kind else {})
+    check_error(httpx.post(f"{server.url}{COMPLETIONS}", content=b"{}", headers=headers), 415, "unsupported_media_type")
+
+
+def test_another_method_or_path(server: Running):
+    with server.client() as client:
+        answer = client.get(COMPLETIONS)
+        check_error(answer, 405)
+        assert answer.headers["Allow"] == "POST"
+        check_error(client.get("/v2"), 404)
+        check_error(client.get("/v1/models/"), 404)
+        check_error(client.get("/docs"), 404)
+
+
+def test_too_large_a_body_is_answered_with_413_and_read_by_the_client(server: Running):
+    body = b'{"model": "tiny", "prompt": "' + b"a" * 20_000_000 + b'"}'
+    headers = server.headers | {"Content-Type": "application/json"}
+
+    def in_pieces():
+        for start in range(0, len(body), 65536):
+            yield body[start : start + 65536]
+
+    for content in (body, in_pieces()):
+        answer = httpx.post(f"{server.url}{COMPLETIONS}", content=content, headers=headers, timeout=30)
+        assert "4194304 bytes" in check_error(answer, 413, "too_large")
+        assert answer.elapsed.total_seconds() < 2
+
+
+def test_too_large_a_body_that_never_comes_is_answered_all_the_same(server: Running):
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {server.key}\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as line:
+        line.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 99999999\r\n\r\n{{".encode())
+        assert line.recv(4096).startswith(b"HTTP/1.1 413")
+    with socket.create_connection((host, int(port)), timeout=10) as line:
+        line.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 99999999\r\n\r\n{{".encode())
+        assert line.recv(4096).startswith(b"HTTP/1.1 401")
+
+
+def test_the_server_is_well_after_all_this(server: Running):
+    server.wait_until_idle()
+    with server.client() as client:
+        assert client.get("/health").json() == {"status": "ok"}
+        assert client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a"}).status_code == 200
+    statuses = {name: count for name, count in server.gauges().items() if name.startswith("whimbrel_requests_total")}
+    assert statuses
+    assert [name for name in statuses if 'status="5' in name] == []
