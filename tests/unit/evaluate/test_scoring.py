@@ -86,6 +86,16 @@ def test_what_greedy_decoding_writes_is_greedy_and_no_more_after_one_change(subj
     assert [found.greedy for found in score(subject.model, pairs)] == [True] + [False] * 6
 
 
+def test_greedy_is_said_of_all_windows_together(subject):
+    """The second of two windows is greedy; the first, of random tokens, is not."""
+    ids = random_ids(65)
+    with torch.no_grad():
+        for _ in range(16):
+            ids.append(int(subject.model(torch.tensor([ids[16:]])).logits[0, -1].argmax()))
+    assert score(subject.model, [Pair(ids[:65], ids[65:])])[0].greedy
+    assert not score(subject.model, [Pair(ids[:1], ids[1:])])[0].greedy
+
+
 def test_neighbours_and_batch_sizes_change_no_score(subject):
     pairs = [Pair(random_ids(size, size), random_ids(1 + size % 7, size + 1)) for size in (3, 60, 1, 25, 90, 8, 8, 40)]
     alone = [score(subject.model, [pair])[0] for pair in pairs]
