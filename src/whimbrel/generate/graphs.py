@@ -2,7 +2,8 @@
 
 What a small model computes for one token takes less time than Python needs to ask for it. So the step is recorded once
 for each size of batch, with fixed places for what changes (tokens, page tables, lengths), and then only replayed;
-batches in between are padded with rows of nothing.
+batches in between are padded with rows of nothing. A step leaves its likeliest tokens in the places of the next, so
+that several can be replayed before anyone looks at what was drawn.
 """
 
 from __future__ import annotations
@@ -26,22 +27,21 @@ WARM_UPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The step at one size of batch."""
+    """The step at one size of batch. What `replay` gives stays valid until it is called again."""
 
     tokens: Tensor
     tables: Tensor
     starts: Tensor
     counts: Tensor
-    replay: Callable[[], Tensor]
-    """Runs the step on what the places hold; the logits stay valid until the next step."""
+    replay: Callable[[], tuple[Tensor, Tensor]]
+    """Runs the step on what the places hold: the logits, and each row's likeliest token, -1 for lack of numbers."""
 
-    def run(self, tokens_B1: Tensor, batch: PagedBatch) -> Tensor:
-        """Fill the places and run. Pages past those of the batch are never looked at: lengths say so."""
+    def fill(self, tokens_B1: Tensor, batch: PagedBatch) -> None:
+        """Fill the places. Pages past those of the batch are never looked at: lengths say so."""
         self.tokens.copy_(tokens_B1)
         self.tables[:, : batch.tables.size(1)] = batch.tables
         self.starts.copy_(batch.starts)
         self.counts.copy_(batch.counts)
-        return self.replay()
 
 
 class DecodeGraphs:
@@ -51,7 +51,7 @@ class DecodeGraphs:
         self._model, self._pool = model, pool
         self._pages = -(-model.config.context_length // pool.page_size)
         self._sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
-        self._step: Callable[..., Tensor] = self._read
+        self._step: Callable[..., tuple[Tensor, Tensor]] = self._read
         if compile_step:
             self._step = torch.compile(self._read, fullgraph=True, dynamic=False)
         self._recorded: dict[int, Recorded] = {}
@@ -63,17 +63,33 @@ class DecodeGraphs:
 
     def __call__(self, tokens_B1: Tensor, batch: PagedBatch) -> Tensor:
         """The logits (rows, vocabulary) of what comes next in each row."""
-        rows = len(tokens_B1)
+        recorded = self._at(len(tokens_B1))
+        recorded.fill(tokens_B1, batch)
+        return recorded.replay()[0]
+
+    def ahead(self, tokens_B1: Tensor, batch: PagedBatch, steps: int) -> Tensor:
+        """The likeliest tokens (rows, steps) of several steps, each reading what the one before drew."""
+        recorded = self._at(len(tokens_B1))
+        recorded.fill(tokens_B1, batch)
+        drawn_BS = tokens_B1.new_empty((len(tokens_B1), steps))
+        for step in range(steps):
+            drawn_BS[:, step] = recorded.replay()[1]
+        return drawn_BS
+
+    def _at(self, rows: int) -> Recorded:
         if rows not in self._recorded:
             # One compilation for each size of batch is meant, not a mistake to be limited.
             with torch._dynamo.config.patch(recompile_limit=4 * len(self._sizes)):
                 self._recorded[rows] = self._record(rows)
-        return self._recorded[rows].run(tokens_B1, batch)
+        return self._recorded[rows]
 
-    def _read(self, tokens: Tensor, tables: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+    def _read(self, tokens: Tensor, tables: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         batch = PagedBatch(self._pool, tables, starts, counts)
         logits: Tensor = self._model(tokens, cache=batch).logits[:, -1]
-        return logits
+        highest, likeliest = logits.max(-1)
+        tokens.copy_(likeliest[:, None])
+        starts.add_(counts)
+        return logits, torch.where(highest.isfinite(), likeliest, -1)
 
     def _record(self, rows: int) -> Recorded:
         device = self._pool.device
@@ -91,11 +107,11 @@ class DecodeGraphs:
         torch.cuda.current_stream(device).wait_stream(apart)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits = self._step(*places)
+            found = self._step(*places)
         self._memory = self._memory or graph.pool()
 
-        def replay() -> Tensor:
+        def replay() -> tuple[Tensor, Tensor]:
             graph.replay()
-            return logits
+            return found
 
         return Recorded(*places, replay=replay)

@@ -149,6 +149,12 @@ class Row:
         return len(self.tokens) >= self.longest
 
     @property
+    def predictable(self) -> bool:
+        """Whether its next token is the model's likeliest, unseen by anyone."""
+        request = self.request
+        return request.sampling.plain and request.logprobs is None and not self.complete and len(self.samples) == 1
+
+    @property
     def unscored(self) -> range:
         """Positions that tell how likely the next token of the prompt is, and have still to be asked."""
         if self.request.prompt_logprobs is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.cache.paged import PagedBatch, PagePool
+from whimbrel.generate.graphs import DecodeGraphs
 from whimbrel.generate.request import Row
 from whimbrel.generate.scheduler import Plan
 from whimbrel.models import GPT
@@ -46,6 +47,14 @@ class Runner:
         """How one token of each row is read."""
         self.padded: Callable[[int], int] = lambda rows: rows
         """How many rows, padding included, that is done with."""
+
+    @torch.inference_mode()
+    def run_ahead(self, plan: Plan, graphs: DecodeGraphs) -> list[list[int]]:
+        """The next tokens of each row that decodes, as many as the plan says; -1 where numbers are not finite."""
+        rows = plan.decoding
+        tokens, batch = self._batch(rows, [1] * len(rows), self.padded(len(rows)))
+        drawn: list[list[int]] = graphs.ahead(tokens, batch, plan.ahead)[: len(rows)].tolist()
+        return drawn
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Result:

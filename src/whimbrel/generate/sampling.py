@@ -70,6 +70,11 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def plain(self) -> bool:
+        """Whether the token taken is the model's own likeliest."""
+        return self.greedy and not self.penalised and not self.logit_bias
+
+    @property
     def penalised(self) -> bool:
         """Whether tokens seen before are drawn less or more."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)

@@ -23,6 +23,8 @@ class Plan:
     """Rows with more to read."""
     width: int = 0
     """How many tokens each of those reads at most."""
+    ahead: int = 1
+    """How many tokens the rows that read one draw, each after the other, before anyone looks at them."""
 
     @property
     def work(self) -> Iterator[tuple[Row, int]]:
@@ -40,8 +42,9 @@ class Scheduler:
     (its tokens stay known). The oldest row can always go on, so all of them come to their end.
     """
 
-    def __init__(self, pool: Pages, *, max_batch: int, prefill_chunk: int, prefix_cache: bool) -> None:
+    def __init__(self, pool: Pages, *, max_batch: int, prefill_chunk: int, prefix_cache: bool, ahead: int = 1) -> None:
         self._pool, self._max_batch, self._chunk, self._prefix_cache = pool, max_batch, prefill_chunk, prefix_cache
+        self._ahead = ahead
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.preemptions = 0
@@ -72,7 +75,17 @@ class Scheduler:
             row = self.waiting.popleft()
             self.running.append(row)
             self._place(row, plan)
+        if self._ahead > 1 and plan.decoding and not plan.reading and all(row.predictable for row in plan.decoding):
+            self._look_ahead(plan)
         return plan
+
+    def _look_ahead(self, plan: Plan) -> None:
+        """Draw several tokens at once, where none of the rows is to end before, and pages are left for all."""
+        steps = min(self._ahead, *(row.longest - len(row.tokens) for row in plan.decoding))
+        if steps > 1 and sum(row.holding.lacking(steps) for row in plan.decoding) <= self._pool.available:
+            for row in plan.decoding:
+                row.holding.reserve(steps)
+            plan.ahead = steps
 
     def _make_room(self) -> None:
         """Pages for what each running row has to read, the oldest first, at the cost of the youngest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -52,21 +53,83 @@ def test_sizes_of_batch() -> None:
     assert [graphs.padded(rows) for rows in (1, 2, 3, 4, 5, 6)] == [1, 2, 4, 4, 6, 6]
 
 
-def test_padded_batches_change_nothing() -> None:
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are recorded as they are: compiling them takes long, and has a test of its own."""
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+
+
+def alone(model: GPT, **settings: Any) -> list[list[int]]:
+    return [generate(model, ids, max_new_tokens=5 + 4 * i, temperature=0, **settings) for i, ids in enumerate(PROMPTS)]
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("ahead", [1, 2, 8, 100])
+@pytest.mark.parametrize("pages", [None, 17])  # which are too few for all: rows start over
+@pytest.mark.parametrize("kind", SHAPES)
+def test_recorded_steps_change_nothing(kind: str, pages: int | None, ahead: int) -> None:
+    model = model_of(kind)
+    engine = Engine(model, EngineConfig(max_batch=6, compile=True, ahead=ahead, page_size=4, num_pages=pages))
+    for _ in range(2):  # the second time from pages that the first has left
+        assert texts(engine, PROMPTS, temperature=0) == alone(model)
+    assert engine.stats().preemptions > 0 or pages is None
+    assert engine.stats().free_pages == engine.stats().pages
+    assert engine.stats().new_tokens == 2 * sum(len(text) for text in alone(model))
+
+
+@pytest.mark.usefixtures("recorded")
+def test_greedy_rows_are_drawn_several_tokens_at_a_time() -> None:
+    engine = Engine(model_of("gpt2"), EngineConfig(compile=True, ahead=8))
+    engine.submit(Request(prompt_ids=(1, 2), max_new_tokens=20, sampling=Sampling(temperature=0)))
+    assert [len(engine.step()) for _ in range(4)] == [1, 8, 8, 3]
+    for asked in (
+        {"sampling": Sampling(temperature=0.5)},
+        {"logprobs": 0},
+        {"sampling": Sampling(temperature=0, presence_penalty=1)},
+    ):
+        engine.submit(Request(prompt_ids=(1, 2), max_new_tokens=9, **{"sampling": Sampling(temperature=0), **asked}))
+        assert len([engine.step() for _ in range(9)]) == 9
+        assert not engine.busy
+
+
+@pytest.mark.usefixtures("recorded")
+def test_what_was_drawn_past_a_stop_is_forgotten() -> None:
     model = model_of("llama")
-    engine = Engine(model, EngineConfig(max_batch=6))
-    graphs = DecodeGraphs(model, engine.pool, max_batch=6, compile_step=False)
-    engine.runner.decode, engine.runner.padded = graphs, graphs.padded
-    wanted = [generate(model, ids, max_new_tokens=5 + 4 * i, temperature=0) for i, ids in enumerate(PROMPTS)]
-    assert texts(engine, PROMPTS, temperature=0) == wanted
+    text = generate(model, [5, 6, 7], max_new_tokens=30, temperature=0)
+    stop = next(token for token in text[3:] if token not in text[:3])
+    engine = Engine(model, EngineConfig(compile=True, ahead=8))
+    request = Request(
+        prompt_ids=(5, 6, 7), max_new_tokens=30, sampling=Sampling(temperature=0), stop_ids=frozenset({stop})
+    )
+    engine.submit(request)
+    events = []
+    while engine.busy:
+        events += engine.step()
+    assert [event.token for event in events[:-1]] == text[: text.index(stop)]
+    assert events[-1].finish == "stop"
+    assert events[-1].token is None
+    assert engine.stats().free_pages == engine.stats().pages
+    assert texts(engine, [[5, 6, 7]], temperature=0) == [
+        text[:5]
+    ]  # pages known by what was read, not by what was drawn
+
+
+@pytest.mark.usefixtures("recorded")
+def test_numbers_that_are_not_finite_end_a_text() -> None:
+    model = model_of("gpt2")
+    engine = Engine(model, EngineConfig(compile=True))
+    engine.submit(Request(prompt_ids=(1, 2), max_new_tokens=9, sampling=Sampling(temperature=0)))
+    engine.step()
+    model.lm_head.weight.data.fill_(float("nan"))
+    assert [event.finish for event in engine.step()] == ["error"]
+    assert not engine.busy
 
 
 def test_a_compiled_step_draws_the_same() -> None:
     torch.manual_seed(0)
     model = GPT(replace(SHAPES["llama"], num_layers=1, layer_types=None)).eval()
     engine = Engine(model, EngineConfig(max_batch=1, compile=True))
-    wanted = [generate(model, ids, max_new_tokens=5 + 4 * i, temperature=0) for i, ids in enumerate(PROMPTS)]
-    assert texts(engine, PROMPTS, temperature=0) == wanted
+    assert texts(engine, PROMPTS, temperature=0) == alone(model)
 
 
 @pytest.mark.gpu
@@ -76,10 +139,7 @@ def test_a_compiled_step_draws_the_same() -> None:
 def test_graphs_on_a_gpu(kind: str, cache: str, compiled: bool) -> None:
     model = model_of(kind, "cuda")
     engine = Engine(model, EngineConfig(max_batch=6, compile=compiled, cache=cache))
-    wanted = [
-        generate(model, ids, max_new_tokens=5 + 4 * i, temperature=0, cache=cache) for i, ids in enumerate(PROMPTS)
-    ]
     for _ in range(2):  # the second time from pages that the first has left
-        assert texts(engine, PROMPTS, temperature=0) == wanted
+        assert texts(engine, PROMPTS, temperature=0) == alone(model, cache=cache)
     drawn = texts(engine, PROMPTS, temperature=0.7)
     assert drawn == texts(Engine(model_of(kind), EngineConfig(cache=cache)), PROMPTS, temperature=0.7)  # as on a CPU
