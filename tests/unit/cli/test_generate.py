@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.text.bytewise import byte_tokenizer
 
 from whimbrel.artifacts import save_model
 from whimbrel.base.errors import CheckpointError, ConfigError, RequestError
@@ -13,30 +14,30 @@ from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponen
 from whimbrel.cli.generate import generate
 from whimbrel.generate import generate as tokens_after
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.text import load_tokenizer
 from whimbrel.train.model_state import model_state
+
+TOKENIZER = byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
     torch.manual_seed(0)
-    return GPT(GPTConfig(context_length=32, num_layers=1, embd_size=16, num_heads=2, tied_head=False))
+    return GPT(GPTConfig(context_length=32, vocab_size=257, num_layers=1, embd_size=16, num_heads=2, tied_head=False))
 
 
 @pytest.fixture(scope="module")
 def directory(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "model"
-    save_model(model, folder, load_tokenizer("gpt2"))
+    save_model(model, folder, TOKENIZER)
     return folder
 
 
 def test_text_goes_on_from_the_prompt(model, directory, capsys):
     generate(directory, "Once upon", max_new_tokens=20, temperature=0, device="cpu")
-    tokenizer = load_tokenizer("gpt2")
-    drawn = tokens_after(model, tokenizer.encode("Once upon"), max_new_tokens=20, temperature=0)
+    drawn = tokens_after(model, TOKENIZER.encode("Once upon"), max_new_tokens=20, temperature=0)
     printed = capsys.readouterr().out
     assert printed.startswith("Once upon")
-    assert ("Once upon" + tokenizer.decode(drawn)).startswith(printed.removesuffix("\n"))
+    assert ("Once upon" + TOKENIZER.decode(drawn)).startswith(printed.removesuffix("\n"))
 
 
 def test_a_seed_writes_the_same_text(directory, capsys):
@@ -48,10 +49,9 @@ def test_a_seed_writes_the_same_text(directory, capsys):
 
 
 def test_a_run_gives_its_newest_checkpoint(model, directory, tmp_path, capsys):
-    tokenizer = load_tokenizer("gpt2")
     older = GPT(model.config)
     for step, saved in ((5, older), (10, model)):
-        component = StateComponent("model", model_state(saved, tokenizer), SharingPattern.GLOBAL)
+        component = StateComponent("model", model_state(saved, TOKENIZER), SharingPattern.GLOBAL)
         CheckpointManager(tmp_path).save(step, [component])
     for source in (tmp_path, directory):
         generate(source, "To be", max_new_tokens=8, temperature=0, device="cpu")
@@ -82,12 +82,11 @@ def test_a_prompt_that_is_no_text_is_refused(directory):
 
 
 def test_past_the_end_another_text_begins(model, directory, capsys, monkeypatch):
-    end = load_tokenizer("gpt2").eot_id
-    drawn = iter([3666, end, 3797])
+    end = TOKENIZER.eot_id
+    drawn = iter([72, end, 73])
     monkeypatch.setattr("whimbrel.generate.speculative.sample", lambda *_: torch.tensor([next(drawn)]))
     generate(directory, "x", max_new_tokens=3, past_end=True, device="cpu")
-    tokenizer = load_tokenizer("gpt2")
-    assert capsys.readouterr().out == f"x{tokenizer.decode([3666])}\n\n{tokenizer.decode([3797])}\n"
-    drawn = iter([3666, end])
+    assert capsys.readouterr().out == f"x{TOKENIZER.decode([72])}\n\n{TOKENIZER.decode([73])}\n"
+    drawn = iter([72, end])
     generate(directory, "x", max_new_tokens=3, device="cpu")
-    assert capsys.readouterr().out == f"x{tokenizer.decode([3666])}\n"
+    assert capsys.readouterr().out == f"x{TOKENIZER.decode([72])}\n"

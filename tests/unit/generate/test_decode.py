@@ -64,17 +64,14 @@ def test_in_bf16_a_token_differs_only_where_the_gap_is_under_the_measured_error(
 @torch.no_grad()
 def test_a_coded_cache_changes_logits_by_no_more_than_its_codes_do(kind, codec):
     torch.manual_seed(3)
-    model = spread(GPT(KINDS[kind]))
+    model = GPT(KINDS[kind])
     ids = torch.randint(97, (2, 32))
     exact = model(ids).logits
     cache = DynamicCache(KINDS[kind], codec=codec)
     found = [prefill(model, ids[:, :2], cache)]
     found += [decode_one(model, ids[:, position], cache) for position in range(2, 32)]
     off = (torch.stack(found, 1) - exact[:, 1:]).norm() / exact[:, 1:].norm()
-    assert 1e-5 < off < {"fp8": 0.05, "int8": 0.01, "int4": 0.2}[codec]
-    tokens = generate(model, [3, 1], max_new_tokens=8, temperature=0, cache=codec)
-    assert tokens != generate(model, [3, 1], max_new_tokens=8, temperature=0) or codec != "int4"
-    assert len(tokens) == 8
+    assert 1e-4 < off < {"int8": 0.005, "fp8": 0.02, "int4": 0.08}[codec]
 
 
 def test_text_runs_past_the_context(model):
