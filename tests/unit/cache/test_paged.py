@@ -90,6 +90,14 @@ def test_the_same_tensors_with_other_numbers_make_another_batch(model):
     torch.testing.assert_close(logits[:, -1], model(texts).logits[:, -1], rtol=0, atol=2e-5)
 
 
+def test_a_view_says_how_many_tokens_each_row_holds():
+    """The new ones included; a row of padding says one, for an attention over nothing is not a number."""
+    paged = batch(PagePool(GPTConfig(**SMALL), 10, 4), [9, 0, 0], [2, 3, 0])
+    view = paged.append(*torch.randn(2, 3, 4, 3, 8), 0)
+    assert view.lengths.tolist() == [11, 3, 1]
+    assert view.pages is paged.tables
+
+
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
 def test_codes_lie_in_pages_and_stay_as_they_were_written(codec):
     config = GPTConfig(**SMALL)

@@ -96,6 +96,15 @@ def test_the_youngest_gives_up_its_pages_and_is_the_first_to_come_back():
     assert (2, len(rows[2].tokens)) in read(schedule.schedule())
 
 
+def test_samples_are_as_old_as_their_request():
+    schedule = scheduler(chunk=100)
+    first, _ = *add(schedule, 3, n=3), *add(schedule, 3)
+    read(schedule.schedule())
+    for row in first.split()[1:]:
+        schedule.join(row)
+    assert [row.age for row in schedule.running] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
 def test_a_row_is_taken_on_when_those_that_run_have_room_to_go_on():
     """Without a spare page for each, the one taken on would soon be put back."""
     schedule = scheduler(pages=7, chunk=100)
