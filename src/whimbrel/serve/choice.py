@@ -40,7 +40,7 @@ class Piece:
     def __iadd__(self, other: Piece) -> Piece:
         self.text += other.text
         self.scored += other.scored
-        self.finish = other.finish
+        self.finish = other.finish or self.finish
         return self
 
 

@@ -1,0 +1,43 @@
+"""`whimbrel serve`, up to where it would listen."""
+
+from __future__ import annotations
+
+import builtins
+import socket
+from pathlib import Path
+
+import pytest
+
+from whimbrel.base.errors import CheckpointError, ConfigError, MissingExtraError
+from whimbrel.cli.serve import serve
+
+
+def test_without_its_extra_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    importing = builtins.__import__
+
+    def without(name: str, *rest):
+        if name.startswith(("whimbrel.serve.app", "fastapi")):
+            raise ModuleNotFoundError(f"No module named {name!r}", name="fastapi")
+        return importing(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match=r"needs the package 'fastapi': pip install 'whimbrel\[serve\]'"):
+        serve(tmp_path)
+
+
+def test_another_address_needs_a_key(tmp_path: Path):
+    with pytest.raises(ConfigError, match="set an API key"):
+        serve(tmp_path, host="0.0.0.0")
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_read(tmp_path: Path):
+    pytest.importorskip("fastapi", reason="needs the extra `serve`")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ConfigError, match="cannot listen at 127.0.0.1 port"):
+            serve(tmp_path, port=taken.getsockname()[1])
+
+
+def test_no_model(tmp_path: Path):
+    pytest.importorskip("fastapi", reason="needs the extra `serve`")
+    with pytest.raises(CheckpointError, match="no run or model"):
+        serve(tmp_path / "nothing", port=0)

@@ -1,0 +1,76 @@
+"""A service on a real socket, in a thread of the test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from whimbrel.generate import Engine, EngineConfig, Event, Request, Stats
+from whimbrel.serve import ServeConfig
+from whimbrel.serve.app import Service
+from whimbrel.serve.served import Served
+from whimbrel.serve.server import Server, listen, url_of
+
+
+class Faulty:
+    """A real engine whose next steps fail as often as it is told, or wait until it is told to go on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.failing = 0
+        self.go_on, self.stepping = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    @property
+    def busy(self) -> bool:
+        return self.engine.busy
+
+    def submit(self, request: Request) -> int:
+        return self.engine.submit(request)
+
+    def step(self) -> Sequence[Event]:
+        self.stepping.set()
+        self.go_on.wait(30)
+        if self.failing:
+            self.failing -= 1
+            raise RuntimeError("this step was told to fail")
+        return self.engine.step()
+
+    def cancel(self, request: int, sample: int | None = None) -> None:
+        self.engine.cancel(request, sample)
+
+    def stats(self) -> Stats:
+        return self.engine.stats()
+
+
+@dataclass(frozen=True)
+class Running:
+    """What a test talks to."""
+
+    client: httpx.Client
+    engine: Faulty
+    service: Service
+    server: Server
+    thread: threading.Thread
+
+
+@contextmanager
+def running(served: Served, **settings) -> Iterator[Running]:
+    config = ServeConfig(**({"port": 0} | settings))
+    engine = Faulty(Engine(served.model, EngineConfig(num_pages=256, max_batch=16)))
+    service = Service(served, engine, config)
+    server = Server(service)
+    with listen(config) as door:
+        thread = threading.Thread(target=server.serve_on, args=[door])
+        thread.start()
+        headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        with httpx.Client(base_url=url_of(door), headers=headers, timeout=30) as client:
+            yield Running(client, engine, service, server, thread)
+        engine.go_on.set()
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()

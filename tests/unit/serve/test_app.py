@@ -1,0 +1,150 @@
+"""The app as a whole: full, stopping, unwell, under another name, with other limits."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+from tests.unit.serve.running import running
+
+from whimbrel.serve.served import Served
+
+COMPLETIONS = "/v1/completions"
+SHORT = {"model": "tiny", "prompt": "Once", "max_tokens": 3}
+
+
+def error(answer) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_one_request_too_many_is_told_to_come_back(served: Served):
+    with running(served, max_requests=2) as run:
+        run.engine.go_on.clear()
+        waiting = [
+            threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": SHORT}) for _ in range(2)
+        ]
+        for each in waiting:
+            each.start()
+        while run.service.traffic.held < 2:
+            pass
+        answer = run.client.post(COMPLETIONS, json=SHORT)
+        assert error(answer) == (429, "too_many_requests")
+        assert answer.headers["Retry-After"] == "1"
+        assert run.client.get("/health").status_code == 200
+        run.engine.go_on.set()
+        for each in waiting:
+            each.join()
+        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+
+
+def test_limits_are_those_it_was_told(served: Served):
+    with running(served, max_prompt_tokens=4, max_choices=3, max_body_bytes=200) as run:
+        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 5})) == (400, "context_length_exceeded")
+        assert run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 4}).status_code == 200
+        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": ["a", "b"], "n": 2})) == (
+            400,
+            "invalid_value",
+        )
+        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": "a" * 200})) == (413, "too_large")
+
+
+def test_text_ends_where_the_context_does(served: Served):
+    with running(served) as run:
+        body = SHORT | {"prompt": [1] * 120, "max_tokens": 100, "logit_bias": {"50256": -100}}
+        answer = run.client.post(COMPLETIONS, json=body).json()
+        assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (8, "length")
+        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 128})) == (
+            400,
+            "context_length_exceeded",
+        )
+        scored = run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 128, "max_tokens": 0, "echo": True})
+        assert scored.json()["usage"] == {"prompt_tokens": 128, "completion_tokens": 0, "total_tokens": 128}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_of_the_engine_is_answered(served: Served, stream: bool):
+    with running(served) as run:
+        run.engine.failing = 1
+        answer = run.client.post(COMPLETIONS, json=SHORT | {"stream": stream})
+        assert answer.status_code == (200 if stream else 500)
+        assert json.loads(answer.text.removeprefix("data: "))["error"]["code"] == "engine_failed"
+        assert run.client.get("/health").status_code == 200
+        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+
+
+def test_an_unwell_engine_is_told_at_health(served: Served):
+    with running(served) as run:
+        run.engine.failing = 3
+        assert [run.client.post(COMPLETIONS, json=SHORT).status_code for _ in range(3)] == [500] * 3
+        assert error(run.client.get("/health")) == (503, "engine_failed")
+        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+        assert run.client.get("/health").json() == {"status": "ok"}
+
+
+def test_weights_that_are_no_numbers_fail_a_request_and_not_the_server(served: Served):
+    weight = served.model.lm_head.weight
+    kept = weight.detach().clone()
+    with running(served) as run:
+        try:
+            with torch.no_grad():
+                weight.fill_(torch.nan)
+            assert error(run.client.post(COMPLETIONS, json=SHORT)) == (500, "engine_failed")
+        finally:
+            with torch.no_grad():
+                weight.copy_(kept)
+        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+
+
+def test_other_names_are_answered_to_when_allowed(served: Served):
+    for allowed, name, status in (((), "box.lan", 421), (("box.lan",), "BOX.lan:80", 200), (("*",), "any", 200)):
+        with running(served, allowed_hosts=allowed) as run:
+            assert run.client.get("/health", headers={"Host": name}).status_code == status
+            assert run.client.get("/health", headers={"Host": "localhost"}).status_code == 200
+
+
+def test_elsewhere_any_name_will_do_unless_some_are_named(served: Served):
+    with running(served, host="0.0.0.0", api_key="k") as run:
+        assert run.client.get("/v1/models", headers={"Host": "box.lan"}).status_code == 200
+    with running(served, host="0.0.0.0", api_key="k", allowed_hosts=("box.lan",)) as run:
+        assert run.client.get("/v1/models", headers={"Host": "box.lan"}).status_code == 200
+        assert run.client.get("/v1/models", headers={"Host": "localhost"}).status_code == 421
+
+
+def test_without_a_key_nothing_asks_for_one(served: Served):
+    with running(served) as run:
+        assert run.client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        document = run.client.get("/openapi.json").json()
+        assert "securitySchemes" not in document["components"]
+        assert run.client.get("/").headers["Content-Security-Policy"].startswith("default-src 'none'")
+        assert (
+            "Access-Control-Allow-Origin" not in run.client.get("/v1/models", headers={"Origin": "http://a.b"}).headers
+        )
+
+
+def test_a_server_that_does_not_drain_in_time_ends_all_the_same(served: Served):
+    with running(served, drain_seconds=0.1) as run:
+        run.engine.go_on.clear()
+        with run.client.stream("POST", COMPLETIONS, json=SHORT | {"stream": True}) as answer:
+            loop = run.service.worker._loop
+            loop.call_soon_threadsafe(run.server.stop)
+            while not run.server.should_exit:
+                pass
+            run.engine.go_on.set()
+            lines = [line for line in answer.iter_lines() if line]
+        assert "engine_ended" in lines[-1] or lines[-1] == "data: [DONE]"
+        run.thread.join(20)
+        assert not run.thread.is_alive()
+
+
+def test_counts(served: Served):
+    with running(served) as run:
+        run.client.post(COMPLETIONS, json=SHORT | {"logit_bias": {"50256": -100}})
+        run.client.get("/v1/no-such-thing")
+        text = run.client.get("/metrics").text
+        assert "whimbrel_engine_new_tokens_total 3.0" in text
+        assert 'whimbrel_requests_total{route="/v1/completions",status="200"} 1.0' in text
+        assert 'whimbrel_requests_total{route="other",status="404"} 1.0' in text
+    with running(served) as other:
+        assert "whimbrel_engine_new_tokens_total 0.0" in other.client.get("/metrics").text

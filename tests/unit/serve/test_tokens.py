@@ -1,0 +1,41 @@
+"""Tokens by their bytes and names."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from whimbrel.serve.tokens import TokenTexts
+from whimbrel.text import Tokenizer, load_tokenizer
+from whimbrel.text.llama2c import load_llama2c_tokenizer
+
+TEXT = "Hello naïve 北京 🙂 <|endoftext|>"
+
+
+def test_bytes_of_a_byte_level_tokenizer_are_the_texts():
+    tokenizer = load_tokenizer("gpt2")
+    texts = TokenTexts(tokenizer)
+    assert b"".join(texts.bytes_of(token) for token in tokenizer.encode(TEXT)) == TEXT.encode()
+    assert texts.name_of(50256) == "<|endoftext|>"
+    assert texts.bytes_of(60000) == b""
+    assert texts.longest == 128
+    [halved] = [token for token in tokenizer.encode("🙂") if texts.bytes_of(token) == b"\x99\x82"][:1]
+    assert texts.name_of(halved) == r"bytes:\x99\x82"
+
+
+def sentencepiece(folder: Path) -> Tokenizer:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), " ", "a", "b", "ab", " ab"]
+    packed = b"".join(
+        struct.pack("<fi", float(-index), len(piece)) + piece.encode() for index, piece in enumerate(pieces)
+    )
+    file = folder / "tokenizer.bin"
+    file.write_bytes(struct.pack("<i", 8) + packed)
+    return load_llama2c_tokenizer(file)
+
+
+def test_bytes_of_a_tokenizer_of_pieces(tmp_path: Path):
+    tokenizer = sentencepiece(tmp_path)
+    texts = TokenTexts(tokenizer)
+    assert b"".join(texts.bytes_of(token) for token in tokenizer.encode("ab é")) == " ab é".encode()
+    assert texts.name_of(3 + 0xC3) == r"bytes:\xc3"
+    assert texts.name_of(1) == "<s>"
