@@ -43,13 +43,16 @@ def test_contexts_that_were_cut_are_counted(subject, fixtures):
 def test_a_hash_tells_questions_apart(subject, fixtures, tmp_path):
     lines = (fixtures / "eval" / "piqa_val.jsonl").read_text(encoding="utf-8").splitlines()[:3]
     results = []
-    for number, records in enumerate((lines, lines[:2], lines)):
+    other = json.loads(lines[0])
+    turned = [json.dumps(other | {"gold": 1 - other["gold"]}), *lines[1:]]
+    for number, records in enumerate((lines, lines[:2], turned, lines)):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "piqa.jsonl").write_text("\n".join(json.dumps(json.loads(line)) for line in records))
         results.append(evaluate_tasks(subject, ["piqa"], folder)["piqa"])
-    first, shorter, again = (result.items_sha256 for result in results)
-    assert first == again != shorter
+    first, shorter, turned_sha256, again = (result.items_sha256 for result in results)
+    assert first == again
+    assert len({first, shorter, turned_sha256}) == 3
     limited = evaluate_tasks(subject, ["piqa"], fixtures / "eval", limit=3)["piqa"]
     assert limited.items_sha256 == first
     assert limited.file_sha256 != results[0].file_sha256
