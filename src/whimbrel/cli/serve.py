@@ -42,6 +42,12 @@ def serve(
     cache: Annotated[
         str, typer.Option(help="How keys and values are stored: as they are (none), or as fp8, int8 or int4.")
     ] = "none",
+    compile: Annotated[  # noqa: A002
+        bool,
+        typer.Option(
+            "--compile", help="Compile the step that draws a token: the first texts wait, all others are faster."
+        ),
+    ] = False,
     max_batch: Annotated[int, typer.Option(help="How many texts go on at once.")] = 64,
     pages: Annotated[
         int | None, typer.Option(help="Pages of 16 tokens in the cache. (default: enough, or what memory gives)")
@@ -88,7 +94,7 @@ def serve(
     logging.getLogger("whimbrel.serve").setLevel(logging.INFO)
     with listen(config) as door:
         served = load_served(model, name=name, tokenizer=tokenizer, device=choose_device(device), weights=weights)
-        engine = Engine(served.model, EngineConfig(max_batch=max_batch, num_pages=pages, cache=cache))
+        engine = Engine(served.model, EngineConfig(max_batch=max_batch, num_pages=pages, cache=cache, compile=compile))
         server = Server(Service(served, engine, config))
         print(
             f"serving {served.name} at {url_of(door)} (chat page at /, API at /v1, document at /openapi.json)",

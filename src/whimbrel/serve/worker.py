@@ -183,10 +183,11 @@ class Worker:
         except Exception:
             self.failures += 1
             _log.exception("a step of the engine failed, and with it the %d requests it held", len(self._held))
-            numbers = list(self._held)
-            self._drop_all(FAILED)
-            for number in numbers:
-                self._engine.cancel(number)
+            try:
+                for number in self._held:
+                    self._engine.cancel(number)
+            finally:
+                self._drop_all(FAILED)
             return
         self.failures = 0
         arrived: dict[Job, list[tuple[int, Event]]] = {}
