@@ -3,10 +3,10 @@
     python bench/serve.py --clients 64 --leave 0.3 --rounds 20 --out bench/results/serve.json
     python bench/serve.py --model runs/mine --device cuda --tokens 128
 
-Every client streams one completion. A share of them drop the connection after a few events, though they asked for a text
-of the whole context; texts of those who stay are compared with what a lone request gets. After each round as many as left
-come again and all leave at once: how long it takes until every page is free is the figure. Without --model it serves a
-small one with random weights.
+Every client streams one completion. A share of them drop the connection after a few events, though they asked for a
+text of the whole context; texts of those who stay are compared with what a lone request gets. After each round as many
+as left come again and all leave at once: how long it takes until every page is free is the figure. Without --model it
+serves a small one with random weights.
 """
 
 from __future__ import annotations
