@@ -21,8 +21,8 @@ __all__ = ["Draws", "Sampling", "distribution", "draw", "log_probabilities", "sa
 PARTS = 2**40
 """Probabilities are added up in whole numbers of this part of one."""
 
-UNSET = 2**62
-"""More parts than any distribution has."""
+FEW = 1024
+"""Tokens among which `top_p` is looked for first, as sorting all of them takes longer than the model may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +122,18 @@ def sample(
     drawn = [row for row, sampling in enumerate(samplings) if not sampling.greedy]
     if drawn:
         rows = torch.tensor(drawn, device=logits_BV.device)
-        ordered_RV, ids_RV = _ordered(logits_BV[rows], [samplings[row] for row in drawn])
-        tokens_B[rows] = _pick(ordered_RV, ids_RV, [uniforms[row] for row in drawn])
+        probabilities_RV = _restricted(logits_BV[rows], [samplings[row] for row in drawn])
+        tokens_B[rows] = draw(probabilities_RV, [uniforms[row] for row in drawn])
     return tokens_B
 
 
 @torch.no_grad()
 def draw(probabilities_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """One token per row of a distribution, (B,)."""
-    return _pick(*probabilities_BV.sort(dim=-1, descending=True, stable=True), uniforms)
+    """The token of each row that its uniform number falls on, where each has as much room as probability, (B,)."""
+    targets_B = torch.tensor([int(uniform * PARTS) for uniform in uniforms], device=probabilities_BV.device)
+    tokens_B = torch.searchsorted(_parts(probabilities_BV).cumsum(-1), targets_B[:, None], right=True)[:, 0]
+    # Rounding may leave the sum just short of a target: that sliver goes to the likeliest token.
+    return torch.where(tokens_B < probabilities_BV.size(1), tokens_B, probabilities_BV.argmax(-1))
 
 
 @torch.no_grad()
@@ -141,8 +144,7 @@ def distribution(logits_BV: Tensor, samplings: Sequence[Sampling], histories: Se
     drawn = [row for row, sampling in enumerate(samplings) if not sampling.greedy]
     if drawn:
         rows = torch.tensor(drawn, device=logits_BV.device)
-        ordered_RV, ids_RV = _ordered(logits_BV[rows], [samplings[row] for row in drawn])
-        likeliest_BV[rows] = torch.zeros_like(ordered_RV).scatter(1, ids_RV, ordered_RV)
+        likeliest_BV[rows] = _restricted(logits_BV[rows], [samplings[row] for row in drawn])
     return likeliest_BV
 
 
@@ -189,38 +191,53 @@ def _adjusted(logits_BV: Tensor, samplings: Sequence[Sampling], histories: Seque
     return logits_BV
 
 
-def _ordered(logits_RV: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
-    """The probabilities of rows that are drawn, likeliest token first, and the tokens they belong to."""
-    vocab_size, device = logits_RV.size(1), logits_RV.device
-    # Of equal logits the smaller id comes first, on every device.
-    ordered_RV, ids_RV = logits_RV.float().sort(dim=-1, descending=True, stable=True)
-    temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=device)
+def _restricted(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """The probabilities of rows that are drawn, after temperature, top_k, top_p and min_p.
+
+    Tokens as likely as the last one that is kept are kept too, so no order among equals has to be settled.
+    """
+    logits_RV = logits_RV.float()
+    temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=logits_RV.device)
     # The largest is 0: no temperature, however low, makes infinities.
-    scaled_RV = (ordered_RV - ordered_RV[:, :1]) / temperatures[:, None]
-    if any(sampling.top_k for sampling in samplings):
-        last = [min(sampling.top_k or vocab_size, vocab_size) - 1 for sampling in samplings]
-        smallest_R1 = ordered_RV.gather(1, torch.tensor(last, device=device)[:, None])
-        scaled_RV = scaled_RV.masked_fill(ordered_RV < smallest_R1, -torch.inf)
+    scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperatures[:, None]
+    limited = {row: sampling.top_k for row, sampling in enumerate(samplings) if sampling.top_k is not None}
+    if limited:
+        rows = torch.tensor(list(limited), device=logits_RV.device)
+        scaled_RV[rows] = _keep_count(scaled_RV[rows], list(limited.values()))
     probabilities_RV = scaled_RV.softmax(-1)
-    if all(sampling.top_p is None and sampling.min_p is None for sampling in samplings):
-        return probabilities_RV, ids_RV
-    mass = [UNSET if sampling.top_p in (None, 1) else math.ceil(sampling.top_p * PARTS) for sampling in samplings]
-    before_RV = _running_sum(probabilities_RV).roll(1, dims=1)
-    before_RV[:, 0] = 0
-    kept_RV = before_RV < torch.tensor(mass, device=device)[:, None]
-    share = torch.tensor([sampling.min_p or 0.0 for sampling in samplings], device=device)
-    kept_RV &= probabilities_RV >= share[:, None] * probabilities_RV[:, :1]
-    return scaled_RV.masked_fill(~kept_RV, -torch.inf).softmax(-1), ids_RV
+    nuclei = {row: sampling.top_p for row, sampling in enumerate(samplings) if sampling.top_p not in (None, 1)}
+    shares = [sampling.min_p or 0.0 for sampling in samplings]
+    if not nuclei and not any(shares):
+        return probabilities_RV
+    if nuclei:
+        rows = torch.tensor(list(nuclei), device=logits_RV.device)
+        scaled_RV[rows] = _keep_mass(scaled_RV[rows], probabilities_RV[rows], [top_p or 1 for top_p in nuclei.values()])
+    least_R1 = torch.tensor(shares, device=logits_RV.device)[:, None] * probabilities_RV.amax(-1, keepdim=True)
+    return scaled_RV.masked_fill(probabilities_RV < least_R1, -torch.inf).softmax(-1)
 
 
-def _pick(ordered_RV: Tensor, ids_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """The token that a uniform number falls on, where each has as much room as probability, the likeliest first."""
-    targets_R = torch.tensor([int(uniform * PARTS) for uniform in uniforms], device=ids_RV.device)
-    ranks_R1 = torch.searchsorted(_running_sum(ordered_RV), targets_R[:, None], right=True)
-    # Rounding may leave the sum just short of a target: that sliver goes to the likeliest token, of rank 0.
-    return ids_RV.gather(1, ranks_R1 % ids_RV.size(1))[:, 0]
+def _keep_count(scaled_RV: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each row without all but its `counts` largest."""
+    places = [min(count, scaled_RV.size(1)) - 1 for count in counts]
+    largest_RK = scaled_RV.topk(max(places) + 1).values
+    smallest_R1 = largest_RK.gather(1, torch.tensor(places, device=scaled_RV.device)[:, None])
+    return scaled_RV.masked_fill(scaled_RV < smallest_R1, -torch.inf)
 
 
-def _running_sum(probabilities_RV: Tensor) -> Tensor:
-    """Running sums in whole parts."""
-    return (probabilities_RV * PARTS).long().cumsum(-1)
+def _keep_mass(scaled_RV: Tensor, probabilities_RV: Tensor, masses: Sequence[float]) -> Tensor:
+    """Each row without all but the fewest likeliest that together have the probability `masses` says."""
+    parts_RV, vocab_size = _parts(probabilities_RV), scaled_RV.size(1)
+    masses_R1 = torch.tensor([math.ceil(mass * PARTS) for mass in masses], device=scaled_RV.device)[:, None]
+    width = min(FEW, vocab_size)
+    while True:
+        largest_RK, ids_RK = scaled_RV.topk(width)
+        parts_RK = parts_RV.gather(1, ids_RK)
+        before_RK = parts_RK.cumsum(-1) - parts_RK
+        kept_R1 = (before_RK < masses_R1).sum(-1, keepdim=True)
+        if width == vocab_size or not (kept_R1 == width).any():
+            return scaled_RV.masked_fill(scaled_RV < largest_RK.gather(1, kept_R1 - 1), -torch.inf)
+        width = vocab_size
+
+
+def _parts(probabilities_RV: Tensor) -> Tensor:
+    return (probabilities_RV * PARTS).long()
