@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from whimbrel.base.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from whimbrel.serve import ServeConfig
+    from whimbrel.serve.served import Served
 
 __all__ = ["serve"]
 
@@ -81,23 +87,31 @@ def serve(
         max_body_bytes=max_body_bytes,
         drain_seconds=drain_seconds,
     )
+    load = partial(_load, model, name=name, tokenizer=tokenizer, device=device, weights=weights)
+    _run(config, load, {"max_batch": max_batch, "num_pages": pages, "cache": cache, "compile": compile})
+
+
+def _run(config: ServeConfig, load: Callable[[], Served], engine: dict[str, Any]) -> None:
+    """Serve the model that `load` gives, once the address is ours."""
     try:
         from whimbrel.serve.app import Service
         from whimbrel.serve.server import Server, listen, url_of
     except ModuleNotFoundError as error:
         raise MissingExtraError("serving a model", str(error.name), "serve") from error
     from whimbrel.generate import Engine, EngineConfig
-    from whimbrel.serve.served import load_served
-    from whimbrel.train.device import choose_device
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("whimbrel.serve").setLevel(logging.INFO)
+    limits = EngineConfig(**engine)
     with listen(config) as door:
-        served = load_served(model, name=name, tokenizer=tokenizer, device=choose_device(device), weights=weights)
-        engine = Engine(served.model, EngineConfig(max_batch=max_batch, num_pages=pages, cache=cache, compile=compile))
-        server = Server(Service(served, engine, config))
-        print(
-            f"serving {served.name} at {url_of(door)} (chat page at /, API at /v1, document at /openapi.json)",
-            flush=True,
-        )
+        served = load()
+        server = Server(Service(served, Engine(served.model, limits), config))
+        print(f"serving {served.name} at {url_of(door)} (chat page at /, API at /v1)", flush=True)
         server.serve_on(door)
+
+
+def _load(model: Path, *, name: str | None, tokenizer: Path | None, device: str | None, weights: str | None) -> Served:
+    from whimbrel.serve.served import load_served
+    from whimbrel.train.device import choose_device
+
+    return load_served(model, name=name, tokenizer=tokenizer, device=choose_device(device), weights=weights)
