@@ -104,6 +104,9 @@ def test_stop_strings_end_a_text_where_they_are_spelled(models):
     assert stop in tokenizer.decode(found.tokens)
     assert stop not in tokenizer.decode(found.tokens[:-1])
     assert generate(model, [50], max_new_tokens=20, seed=0, tokenizer=tokenizer, stops=[stop]) == found.tokens
+    begun = plain.text[-2:] + "which does not come"
+    [[whole]] = generate_batch(model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer, stops=[begun])
+    assert (whole.text, whole.finish) == (plain.text, "length")
 
 
 def test_a_coded_cache_is_used(model, monkeypatch):
