@@ -45,7 +45,7 @@ class Answer:
         """Every text at once, when the last has ended."""
         texts = {choice.index: Piece() for choices in self._choices for choice in choices}
         async for choice, piece in self._pieces():
-            texts[choice.index] += piece
+            texts[choice.index].extend(piece)
         choices = [self._shape.whole(index, text) for index, text in texts.items()]
         head = {**self._head, "object": self._shape.whole_object}
         return json_response({**head, "choices": choices, "usage": self._usage()})
@@ -73,22 +73,25 @@ class Answer:
             yield _event(error.body)
 
     async def _pieces(self) -> AsyncIterator[tuple[Choice, Piece]]:
-        """What can be sent, until every text has ended; ends early what a stop string has ended."""
+        """What can be sent, until every text has ended. Tokens of a text that came together go out together."""
         going_on = sum(len(choices) for choices in self._choices)
-        async for place, event in self._job:
-            if event.prompt is not None:
-                self._sources[place].scores = event.prompt
-            choice = self._choices[place][event.sample]
-            if choice.finish is not None:
-                continue
-            if event.finish == "error":
-                raise FAILED
-            if piece := choice.take(event):
-                yield choice, piece
-            if piece.finish is not None:
-                going_on -= 1
-                if event.finish is None:
-                    self._job.cancel(place, event.sample)
+        async for arrived in self._job:
+            grown: dict[Choice, Piece] = {}
+            for place, event in arrived:
+                if event.prompt is not None:
+                    self._sources[place].scores = event.prompt
+                choice = self._choices[place][event.sample]
+                if event.finish == "error" and choice.finish is None:
+                    raise FAILED
+                piece = choice.take(event)
+                grown.setdefault(choice, Piece()).extend(piece)
+                if piece.finish is not None:
+                    going_on -= 1
+                    if event.finish is None:  # a stop string, of which the engine knows nothing
+                        self._job.cancel(place, event.sample)
+            for choice, piece in grown.items():
+                if piece:
+                    yield choice, piece
             if not going_on:
                 return
 

@@ -37,11 +37,11 @@ class Piece:
     def __bool__(self) -> bool:
         return bool(self.text or self.scored or self.finish)
 
-    def __iadd__(self, other: Piece) -> Piece:
+    def extend(self, other: Piece) -> None:
+        """Go on with what comes after this."""
         self.text += other.text
         self.scored += other.scored
         self.finish = other.finish or self.finish
-        return self
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Choice:
             self.finish = event.finish
             text += self._stream.flush()
         self._shown += len(text)
-        piece += Piece(text, self._settled(), self.finish)
+        piece.extend(Piece(text, self._settled(), self.finish))
         return piece
 
     def _note(self, event: Event) -> None:

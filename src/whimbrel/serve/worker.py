@@ -48,18 +48,26 @@ class Job:
         self.requests, self._worker = tuple(requests), worker
         self._arrived: asyncio.Queue[list[tuple[int, Event]] | ApiError] = asyncio.Queue()
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        """Pairs of a request's place and its event. It never ends by itself: who asked knows what is enough."""
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, Event]]]:
+        """All that has arrived since the last time: pairs of a request's place and its event.
+
+        It never ends by itself: who asked knows what is enough.
+        """
         while True:
-            arrived = await self._arrived.get()
-            if isinstance(arrived, ApiError):
-                raise arrived
-            for pair in arrived:
-                yield pair
+            pairs = self._taken(await self._arrived.get())
+            while not self._arrived.empty():
+                pairs = pairs + self._taken(self._arrived.get_nowait())
+            yield pairs
 
     def cancel(self, place: int | None = None, sample: int | None = None) -> None:
         """Give back what the job holds, or one request of it, or one sample; what has ended is let be."""
         self._worker.command(lambda: self._worker.release(self, place, sample))
+
+    @staticmethod
+    def _taken(arrived: list[tuple[int, Event]] | ApiError) -> list[tuple[int, Event]]:
+        if isinstance(arrived, ApiError):
+            raise arrived
+        return arrived
 
     def deliver(self, arrived: list[tuple[int, Event]] | ApiError) -> None:
         """Called on the event loop."""

@@ -25,7 +25,7 @@ def grow(
 def joined(pieces: list[Piece]) -> Piece:
     whole = Piece()
     for piece in pieces:
-        whole += piece
+        whole.extend(piece)
     return whole
 
 
