@@ -149,6 +149,7 @@ def test_a_prompt_seen_before_is_not_read_again():
         without.submit(first)
         run(without)
     assert without.stats().prefix_hits == 0
+    assert without.pool.match(first.prompt_ids, 20)[0] == []
 
 
 def test_a_batch_padded_with_rows_of_nothing_gives_the_same():
