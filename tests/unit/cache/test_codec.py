@@ -37,7 +37,7 @@ def test_a_number_comes_back_within_half_a_step(name: str, numbers: object):
         allowed = torch.maximum(states.double().abs() / 16, steps / 1024)
     else:
         allowed = steps / 2
-    assert bool((error <= allowed * 1.001 + 1e-40).all())
+    assert bool((error <= allowed * 1.001 + 1e-37).all())  # scales this small are not exact
 
 
 def test_what_is_stored_is_small(codec: Codec):

@@ -55,6 +55,8 @@ def test_a_layer_past_a_fixed_list_is_an_index_error_that_names_both(layer_idx: 
         with pytest.raises(IndexError, match=f"layer_idx = {layer_idx} is no layer of a cache of 2") as caught:
             call(states(1), states(1), layer_idx)
         assert isinstance(caught.value, WhimbrelError)
+    with pytest.raises(IndexError, match="layer_idx = -1 is no layer of a cache of 0"):
+        DynamicCache().update(states(1), states(1), -1)
 
 
 @pytest.mark.parametrize(("layout", "out_layout"), [("bhsd", None), ("bshd", None), ("bshd", "bhsd"), ("bhsd", "bshd")])

@@ -198,6 +198,16 @@ def test_sinks_that_come_with_more_tokens_than_fit():
         layer.activate_past_recording()
 
 
+@pytest.mark.parametrize("empty", [lambda layer: layer.crop(-99), lambda layer: layer.reset()])
+def test_a_new_text_has_sinks_of_its_own(empty: Any):
+    layer, tokens = SinkLayer(2, 3), states(40)
+    layer.update(tokens[:, :, :20], tokens[:, :, :20])
+    empty(layer)
+    for token in tokens[:, :, 20:].split(1, dim=2):
+        keys, _ = layer.update(token, token)
+    assert torch.equal(keys, tokens[:, :, [20, 21, 37, 38, 39]])
+
+
 def test_no_tokens_change_nothing():
     layer = DynamicLayer()
     layer.update(new := states(2), new)
