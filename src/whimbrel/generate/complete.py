@@ -107,6 +107,8 @@ def generate_batch(
         raise RequestError(f"logprobs = {logprobs} must be at least 0: leave it out for none")
     if stops and tokenizer is None:
         raise RequestError("stop strings are found in text: pass tokenizer too, or stop at tokens by eos_id")
+    if not prompts:
+        raise RequestError("no prompts: give at least one")
     sampling = sampling or Sampling()
     sampling.check_vocabulary(model.config.vocab_size)
     checked, stop_ids = [checked_prompt(model, prompt) for prompt in prompts], checked_stops(eos_id)
@@ -122,7 +124,7 @@ def generate_batch(
         for number in range(n)
     ]
     for _ in decode_n(model, texts, max_new_tokens, logprobs=logprobs, cache=cache):
-        pass
+        pass  # the texts take in what is drawn
     done = [_completion(text, len(checked[place // n])) for place, text in enumerate(texts)]
     return [done[start : start + n] for start in range(0, len(done), n)]
 

@@ -49,6 +49,15 @@ def test_a_text_that_ends_leaves_the_others_alone(model):
         assert found.finish == ("length" if stop is None else "stop")
 
 
+def test_the_others_go_on_past_the_context_when_the_longest_has_ended(model):
+    alone = [generate(model, prompt, max_new_tokens=50, seed=1) for prompt in PROMPTS]
+    end = next(token for token in alone[1][:20] if token not in alone[0] + alone[2])
+    found = generate_batch(model, PROMPTS, max_new_tokens=50, seed=1, eos_id=end)
+    assert [completion.tokens for [completion] in found] == [
+        alone[0], alone[1][: alone[1].index(end)], alone[2], alone[3],
+    ]  # fmt: skip
+
+
 def test_samples_differ_and_share_one_reading_of_the_prompt(model, monkeypatch):
     read = []
     forward = GPT.forward
@@ -123,6 +132,7 @@ def test_a_coded_cache_is_used(model, monkeypatch):
     ("prompts", "options", "message"),
     [
         ([[1], []], {}, "non-empty"),
+        ([], {}, "no prompts"),
         ([[1]], {"n": 0}, "n = 0 must be at least 1"),
         ([[1]], {"logprobs": -1}, "logprobs = -1"),
         ([[1]], {"stops": ["a"]}, "pass tokenizer too"),
