@@ -15,7 +15,7 @@ help:  ## list the targets
 demo: $(VENV)/demo.stamp  ## train on the bundled corpus, draw the loss curve, write verse
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
 
-test: $(VENV)/test.stamp $(VENV)/llama.stamp  ## format, lint, import rule, types, tests
+test: $(VENV)/test.stamp $(VENV)/llama.stamp $(VENV)/chromium.stamp  ## format, lint, import rule, types, tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
 soak: $(VENV)/test.stamp  ## kill, cut short, fill the disk and damage checkpoints thousands of times
@@ -43,6 +43,11 @@ $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
 $(VENV)/llama.stamp: $(VENV)/torch.stamp scripts/install-llama-cpp
 	scripts/install-llama-cpp $(VENV)/llama.cpp
 	@test ! -d $(VENV)/llama.cpp || touch $@
+
+# Another peer: it opens the chat page.
+$(VENV)/chromium.stamp: $(VENV)/torch.stamp scripts/install-chromium
+	scripts/install-chromium
+	@! command -v chromedriver >/dev/null || touch $@
 
 constraints: $(VENV)/test.stamp  ## write constraints.txt anew from what .venv holds
 	{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } > $(VENV)/constraints.txt

@@ -125,8 +125,6 @@ def _score_rows(model: GPT, rows: Sequence[Window]) -> list[Score]:
 
 def _score_tokens(model: GPT, hidden_NC: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """The log-probability of each target in fp64, made of fp32 logits, and whether it is the likeliest."""
-    logits_NV = model.lm_head(hidden_NC)[:, : model.config.vocab_size].float()
-    if model.config.logit_softcap is not None:
-        logits_NV = model.config.logit_softcap * torch.tanh(logits_NV / model.config.logit_softcap)
+    logits_NV = model.logits(hidden_NC).float()
     chosen_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
     return (chosen_N - logits_NV.logsumexp(1)).cpu().double(), logits_NV.argmax(1) == targets_N

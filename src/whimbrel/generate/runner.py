@@ -88,7 +88,7 @@ class Runner:
                 scored.append((row, len(asked)))
                 picks += [index * plan.width + position - start for position in asked]
         picked = torch.tensor(picks, dtype=torch.long, device=hidden.device)
-        logits = self._model._logits(hidden.flatten(0, 1)[picked], None)
+        logits = self._model.logits(hidden.flatten(0, 1)[picked])
         last, *prompts = logits.split([len(ready), *(number for _, number in scored)])
         return [row for _, row in ready], last, [(row, part) for (row, _), part in zip(scored, prompts, strict=True)]
 

@@ -129,7 +129,8 @@ class GPT(nn.Module):
         hidden = self.hidden_states(idx, cache=cache, documents=documents)
         if return_logits is None:
             return_logits = targets is None
-        logits = self._logits(hidden, logits_to_keep) if return_logits else None
+        kept = hidden if logits_to_keep is None else hidden[:, -logits_to_keep:]
+        logits = self.logits(kept) if return_logits else None
         if targets is None:
             return GPTOutput(None, logits)
         total = linear_cross_entropy(
@@ -184,9 +185,9 @@ class GPT(nn.Module):
         device = idx.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
-    def _logits(self, hidden: Tensor, keep: int | None) -> Tensor:
-        last = hidden if keep is None else hidden[:, -keep:]
-        logits: Tensor = self.lm_head(last)[..., : self.config.vocab_size]
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the head makes of the stream after the final norm, for each token of the vocabulary."""
+        logits: Tensor = self.lm_head(hidden)[..., : self.config.vocab_size]
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
