@@ -107,10 +107,15 @@ def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_went(model, tokeni
 
 
 def test_answers_end_at_stop_strings_and_end_tokens(model, tokenizer, letters_only):
-    [text] = ["".join(conversation(model, tokenizer, letters_only).ask("Hello").pieces)]
+    text = "".join(conversation(model, tokenizer, letters_only).ask("Hello").pieces)
     stop = text[4:6]
     talk = conversation(model, tokenizer, letters_only, stops=[stop])
     assert "".join(talk.ask("Hello").pieces) == text[: text.index(stop)] == talk.messages[1]["content"]
+    template = ChatTemplate(TEMPLATE.source, stops=[stop])
+    taught = Conversation(Session(model), tokenizer, template, letters_only, max_new_tokens=12, stops=["never"])
+    assert "".join(taught.ask("Hello").pieces) == text[: text.index(stop)]
+    done = Sampling(temperature=0, logit_bias={tokenizer.eot_id: 1e4})
+    assert "".join(conversation(model, tokenizer, done, eos_id=None).ask("Hello").pieces) == ""
     ending = conversation(model, tokenizer, letters_only, eos_id=tokenizer.encode(text[3]))
     assert "".join(ending.ask("Hello").pieces) == text[: text.index(text[3])]
 
