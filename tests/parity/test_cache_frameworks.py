@@ -173,6 +173,15 @@ def test_a_copy_is_the_callers_own(framework: Framework, layer: str):
     assert not start <= framework.pointer(handed) < start + held.untyped_storage().nbytes()
 
 
+@pytest.mark.parametrize("by_default", [False, True])
+def test_an_update_may_choose_otherwise(by_default: bool):
+    cache = Cache(layer_class_to_replicate=DynamicLayer, copy=by_default)
+    keys, values = states(5)
+    for choice in (None, True, False):
+        handed, _ = cache.update(keys, values, 0, copy=choice)
+        assert np.shares_memory(handed, cache.layers[0].keys.numpy()) != (by_default if choice is None else choice)
+
+
 @pytest.mark.parametrize("out", [None, "bhsd", "bshd"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_layouts_are_turned_on_the_way(framework: Framework, layout: str, out: str | None):

@@ -68,9 +68,15 @@ class Cache(TransformersSpelling):
         return len(self.layers)
 
     def update(
-        self, key_states: Any, value_states: Any, layer_idx: int, cache_kwargs: dict[str, Any] | None = None
+        self,
+        key_states: Any,
+        value_states: Any,
+        layer_idx: int,
+        cache_kwargs: dict[str, Any] | None = None,
+        *,
+        copy: bool | None = None,
     ) -> tuple[Any, Any]:
-        """Append tokens to a layer and hand back, in order, all that the new ones may see."""
+        """Append tokens to a layer and hand back, in order, all that the new ones may see; `copy` as in the cache."""
         keys, keys_back = to_torch(key_states)
         values, values_back = to_torch(value_states)
         if self.layout == "bshd":
@@ -82,7 +88,7 @@ class Cache(TransformersSpelling):
         self.layers.extend(missing)
         if self.out_layout == "bshd":
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        if self.copy:
+        if self.copy if copy is None else copy:
             keys, values = keys.clone(), values.clone()
         return keys_back(keys), values_back(values)
 
