@@ -152,6 +152,28 @@ def lone_texts(url: str, tokens: int) -> dict[str, str]:
     }
 
 
+def refusal_seconds(url: str) -> dict[str, float]:
+    """How long bodies that are too large or broken wait for their answer."""
+    head, headers = b'{"model": "bench", "prompt": ', {"Content-Type": "application/json"}
+    large = head + b'"' + b"a" * 50_000_000 + b'"}'
+    bodies: dict[str, bytes | Iterator[bytes]] = {
+        "50 MB": large,
+        "50 MB in pieces": (large[start : start + 65536] for start in range(0, len(large), 65536)),
+        "not JSON": b"[" * 4_000_000,
+        "a million nulls": head + b"[" + b"null," * 800_000 + b"null]}",
+        "a long text": head + b'"' + b"the cat " * 500_000 + b'"}',
+        "a million tokens": head + b"[" + b"1," * 1_000_000 + b"1]}",
+    }
+    found = {}
+    for name, body in bodies.items():
+        begun = time.perf_counter()
+        status = httpx.post(f"{url}/v1/completions", content=body, headers=headers, timeout=60).status_code
+        found[name] = time.perf_counter() - begun
+        if not 400 <= status < 500:
+            raise SystemExit(f"{name} was answered with {status}")
+    return found
+
+
 def measure(url: str, pid: int, given: argparse.Namespace) -> dict[str, Any]:
     """The rounds, and what came of them."""
     order, tally = random.Random(0), Tally()
@@ -179,6 +201,7 @@ def measure(url: str, pid: int, given: argparse.Namespace) -> dict[str, Any]:
         "first_token_seconds": {"median": statistics.median(tally.first), "most": max(tally.first)},
         "tokens_per_second_of_those_who_stay": tally.tokens / busy,
         "resident_mb": {"first": tally.memory[0], "last": tally.memory[-1], "most": max(tally.memory)},
+        "refusal_seconds": refusal_seconds(url),
         "preemptions": gauges(url)["preemptions_total"],
     }
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from tests.e2e.serving import Running, serving
+
+if TYPE_CHECKING:
+    from tests.e2e.serving import Running
 
 
 @pytest.fixture(scope="session")
@@ -30,5 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(tiny: Path) -> Iterator[Running]:
     """One server for many tests; it asks for a key."""
+    from tests.e2e.serving import serving
+
     with serving(tiny) as running:
         yield running

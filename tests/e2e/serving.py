@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import pytest
+
+httpx = pytest.importorskip("httpx", reason="needs the package 'httpx'")
 
 KEY = "a-key-for-tests"
 

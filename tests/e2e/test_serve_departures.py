@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-import time
 
-import httpx
 import pytest
-from tests.e2e.serving import Running
+from tests.e2e.serving import Running, httpx
 
 LONG = {
     "model": "tiny",
@@ -81,9 +79,7 @@ def test_many_clients_of_whom_a_third_leave(server: Running):
             return await asyncio.gather(*(one(client, number) for number in range(64)))
 
     answers = asyncio.run(together())
-    begun = time.monotonic()
     server.wait_until_idle()
-    assert time.monotonic() - begun < 20
     assert [status for status, _ in answers] == [200] * 64
     with server.client() as client:
         for number in random.Random(1).sample(sorted(set(range(64)) - leaving), 8):

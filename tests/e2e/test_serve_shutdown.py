@@ -8,17 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
-import pytest
-from tests.e2e.serving import serving
+from tests.e2e.serving import httpx, serving
 
 
 def asked(length: int) -> dict:
     return {"model": "tiny", "prompt": "Once", "max_tokens": length, "stream": True, "logit_bias": {"50256": -100}}
-
-
-def events(answer: httpx.Response) -> list[str]:
-    return [line.removeprefix("data: ") for line in answer.iter_lines() if line]
 
 
 def test_a_stream_finishes_and_new_requests_are_turned_away(tiny: Path):
@@ -39,35 +33,23 @@ def test_a_stream_finishes_and_new_requests_are_turned_away(tiny: Path):
         assert server.process.wait(20) == 0
 
 
-@pytest.mark.parametrize("how", ["a second signal", "the end of the time to drain"])
-def test_what_does_not_finish_is_ended(tiny: Path, how: str):
-    options = ["--drain-seconds=0.5"] if how.startswith("the end") else []
-    with serving(tiny, *options, key=None) as server, server.client() as client:
+def test_a_second_signal_ends_what_runs(tiny: Path):
+    with serving(tiny, key=None) as server, server.client() as client:
         with client.stream("POST", "/v1/completions", json=asked(4000)) as answer:
             lines = answer.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
-            if not options:
-                while httpx.get(f"{server.url}/health").status_code == 200:
-                    pass
-                server.process.send_signal(signal.SIGINT)
+            while httpx.get(f"{server.url}/health").status_code == 200:
+                pass
+            server.process.send_signal(signal.SIGINT)
             last = [line for line in lines if line][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
         assert server.process.wait(20) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--host=0.0.0.0"], "host = 0.0.0.0 can be reached from other machines: set an API key"),
-        (["--host=no.such.host.invalid", "--api-key=k"], "cannot listen at no.such.host.invalid"),
-        (["--port=70000"], "port = 70000 must be from 0 to 65535"),
-        (["--api-key=two words"], "api_key must hold no spaces"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_in_one_line(tiny: Path, options: list[str], words: str):
-    command = [sys.executable, "-m", "whimbrel", "serve", str(tiny), *options]
+def test_an_address_that_others_reach_needs_a_key(tiny: Path):
+    command = [sys.executable, "-m", "whimbrel", "serve", str(tiny), "--host=0.0.0.0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert words in done.stderr
+    assert "host = 0.0.0.0 can be reached from other machines: set an API key" in done.stderr
     assert len(done.stderr.splitlines()) == 1

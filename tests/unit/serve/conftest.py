@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
-
-pytest.importorskip("fastapi", reason="needs the extra `serve`")
-
 import torch
 
 from whimbrel.generate import Engine, EngineConfig
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.serve.served import Served
 from whimbrel.text import load_tokenizer
+
+if TYPE_CHECKING:
+    from whimbrel.serve.served import Served
 
 
 @pytest.fixture(scope="session")
 def served() -> Served:
     """Random weights, large enough that the model does not say the same word for ever."""
+    from whimbrel.serve.served import Served
+
     torch.manual_seed(0)
     size = {"context_length": 128, "num_layers": 1, "embd_size": 16, "num_heads": 2}
     model = GPT(GPTConfig(**size, tied_head=False, init_std=0.3, embd_init_std=0.3)).eval()

@@ -6,6 +6,9 @@ import json
 import threading
 
 import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+
 import torch
 from tests.unit.serve.running import running
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+
+
 from whimbrel.generate import Event, Score
 from whimbrel.serve.choice import Choice, Piece, Source
 from whimbrel.serve.prompts import Prompt

@@ -7,6 +7,9 @@ import json
 
 import pytest
 
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+
+
 from whimbrel.serve.config import ServeConfig
 from whimbrel.serve.intake import Intake, at_the_end
 from whimbrel.serve.traffic import Traffic

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+
+
 from whimbrel.serve.errors import ApiError
 from whimbrel.serve.served import Served
 

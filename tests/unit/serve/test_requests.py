@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+
 from pydantic import ValidationError
 
 from whimbrel.serve.errors import from_validation

@@ -5,6 +5,10 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+
 from whimbrel.serve.tokens import TokenTexts
 from whimbrel.text import Tokenizer, load_tokenizer
 from whimbrel.text.llama2c import load_llama2c_tokenizer

@@ -6,6 +6,9 @@ import asyncio
 import logging
 
 import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+
 from tests.unit.serve.running import Faulty
 
 from whimbrel.base.errors import RequestError

@@ -88,8 +88,9 @@ async function answer_turn() {
     const [choice] = event.choices;
     turn.content += choice?.delta.content ?? "";
     finish = choice?.finish_reason ?? finish;
+    const follows = innerHeight + scrollY > document.body.scrollHeight - 100; // unless the reader has gone back up
     words.textContent = turn.content;
-    words.parentElement.scrollIntoView({ block: "end" });
+    if (follows) words.parentElement.scrollIntoView({ block: "end" });
   }
   tell(finish === "length" ? "The answer ended because it reached its length." : "");
 }
