@@ -192,15 +192,15 @@ class Engine:
         for token in drawn:
             row.holding.advance(row.tokens, row.holding.stored + 1, remember=self.config.prefix_cache)
             self._new_tokens += token >= 0
-            event = self._end(row, "error") if token < 0 else self._take(row, token, Score(None))
+            event = self._end(row, "error") if token < 0 else self._take(row, token, Score(None), broken=min(drawn) < 0)
             yield event
             if event.finish is not None:
                 return
 
-    def _take(self, row: Row, token: int, score: Score) -> Event:
-        """Let a row go on with a token that was drawn, or end."""
+    def _take(self, row: Row, token: int, score: Score, *, broken: bool = False) -> Event:
+        """Let a row go on with a token that was drawn, or end; pages that are `broken` past it are of no use."""
         if token in row.request.stop_ids:
-            return self._end(row, "stop")
+            return self._end(row, "stop", broken=broken)
         row.tokens.append(token)
         finish: Finish | None = None
         if row.complete:
@@ -208,8 +208,8 @@ class Engine:
             self._drop(row)
         return Event(row.number, row.sample, token, score.logprob, score.top, finish)
 
-    def _end(self, row: Row, finish: Finish) -> Event:
-        self._drop(row, broken=finish == "error")
+    def _end(self, row: Row, finish: Finish, *, broken: bool = False) -> Event:
+        self._drop(row, broken=broken or finish == "error")
         return Event(row.number, row.sample, finish=finish)
 
     def _drop(self, row: Row, *, broken: bool = False) -> None:

@@ -53,7 +53,7 @@ class DecodeGraphs:
         self._sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
         self._step: Callable[..., tuple[Tensor, Tensor]] = self._read
         if compile_step:
-            self._step = torch.compile(self._read, fullgraph=True, dynamic=False)
+            self._step = torch.compile(self._read, fullgraph=True, dynamic=False, options={"size_asserts": False})
         self._recorded: dict[int, Recorded] = {}
         self._memory: Any = None
 
@@ -98,7 +98,13 @@ class DecodeGraphs:
         places = tokens, tables, starts, counts  # rows of nothing: they write to the scratch page
         if device.type != "cuda":
             self._step(*places)
-            return Recorded(*places, replay=lambda: self._step(*places))
+
+            def run() -> tuple[Tensor, Tensor]:
+                # The places never change, so what compiled code asks of its inputs need not be asked again.
+                with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                    return self._step(*places)
+
+            return Recorded(*places, replay=run)
         apart = torch.cuda.Stream(device)
         apart.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(apart):

@@ -26,7 +26,8 @@ def model_of(kind: str, device: str = "cpu") -> GPT:
     torch.manual_seed(0)
     model = GPT(SHAPES[kind]).eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)  # logits far apart
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.5)  # logits far apart, texts that do not repeat themselves
     return model.to(device)
 
 
@@ -123,6 +124,23 @@ def test_numbers_that_are_not_finite_end_a_text() -> None:
     model.lm_head.weight.data.fill_(float("nan"))
     assert [event.finish for event in engine.step()] == ["error"]
     assert not engine.busy
+
+
+@pytest.mark.usefixtures("recorded")
+def test_numbers_that_are_not_finite_past_a_stop_leave_no_trace() -> None:
+    model = model_of("gpt2")
+    text = generate(model, [5, 6, 7, 8, 9, 1, 2, 3], max_new_tokens=7, temperature=0)
+    stop = next(token for token in text[1:] if token != text[0])
+    engine = Engine(model, EngineConfig(compile=True, num_pages=2))
+    stops = frozenset({stop})
+    engine.submit(
+        Request(prompt_ids=(5, 6, 7, 8, 9, 1, 2, 3), max_new_tokens=7, sampling=Sampling(temperature=0), stop_ids=stops)
+    )
+    engine.step()
+    model.transformer["wpe"].weight.data[8 + text.index(stop)] = float("nan")  # where the stop would be read
+    events = engine.step()
+    assert events[-1].finish == "stop"
+    assert texts(engine, [[3]], temperature=0) == [generate(model_of("gpt2"), [3], max_new_tokens=5, temperature=0)]
 
 
 def test_a_compiled_step_draws_the_same() -> None:
