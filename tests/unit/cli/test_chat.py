@@ -107,6 +107,16 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(model, directory, talk, mon
     assert answers[1] == expected(model, directory, told).lstrip()
 
 
+def test_ctrl_c_twice_ends_the_program(talk, monkeypatch):
+    def sample(*_):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("whimbrel.generate.speculative.sample", sample)
+    with pytest.raises(KeyboardInterrupt):
+        talk("Hello", "And you?")
+
+
 def test_ctrl_c_at_the_prompt_says_how_to_leave(talk, monkeypatch):
     lines = iter([KeyboardInterrupt, "/exit"])
 

@@ -148,7 +148,11 @@ def test_a_message_that_cannot_fit_is_refused_and_not_remembered(model, tokenize
 
 def test_seeds_settle_a_conversation_and_turns_differ(model, tokenizer):
     def talked(seed: int | None) -> list[str]:
-        talk = conversation(model, tokenizer, Sampling(temperature=2.0), seed=seed)
-        return ["".join(talk.ask("Hello").pieces) for _ in range(2)]
+        talk, answers = conversation(model, tokenizer, Sampling(temperature=2.0), seed=seed), []
+        for _ in range(2):
+            answers.append("".join(talk.ask("Hello").pieces))
+            talk.reset()
+        return answers
 
     assert talked(1) == talked(1) != talked(2)
+    assert talked(1)[0] != talked(1)[1]

@@ -22,9 +22,9 @@ CHATML = """
 {%- endif %}
 {% for message in messages %}
 <|im_start|>{{ message['role'] }}
-{% generation %}
+    {% generation %}
 {{ message['content'] }}<|im_end|>
-{% endgeneration %}
+    {% endgeneration %}
 {% endfor %}
 {% if add_generation_prompt %}
 <|im_start|>assistant
