@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import RequestError
 
-__all__ = ["Draws", "Sampling", "distribution", "draw", "log_probabilities", "sample"]
+__all__ = ["Draws", "Sampling", "check_numbers", "distribution", "draw", "log_probabilities", "sample"]
 
 PARTS = 2**40
 """Probabilities are added up in whole numbers of this part of one."""
@@ -103,6 +103,12 @@ class Draws:
         return torch.rand((), dtype=torch.float64, generator=self._generator).item()
 
 
+def check_numbers(logits_BV: Tensor) -> None:
+    """Refuse to choose among what are no numbers."""
+    if not logits_BV.amax(-1).isfinite().all():
+        raise RequestError("the model's logits are not numbers: its weights are damaged, or its training diverged")
+
+
 @torch.no_grad()
 def sample(
     logits_BV: Tensor,
@@ -115,8 +121,7 @@ def sample(
     Row b is drawn by `uniforms[b]` in [0, 1), which is not looked at where the row is greedy; `histories[b]` are the
     tokens that its penalties count, and are not looked at where it has none.
     """
-    if not logits_BV.amax(-1).isfinite().all():
-        raise RequestError("the model's logits are not numbers: its weights are damaged, or its training diverged")
+    check_numbers(logits_BV)
     logits_BV = _adjusted(logits_BV, samplings, histories)
     tokens_B = logits_BV.argmax(-1)
     drawn = [row for row, sampling in enumerate(samplings) if not sampling.greedy]
@@ -139,6 +144,7 @@ def draw(probabilities_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
 @torch.no_grad()
 def distribution(logits_BV: Tensor, samplings: Sequence[Sampling], histories: Sequence[Sequence[int]]) -> Tensor:
     """The probabilities (B, V) that tokens are drawn with; all of it on one token where a row is greedy."""
+    check_numbers(logits_BV)
     logits_BV = _adjusted(logits_BV, samplings, histories)
     likeliest_BV = torch.zeros_like(logits_BV, dtype=torch.float32).scatter(1, logits_BV.argmax(-1, keepdim=True), 1.0)
     drawn = [row for row, sampling in enumerate(samplings) if not sampling.greedy]
@@ -197,8 +203,9 @@ def _restricted(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     Tokens as likely as the last one that is kept are kept too, so no order among equals has to be settled.
     """
     logits_RV = logits_RV.float()
-    temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=logits_RV.device)
-    # The largest is 0: no temperature, however low, makes infinities.
+    lowest = torch.finfo(torch.float32).tiny
+    temperatures = torch.tensor([max(lowest, sampling.temperature) for sampling in samplings], device=logits_RV.device)
+    # The largest is 0: no temperature, however low, makes infinities of it.
     scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperatures[:, None]
     limited = {row: sampling.top_k for row, sampling in enumerate(samplings) if sampling.top_k is not None}
     if limited:

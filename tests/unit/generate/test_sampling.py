@@ -25,7 +25,7 @@ BIAS = {3: 4.0, 8: -100.0}
 SETTINGS = [
     {},
     {"temperature": 0.3},
-    {"temperature": 1e-30},
+    {"temperature": 2e-38},
     {"top_k": 5},
     {"top_k": 1000},
     {"top_p": 0.6},
@@ -176,6 +176,12 @@ def test_greedy_rows_take_the_likeliest_token_and_no_number():
     assert logits.tolist() == [[1.0, 3.0, 3.0, 2.0], [4.0, 0.0, 0.0, pytest.approx(3.9)]]
 
 
+def test_a_temperature_next_to_nothing_is_greedy():
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert sample(logits, [Sampling(temperature=1e-300)], [0.9], [()]).tolist() == [1]
+    assert distribution(logits, [Sampling(temperature=1e-300)], [()]).tolist() == [[0, 1, 0]]
+
+
 def test_seeds_settle_the_numbers_and_samples_have_their_own():
     def numbers(*seed: int | None) -> list[float]:
         draws = Draws(*seed)
@@ -199,6 +205,8 @@ def test_log_probabilities_are_the_models_own():
 def test_a_model_that_diverged_is_refused(number):
     with pytest.raises(RequestError, match="not numbers"):
         sample(torch.tensor([[0.0, 1.0], [0.0, number]]), [Sampling()] * 2, [0.5] * 2, [(), ()])
+    with pytest.raises(RequestError, match="not numbers"):
+        distribution(torch.tensor([[0.0, 1.0], [0.0, number]]), [Sampling()] * 2, [(), ()])
 
 
 @pytest.mark.parametrize(
