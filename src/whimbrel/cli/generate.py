@@ -84,8 +84,9 @@ def generate(
             speculate(network, prompt, sampling, guessing, max_new_tokens=most, seed=seed, eos_id=ends, cache=cache)
         ]
     for number, tokens in enumerate(texts):
+        pieces = stream_text(opened.tokenizer, prompt, tokens, stops)
         print("\n" * bool(number) + text, end="", flush=True)
-        for piece in stream_text(opened.tokenizer, prompt, tokens, stops):
+        for piece in pieces:
             print(piece, end="", flush=True)
         print()
 

@@ -53,12 +53,12 @@ class TextStream:
         return self._stops.push(self._whole_characters(token))
 
     def flush(self) -> str:
-        """What was held back for a stop string that did not come, once there are no more tokens."""
-        return self._stops.flush()
+        """What was held back for the rest of a character or of a stop string, once there are no more tokens."""
+        return self._stops.push(self._rest()) + self._stops.flush()
 
     def _whole_characters(self, token: int) -> str:
         if token == self._tokenizer.eot_id:
-            return BETWEEN_TEXTS
+            return self._rest() + BETWEEN_TEXTS
         self._new.append(token)
         piece = self._decoded(self._known + self._new)[len(self._shown) :]
         if not piece or (piece.endswith(UNFINISHED) and len(self._new) < LONGEST_CHARACTER):
@@ -67,6 +67,12 @@ class TextStream:
         self._shown = self._decoded(self._known)
         return piece
 
+    def _rest(self) -> str:
+        """Whole characters that came with the beginning of another, which will not be finished."""
+        rest = self._decoded(self._known + self._new)[len(self._shown) :].rstrip(UNFINISHED)
+        self._new = []
+        return rest
+
     def _decoded(self, ids: list[int]) -> str:
         return str(self._tokenizer.pipeline.decode(ids, skip_special_tokens=True))
 
@@ -74,8 +80,11 @@ class TextStream:
 def stream_text(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], tokens: Iterable[int], stops: Sequence[str] = ()
 ) -> Iterator[str]:
-    """The text of `tokens` in pieces of whole characters, up to the first of `stops`."""
-    text = TextStream(tokenizer, prompt_ids, stops)
+    """The text of `tokens` in pieces of whole characters, up to the first of `stops`, which are checked at once."""
+    return _pieces(TextStream(tokenizer, prompt_ids, stops), tokens)
+
+
+def _pieces(text: TextStream, tokens: Iterable[int]) -> Iterator[str]:
     for token in tokens:
         if piece := text.push(token):
             yield piece

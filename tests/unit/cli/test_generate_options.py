@@ -133,9 +133,10 @@ def test_a_draft_changes_no_word(directory, written, draft):
         ({"stop": [""]}, "none of them empty"),
     ],
 )
-def test_options_that_contradict_or_mean_nothing_are_refused(written, options, message):
+def test_options_that_contradict_or_mean_nothing_are_refused(written, capsys, options, message):
     with pytest.raises(WhimbrelError, match=message):
         written(**options)
+    assert capsys.readouterr().out == ""  # not even the text to go on from
 
 
 def test_a_draft_of_other_tokens_is_refused(written, tmp_path):

@@ -92,6 +92,16 @@ def test_what_was_held_back_comes_at_the_end(gpt2):
     assert "".join(stream_text(gpt2, [], ids, ["\nUser:"])) == "one\nUse"
 
 
+def test_what_comes_with_the_beginning_of_a_character_is_not_lost_with_it(gpt2):
+    """Some tokens are a space and the first bytes of a character."""
+    half = next(token for token in range(50000) if gpt2.decode([token]) == " \ufffd")
+    assert "".join(stream_text(gpt2, [], [*gpt2.encode("one"), half])) == "one "
+    assert "".join(stream_text(gpt2, [], [half, gpt2.eot_id, *gpt2.encode("two")])) == " \n\ntwo"
+    stream = TextStream(gpt2, [], ["e "])
+    assert [*map(stream.push, [*gpt2.encode("one"), half]), stream.flush()] == ["on", "", ""]
+    assert stream.stopped
+
+
 def test_a_text_after_the_end_of_another_stands_apart(gpt2):
     ids = [*gpt2.encode("one"), gpt2.eot_id, *gpt2.encode("two")]
     assert "".join(stream_text(gpt2, [], ids)) == "one\n\ntwo"
