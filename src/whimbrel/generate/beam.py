@@ -11,6 +11,7 @@ from torch import Tensor
 from whimbrel.base.errors import RequestError
 from whimbrel.cache import DynamicCache
 from whimbrel.generate.decode import checked_prompt, checked_stops, decode_one, prefill
+from whimbrel.generate.sampling import check_numbers
 from whimbrel.models import GPT
 
 __all__ = ["Beam", "beam_search"]
@@ -73,6 +74,7 @@ def beam_search(
 
 def _likeliest(logits_BV: Tensor, running: Sequence[Beam], count: int) -> list[tuple[float, int, int]]:
     """The `count` likeliest ways to go on: log-probability of the text, row it goes on from, token."""
+    check_numbers(logits_BV)
     so_far_B1 = torch.tensor([[beam.score] for beam in running], device=logits_BV.device)
     totals_BV = logits_BV.float().log_softmax(-1) + so_far_B1
     values, places = totals_BV.flatten().topk(min(count, totals_BV.numel()))

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from whimbrel.base.errors import RequestError
 from whimbrel.generate.decode import checked_stops
-from whimbrel.generate.sampling import Sampling
+from whimbrel.generate.sampling import Draws, Sampling
 from whimbrel.generate.session import Session
 from whimbrel.generate.speculative import Draft, speculate
+from whimbrel.generate.stops import StopStrings
 from whimbrel.generate.text import TextStream
 from whimbrel.text import ChatTemplate, Message, Tokenizer
 
@@ -45,6 +46,9 @@ class Conversation:
         self._most, self._seed = max_new_tokens, seed
         self._stops, self._stop_ids = (*template.stops, *stops), checked_stops(eos_id) | {tokenizer.eot_id}
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        if max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens = {max_new_tokens} must be at least 1")
+        StopStrings(self._stops), Draws(seed)  # which refuse what no turn could be answered with
         self._turns = 0
         self.messages: list[Message] = []
         """What was said and is not forgotten, the system's word left out."""

@@ -212,8 +212,11 @@ def checked_stops(eos_id: int | Iterable[int] | None) -> frozenset[int]:
 def checked_prompt(model: GPT, prompt_ids: Sequence[int] | Tensor) -> list[int]:
     """A prompt as a list of ids that the model has."""
     vocab_size = model.config.vocab_size
-    prompt = torch.as_tensor(prompt_ids, device="cpu")
-    if prompt.dim() != 1 or prompt.numel() == 0 or prompt.is_floating_point():
+    try:
+        prompt = torch.as_tensor(prompt_ids, device="cpu")
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"prompt_ids must be a flat, non-empty list of token ids, not {prompt_ids!r:.60}") from error
+    if prompt.dim() != 1 or prompt.numel() == 0 or prompt.is_floating_point() or prompt.dtype == torch.bool:
         raise RequestError(f"prompt_ids of shape {tuple(prompt.shape)} must be a flat, non-empty list of token ids")
     ids: list[int] = prompt.tolist()
     strange = next((i for i in ids if not 0 <= i < vocab_size), None)

@@ -111,8 +111,9 @@ def speculate(
     model = session.model
     ids = checked_prompt(model, prompt_ids)
     sampling.check_vocabulary(model.config.vocab_size)
-    if max_new_tokens < 1 or ahead < 1:
-        raise RequestError(f"max_new_tokens = {max_new_tokens} and ahead = {ahead} must be at least 1")
+    for name, count in (("max_new_tokens", max_new_tokens), ("ahead", ahead)):
+        if count < 1:
+            raise RequestError(f"{name} = {count} must be at least 1")
     if isinstance(draft, ModelDraft) and draft.vocab_size != model.config.vocab_size:
         raise RequestError(
             f"the draft model has {draft.vocab_size} tokens and the model {model.config.vocab_size}: they must share "

@@ -72,3 +72,11 @@ def test_searches_that_make_no_sense_are_refused(model, options, message):
     with pytest.raises(RequestError, match=message):
         beam_search(model, [1, 2], **{"max_new_tokens": 4} | options)
     assert beam_search(model, [1, 2], beams=1, max_new_tokens=31)
+
+
+def test_a_model_that_diverged_is_refused():
+    model = GPT(GPTConfig(context_length=8, vocab_size=5, num_layers=1, embd_size=16, num_heads=2))
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(RequestError, match="not numbers"):
+        beam_search(model, [1], max_new_tokens=2)

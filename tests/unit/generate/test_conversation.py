@@ -156,3 +156,16 @@ def test_seeds_settle_a_conversation_and_turns_differ(model, tokenizer):
 
     assert talked(1) == talked(1) != talked(2)
     assert talked(1)[0] != talked(1)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens = 0 must be at least 1"),
+        ({"stops": [""]}, "none of them empty"),
+        ({"seed": -1}, "seed = -1"),
+    ],
+)
+def test_what_no_turn_could_be_answered_with_is_refused_before_the_first(model, tokenizer, options, message):
+    with pytest.raises(RequestError, match=message):
+        conversation(model, tokenizer, **options)

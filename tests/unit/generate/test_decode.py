@@ -127,6 +127,9 @@ def test_a_cache_that_is_not_known_is_refused(model):
     [
         ([], {}, "non-empty list"),
         ([[1, 2]], {}, r"shape \(1, 2\)"),
+        ([[1], [1, 2]], {}, r"token ids, not \[\[1\], \[1, 2\]\]"),
+        ("a text", {}, "token ids, not 'a text'"),
+        ([True], {}, "token ids"),
         ([0.5], {}, "token ids"),
         ([50], {}, "token id 50 is outside the model's vocabulary: ids run from 0 to 49"),
         ([-1], {}, "token id -1"),

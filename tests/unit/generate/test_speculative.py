@@ -162,7 +162,7 @@ def test_a_session_whose_windows_have_let_go_reads_all_again(models, reads):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens = 0 must be at least 1"),
         ({"ahead": 0}, "ahead = 0 must be at least 1"),
         ({"prompt_ids": []}, "non-empty"),
         ({"sampling": Sampling(logit_bias={97: 1.0})}, "logit_bias of token 97"),
