@@ -32,6 +32,8 @@ def layer_windows(config: Any) -> list[int | None]:
     if len(types) != count:
         raise ConfigError(f"layer_types names {len(types)} layers and the model has {count}")
     shared = getattr(text, "num_kv_shared_layers", None) or 0
+    if not 0 <= shared <= count:
+        raise ConfigError(f"num_kv_shared_layers = {shared} of a model with {count} layers: give at most as many")
     return [_window(text, kind) for kind in types[: count - shared]]
 
 

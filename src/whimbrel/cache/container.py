@@ -79,7 +79,7 @@ class Cache(TransformersSpelling):
         """Append tokens to a layer and hand back, in order, all that the new ones may see; `copy` as in the cache."""
         keys, keys_back = to_torch(key_states)
         values, values_back = to_torch(value_states)
-        if self.layout == "bshd":
+        if self.layout == "bshd" and keys.dim() == values.dim() == 4:  # a layer refuses any other
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         layer, missing = self._layer(layer_idx)
         if not layer.is_initialized:

@@ -72,6 +72,7 @@ def test_without_a_config_layers_appear_and_take_the_codec():
             "'sliding_attention' and sliding_window = None: give sliding_window",
         ),
         (SimpleNamespace(num_hidden_layers=1, layer_types=["chunked_attention"]), "give attention_chunk_size"),
+        (SimpleNamespace(num_hidden_layers=2, num_kv_shared_layers=3), "shared_layers = 3 of a model with 2 layers"),
     ],
 )
 def test_configs_that_say_too_little_are_refused(config: Any, words: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
 from typing import Any
 
@@ -69,6 +70,15 @@ def test_layouts_in_and_out(layout: str, out_layout: str | None):
     assert torch.equal(keys, expected)
     assert torch.equal(values, -expected)
     assert torch.equal(cache.layers[0].keys, new)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_states_that_are_not_of_four_dimensions_are_refused_in_any_layout(layout: str):
+    cache = DynamicCache(layout=layout)
+    for shape in ((4,), (3, 4), (2, 3, 4)):
+        with pytest.raises(CacheError, match=f"keys of shape {re.escape(str(shape))}"):
+            cache.update(torch.zeros(shape), torch.zeros(shape), 0)
+    assert cache.layers == []
 
 
 def test_the_reference_contract_with_numpy():
