@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from whimbrel.cache.paged import PagedBatch, PagePool
@@ -78,6 +77,8 @@ class DecodeGraphs:
 
     def _at(self, rows: int) -> Recorded:
         if rows not in self._recorded:
+            import torch._dynamo  # which takes seconds: only where it is needed
+
             # One compilation for each size of batch is meant, not a mistake to be limited.
             with torch._dynamo.config.patch(recompile_limit=4 * len(self._sizes)):
                 self._recorded[rows] = self._record(rows)
