@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import CacheError, ConfigError
 from whimbrel.config import nearest
 
 __all__ = ["CODECS", "Codec", "find_codec"]
@@ -55,6 +55,8 @@ class Codec:
         """Codes and scales of numbers (..., head size); numbers that are not finite spoil their own group alone."""
         if self.is_plain:
             return states, states.new_empty((*states.shape[:-1], 0))
+        if not states.is_floating_point():
+            raise CacheError(f"{self.name} codes numbers with a point and was given {states.dtype}: convert them")
         size = states.size(-1)
         self.code_width(size)
         grouped = _in_groups(states.float(), self.group)

@@ -26,6 +26,7 @@ class DynamicCache(Cache):
     def __init__(self, config: Any | None = None, *, codec: str = "none", **options: Unpack[CacheOptions]) -> None:
         full = partial(DynamicLayer, codec=codec)
         if config is None:
+            full()  # what no layer can be is refused here, not at the first token
             super().__init__(None, full, **options)
         else:
             super().__init__([_sliding(window, codec) or full() for window in layer_windows(config)], **options)
@@ -39,6 +40,7 @@ class StaticCache(Cache):
     ) -> None:
         full = partial(StaticLayer, max_cache_len, codec=codec)
         if config is None:
+            full()
             super().__init__(None, full, **options)
             return
         windows = (window if window and window < max_cache_len else None for window in layer_windows(config))

@@ -78,3 +78,11 @@ def test_without_a_config_layers_appear_and_take_the_codec():
 def test_configs_that_say_too_little_are_refused(config: Any, words: str):
     with pytest.raises(ConfigError, match=words):
         DynamicCache(config)
+
+
+@pytest.mark.parametrize("config", [None, GPTConfig(num_layers=1)], ids=["lazy", "config"])
+def test_what_no_layer_can_be_is_refused_at_once(config: Any):
+    with pytest.raises(ConfigError, match="codec = 'int3' is not known"):
+        DynamicCache(config, codec="int3")
+    with pytest.raises(ConfigError, match="max_cache_len = 0"):
+        StaticCache(config, max_cache_len=0)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from whimbrel.base.errors import ConfigError
-from whimbrel.cache import Codec, find_codec
+from whimbrel.base.errors import CacheError, ConfigError
+from whimbrel.cache import Codec, DynamicCache, find_codec
 
 CODED = ["fp8", "int8", "int4"]
 FINITE = st.floats(-(2.0**120), 2.0**120, width=32)
@@ -45,6 +45,13 @@ def test_what_is_stored_is_small(codec: Codec):
     assert codes.dtype == codec.code_dtype
     per_number = 8 * (codes.nbytes + scales.nbytes) / (2 * 3 * 5 * 128)
     assert per_number == {"fp8": 8.25, "int8": 8.25, "int4": 4.5}[codec.name]
+
+
+def test_whole_numbers_are_refused_and_nothing_is_stored(codec: Codec):
+    whole, cache = torch.ones(1, 1, 1, 4, dtype=torch.int32), DynamicCache(codec=codec.name)
+    with pytest.raises(CacheError, match=f"{codec.name} codes numbers with a point and was given torch.int32"):
+        cache.update(whole, whole, 0)
+    assert cache.layers == []
 
 
 def test_a_group_is_coded_by_itself(codec: Codec):
