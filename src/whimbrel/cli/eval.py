@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.cli.opening import Device, Model, TokenizerPath, Weights
 from whimbrel.cli.progress import ProgressLine
 from whimbrel.cli.table import show_table
 
@@ -19,9 +20,7 @@ __all__ = ["evaluate"]
 
 
 def evaluate(
-    model: Annotated[
-        Path, typer.Argument(help="A run (its newest checkpoint), a model directory, or a llama2.c .bin.")
-    ],
+    model: Model,
     tasks: Annotated[
         str | None,
         typer.Option(help="arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande; commas between, or all."),
@@ -44,13 +43,9 @@ def evaluate(
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Of the weights. (default: as they are stored)")
     ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="Quantise a plain model as it is read: int8, int8-dynamic, int4 or fp8.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, mps or cpu; the fastest there is when not given.")] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer other than the model's own; a llama2.c .bin has none.")
-    ] = None,
+    weights: Weights = None,
+    device: Device = None,
+    tokenizer: TokenizerPath = None,
     out: Annotated[Path | None, typer.Option(help="Write the results there too, as JSON.")] = None,
 ) -> None:
     """Measure a model: accuracy on multiple-choice tasks, bits per byte on any text, each with what it was measured on.

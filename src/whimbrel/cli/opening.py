@@ -1,4 +1,4 @@
-"""What `generate` and `chat` have in common: options, the model they name, and how its tokens are drawn."""
+"""What the verbs that open a model have in common: options, the model they name, how its tokens are drawn."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whimbrel.base.errors import MissingExtraError
+from whimbrel.cli.opening import Cache, Device, Model, TokenizerPath, Weights
 
 if TYPE_CHECKING:
     from whimbrel.serve import ServeConfig
@@ -20,9 +21,7 @@ __all__ = ["serve"]
 
 
 def serve(
-    model: Annotated[
-        Path, typer.Argument(help="A run (its newest checkpoint), a model directory, or a llama2.c .bin.")
-    ],
+    model: Model,
     host: Annotated[
         str, typer.Option(help="The address to listen at; any but this machine's own needs an API key.")
     ] = "127.0.0.1",
@@ -42,12 +41,8 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="What clients call the model. (default: the name of its directory)")
     ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="Quantise a plain model as it is read: int8, int8-dynamic, int4 or fp8.")
-    ] = None,
-    cache: Annotated[
-        str, typer.Option(help="How keys and values are stored: as they are (none), or as fp8, int8 or int4.")
-    ] = "none",
+    weights: Weights = None,
+    cache: Cache = "none",
     compile: Annotated[  # noqa: A002
         bool,
         typer.Option(
@@ -66,10 +61,8 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(help="How long running requests may take to finish once told to stop.")
     ] = 30.0,
-    device: Annotated[str | None, typer.Option(help="cuda, mps or cpu; the fastest there is when not given.")] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer other than the model's own; a llama2.c .bin has none.")
-    ] = None,
+    device: Device = None,
+    tokenizer: TokenizerPath = None,
 ) -> None:
     """Serve a model over HTTP, in the manner of OpenAI's API, with a chat page.
 
