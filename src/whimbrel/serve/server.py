@@ -12,6 +12,7 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.base.logging import get_logger
 from whimbrel.serve.app import Service
 from whimbrel.serve.config import ServeConfig
+from whimbrel.serve.connection import Connection
 
 __all__ = ["Server", "listen", "url_of"]
 
@@ -52,7 +53,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 service.app,
-                http="h11",
+                http=Connection,
                 ws="none",
                 lifespan="on",
                 log_config=None,

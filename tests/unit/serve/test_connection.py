@@ -1,0 +1,65 @@
+"""Connections that do not say what they want in time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from whimbrel.serve import connection
+from whimbrel.serve.connection import Connection
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+async def app(scope, receive, send):
+    await asyncio.sleep(0.3)  # longer than a head may take
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@pytest.fixture
+def talk(monkeypatch):
+    """Sends pieces, a tenth of a second between them; what came back till it was closed, and how many went."""
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+
+    async def run(pieces: list[bytes]) -> tuple[bytes, int]:
+        config, state = uvicorn.Config(app, log_config=None), ServerState()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        )
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            reading, sent = asyncio.create_task(reader.read()), 0
+            while sent < len(pieces) and not reading.done():
+                writer.write(pieces[sent])
+                sent += 1
+                await asyncio.sleep(0.1)
+            try:
+                return await asyncio.wait_for(reading, 30), sent
+            except ConnectionResetError:  # it was closed while we were still sending
+                return b"", sent
+            finally:
+                writer.close()
+
+    return lambda *pieces: asyncio.run(run(list(pieces)))
+
+
+def test_one_that_says_nothing_is_closed(talk):
+    assert talk() == (b"", 0)
+
+
+def test_one_that_spells_its_head_for_ever_is_closed(talk):
+    found, sent = talk(b"GET / HTTP/1.1\r\n", *[b"X: a\r\n"] * 200)
+    assert found == b""
+    assert sent < 100
+
+
+def test_an_answer_may_take_longer_and_the_next_head_has_its_own_time(talk):
+    found, _ = talk(REQUEST[:20], REQUEST[20:], b"", b"", b"", b"", REQUEST, b"", b"", b"", b"GET / HTTP")
+    assert found.count(b"200 OK") == 2
