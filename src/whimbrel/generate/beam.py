@@ -16,6 +16,9 @@ from whimbrel.models import GPT
 
 __all__ = ["Beam", "beam_search"]
 
+MOST_BEAMS = 1024
+"""Texts that are searched side by side, at most."""
+
 
 class Beam(NamedTuple):
     """A text that beam search found."""
@@ -43,8 +46,10 @@ def beam_search(
     be among the best. It gives what `transformers` does by `num_beams` and `length_penalty`.
     """
     ids, stops = checked_prompt(model, prompt_ids), checked_stops(eos_id)
-    if beams < 1 or max_new_tokens < 1:
-        raise RequestError(f"beams = {beams} and max_new_tokens = {max_new_tokens} must be at least 1")
+    if not 1 <= beams <= MOST_BEAMS:
+        raise RequestError(f"beams = {beams} must be from 1 to {MOST_BEAMS}: each is a text of its own in memory")
+    if max_new_tokens < 1:
+        raise RequestError(f"max_new_tokens = {max_new_tokens} must be at least 1")
     context = model.config.context_length
     if len(ids) + max_new_tokens - 1 > context:
         raise RequestError(

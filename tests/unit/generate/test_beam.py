@@ -64,6 +64,7 @@ def test_a_coded_cache_gives_other_scores(model):
     ("options", "message"),
     [
         ({"beams": 0}, "beams = 0"),
+        ({"beams": 1025}, "beams = 1025 must be from 1 to 1024"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0"),
         ({"max_new_tokens": 32}, "a prompt of 2 tokens and 32 new ones: beam search stays within"),
     ],
