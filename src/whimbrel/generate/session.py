@@ -16,10 +16,14 @@ __all__ = ["Session"]
 
 
 class Session:
-    """A model and the cache of the text that it read last."""
+    """A model and the cache of the text that it read last.
 
-    def __init__(self, model: GPT, *, cache: str = "none") -> None:
-        self.model = model
+    `single` is for one text that goes on and takes nothing back but what the last `read` added: windows then hold no
+    more than they see.
+    """
+
+    def __init__(self, model: GPT, *, cache: str = "none", single: bool = False) -> None:
+        self.model, self._single = model, single
         self._codec = cache
         self._cache = DynamicCache(model.config, codec=cache)
         self._held: list[int] = []
@@ -27,6 +31,8 @@ class Session:
     def read(self, ids: Sequence[int], keep: int = 1) -> Tensor:
         """The logits (keep, V) after each of the last `keep` tokens of a text that fits in the context."""
         self._rewind(min(_shared(self._held, ids), len(ids) - keep))
+        if self._single:
+            self._cache.crop(0)
         # Windows would let go of tokens that the next text, if it differs early enough, has to see again.
         self._cache.activate_past_recording()
         new = list(ids[len(self._held) :])

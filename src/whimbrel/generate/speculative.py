@@ -105,7 +105,7 @@ def speculate(
     `cache` says.
     """
     if isinstance(session, GPT):
-        session = Session(session, cache=cache)
+        session = Session(session, cache=cache, single=True)
     elif cache != "none":
         raise RequestError(f"cache = {cache} is settled where the session is made: Session(model, cache={cache!r})")
     model = session.model

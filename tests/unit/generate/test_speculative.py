@@ -159,6 +159,22 @@ def test_a_session_whose_windows_have_let_go_reads_all_again(models, reads):
     torch.testing.assert_close(found, model(torch.tensor([[*ids[:8], 2]])).logits[0, -1:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("draft", [None, NgramDraft()], ids=["none", "ngram"])
+def test_windows_of_one_text_hold_little_more_than_they_see(models, draft, monkeypatch):
+    """Guesses may be taken back, so what they push out of a window of 5 is held until they are settled."""
+    model, held = models["mistral"], []
+    forward = GPT.forward
+
+    def watched(self, idx, *, cache, **options):
+        found = forward(self, idx, cache=cache, **options)
+        held.append(max(layer.keys.size(2) for layer in cache.layers))
+        return found
+
+    monkeypatch.setattr(GPT, "forward", watched)
+    list(speculate(model, [1, 2, 1, 2], GREEDY, draft, max_new_tokens=28, ahead=4))
+    assert max(held) <= 5 + 1 + 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
