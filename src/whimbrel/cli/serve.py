@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["serve"]
 
+KEY_VARIABLE = "WHIMBREL_API_KEY"
+
 
 def serve(
     model: Model,
@@ -29,7 +32,7 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            envvar="WHIMBREL_API_KEY",
+            envvar=KEY_VARIABLE,
             show_envvar=True,
             help="What clients must send; the variable keeps it out of the list of processes.",
         ),
@@ -73,7 +76,8 @@ def serve(
     config = ServeConfig(
         host=host,
         port=port,
-        api_key=api_key,
+        # Typer takes an empty variable for none; who sets one means to have a key, and is told that it is empty.
+        api_key=os.environ.get(KEY_VARIABLE) if api_key is None else api_key,
         allowed_hosts=tuple(allow_host or ()),
         max_requests=max_requests,
         max_prompt_tokens=max_prompt_tokens,

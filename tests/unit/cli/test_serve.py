@@ -7,8 +7,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from whimbrel.base.errors import CheckpointError, ConfigError, MissingExtraError
+from whimbrel.cli.main import app
 from whimbrel.cli.serve import serve
 
 
@@ -28,6 +30,13 @@ def test_without_its_extra_it_says_what_to_install(tmp_path: Path, monkeypatch: 
 def test_another_address_needs_a_key(tmp_path: Path):
     with pytest.raises(ConfigError, match="set an API key"):
         serve(tmp_path, host="0.0.0.0")
+
+
+def test_an_empty_key_is_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WHIMBREL_API_KEY", "")
+    answer = CliRunner().invoke(app, ["serve", str(tmp_path)])
+    assert isinstance(answer.exception, ConfigError)
+    assert "api_key must be visible ASCII characters, and at least one" in str(answer.exception)
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_read(tmp_path: Path):
