@@ -16,7 +16,7 @@ from whimbrel.serve.errors import ApiError, json_response
 from whimbrel.serve.requests import Drawing
 from whimbrel.serve.served import Served
 from whimbrel.serve.shapes import Shape
-from whimbrel.serve.worker import FAILED, Job
+from whimbrel.serve.worker import Job, failed
 
 __all__ = ["Answer"]
 
@@ -82,7 +82,7 @@ class Answer:
                     self._sources[place].scores = event.prompt
                 choice = self._choices[place][event.sample]
                 if event.finish == "error" and choice.finish is None:
-                    raise FAILED
+                    raise failed()
                 piece = choice.take(event)
                 grown.setdefault(choice, Piece()).extend(piece)
                 if piece.finish is not None:

@@ -36,7 +36,7 @@ class Service:
             title="Whimbrel",
             version=__version__,
             summary=f"The model {served.name}, in the manner of OpenAI's API.",
-            docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+            docs_url=None,  # FastAPI's own pages load scripts from elsewhere; /docs is ours
             redoc_url=None,
             redirect_slashes=False,
             lifespan=self._lifespan,
@@ -47,6 +47,7 @@ class Service:
         self.app.include_router(Routes(served, self.worker, config).router, dependencies=guarded)
         self.app.add_api_route("/metrics", self.count, dependencies=guarded, responses=FAULTS, response_class=Response)
         self.app.add_api_route("/health", self.health, responses=FAULTS)
+        self.app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
         self.app.include_router(page_routes())
         self.app.openapi = lambda: document(self.app, served)  # type: ignore[method-assign]
         self.metrics = Metrics(self.worker, {*FILES, *TAKING, "/health", "/metrics", "/openapi.json", "/v1/models"})

@@ -49,6 +49,9 @@ class ServeConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be a positive number of seconds")
         if not 0 <= self.drain_seconds < float("inf"):
             raise ConfigError(f"drain_seconds = {self.drain_seconds} must be 0 or a positive number of seconds")
+        for name in self.allowed_hosts:
+            if not name or not set(name).isdisjoint("/ "):
+                raise ConfigError(f"allowed_hosts holds {name!r}: give the bare name, as in models.example.org, or *")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise ConfigError("api_key must be visible ASCII characters, and at least one: it travels in a header")
         if self.api_key is not None and " " in self.api_key:

@@ -83,10 +83,12 @@ def answer_errors(app: FastAPI) -> None:
     async def plain(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         message = {
+            400: "the body cannot be read as JSON in UTF-8: send a JSON object",
             404: f"there is no {path}: /openapi.json lists what there is",
-            405: f"{path} takes no {request.method}",
+            405: f"{path} takes no {request.method}: it takes {(error.headers or {}).get('Allow', 'others')}",
         }.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        code = "invalid_json" if error.status_code == 400 else None
+        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:

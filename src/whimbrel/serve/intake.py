@@ -40,14 +40,15 @@ class Intake:
             )
             await refuse(busy, scope, receive, send)
         else:
-            with self.traffic.one_more(), ExitStack() as lease:
+            with ExitStack() as lease:
+                lease.enter_context(self.traffic.one_more())
                 try:
                     body = await self._read(scope, receive)
                 except ApiError as error:
                     await refuse(error, scope, receive, send)
                 else:
                     if body is not None:
-                        await self._see_through({**scope, LEASE: lease}, body, receive, send)
+                        await self._see_through(scope, body, receive, send, lease)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body, or None where the client left before its end."""
@@ -80,7 +81,7 @@ class Intake:
         most = self.config.max_body_bytes
         return ApiError(413, f"the body is larger than {most} bytes, which is all the server takes", code="too_large")
 
-    async def _see_through(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _see_through(self, scope: Scope, body: bytes, receive: Receive, send: Send, lease: ExitStack) -> None:
         """Run the app on a body already read; it is cancelled as soon as the client goes away or stops reading."""
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         answered = asyncio.Event()
@@ -91,16 +92,17 @@ class Intake:
             return unread.pop()
 
         async def hand_back(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                answered.set()
+                lease.close()  # before the client can read the end, and ask again
             try:
                 async with asyncio.timeout(self.config.stall_seconds):
                     await send(message)
             except TimeoutError:
                 get_logger(__name__).info("a client stopped reading: its request is dropped")
                 raise asyncio.CancelledError from None
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                answered.set()
 
-        work = asyncio.ensure_future(self.app(scope, hand_on, hand_back))
+        work = asyncio.ensure_future(self.app({**scope, LEASE: lease}, hand_on, hand_back))
         leaving = asyncio.create_task(_departure(receive))
         try:
             await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)

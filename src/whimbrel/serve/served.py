@@ -68,10 +68,15 @@ def load_served(
     if tokenizer is None and source.is_file():
         raise ConfigError(f"the file {source} holds no tokenizer: pass --tokenizer with the one it was trained with")
     words = load_tokenizer(tokenizer or source)
+    model = load_model(source, device=device, weights=weights).eval()
+    if tokenizer is not None and words.vocab_size > model.config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {words.vocab_size} tokens and the model {model.config.vocab_size}: give the model's"
+        )
     folder = source.is_dir()
     settings = generation_settings(source) if folder else {}
     return Served(
-        model=load_model(source, device=device, weights=weights).eval(),
+        model=model,
         tokenizer=words,
         name=name or Path(path).absolute().name,
         created=int((source / "config.json" if folder else source).stat().st_mtime),

@@ -19,15 +19,22 @@ from whimbrel.base.logging import get_logger
 from whimbrel.generate import Event, Request, Stats
 from whimbrel.serve.errors import ApiError
 
-__all__ = ["Job", "Steps", "Worker"]
+__all__ = ["Job", "Steps", "Worker", "ended", "failed"]
 
 FAILURES_TO_BE_UNWELL = 3
 """Steps that must fail with none that succeeds between them until the server calls itself unwell."""
 
-FAILED = ApiError(500, "the engine failed on this request: the server's log says why", code="engine_failed")
-ENDED = ApiError(503, "the server's engine has ended", code="engine_ended")
-
 _log = get_logger(__name__)
+
+
+def failed() -> ApiError:
+    """What a request is told that the engine failed on."""
+    return ApiError(500, "the engine failed on this request: the server's log says why", code="engine_failed")
+
+
+def ended() -> ApiError:
+    """What a request is told once there is no engine."""
+    return ApiError(503, "the server's engine has ended", code="engine_ended")
 
 
 class Steps(Protocol):
@@ -147,7 +154,7 @@ class Worker:
 
     def _accept(self, job: Job, accepted: asyncio.Future[None]) -> None:
         if self._ended:
-            return self._tell(_settle, accepted, ENDED)
+            return self._tell(_settle, accepted, ended())
         try:
             for place, request in enumerate(job.requests):
                 self._held[self._engine.submit(request)] = _Held(job, place, set(range(request.n)))
@@ -163,15 +170,15 @@ class Worker:
         try:
             while not self._ending:
                 self._obey()
+                self.stats = self._engine.stats()
                 if self._engine.busy and not self._ending:
                     self._step()
-                self.stats = self._engine.stats()
         except Exception:
             _log.exception("the engine has ended")
         finally:
             with self._door:
                 self._ended = True
-            self._drop_all(ENDED)
+            self._drop_all(ended())
             while not self._commands.empty():
                 self._commands.get()()
 
@@ -194,10 +201,11 @@ class Worker:
             try:
                 for number in self._held:
                     self._engine.cancel(number)
+                self.stats = self._engine.stats()
             finally:
-                self._drop_all(FAILED)
+                self._drop_all(failed())
             return
-        self.failures = 0
+        self.failures, self.stats = 0, self._engine.stats()
         arrived: dict[Job, list[tuple[int, Event]]] = {}
         for event in events:
             held = self._held[event.request]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -47,6 +48,14 @@ class Faulty:
         return self.engine.stats()
 
 
+def wait_for(holds: Callable[[], bool]) -> None:
+    """Look until it holds."""
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 @dataclass(frozen=True)
 class Running:
     """What a test talks to."""
@@ -68,9 +77,11 @@ def running(served: Served, **settings) -> Iterator[Running]:
         thread = threading.Thread(target=server.serve_on, args=[door])
         thread.start()
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-        with httpx.Client(base_url=url_of(door), headers=headers, timeout=30) as client:
-            yield Running(client, engine, service, server, thread)
-        engine.go_on.set()
-        server.should_exit = True
-        thread.join(20)
+        try:
+            with httpx.Client(base_url=url_of(door), headers=headers, timeout=30) as client:
+                yield Running(client, engine, service, server, thread)
+        finally:
+            engine.go_on.set()
+            server.should_exit = True
+            thread.join(20)
         assert not thread.is_alive()

@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
 import torch
-from tests.unit.serve.running import running
+from tests.unit.serve.running import running, wait_for
 
+from whimbrel.serve.prompts import PromptReader
 from whimbrel.serve.served import Served
 
 COMPLETIONS = "/v1/completions"
@@ -30,8 +31,7 @@ def test_one_request_too_many_is_told_to_come_back(served: Served):
         ]
         for each in waiting:
             each.start()
-        while run.service.traffic.held < 2:
-            pass
+        wait_for(lambda: run.service.traffic.held == 2)
         answer = run.client.post(COMPLETIONS, json=SHORT)
         assert error(answer) == (429, "too_many_requests")
         assert answer.headers["Retry-After"] == "1"
@@ -40,6 +40,25 @@ def test_one_request_too_many_is_told_to_come_back(served: Served):
         for each in waiting:
             each.join()
         assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+
+
+def test_a_prompt_that_takes_long_to_read_keeps_nobody_waiting(served: Served, monkeypatch: pytest.MonkeyPatch):
+    begun, go_on, read = threading.Event(), threading.Event(), PromptReader.read
+
+    def slow(*given):
+        begun.set()
+        go_on.wait(30)
+        return read(*given)
+
+    monkeypatch.setattr(PromptReader, "read", slow)
+    with running(served) as run:
+        waiting = threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": SHORT})
+        waiting.start()
+        begun.wait(30)
+        assert run.client.get("/health").status_code == 200
+        assert waiting.is_alive()
+        go_on.set()
+        waiting.join()
 
 
 def test_limits_are_those_it_was_told(served: Served):
@@ -132,8 +151,7 @@ def test_a_server_that_does_not_drain_in_time_ends_all_the_same(served: Served):
         with run.client.stream("POST", COMPLETIONS, json=SHORT | {"stream": True}) as answer:
             loop = run.service.worker._loop
             loop.call_soon_threadsafe(run.server.stop)
-            while not run.server.should_exit:
-                pass
+            wait_for(lambda: run.server.should_exit)
             run.engine.go_on.set()
             lines = [line for line in answer.iter_lines() if line]
         assert "engine_ended" in lines[-1] or lines[-1] == "data: [DONE]"

@@ -31,6 +31,8 @@ def test_any_other_address_does(host: str):
         ({"body_seconds": 0.0}, "body_seconds = 0.0 must be a positive number"),
         ({"drain_seconds": -1.0}, "drain_seconds = -1.0 must be 0 or a positive number"),
         ({"drain_seconds": float("inf")}, "drain_seconds = inf"),
+        ({"allowed_hosts": ("",)}, "allowed_hosts holds '': give the bare name"),
+        ({"allowed_hosts": ("a.example", "http://b.example")}, "allowed_hosts holds 'http://b.example'"),
         ({"api_key": ""}, "at least one"),
         ({"api_key": "schlüssel"}, "visible ASCII"),
         ({"api_key": "a\nb"}, "visible ASCII"),

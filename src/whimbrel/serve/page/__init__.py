@@ -1,4 +1,4 @@
-"""The chat page: three files that load nothing from elsewhere."""
+"""The chat page and the API's page: files that load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ __all__ = ["FILES", "page_routes"]
 
 FILES = {
     "/": ("chat.html", "text/html"),
+    "/docs": ("docs.html", "text/html"),
     "/page/chat.css": ("chat.css", "text/css"),
     "/page/chat.js": ("chat.js", "text/javascript"),
+    "/page/docs.js": ("docs.js", "text/javascript"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 POLICY = (
@@ -23,15 +25,21 @@ POLICY = (
 
 
 def page_routes() -> APIRouter:
-    """The page's files, which are no part of the API."""
+    """The pages' files, which are no part of the API."""
     router = APIRouter(include_in_schema=False)
     for path, (name, kind) in FILES.items():
-        router.add_api_route(path, _sender(resources.files(__name__).joinpath(name).read_bytes(), kind))
+        sender = _sender(resources.files(__name__).joinpath(name).read_bytes(), kind)
+        router.add_api_route(path, sender, methods=["GET", "HEAD"])
     return router
 
 
 def _sender(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
-    headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+    headers = {
+        "Cache-Control": "no-cache",
+        "Content-Security-Policy": POLICY,
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
 
     async def send() -> Response:
         return Response(content, headers=headers, media_type=kind)

@@ -1,0 +1,25 @@
+"""The first Python of docs/serving.md runs as it stands, but for the address, the key and the model."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.e2e.serving import Running
+
+pytest.importorskip("openai", reason="needs the package 'openai'")
+
+
+def test_the_client_of_the_page_writes_text(server: Running, root: Path):
+    page = (root / "docs" / "serving.md").read_text(encoding="utf-8")
+    code = re.search(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE).group(1)
+    here = {"http://127.0.0.1:8000": server.url, 'api_key="none"': f'api_key="{server.key}"', '"mine"': '"tiny"'}
+    for written, real in here.items():
+        assert written in code
+        code = code.replace(written, real)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
