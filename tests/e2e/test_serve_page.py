@@ -165,3 +165,18 @@ def test_nothing_is_loaded_from_elsewhere_and_every_field_has_a_name(page: Page,
     assert colours[0] != colours[1]
     severe = [entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert [entry for entry in severe if " 40" not in entry["message"]] == []  # refusals are logged, faults are not
+
+
+def test_the_page_of_the_api_shows_every_route_and_field(page: Page, server: Running):
+    page.enter(server.key)
+    page.browser.get(f"{server.url}/docs")
+    page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "section h2"))
+    headings = [heading.text for heading in page.browser.find_elements(By.CSS_SELECTOR, "section h2")]
+    assert {"POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models", "GET /health"} <= set(headings)
+    fields = {field.text for field in page.browser.find_elements(By.CSS_SELECTOR, "section th")}
+    assert {"prompt", "messages", "max_tokens", "stop", "seed", "logprobs", "stream_options"} <= fields
+
+
+def test_the_page_of_the_api_says_where_to_give_the_key(page: Page, server: Running):
+    page.browser.get(f"{server.url}/docs")
+    page.until(lambda: "API key" in page.find("routes").text)

@@ -8,7 +8,7 @@ import socket
 import pytest
 from tests.e2e.serving import Running, httpx
 
-OPEN = {"/", "/health", "/page/chat.css", "/page/chat.js", "/page/icon.svg"}
+OPEN = {"/", "/docs", "/health", "/page/chat.css", "/page/chat.js", "/page/docs.js", "/page/icon.svg"}
 COMPLETIONS = "/v1/completions"
 
 
@@ -30,7 +30,7 @@ def routes(server: Running) -> list[tuple[str, str]]:
 def test_every_route_but_health_and_the_pages_files_asks_for_the_key(server: Running):
     documented = routes(server)
     assert len(documented) == 6
-    others = [("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/v1/nothing"), ("POST", "/"), ("POST", "/health")]
+    others = [("GET", "/openapi.json"), ("POST", "/docs"), ("GET", "/v1/nothing"), ("POST", "/"), ("POST", "/health")]
     others += [("GET", "/page/../metrics"), ("GET", "//v1/models"), ("GET", "/page/secret"), ("DELETE", "/v1/models")]
     closed = [pair for pair in [*documented, *others] if pair[0] != "GET" or pair[1] not in OPEN]
     wrong = [
@@ -141,7 +141,9 @@ def test_another_method_or_path(server: Running):
         assert answer.headers["Allow"] == "POST"
         check_error(client.get("/v2"), 404)
         check_error(client.get("/v1/models/"), 404)
-        check_error(client.get("/docs"), 404)
+        check_error(client.get("/redoc"), 404)
+        for path in OPEN:
+            assert client.head(path).status_code == 200
 
 
 def test_too_large_a_body_is_answered_with_413_and_read_by_the_client(server: Running):
