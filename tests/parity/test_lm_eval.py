@@ -298,3 +298,12 @@ def test_the_error_of_a_perplexity_is_what_their_drawing_of_samples_tends_to(lm_
     estimate = TASKS["lambada"].metrics["perplexity"].combine(logs)
     assert estimate.value == pytest.approx(their_perplexity(logs))
     assert estimate.stderr == pytest.approx(bootstrap_stderr(their_perplexity, logs, iters=2000), rel=0.1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_what_lm_eval_names_where_nobody_named_a_device_is_no_order(lm_eval, directory):
+    from whimbrel.evaluate.lm_eval import WhimbrelLM
+
+    assert WhimbrelLM(str(directory), device="cuda:0").subject.model.lm_head.weight.device.type == "cpu"
+    with pytest.raises(ConfigError, match="is not on this machine"):
+        WhimbrelLM(str(directory), device="cuda:1")

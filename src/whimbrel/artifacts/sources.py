@@ -14,11 +14,22 @@ from whimbrel.text.llama2c import load_llama2c_tokenizer
 __all__ = ["choose_checkpoint", "load_tokenizer", "model_directory", "run_of"]
 
 
+WANTED = "give a run, a model directory or a llama2.c .bin file"
+
+
 def model_directory(path: str | os.PathLike[str]) -> Path:
     """Where the model lies: that of a run's newest whole checkpoint, that of a checkpoint, or the path itself."""
+    source = _stands_for(path)
+    if source.is_dir() and not (source / "config.json").is_file():
+        raise CheckpointError(f"{source} has no config.json: {WANTED}")
+    return source
+
+
+def _stands_for(path: str | os.PathLike[str]) -> Path:
+    """As `model_directory`, whatever is there: a folder may hold a tokenizer alone."""
     source = Path(path)
     if not source.exists():
-        raise CheckpointError(f"no run or model at {source}: give a run, a model directory or a llama2.c .bin file")
+        raise CheckpointError(f"no run or model at {source}: {WANTED}")
     if _is_run(source):
         source = _newest_whole(source)
     elif (source / "manifest.json").is_file() and (source / "model").is_dir():
@@ -75,4 +86,4 @@ def load_tokenizer(path_or_name: str | os.PathLike[str] = "gpt2") -> text.Tokeni
     if path.suffix == ".bin" and path.is_file():
         return load_llama2c_tokenizer(path)
     named = str(path_or_name) == "gpt2" or not path.is_dir()
-    return text.load_tokenizer(path_or_name if named else model_directory(path))
+    return text.load_tokenizer(path_or_name if named else _stands_for(path))

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whimbrel.base.errors import CacheError, ConfigError
-from whimbrel.config import nearest
 
 __all__ = ["CODECS", "Codec", "find_codec"]
 
@@ -107,7 +106,7 @@ CODECS = {
 def find_codec(name: str) -> Codec:
     """The codec of that name."""
     if name not in CODECS:
-        raise ConfigError(f"codec = {name!r} is not known{nearest(name, CODECS)}")
+        raise ConfigError(f"codec = {name!r} is not known: give one of {', '.join(CODECS)}")
     return CODECS[name]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whimbrel.base.errors import RequestError
+from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.cli.opening import (
     Cache,
     Device,
@@ -153,8 +153,14 @@ def _template(source: Path, asked: str | None) -> ChatTemplate:
     from whimbrel.text import PLAIN, ChatTemplate, load_chat_template, special_token_texts
 
     if asked is not None and Path(asked).is_file():
-        return ChatTemplate(Path(asked).read_text(encoding="utf-8"), special_token_texts(source))
-    own = load_chat_template(source, asked or "default")
+        try:
+            return ChatTemplate(Path(asked).read_text(encoding="utf-8"), special_token_texts(source))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{asked} is not UTF-8 at byte {error.start}: give a Jinja file") from error
+    try:
+        own = load_chat_template(source, "default" if asked is None else asked)
+    except ConfigError as error:
+        raise ConfigError(f"there is no file '{asked}', and {error}") from error
     if own is None:
         _say("the model has no chat template: it is shown the conversation as a play")
     return own or PLAIN

@@ -61,6 +61,8 @@ def evaluate(
 
     if tasks is None and not text:
         raise ConfigError(f"nothing to measure: give --tasks ({', '.join(TASKS)}) or --text")
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out} is a directory: name a file to write")
     names = list(TASKS) if tasks == "all" else [] if tasks is None else [name.strip() for name in tasks.split(",")]
     for name in names:
         find_file(find_task(name), data)  # before a model is read for nothing
@@ -76,10 +78,10 @@ def evaluate(
     if names:
         answered = evaluate_tasks(subject, names, data, limit=limit, batch_size=batch_size, progress=shown)
     read = {source: _measure(subject, source, text_key, limit, batch_size, shown) for source in text or ()}
+    _tell(answered, read)  # before a disk has its say: hours of work may be in it
     if out is not None:
         settings = {"limit": limit, "batch_size": batch_size, "weights": weights}
         write_results(out, results_table(subject, str(model), tasks=answered, texts=read, settings=settings))
-    _tell(answered, read)
 
 
 def _measure(

@@ -54,6 +54,8 @@ class WhimbrelLM(LM):  # type: ignore[misc]
             raise ConfigError(f"dtype = {dtype} is not one of {', '.join(DTYPES)}")
         if batch_size != "auto" and not str(batch_size).isdecimal():
             raise ConfigError(f"batch_size = {batch_size} must be a number of rows, or auto")
+        if device == "cuda:0" and not torch.cuda.is_available():  # what lm-eval says where nobody named one
+            device = None
         self._device = choose_device(device)
         self._rows = None if batch_size == "auto" else int(batch_size)
         self._source = model_directory(pretrained)

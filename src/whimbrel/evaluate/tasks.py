@@ -37,6 +37,8 @@ class Task:
             raise DataError(f"no {error} among {', '.join(map(repr, record))}") from error
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise DataError(f"not as {self.name} is: {error}") from error
+        if not isinstance(item.gold, int):
+            raise DataError(f"the right choice is {item.gold!r}: give its number, counted from 0")
         if not 0 <= item.gold < len(item.pairs):
             raise DataError(f"the right choice is number {item.gold} of {len(item.pairs)}, counted from 0")
         if not all(item.lengths):

@@ -90,3 +90,10 @@ def test_what_stands_for_nothing_is_refused(tmp_path):
         whimbrel.load_model(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no tokenizer at"):
         whimbrel.load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_folder_without_a_model_is_told_from_one_without_a_tokenizer(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    with pytest.raises(CheckpointError, match="has no config.json: give a run, a model directory or"):
+        model_directory(tmp_path)
+    assert whimbrel.load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint

@@ -11,7 +11,7 @@ import torch
 from tests.unit.text.bytewise import byte_tokenizer
 
 from whimbrel.artifacts import save_model
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.cli.chat import chat
 from whimbrel.generate import generate, stream_text
 from whimbrel.models import GPT, GPTConfig
@@ -151,8 +151,13 @@ def test_templates_can_be_named_or_given_as_a_file(model, directory, talk, tmp_p
     hello, eot = TOKENIZER.encode("Hello"), TOKENIZER.eot_id
     for found, ids in ((short, hello), (mine, [*hello, eot, eot])):
         assert found == [continuation(model, ids).lstrip()]
-    with pytest.raises(ConfigError, match="has no chat template 'long': it has default, short"):
+    with pytest.raises(ConfigError, match="no file 'long', and .* has no chat template 'long': it has default, short"):
         talk("Hello", template="long")
+    with pytest.raises(ConfigError, match="no file '', and"):
+        talk("Hello", template="")
+    (tmp_path / "binary").write_bytes(b"ab\xff")
+    with pytest.raises(DataError, match="binary is not UTF-8 at byte 2: give a Jinja file"):
+        talk("Hello", template=str(tmp_path / "binary"))
 
 
 def test_a_model_without_a_template_is_shown_a_play(model, talk, tmp_path):

@@ -139,3 +139,18 @@ def test_what_cannot_be_measured_is_one_line(model, workdir, capsys, words, mess
 def test_a_missing_file_is_told_before_the_model_is_read(workdir, capsys):
     assert whimbrel("eval", "no-such-model", "--tasks", "piqa") == 2
     assert "no file of the task piqa" in capsys.readouterr().err
+
+
+def test_a_table_is_shown_even_where_it_cannot_be_written(model, fixtures, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    words = ("--tasks", "piqa", "--data", fixtures / "eval", "--limit", 2, "--device", "cpu")
+    assert whimbrel("eval", model, *words, "--out", tmp_path / "file" / "results.json") == 2
+    printed = capsys.readouterr()
+    assert "acc_norm" in printed.out
+    assert "results.json" in printed.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("folder", ["", "."])
+def test_a_directory_to_write_to_is_refused_before_the_model_is_read(folder, tmp_path, capsys):
+    assert whimbrel("eval", tmp_path / "nothing", "--text", "any", "--out", folder) == 2
+    assert capsys.readouterr().err == "whimbrel: --out . is a directory: name a file to write\n"

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from whimbrel.artifacts import save_model
 from whimbrel.base.errors import CheckpointError, ConfigError, MissingExtraError
 from whimbrel.cli.main import app
 from whimbrel.cli.serve import serve
+from whimbrel.models import GPT, GPTConfig
 
 
 def test_without_its_extra_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -50,3 +52,11 @@ def test_no_model(tmp_path: Path):
     pytest.importorskip("fastapi", reason="needs the extra `serve`")
     with pytest.raises(CheckpointError, match="no run or model"):
         serve(tmp_path / "nothing", port=0)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path):
+    pytest.importorskip("fastapi", reason="needs the extra `serve`")
+    shape = {"context_length": 16, "vocab_size": 300, "num_layers": 1, "embd_size": 16, "num_heads": 2}
+    save_model(GPT(GPTConfig(**shape)), tmp_path / "model")
+    with pytest.raises(ConfigError, match="the tokenizer has 50257 tokens and the model 300: give the model's"):
+        serve(tmp_path / "model", port=0, tokenizer=Path("gpt2"), device="cpu")

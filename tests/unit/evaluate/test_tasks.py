@@ -128,6 +128,7 @@ def test_an_unknown_task_is_refused_with_those_there_are():
         ({"query": "Q", "choices": ["a", "b"]}, "piqa.jsonl line 2: no 'gold' among 'query', 'choices'"),
         ({"query": "Q", "choices": ["a", "b"], "gold": 2}, "line 2: the right choice is number 2 of 2, counted from 0"),
         ({"query": "Q", "choices": ["a", "b"], "gold": -1}, "line 2: the right choice is number -1"),
+        ({"query": "Q", "choices": ["a", "b"], "gold": "0"}, "line 2: the right choice is '0': give its number"),
         ({"query": "Q", "choices": ["a", ""], "gold": 0}, "line 2: a choice is empty"),
         ({"query": "Q", "choices": 7, "gold": 0}, "line 2: not as piqa is: 'int' object is not iterable"),
         ([1, 2], "line 2: holds a list, not an object"),
