@@ -269,14 +269,20 @@ def _score_prompt(row: Row, logits: Tensor) -> None:
 def _build_pool(model: GPT, config: EngineConfig) -> PagePool:
     weight = model.token_embedding.weight
     dtype, device, pages = weight.dtype, weight.device, config.num_pages
+    page = PagePool.page_nbytes(model.config, config.page_size, dtype=dtype, codec=config.cache)
+    memory = _memory(device)
     if pages is None:
         enough = config.max_batch * -(-model.config.context_length // config.page_size) + 1
-        page = PagePool.page_nbytes(model.config, config.page_size, dtype=dtype, codec=config.cache)
-        pages = max(2, min(enough, _spare_memory(device) // page))
+        pages = max(2, min(enough, int(memory * SHARE_OF_MEMORY.get(device.type, 0.25)) // page))
+    elif pages * page > memory:
+        raise ConfigError(
+            f"num_pages = {pages} take {pages * page} bytes: {device} has room for {memory // page} pages"
+        )
     return PagePool(model.config, pages, config.page_size, dtype=dtype, device=device, codec=config.cache)
 
 
-def _spare_memory(device: torch.device) -> int:
+def _memory(device: torch.device) -> int:
+    """Bytes that are free on a GPU, or that the whole machine has."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * SHARE_OF_MEMORY["cuda"])
-    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * SHARE_OF_MEMORY["cpu"])
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -225,6 +225,7 @@ def test_what_fits_exactly_is_served():
         ({"prefill_chunk": 0}, "prefill_chunk = 0"),
         ({"num_pages": 1}, "num_pages = 1"),
         ({"cache": "int9"}, "int9"),
+        ({"num_pages": 10**12}, "num_pages = 1000000000000 take .* bytes: cpu has room for"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
