@@ -82,10 +82,13 @@ class ChatTemplate:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError("a message holds half a surrogate pair: give valid Unicode") from error
+        # In batches of one: a text on its own would keep every other thread waiting for its tokens.
         first, *rest = QUOTED.split(text)
-        ids: list[int] = list(pipeline.encode(first, add_special_tokens=not self.opens_text).ids)
+        [opening] = pipeline.encode_batch_fast([first], add_special_tokens=not self.opens_text)
+        ids: list[int] = list(opening.ids)
         for quoted, written in zip(rest[::2], rest[1::2], strict=True):
-            ids += tokenizer.encode(quoted) + pipeline.encode(written, add_special_tokens=False).ids
+            [encoding] = pipeline.encode_batch_fast([written], add_special_tokens=False)
+            ids += tokenizer.encode(quoted) + encoding.ids
         return ids
 
 
