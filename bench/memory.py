@@ -146,6 +146,8 @@ def drawn_codes(config: RunConfig, device: torch.device) -> GPT:
         if isinstance(parameter, QuantizedWeight):
             parameter.codes.random_(-64, 64)
             parameter.scales.fill_(5e-4)
+        elif parameter.dim() == 1:  # of norms
+            parameter.fill_(1)
         else:
             parameter.normal_(std=0.02)
     return model
