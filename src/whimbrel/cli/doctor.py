@@ -25,7 +25,7 @@ EXTRAS = {  # the extras of pyproject.toml that a user may want: the package eac
     "gguf": ("gguf", "write GGUF files for llama.cpp"),
     "hf": ("transformers", "open saved models in transformers"),
     "hub": ("datasets", "prepare FineWeb and other hub datasets by name"),
-    "lm-eval": ("lm_eval", "run lm-eval's tasks on our models"),
+    "lm-eval": ("lm-eval", "run lm-eval's tasks on our models"),
     "lowbit": ("torchao", "train in fp8, or for 4-bit weights (QAT)"),
     "plot": ("matplotlib", "draw loss curves"),
     "ray": ("ray", "prepare data on a cluster"),
