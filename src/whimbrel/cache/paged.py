@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -53,12 +54,14 @@ class PagePool(Pages):
         self.dtype, self.device = dtype, torch.device(device)
         self.codec = find_codec(codec)
         widths = _widths(config.head_width, dtype, self.codec)
-        self._tensors = {
-            name: _zeros((config.num_layers, num_pages, page_size, config.kv_heads, width), kind, self.device)
-            for name, (width, kind) in widths.items()
-        }
-        layers = zip(*(tensor.unbind(0) for tensor in self._tensors.values()), strict=True)
-        self._layers = [dict(zip(widths, parts, strict=True)) for parts in layers]
+        # Tensors of their own, not parts of one: compiled code would copy a whole that it writes to by several names.
+        self._layers = [
+            {
+                name: _zeros((num_pages, page_size, config.kv_heads, width), kind, self.device)
+                for name, (width, kind) in widths.items()
+            }
+            for _ in range(config.num_layers)
+        ]
 
     @staticmethod
     def page_nbytes(config: Shape, page_size: int = 16, *, dtype: torch.dtype, codec: str = "none") -> int:
@@ -70,25 +73,28 @@ class PagePool(Pages):
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     def copy(self, source: int, target: int) -> None:
         """Make page `target` of every layer hold what page `source` holds."""
-        for tensor in self._tensors.values():
-            tensor[:, target] = tensor[:, source]
+        for tensor in self._tensors():
+            tensor[target] = tensor[source]
 
     def clear(self, page: int) -> None:
         """Fill a page of every layer with zeros."""
-        for tensor in self._tensors.values():
-            tensor[:, page] = 0
+        for tensor in self._tensors():
+            tensor[page] = 0
+
+    def _tensors(self) -> Iterator[Tensor]:
+        return (tensor for layer in self._layers for tensor in layer.values())
 
     def write(self, states: Tensor, slots: Tensor, layer_idx: int, kind: str) -> None:
         """Store the `keys` or `values` (tokens, kv heads, head size) of tokens in their slots, page by page counted."""
         layer = self._layers[layer_idx]
         codes, scales = self.codec.encode(states.to(self.dtype))
-        layer[kind].flatten(0, 1).index_copy_(0, slots, codes)
+        layer[kind].flatten(0, 1)[slots] = codes
         if not self.codec.is_plain:
-            layer[_scales_of(kind)].flatten(0, 1).index_copy_(0, slots, scales)
+            layer[_scales_of(kind)].flatten(0, 1)[slots] = scales
 
     def view(self, layer_idx: int, tables: Tensor, lengths: Tensor) -> View:
         """What rows with these page tables may read of a layer."""
