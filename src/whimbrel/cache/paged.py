@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -73,20 +72,22 @@ class PagePool(Pages):
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def copy(self, source: int, target: int) -> None:
         """Make page `target` of every layer hold what page `source` holds."""
-        for tensor in self._tensors():
+        for tensor in self.tensors:
             tensor[target] = tensor[source]
 
     def clear(self, page: int) -> None:
         """Fill a page of every layer with zeros."""
-        for tensor in self._tensors():
+        for tensor in self.tensors:
             tensor[page] = 0
 
-    def _tensors(self) -> Iterator[Tensor]:
-        return (tensor for layer in self._layers for tensor in layer.values())
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys, values and scales of all layers, (pages, page size, kv heads, ...) each."""
+        return [tensor for layer in self._layers for tensor in layer.values()]
 
     def write(self, states: Tensor, slots: Tensor, layer_idx: int, kind: str) -> None:
         """Store the `keys` or `values` (tokens, kv heads, head size) of tokens in their slots, page by page counted."""

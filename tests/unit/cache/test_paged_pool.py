@@ -100,7 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
         del self.texts[holding]
         assert (len(holding.pages), holding.stored) == (0, 0)
         if broken:
-            assert all(not tensor[:, list(last)].any() for tensor in self.pool._tensors.values())
+            assert all(not tensor[list(last)].any() for tensor in self.pool.tensors)
 
     @invariant()
     def every_page_is_owned_by_those_who_hold_it(self) -> None:

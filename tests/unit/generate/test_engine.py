@@ -201,4 +201,4 @@ def test_numbers_that_are_not_finite_end_one_request_and_touch_no_other():
         for sample in range(request.n):
             assert found[number, sample] == (["error"] if request is bad else alone(model, request, sample))
     assert engine.stats().free_pages == 29
-    assert not any(tensor[:, 1:].isnan().any() for tensor in engine.pool._tensors.values())
+    assert not any(tensor[1:].isnan().any() for tensor in engine.pool.tensors)
