@@ -9,8 +9,9 @@ that several can be replayed before anyone looks at what was drawn.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class DecodeGraphs:
         self._model, self._pool = model, pool
         self._pages = -(-model.config.context_length // pool.page_size)
         self._sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
+        self._compiled = compile_step
         self._step: Callable[..., tuple[Tensor, Tensor]] = self._read
         if compile_step:
             self._step = torch.compile(self._read, fullgraph=True, dynamic=False, options={"size_asserts": False})
@@ -64,16 +66,24 @@ class DecodeGraphs:
         """The logits (rows, vocabulary) of what comes next in each row."""
         recorded = self._at(len(tokens_B1))
         recorded.fill(tokens_B1, batch)
-        return recorded.replay()[0]
+        with self._unasked():
+            return recorded.replay()[0]
 
     def ahead(self, tokens_B1: Tensor, batch: PagedBatch, steps: int) -> Tensor:
         """The likeliest tokens (rows, steps) of several steps, each reading what the one before drew."""
         recorded = self._at(len(tokens_B1))
         recorded.fill(tokens_B1, batch)
         drawn_BS = tokens_B1.new_empty((len(tokens_B1), steps))
-        for step in range(steps):
-            drawn_BS[:, step] = recorded.replay()[1]
+        with self._unasked():
+            for step in range(steps):
+                drawn_BS[:, step] = recorded.replay()[1]
         return drawn_BS
+
+    def _unasked(self) -> AbstractContextManager[object]:
+        """Places never change: what compiled code asks of its inputs need not be asked again. A graph asks nothing."""
+        if self._pool.device.type == "cuda" or not self._compiled:
+            return nullcontext()
+        return cast(AbstractContextManager[object], torch.compiler.set_stance(skip_guard_eval_unsafe=True))
 
     def _at(self, rows: int) -> Recorded:
         if rows not in self._recorded:
@@ -99,13 +109,7 @@ class DecodeGraphs:
         places = tokens, tables, starts, counts  # rows of nothing: they write to the scratch page
         if device.type != "cuda":
             self._step(*places)
-
-            def run() -> tuple[Tensor, Tensor]:
-                # The places never change, so what compiled code asks of its inputs need not be asked again.
-                with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-                    return self._step(*places)
-
-            return Recorded(*places, replay=run)
+            return Recorded(*places, replay=lambda: self._step(*places))
         apart = torch.cuda.Stream(device)
         apart.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(apart):
