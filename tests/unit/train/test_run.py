@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import clear_inductor_caches
 
 from whimbrel.artifacts import load_model, model_directory
 from whimbrel.base.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -359,6 +360,8 @@ def test_compiled_blocks_give_the_same_curve_and_stay_on_disk(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "put back after the test")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    torch.compiler.reset()  # what an earlier test has compiled in this process would not be written again
+    clear_inductor_caches()
     compiled = run(make_run(output_dir=tmp_path / "compiled", train__steps=3, train__compile=True))
     plain = run(make_run(output_dir=tmp_path / "plain", train__steps=3))
     assert compiled.summary is not None
