@@ -44,11 +44,10 @@ def config_of(name: str) -> GPTConfig:
     return replace(preset(settings.pop("preset")), **settings)
 
 
-def ours(model: Any, batch: int, new: int, *, compiled: bool) -> Leg:
+def ours(model: Any, batch: int, prompt: int, new: int, *, compiled: bool) -> Leg:
     """The engine; its prefix cache is off, as prompts are not to be read twice for free in any leg."""
-    engine = Engine(
-        model, EngineConfig(max_batch=batch, prefix_cache=False, compile=compiled, prefill_chunk=32 * batch)
-    )
+    chunk = prompt * batch  # all prompts at once, as the others read them
+    engine = Engine(model, EngineConfig(max_batch=batch, prefix_cache=False, compile=compiled, prefill_chunk=chunk))
 
     def run(prompts: list[list[int]]) -> list[list[int]]:
         greedy = Sampling(temperature=0)
@@ -145,7 +144,7 @@ def main() -> None:
         results["limit_tokens_per_second"] = READ_BANDWIDTH / bytes_read
     for batch in args.batch or [1]:
         legs = {
-            name: ours(model, batch, args.new, compiled=c)
+            name: ours(model, batch, args.prompt, args.new, compiled=c)
             for name, c in {"whimbrel": False, "whimbrel compiled": True}.items()
         }
         if peer is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["record"]
 
-PACKAGES = ("torch", "torchao", "triton", "numpy", "tokenizers", "tiktoken", "pyarrow")
+PACKAGES = ("torch", "torchao", "transformers", "triton", "numpy", "tokenizers", "tiktoken", "pyarrow")
 
 
 def record(name: str, results: dict[str, Any], out: Path | None = None) -> dict[str, Any]:

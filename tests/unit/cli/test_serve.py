@@ -60,3 +60,18 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path):
     save_model(GPT(GPTConfig(**shape)), tmp_path / "model")
     with pytest.raises(ConfigError, match="the tokenizer has 50257 tokens and the model 300: give the model's"):
         serve(tmp_path / "model", port=0, tokenizer=Path("gpt2"), device="cpu")
+
+
+def test_every_option_reaches_the_engine_and_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given: list = []
+    monkeypatch.setattr("whimbrel.cli.serve._run", lambda config, load, engine: given.extend((config, load, engine)))
+    words = f"serve {tmp_path} --compile --cache int8 --max-batch 3 --pages 70 --port 0 --api-key k --allow-host a.b"
+    words += " --max-requests 5 --max-prompt-tokens 6 --max-body-bytes 7 --drain-seconds 8 --name n --weights int4"
+    answer = CliRunner().invoke(app, [*words.split(), "--device", "cpu", "--tokenizer", "gpt2"], catch_exceptions=False)
+    assert answer.exit_code == 0
+    config, load, engine = given
+    assert engine == {"max_batch": 3, "num_pages": 70, "cache": "int8", "compile": True}
+    assert (config.port, config.api_key, config.allowed_hosts, config.max_requests) == (0, "k", ("a.b",), 5)
+    assert (config.max_prompt_tokens, config.max_body_bytes, config.drain_seconds) == (6, 7, 8)
+    asked = {"name": "n", "tokenizer": Path("gpt2"), "device": "cpu", "weights": "int4"}
+    assert (load.args, load.keywords) == ((tmp_path,), asked)

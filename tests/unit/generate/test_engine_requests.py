@@ -223,6 +223,7 @@ def test_what_fits_exactly_is_served():
         ({"page_size": 0}, "page_size = 0"),
         ({"max_batch": 0}, "max_batch = 0"),
         ({"prefill_chunk": 0}, "prefill_chunk = 0"),
+        ({"ahead": 0}, "ahead = 0"),
         ({"num_pages": 1}, "num_pages = 1"),
         ({"cache": "int9"}, "int9"),
         ({"num_pages": 10**12}, "num_pages = 1000000000000 take .* bytes: cpu has room for"),
