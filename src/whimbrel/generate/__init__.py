@@ -9,7 +9,7 @@ from whimbrel.generate.conversation import Answer, Conversation
 from whimbrel.generate.decode import Text, decode_n, decode_one, prefill, stream
 from whimbrel.generate.engine import Engine, EngineConfig, Stats
 from whimbrel.generate.request import Event, Request, Score
-from whimbrel.generate.sampling import Draws, Sampling, distribution, log_probabilities, sample
+from whimbrel.generate.sampling import Draws, History, Sampling, distribution, log_probabilities, sample
 from whimbrel.generate.session import Session
 from whimbrel.generate.speculative import Draft, Guess, ModelDraft, NgramDraft, speculate
 from whimbrel.generate.text import TextStream, encode_prompt, stream_text
@@ -25,6 +25,7 @@ __all__ = [
     "EngineConfig",
     "Event",
     "Guess",
+    "History",
     "ModelDraft",
     "NgramDraft",
     "Request",

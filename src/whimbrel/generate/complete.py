@@ -125,11 +125,11 @@ def generate_batch(
     ]
     for _ in decode_n(model, texts, max_new_tokens, logprobs=logprobs, cache=cache):
         pass  # the texts take in what is drawn
-    done = [_completion(text, len(checked[place // n])) for place, text in enumerate(texts)]
+    done = [_completion(text) for text in texts]
     return [done[start : start + n] for start in range(0, len(done), n)]
 
 
-def _completion(text: Text, start: int) -> Completion:
+def _completion(text: Text) -> Completion:
     written = None if text.words is None else "".join(text.pieces) + text.words.flush()
     assert text.finish is not None
-    return Completion(text.ids[start:], text.finish, written, text.scores)
+    return Completion(text.ids[text.prompt :], text.finish, written, text.scores)

@@ -14,7 +14,7 @@ from torch import Tensor
 from whimbrel.base.errors import RequestError
 from whimbrel.cache import DynamicCache
 from whimbrel.generate.request import Score
-from whimbrel.generate.sampling import Draws, Sampling, log_probabilities, sample
+from whimbrel.generate.sampling import Draws, History, Sampling, log_probabilities, sample
 from whimbrel.generate.text import TextStream
 from whimbrel.models import GPT, KVStore
 
@@ -53,6 +53,16 @@ class Text:
     """How likely each token was, where that was asked for."""
     finish: Literal["stop", "length"] | None = None
     """Why it ended."""
+    prompt: int = field(init=False)
+    """How many of the ids are the prompt: those that it began with."""
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.ids)
+
+    @property
+    def history(self) -> History:
+        """What penalties count."""
+        return History(self.ids, self.prompt)
 
     def take(self, token: int, score: Score | None = None) -> None:
         """Go on with a token, or end with it."""
@@ -108,7 +118,7 @@ def _decode(reader: _Reader, texts: list[Text], count: int, logprobs: int | None
             logits_BV,
             [text.sampling for text in texts],
             [0.0 if text.sampling.greedy else text.draws.uniform() for text in texts],
-            [text.ids for text in texts],
+            [text.history for text in texts],
         )
         scores = [None] * len(texts) if logprobs is None else score_tokens(logits_BV, tokens_B, logprobs)
         for text, token, score in zip(texts, tokens_B.tolist(), scores, strict=True):

@@ -244,7 +244,7 @@ class Engine:
 def _draw(rows: Sequence[Row], logits: Tensor) -> Tensor:
     samplings = [row.request.sampling for row in rows]
     uniforms = [0.0 if row.request.sampling.greedy else row.draws.uniform() for row in rows]
-    return sample(logits, samplings, uniforms, [row.tokens for row in rows])
+    return sample(logits, samplings, uniforms, [row.history for row in rows])
 
 
 def _score(rows: Sequence[Row], logits: Tensor, tokens: Tensor) -> list[Score]:

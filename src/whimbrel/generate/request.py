@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from whimbrel.base.errors import RequestError
 from whimbrel.cache.pages import Holding, Pages
-from whimbrel.generate.sampling import Draws, Sampling
+from whimbrel.generate.sampling import Draws, History, Sampling
 
 __all__ = ["Event", "Finish", "Request", "Row", "Score"]
 
@@ -142,6 +142,11 @@ class Row:
     def drawn(self) -> int:
         """Tokens after the prompt."""
         return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def history(self) -> History:
+        """What penalties count."""
+        return History(self.tokens, len(self.request.prompt_ids))
 
     @property
     def complete(self) -> bool:

@@ -10,13 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from whimbrel.base.errors import RequestError
 
-__all__ = ["Draws", "Sampling", "check_numbers", "distribution", "draw", "log_probabilities", "sample"]
+__all__ = ["Draws", "History", "Sampling", "check_numbers", "distribution", "draw", "log_probabilities", "sample"]
 
 PARTS = 2**40
 """Probabilities are added up in whole numbers of this part of one."""
@@ -38,11 +39,11 @@ class Sampling:
     min_p: float | None = None
     """Draw from tokens that have at least this part of the likeliest one's probability."""
     repetition_penalty: float = 1.0
-    """Positive logits of tokens seen before are divided by this, negative ones multiplied."""
+    """Positive logits of tokens in the prompt or drawn before are divided by this, negative ones multiplied."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens seen before."""
+    """Taken from the logits of tokens drawn before."""
     frequency_penalty: float = 0.0
-    """Taken from the logits of tokens seen before, as often as they were."""
+    """Taken from the logits of tokens drawn before, as often as they were."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     """Added to the logits of these tokens."""
 
@@ -76,7 +77,7 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        """Whether tokens seen before are drawn less or more."""
+        """Whether tokens of the text so far are drawn less or more."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -84,6 +85,15 @@ class Sampling:
         strange = next((token for token in self.logit_bias or () if token >= vocab_size), None)
         if strange is not None:
             raise RequestError(f"logit_bias of token {strange}: the vocabulary's ids run from 0 to {vocab_size - 1}")
+
+
+class History(NamedTuple):
+    """A text so far, of which penalties count the tokens."""
+
+    tokens: Sequence[int]
+    """The prompt and what was drawn after it."""
+    prompt: int
+    """How many of them are the prompt."""
 
 
 class Draws:
@@ -114,12 +124,12 @@ def sample(
     logits_BV: Tensor,
     samplings: Sequence[Sampling],
     uniforms: Sequence[float],
-    histories: Sequence[Sequence[int]],
+    histories: Sequence[History],
 ) -> Tensor:
     """One token per row, (B,) on the device of the logits.
 
-    Row b is drawn by `uniforms[b]` in [0, 1), which is not looked at where the row is greedy; `histories[b]` are the
-    tokens that its penalties count, and are not looked at where it has none.
+    Row b is drawn by `uniforms[b]` in [0, 1), which is not looked at where the row is greedy; `histories[b]` is what
+    its penalties count, and is not looked at where it has none.
     """
     check_numbers(logits_BV)
     logits_BV = _adjusted(logits_BV, samplings, histories)
@@ -142,7 +152,7 @@ def draw(probabilities_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
 
 
 @torch.no_grad()
-def distribution(logits_BV: Tensor, samplings: Sequence[Sampling], histories: Sequence[Sequence[int]]) -> Tensor:
+def distribution(logits_BV: Tensor, samplings: Sequence[Sampling], histories: Sequence[History]) -> Tensor:
     """The probabilities (B, V) that tokens are drawn with; all of it on one token where a row is greedy."""
     check_numbers(logits_BV)
     logits_BV = _adjusted(logits_BV, samplings, histories)
@@ -167,13 +177,13 @@ def log_probabilities(logits_BV: Tensor, tokens_B: Tensor, top: int = 0) -> list
     return list(zip(own, best, strict=True))
 
 
-def _adjusted(logits_BV: Tensor, samplings: Sequence[Sampling], histories: Sequence[Sequence[int]]) -> Tensor:
+def _adjusted(logits_BV: Tensor, samplings: Sequence[Sampling], histories: Sequence[History]) -> Tensor:
     """Logits after bias and penalties, in fp32; as they came where no row asks for either."""
     penalties = [
-        (row, token, float(count), sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        (row, token, float(drawn), sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         for row, sampling in enumerate(samplings)
         if sampling.penalised
-        for token, count in Counter(histories[row]).items()
+        for token, drawn in _times_drawn(histories[row]).items()
     ]
     biases = [
         (row, token, bias)
@@ -190,11 +200,18 @@ def _adjusted(logits_BV: Tensor, samplings: Sequence[Sampling], histories: Seque
         rows, tokens, *numbers = (
             torch.tensor(column, device=logits_BV.device) for column in zip(*penalties, strict=True)
         )
-        counts, repetition, presence, frequency = numbers
+        drawn, repetition, presence, frequency = numbers
         found = logits_BV[rows, tokens]
         found = torch.where(found > 0, found / repetition, found * repetition)
-        logits_BV[rows, tokens] = found - presence - frequency * counts
+        logits_BV[rows, tokens] = found - presence * (drawn > 0) - frequency * drawn
     return logits_BV
+
+
+def _times_drawn(history: History) -> Counter[int]:
+    """Each token of a text and how often it was drawn: 0 where it is in the prompt alone."""
+    times = Counter(dict.fromkeys(history.tokens[: history.prompt], 0))
+    times.update(history.tokens[history.prompt :])
+    return times
 
 
 def _restricted(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:

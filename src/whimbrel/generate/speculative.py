@@ -15,7 +15,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import RequestError
 from whimbrel.generate.decode import checked_prompt, checked_stops
-from whimbrel.generate.sampling import Draws, Sampling, distribution, draw, sample
+from whimbrel.generate.sampling import Draws, History, Sampling, distribution, draw, sample
 from whimbrel.generate.session import Session
 from whimbrel.models import GPT
 
@@ -34,8 +34,8 @@ class Guess:
 class Draft(Protocol):
     """What guesses."""
 
-    def guess(self, ids: Sequence[int], count: int, sampling: Sampling, draws: Draws) -> Guess:
-        """At most `count` tokens to follow `ids`, which goes on from what it was the time before."""
+    def guess(self, text: History, count: int, sampling: Sampling, draws: Draws) -> Guess:
+        """At most `count` tokens to follow `text`, which goes on from what it was the time before."""
 
 
 class NgramDraft:
@@ -48,8 +48,9 @@ class NgramDraft:
         self._after: dict[tuple[int, ...], int] = {}
         self._known = 0
 
-    def guess(self, ids: Sequence[int], count: int, sampling: Sampling, draws: Draws) -> Guess:
+    def guess(self, text: History, count: int, sampling: Sampling, draws: Draws) -> Guess:
         """What followed the longest run of newest tokens that was seen before, when it was seen last."""
+        ids = text.tokens
         for end in range(self._known, len(ids)):
             for size in range(1, min(self._longest, end) + 1):
                 self._after[tuple(ids[end - size : end])] = end
@@ -71,8 +72,9 @@ class ModelDraft:
         """How many tokens the model knows."""
         return self._session.model.config.vocab_size
 
-    def guess(self, ids: Sequence[int], count: int, sampling: Sampling, draws: Draws) -> Guess:
+    def guess(self, text: History, count: int, sampling: Sampling, draws: Draws) -> Guess:
         """Tokens as the smaller model would draw them."""
+        ids = text.tokens
         context = self._session.model.config.context_length
         count = min(count, context - 1)
         if len(ids) <= self._start:  # another text
@@ -82,7 +84,7 @@ class ModelDraft:
         tokens, chances = list(ids), list[Tensor]()
         for _ in range(count):
             logits_1V = self._session.read(tokens[self._start :])
-            chances.append(distribution(logits_1V, [sampling], [tokens]))
+            chances.append(distribution(logits_1V, [sampling], [History(tokens, text.prompt)]))
             tokens.append(int(draw(chances[-1], [0.0 if sampling.greedy else draws.uniform()])))
         return Guess(tokens[len(ids) :], torch.cat(chances)) if chances else Guess([])
 
@@ -134,13 +136,14 @@ def _speculate(
 ) -> Iterator[int]:
     context = session.model.config.context_length
     start = max(0, len(ids) - context)
+    text = History(ids, len(ids))  # which grows as the ids do
     while left:
         if len(ids) - start > context:
             start = len(ids) - max(1, context // 2)
         room = min(ahead, left - 1, context - (len(ids) - start))
-        guess = draft.guess(ids, room, sampling, draws) if draft and room else Guess([])
+        guess = draft.guess(text, room, sampling, draws) if draft and room else Guess([])
         logits_KV = session.read(ids[start:] + guess.tokens, keep=len(guess.tokens) + 1)
-        for token in _settle(logits_KV, guess, ids, sampling, draws):
+        for token in _settle(logits_KV, guess, text, sampling, draws):
             if token in stops:
                 return
             ids.append(token)
@@ -148,11 +151,11 @@ def _speculate(
             yield token
 
 
-def _settle(logits_KV: Tensor, guess: Guess, ids: list[int], sampling: Sampling, draws: Draws) -> list[int]:
+def _settle(logits_KV: Tensor, guess: Guess, text: History, sampling: Sampling, draws: Draws) -> list[int]:
     """The guessed tokens that stand, and one more: in place of the first that does not, or after the last."""
     if not guess.tokens:
-        return sample(logits_KV, [sampling], [0.0 if sampling.greedy else draws.uniform()], [ids]).tolist()
-    histories = [ids + guess.tokens[:place] for place in range(len(guess.tokens) + 1)]
+        return sample(logits_KV, [sampling], [0.0 if sampling.greedy else draws.uniform()], [text]).tolist()
+    histories = [History([*text.tokens, *guess.tokens[:place]], text.prompt) for place in range(len(guess.tokens) + 1)]
     wanted_KV = distribution(logits_KV, [sampling] * len(histories), histories)
     for place, token in enumerate(guess.tokens):
         wanted_V, chance_V = wanted_KV[place], _chances(guess, place, wanted_KV[place])

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from whimbrel.generate import Draws, Engine, Event, Request, sample
+from whimbrel.generate import Draws, Engine, Event, History, Request, sample
 from whimbrel.models import GPT, GPTConfig
 
 SMALL = {"context_length": 48, "vocab_size": 40, "num_layers": 2, "embd_size": 32, "num_heads": 4, "init_std": 0.3}
@@ -26,7 +26,7 @@ def alone(model: GPT, request: Request, number: int = 0) -> list[int | str]:
     for _ in range(min(request.max_new_tokens, model.config.context_length - len(tokens))):
         logits = model(torch.tensor([tokens])).logits[:, -1]
         uniform = 0.0 if request.sampling.greedy else draws.uniform()
-        token = int(sample(logits, [request.sampling], [uniform], [tokens]))
+        token = int(sample(logits, [request.sampling], [uniform], [History(tokens, len(request.prompt_ids))]))
         if token in request.stop_ids:
             return [*drawn, "stop"]
         tokens.append(token)

@@ -91,11 +91,27 @@ def test_scores_are_the_log_probabilities_of_the_model_itself(model):
     assert ended[0][0].scores[0].top == ()
 
 
-def test_penalties_count_the_prompt_and_what_was_drawn(model):
-    plain = generate(model, PROMPTS[2], max_new_tokens=30, temperature=0)
-    assert len(set(plain)) < 30
-    fresh = generate(model, PROMPTS[2], max_new_tokens=30, temperature=0, presence_penalty=1e4)
-    assert len({*fresh, *PROMPTS[2]}) == 34
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_penalties_count_what_was_drawn_also_past_the_context(model, penalty):
+    """A model of 97 tokens and a context of 32 draws each of them once, those of the prompt too."""
+    plain = generate(model, PROMPTS[2], max_new_tokens=97, temperature=0)
+    assert set(plain) != set(range(97))
+    found = generate(model, PROMPTS[2], max_new_tokens=97, temperature=0, **{penalty: 1e4})
+    assert sorted(found) == list(range(97))
+    beside = generate_batch(model, PROMPTS, Sampling(temperature=0, **{penalty: 1e4}), max_new_tokens=97)
+    assert [sorted(completion.tokens) for [completion] in beside] == [sorted(found)] * 4
+
+
+def test_the_penalty_of_repetition_counts_the_prompt_too(model):
+    settings = {"temperature": 0, "max_new_tokens": 97 - 9}
+    usual = generate(model, PROMPTS[1], **settings)
+    assert {*usual} & {*PROMPTS[1]}
+    biased = dict.fromkeys(range(97), 1e3)  # all positive: a penalty brings each of them below the others
+    fresh = generate(model, PROMPTS[1], **settings, logit_bias=biased, repetition_penalty=1e4)
+    assert {*fresh, *PROMPTS[1]} == {*range(97)}
+
+
+def test_a_bias_brings_its_token(model):
     assert set(generate(model, [3], max_new_tokens=9, temperature=0, logit_bias={17: 1e4})) == {17}
 
 

@@ -129,6 +129,17 @@ def test_a_pool_too_small_for_all_makes_the_youngest_start_over():
     assert firsts == sorted(firsts), "first come, first served"
 
 
+def test_what_was_drawn_before_starting_over_still_counts_as_drawn():
+    """A model of 40 tokens draws each of them once, those of the prompt too, however often pages are taken away."""
+    sampling = Sampling(temperature=0, presence_penalty=1e4)
+    engine = Engine(MODELS["rope"], EngineConfig(page_size=2, num_pages=50))
+    for first in range(6):
+        engine.submit(Request(prompt_ids=(first, 1, 2, 1), max_new_tokens=40, sampling=sampling))
+    drawn = texts(run(engine))
+    assert engine.stats().preemptions > 3
+    assert [sorted(tokens[:-1]) for tokens in drawn.values()] == [list(range(40))] * 6
+
+
 def test_a_prompt_seen_before_is_not_read_again():
     model = MODELS["rope"]
     engine = Engine(model, EngineConfig(page_size=4))

@@ -17,10 +17,11 @@ from transformers import (
 )
 
 from whimbrel.base.errors import RequestError
-from whimbrel.generate import Draws, Sampling, log_probabilities, sample
+from whimbrel.generate import Draws, History, Sampling, log_probabilities, sample
 from whimbrel.generate.sampling import distribution, draw
 
 VOCAB = 61
+NOTHING = History((), 0)
 BIAS = {3: 4.0, 8: -100.0}
 SETTINGS = [
     {},
@@ -41,7 +42,7 @@ SETTINGS = [
 ]
 
 
-def draw_many(logits_V: torch.Tensor, sampling: Sampling, count: int, history: tuple[int, ...] = ()) -> torch.Tensor:
+def draw_many(logits_V: torch.Tensor, sampling: Sampling, count: int, history: History = NOTHING) -> torch.Tensor:
     """How often each token comes out of `count` draws."""
     draws = Draws(0)
     uniforms = [draws.uniform() for _ in range(count)]
@@ -75,7 +76,7 @@ def test_distributions_are_those_of_transformers(settings):
     # It overflows where a temperature is next to nothing: logits from which the largest was taken mean the same.
     given = logits - logits.amax(-1, keepdim=True) if sampling.temperature < 1e-10 else logits
     expected = peer(sampling)(histories, given.clone()).softmax(-1)
-    found = distribution(logits, [sampling] * 40, histories.tolist())
+    found = distribution(logits, [sampling] * 40, [History(tokens, 5) for tokens in histories.tolist()])
     torch.testing.assert_close(found, expected)
     assert torch.equal(found == 0, expected == 0)
 
@@ -86,24 +87,37 @@ def test_a_nucleus_of_many_tokens_is_that_of_transformers(top_p):
     logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(4)) * torch.linspace(0.5, 3, 6)[:, None]
     sampling = Sampling(top_p=top_p)
     expected = peer(sampling)(torch.zeros(6, 1, dtype=torch.long), logits.clone()).softmax(-1)
-    found = distribution(logits, [sampling] * 6, [()] * 6)
+    found = distribution(logits, [sampling] * 6, [NOTHING] * 6)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
     # Where adding thousands of numbers in fp32 rounds the other way, one token more or less is kept.
     assert ((found > 0) != (expected > 0)).sum(-1).max() <= 1
     assert (found > 0).sum(-1).max() > 1024 or top_p < 0.5
 
 
-def test_penalties_of_presence_and_frequency_count_what_was_seen():
+def test_penalties_of_presence_and_frequency_count_what_was_drawn():
+    """As OpenAI's formula has it: what the prompt says is no repetition."""
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
-    found = distribution(logits, [sampling], [[1, 3, 3, 3]])
-    torch.testing.assert_close(found, torch.tensor([[1.0, 2 - 0.75, 3.0, 4 - 1.25]]).softmax(-1))
+    for prompt in ([], [2], [3, 3, 2, 2]):
+        found = distribution(logits, [sampling], [History([*prompt, 1, 3, 3, 3], len(prompt))])
+        torch.testing.assert_close(found, torch.tensor([[1.0, 2 - 0.75, 3.0, 4 - 1.25]]).softmax(-1))
+
+
+def test_penalties_of_one_row_count_each_its_own():
+    logits = torch.tensor([[1.0, -2.0, 3.0, 4.0]])
+    sampling = Sampling(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    found = distribution(logits, [sampling], [History([1, 3, 3, 0], 2)])
+    torch.testing.assert_close(found, torch.tensor([[0.5 - 0.75, -4.0, 3.0, 2 - 0.75]]).softmax(-1))
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_tokens_come_as_often_as_their_probability_says(settings):
     """Pearson's chi-square, four deviations above its mean at most; the seed is fixed."""
-    logits, count, history = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 2, 5_000, (1, 5, 5, 9)
+    logits, count, history = (
+        torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 2,
+        5_000,
+        History((1, 5, 5, 9), 2),
+    )
     sampling = Sampling(**settings)
     expected = distribution(logits[None], [sampling], [history])[0] * count
     seen = draw_many(logits, sampling, count, history).float()
@@ -136,9 +150,9 @@ def test_tokens_are_drawn_with_the_frequencies_asked_for(settings, expected):
 def test_the_uniform_number_runs_through_the_tokens():
     logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log()
     uniforms = [0.0, 0.099, 0.101, 0.499, 0.501, 0.799, 0.801, 1 - 2**-53]
-    drawn = sample(logits.expand(8, -1), [Sampling()] * 8, uniforms, [()] * 8)
+    drawn = sample(logits.expand(8, -1), [Sampling()] * 8, uniforms, [NOTHING] * 8)
     assert drawn.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert sample(torch.zeros(1, 2), [Sampling()], [0.5], [()]).tolist() == [1]  # each has its lower bound
+    assert sample(torch.zeros(1, 2), [Sampling()], [0.5], [NOTHING]).tolist() == [1]  # each has its lower bound
 
 
 def test_what_rounding_leaves_over_falls_to_the_likeliest_token():
@@ -154,7 +168,7 @@ def test_rows_are_bitwise_those_of_the_row_alone(device):
     samplings = [Sampling(**SETTINGS[row % len(SETTINGS)]) for row in range(60)]
     samplings[7::8] = [Sampling(temperature=0, frequency_penalty=1.0)] * len(samplings[7::8])
     samplings[3::8] = [Sampling(temperature=0)] * len(samplings[3::8])
-    histories = torch.randint(5000, (60, 12), generator=generator).tolist()
+    histories = [History(tokens, 4) for tokens in torch.randint(5000, (60, 12), generator=generator).tolist()]
     uniforms = torch.rand(60, generator=generator).tolist()
     together = sample(logits, samplings, uniforms, histories).tolist()
     whole = distribution(logits, samplings, histories)
@@ -168,18 +182,18 @@ def test_rows_are_bitwise_those_of_the_row_alone(device):
 def test_greedy_rows_take_the_likeliest_token_and_no_number():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [4.0, 0.0, 0.0, 3.9]])
     nothing = (math.nan, math.nan)
-    assert sample(logits, [Sampling(temperature=0)] * 2, nothing, [(), ()]).tolist() == [1, 0]
+    assert sample(logits, [Sampling(temperature=0)] * 2, nothing, [NOTHING] * 2).tolist() == [1, 0]
     penalised = [Sampling(temperature=0), Sampling(temperature=0, presence_penalty=1.0)]
-    assert sample(logits, penalised, nothing, [(1,), (0,)]).tolist() == [1, 3]
+    assert sample(logits, penalised, nothing, [History((1,), 0), History((0,), 0)]).tolist() == [1, 3]
     biased = [Sampling(temperature=0, logit_bias={3: 5.0}), Sampling(temperature=0)]
-    assert sample(logits, biased, nothing, [(), ()]).tolist() == [3, 0]
+    assert sample(logits, biased, nothing, [NOTHING] * 2).tolist() == [3, 0]
     assert logits.tolist() == [[1.0, 3.0, 3.0, 2.0], [4.0, 0.0, 0.0, pytest.approx(3.9)]]
 
 
 def test_a_temperature_next_to_nothing_is_greedy():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    assert sample(logits, [Sampling(temperature=1e-300)], [0.9], [()]).tolist() == [1]
-    assert distribution(logits, [Sampling(temperature=1e-300)], [()]).tolist() == [[0, 1, 0]]
+    assert sample(logits, [Sampling(temperature=1e-300)], [0.9], [NOTHING]).tolist() == [1]
+    assert distribution(logits, [Sampling(temperature=1e-300)], [NOTHING]).tolist() == [[0, 1, 0]]
 
 
 def test_seeds_settle_the_numbers_and_samples_have_their_own():
@@ -204,9 +218,9 @@ def test_log_probabilities_are_the_models_own():
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_a_model_that_diverged_is_refused(number):
     with pytest.raises(RequestError, match="not numbers"):
-        sample(torch.tensor([[0.0, 1.0], [0.0, number]]), [Sampling()] * 2, [0.5] * 2, [(), ()])
+        sample(torch.tensor([[0.0, 1.0], [0.0, number]]), [Sampling()] * 2, [0.5] * 2, [NOTHING] * 2)
     with pytest.raises(RequestError, match="not numbers"):
-        distribution(torch.tensor([[0.0, 1.0], [0.0, number]]), [Sampling()] * 2, [(), ()])
+        distribution(torch.tensor([[0.0, 1.0], [0.0, number]]), [Sampling()] * 2, [NOTHING] * 2)
 
 
 @pytest.mark.parametrize(

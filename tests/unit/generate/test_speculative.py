@@ -10,11 +10,23 @@ import torch
 from tests.unit.models.test_gpt import KINDS, spread
 
 from whimbrel.base.errors import RequestError
-from whimbrel.generate import Draws, Guess, ModelDraft, NgramDraft, Sampling, Session, distribution, generate, speculate
+from whimbrel.generate import (
+    Draws,
+    Guess,
+    History,
+    ModelDraft,
+    NgramDraft,
+    Sampling,
+    Session,
+    distribution,
+    generate,
+    speculate,
+)
 from whimbrel.generate.speculative import _settle
 from whimbrel.models import GPT, GPTConfig
 
 GREEDY = Sampling(temperature=0)
+NOTHING = History((), 0)
 PROMPTS = [[3], [5, 6, 7, 8, 9, 5, 6, 7], list(range(40))]
 
 
@@ -71,6 +83,16 @@ def test_penalties_and_restrictions_hold(models):
         assert list(speculate(model, PROMPTS[1], Sampling(**settings), draft, max_new_tokens=24)) == plain
 
 
+def test_penalties_of_a_draft_count_what_those_of_the_model_count(models, reads):
+    """So a model that guesses for itself is always right, in a text that no token comes in twice."""
+    model, sampling = models["gpt2"], Sampling(temperature=0, presence_penalty=1e4)
+    found = list(speculate(model, list(range(8)), sampling, ModelDraft(model), max_new_tokens=20, ahead=3))
+    assert [count for count in reads[1:] if count > 2] == [8 + 3, 4, 4, 4, 4]
+    assert len(set(found)) == 20
+    found = list(speculate(model, list(range(8)), sampling, ModelDraft(model), max_new_tokens=97, ahead=3))
+    assert set(found) == set(range(97))  # past the context, and those of the prompt too
+
+
 def test_right_guesses_save_steps_and_wrong_ones_are_taken_back(models, reads):
     model = models["gpt2"]
     list(speculate(model, [3, 4], GREEDY, ModelDraft(model), max_new_tokens=20, ahead=3))
@@ -110,8 +132,8 @@ def test_what_comes_out_is_distributed_as_if_the_model_had_drawn_it(certain, set
     generator = torch.Generator().manual_seed(0)
     logits, other = torch.randn(3, 4, generator=generator), torch.randn(2, 4, generator=generator)
     sampling, draws, count = Sampling(**settings), Draws(0), 800
-    model = distribution(logits, [sampling] * 3, [()] * 3)
-    draft = distribution(other, [Sampling(temperature=1.5)] * 2, [()] * 2)
+    model = distribution(logits, [sampling] * 3, [NOTHING] * 3)
+    draft = distribution(other, [Sampling(temperature=1.5)] * 2, [NOTHING] * 2)
     seen: Counter[tuple[int, ...]] = Counter()
     for _ in range(count):
         if certain:
@@ -119,11 +141,11 @@ def test_what_comes_out_is_distributed_as_if_the_model_had_drawn_it(certain, set
         else:
             uniforms = [draws.uniform(), draws.uniform()]
             guess = Guess([int((row.cumsum(0) <= u).sum()) for row, u in zip(draft, uniforms, strict=True)], draft)
-        out = _settle(logits, guess, [], sampling, draws)
+        out = _settle(logits, guess, NOTHING, sampling, draws)
         assert out[:-1] == guess.tokens[: len(out) - 1]
         # What was refused would be drawn by the model in the next step: here from the rows that are left.
         while len(out) < 3:
-            out += _settle(logits[len(out) : len(out) + 1], Guess([]), [], sampling, draws)
+            out += _settle(logits[len(out) : len(out) + 1], Guess([]), NOTHING, sampling, draws)
         seen[tuple(out)] += 1
     expected = torch.einsum("i,j,k->ijk", *model) * count
     assert sum(seen[place] for place in seen if expected[place] == 0) == 0
