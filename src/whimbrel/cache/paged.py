@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whimbrel.cache.codec import SCALE_DTYPE, Codec, find_codec
 from whimbrel.cache.pages import SCRATCH, Pages
-from whimbrel.ops import View
+from whimbrel.ops import View, store
 
 __all__ = ["PagePool", "PagedBatch", "Shape"]
 
@@ -89,13 +89,15 @@ class PagePool(Pages):
         """Keys, values and scales of all layers, (pages, page size, kv heads, ...) each."""
         return [tensor for layer in self._layers for tensor in layer.values()]
 
-    def write(self, states: Tensor, slots: Tensor, layer_idx: int, kind: str) -> None:
-        """Store the `keys` or `values` (tokens, kv heads, head size) of tokens in their slots, page by page counted."""
+    def write(self, key_states: Tensor, value_states: Tensor, slots: Tensor, layer_idx: int) -> None:
+        """Store the keys and values (tokens, kv heads, head size) of tokens in their slots, page by page counted."""
         layer = self._layers[layer_idx]
-        codes, scales = self.codec.encode(states.to(self.dtype))
-        layer[kind].flatten(0, 1)[slots] = codes
+        (keys, key_scales), (values, value_scales) = (
+            self.codec.encode(states.to(self.dtype)) for states in (key_states, value_states)
+        )
+        store(layer["keys"], layer["values"], keys, values, slots)
         if not self.codec.is_plain:
-            layer[_scales_of(kind)].flatten(0, 1)[slots] = scales
+            store(layer[_scales_of("keys")], layer[_scales_of("values")], key_scales, value_scales, slots)
 
     def view(self, layer_idx: int, tables: Tensor, lengths: Tensor) -> View:
         """What rows with these page tables may read of a layer."""
@@ -146,8 +148,8 @@ class PagedBatch:
         if self._slots is None or self._lengths is None:
             self.positions(key_states.size(2), key_states.device)
             return self.append(key_states, value_states, layer_idx)
-        for kind, states in (("keys", key_states), ("values", value_states)):
-            self.pool.write(states.transpose(1, 2).flatten(0, 1), self._slots, layer_idx, kind)
+        keys_THD, values_THD = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
+        self.pool.write(keys_THD, values_THD, self._slots, layer_idx)
         return self.pool.view(layer_idx, self.tables, self._lengths)
 
     def get_seq_length(self) -> int:

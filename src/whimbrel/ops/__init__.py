@@ -1,6 +1,6 @@
 """Pure tensor functions: a plain reference first, then the fast path behind the same name."""
 
-from whimbrel.ops.attention import Decoder, View, attend, attend_reference
+from whimbrel.ops.attention import Decoder, View, attend, attend_reference, store
 from whimbrel.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from whimbrel.ops.kernels import kernels_of
 from whimbrel.ops.orthogonal import orthogonalise
@@ -14,4 +14,5 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "orthogonalise",
+    "store",
 ]

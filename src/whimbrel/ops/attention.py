@@ -1,4 +1,4 @@
-"""Attention over a key-value cache: what may be read of it (`View`), and reading it (`attend`)."""
+"""Attention over a key-value cache: what may be read of it (`View`), reading it (`attend`), writing pages (`store`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from whimbrel.ops.kernels import kernels_of
 
-__all__ = ["Decoder", "View", "attend", "attend_reference"]
+__all__ = ["Decoder", "View", "attend", "attend_reference", "store"]
 
 
 class Decoder(Protocol):
@@ -62,6 +62,17 @@ class View:
         return stored[self.pages.long()].flatten(1, 2).transpose(1, 2)
 
 
+def store(keys: Tensor, values: Tensor, new_keys_THX: Tensor, new_values_THX: Tensor, slots_T: Tensor) -> None:
+    """Write what is kept of tokens to their slots of pages (pages, page size, kv heads, ...), page by page counted."""
+    if kernels_of(keys) == "cuda":
+        from whimbrel.ops.attention_triton import store_pages
+
+        store_pages(keys, values, new_keys_THX, new_values_THX, slots_T)
+        return
+    for pages, new in ((keys, new_keys_THX), (values, new_values_THX)):
+        pages.flatten(0, 1)[slots_T] = new
+
+
 def attend(q_BHTD: Tensor, view: View, positions: Tensor, *, window: int | None = None) -> Tensor:
     """Attend the queries at `positions`, (T,) or (batch, T), over what `view` shows.
 
@@ -71,7 +82,8 @@ def attend(q_BHTD: Tensor, view: View, positions: Tensor, *, window: int | None 
     if one_by_one and view.pages is not None and view.lengths is not None:
         from whimbrel.ops.attention_triton import attend_pages
 
-        return attend_pages(q_BHTD, view.keys, view.values, view.pages, view.lengths, window=window)
+        found: Tensor = attend_pages(q_BHTD, view.keys, view.values, view.pages, view.lengths, window)
+        return found
     return attend_reference(q_BHTD, view, positions, window=window)
 
 

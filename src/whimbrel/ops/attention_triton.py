@@ -1,8 +1,11 @@
-"""One query a row over paged keys and values, in one pass: each page is read where it lies.
+"""Pages of keys and values: writing new tokens to them, and one query a row over them, read where they lie.
 
 The tokens of a row are split among programs, so that a few long rows still fill a GPU; each keeps a running softmax
 over its part, and a second kernel puts the parts together. Lengths and page tables are read on the device: a captured
 graph serves rows of every length.
+
+Both are operators of their own, which say what they write to: of a plain kernel, compiled code cannot tell, and it
+would copy all pages before each.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["attend_pages"]
+__all__ = ["attend_pages", "store_pages"]
 
 BLOCK = 32
 """Tokens that a program reads at a time."""
@@ -23,8 +26,22 @@ MOST_SPLITS = 16
 LOG2_E = 1.4426950408889634
 
 
+@torch.library.custom_op("whimbrel::store_pages", mutates_args=("keys", "values"), device_types="cuda")
+def store_pages(keys: Tensor, values: Tensor, new_keys_THD: Tensor, new_values_THD: Tensor, slots_T: Tensor) -> None:
+    """Write the keys and values of tokens to their slots of pages (pages, page size, kv heads, head size)."""
+    heads, width = keys.shape[2:]
+    new_keys, new_values = (x if x.stride(2) == 1 else x.contiguous() for x in (new_keys_THD, new_values_THD))
+    block = min(1024, triton.next_power_of_2(heads * width))
+    _store_rows[(len(slots_T), triton.cdiv(heads * width, block))](
+        keys, values, new_keys, new_values, slots_T,
+        new_keys.stride(0), new_keys.stride(1), new_values.stride(0), new_values.stride(1),
+        HEADS=heads, WIDTH=width, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("whimbrel::attend_pages", mutates_args=(), device_types="cuda")
 def attend_pages(
-    q_BHTD: Tensor, keys: Tensor, values: Tensor, pages_BP: Tensor, lengths_B: Tensor, *, window: int | None = None
+    q_BHTD: Tensor, keys: Tensor, values: Tensor, pages_BP: Tensor, lengths_B: Tensor, window: int | None = None
 ) -> Tensor:
     """Attention of the newest token of each row; keys and values are (pages, page size, kv heads, head size)."""
     batch, heads, _, width = q_BHTD.shape
@@ -47,6 +64,25 @@ def attend_pages(
         PADDED_SPLITS=triton.next_power_of_2(splits), num_warps=1,
     )  # fmt: skip
     return y_BHTD
+
+
+@attend_pages.register_fake
+def _(q_BHTD: Tensor, *_: Tensor | int | None) -> Tensor:
+    return torch.empty_like(q_BHTD, memory_format=torch.contiguous_format)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_rows(  # type: ignore[no-untyped-def]
+    keys, values, new_keys, new_values, slots, key_token, key_head, value_token, value_head,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within, head, dim = at < HEADS * WIDTH, at // WIDTH, at % WIDTH
+    place = tl.load(slots + token).to(tl.int64) * (HEADS * WIDTH) + at
+    key = tl.load(new_keys + token * key_token + head * key_head + dim, mask=within)
+    value = tl.load(new_values + token * value_token + head * value_head + dim, mask=within)
+    tl.store(keys + place, key, mask=within)
+    tl.store(values + place, value, mask=within)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from whimbrel.ops import View, attend, attend_reference
+from whimbrel.ops import View, attend, attend_reference, store
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, position: int, key_positions: list[int], window: int | None) -> Tensor:
@@ -20,8 +22,9 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, position: int, key_positions: list[
     return torch.einsum("hs,hsd->hd", weights, v)
 
 
-def states(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+def states(*shape: int, device: str = "cpu") -> Tensor:
+    generator = torch.Generator(device).manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device=device)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
@@ -54,19 +57,21 @@ def test_a_padding_query_is_a_number() -> None:
     assert got.isfinite().all()
 
 
-def paged(lengths: list[int], page_size: int, kv_heads: int, width: int, room: int) -> tuple[View, Tensor, Tensor]:
+def paged(
+    lengths: list[int], page_size: int, kv_heads: int, width: int, room: int, device: str = "cpu"
+) -> tuple[View, Tensor, Tensor]:
     """A pool whose pages lie in disorder, and the same keys and values row by row (batch, kv heads, room, width)."""
     pages = -(-room // page_size)
     order = torch.randperm(len(lengths) * pages, generator=torch.Generator().manual_seed(1)) + 1
-    table = order.view(len(lengths), pages).int()
-    k, v = (
-        states(len(lengths), pages * page_size, kv_heads, width),
-        states(len(lengths), pages * page_size, kv_heads, width) + 1,
-    )
-    pools = [torch.full((len(order) + 1, page_size, kv_heads, width), 1e4, dtype=x.dtype) for x in (k, v)]
+    table = order.view(len(lengths), pages).int().to(device)
+    shape = (len(lengths), pages * page_size, kv_heads, width)
+    k, v = states(*shape, device=device), states(*shape, device=device) + 1
+    pools = [
+        torch.full((len(order) + 1, page_size, kv_heads, width), 1e4, dtype=x.dtype, device=device) for x in (k, v)
+    ]
     for pool, rows in zip(pools, (k, v), strict=True):
         pool[table.long()] = rows.unflatten(1, (pages, page_size))
-    view = View(*pools, lengths=torch.tensor(lengths), pages=table)
+    view = View(*pools, lengths=torch.tensor(lengths, device=device), pages=table)
     return view, k.transpose(1, 2), v.transpose(1, 2)
 
 
@@ -89,17 +94,31 @@ def test_pages(lengths: list[int], page_size: int, window: int | None) -> None:
 def test_pages_by_kernel(dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> None:
     for lengths in ([1], [5, 900, 33, 0, 512], [700] * 70):
         for window in (None, 40):
-            view, _, _ = paged(lengths, 16, kv_heads, width, 912)
-            view = View(
-                view.keys.to("cuda", dtype),
-                view.values.to("cuda", dtype),
-                lengths=view.lengths.cuda(),
-                pages=view.pages.cuda(),
-            )
-            q = states(len(lengths), 1, heads, width).transpose(1, 2).to("cuda", dtype)  # strided, as a model has it
+            held, _, _ = paged(lengths, 16, kv_heads, width, 912, "cuda")
+            view = replace(held, keys=held.keys.to(dtype), values=held.values.to(dtype))
+            q = states(len(lengths), 1, heads, width, device="cuda").transpose(1, 2).to(dtype)  # strided, as in a model
             positions = view.lengths[:, None] - 1
             got, wanted = attend(q, view, positions, window=window), attend_reference(q, view, positions, window=window)
-            held = view.lengths > 0
+            read = view.lengths > 0
             close = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
-            torch.testing.assert_close(got[held], wanted[held], rtol=close, atol=close)
+            torch.testing.assert_close(got[read], wanted[read], rtol=close, atol=close)
             assert got.isfinite().all()
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.uint8])
+@pytest.mark.parametrize(("heads", "width"), [(1, 1), (3, 80), (32, 128)])
+def test_store(device: str, dtype: torch.dtype, heads: int, width: int) -> None:
+    made = (states(5, 3 * heads, width, device=device) * 50).to(dtype)  # strided, as a model has it
+    _, new_keys, new_values = made.split(heads, dim=1)
+    slots = torch.tensor([7, 0, 39, 16, 8], device=device)
+    keys, values = (torch.full((10, 4, heads, width), fill, dtype=dtype, device=device) for fill in (1, 2))
+    store(keys, values, new_keys, new_values, slots)
+    for pages, new, fill in ((keys, new_keys, 1), (values, new_values, 2)):
+        wanted = torch.full((40, heads, width), fill, dtype=dtype, device=device)
+        for slot, row in zip(slots.tolist(), new, strict=True):
+            wanted[slot] = row
+        assert torch.equal(pages, wanted.view_as(pages))
