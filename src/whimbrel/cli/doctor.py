@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -90,14 +90,14 @@ def examine() -> Report:
     devices = tuple(_devices()) if fault is None else ()
     packages = ("whimbrel", "torch", "triton", *(package for package, _ in EXTRAS.values()))
     return Report(
-        machine=_machine(),
+        machine=_machine(fault),
         versions={package: _version(package) for package in packages},
         devices=devices,
         abilities=tuple(_abilities(fault, devices)),
     )
 
 
-def _machine() -> dict[str, str]:
+def _machine(fault: str | None) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     return {
@@ -106,14 +106,15 @@ def _machine() -> dict[str, str]:
         "cores": str(cores),
         "memory": f"{memory:.1f} GiB",
         "free disk here": f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB",
-        "C++ compiler": _compiler() or "none",
+        "C++ compiler": _compiler() if fault is None else "unknown: torch looks for it",
     }
 
 
-def _compiler() -> str | None:
-    """The C++ compiler that torch.compile would find: CXX, or a usual name."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    return next((path for name in names if (path := shutil.which(name))), None)
+def _compiler() -> str:
+    from whimbrel.ops.compiler import find_compiler
+
+    found = find_compiler()
+    return "none that torch finds" if found is None else shutil.which(found) or found
 
 
 def _version(package: str) -> str | None:
@@ -189,11 +190,9 @@ def _nvidia_ability() -> Ability:
 
 def _compile_ability(best: Device) -> Ability:
     """`torch.compile` needs a C++ compiler everywhere and Triton on CUDA."""
-    missing = []
-    if _compiler() is None:
-        missing.append("a C++ compiler (Debian: apt install g++; macOS: xcode-select --install)")
-    if best.kind == "cuda" and util.find_spec("triton") is None:
-        missing.append("triton (pip install triton)")
+    from whimbrel.ops.compiler import missing_compiler
+
+    missing = [what for kind in dict.fromkeys(("cpu", best.kind)) if (what := missing_compiler(kind))]
     note = f"install {' and '.join(missing)}, or train with --train.compile=false" if missing else f"on {best.kind}"
     return Ability(what="compile", works=not missing, note=note)
 

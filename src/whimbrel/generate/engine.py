@@ -18,6 +18,7 @@ from whimbrel.generate.runner import Runner
 from whimbrel.generate.sampling import log_probabilities, sample
 from whimbrel.generate.scheduler import Scheduler
 from whimbrel.models import GPT
+from whimbrel.ops.compiler import check_compiler
 
 __all__ = ["Engine", "EngineConfig", "Stats"]
 
@@ -77,6 +78,8 @@ class Engine:
 
     def __init__(self, model: GPT, config: EngineConfig | None = None) -> None:
         self.model, self.config = model, config or EngineConfig()
+        if self.config.compile:
+            check_compiler(model.token_embedding.weight.device, "compile")
         self.pool = _build_pool(model, self.config)
         self.runner = Runner(model, self.pool)
         self._graphs: DecodeGraphs | None = None

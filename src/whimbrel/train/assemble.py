@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.logging import get_logger
 from whimbrel.models import GPT
+from whimbrel.ops.compiler import check_compiler
 from whimbrel.optim import (
     Careful,
     Composed,
@@ -84,11 +85,13 @@ def place_model(model: nn.Module, config: TrainerConfig, device: torch.device) -
     if train.recompute != "none":
         recompute(model, train.recompute, compiled=train.compile)
     if train.compile:
-        compile_model(model, config)
+        compile_model(model, config, device)
 
 
-def compile_model(model: nn.Module, config: TrainerConfig) -> None:
+def compile_model(model: nn.Module, config: TrainerConfig, device: torch.device) -> None:
     """Compile in place. With the scope "block" the first block is compiled for all, since they share their code."""
+    if config.train.compile_backend == "inductor":
+        check_compiler(device, "train.compile (torch_compile)")
     settings = {"backend": config.train.compile_backend, "mode": config.train.compile_mode}
     if settings["mode"] == "default":
         del settings["mode"]  # given with others than inductor, torch refuses it

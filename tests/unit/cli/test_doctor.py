@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from whimbrel.cli import doctor as room
 from whimbrel.cli.doctor import EXTRAS, TORCH_CEILING, TORCH_FLOOR, Report, doctor, examine
@@ -81,25 +82,29 @@ def test_an_absent_extra_is_named_with_its_install_command(extra: str, without):
     assert f"pip install 'whimbrel[{extra}]'" in ability(report, what).note
 
 
-def test_no_compiler_is_advised(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+@inductor.patch({"cpp.cxx": "no-such-compiler"})
+def test_no_compiler_is_advised():
     report = examine()
-    assert report.machine["C++ compiler"] == "none"
+    assert report.machine["C++ compiler"] == "none that torch finds"
     assert not ability(report, "compile").works
     assert "C++ compiler" in ability(report, "compile").note
 
 
-def test_the_compiler_is_the_one_cxx_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_compiler_is_the_one_that_torch_finds(tmp_path: Path):
     compiler = tmp_path / "my-cxx"
-    compiler.touch(mode=0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    assert examine().machine["C++ compiler"] == str(compiler)
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    with inductor.patch({"cpp.cxx": str(compiler)}):
+        report = examine()
+    assert report.machine["C++ compiler"] == str(compiler)
+    assert ability(report, "compile").works or report.devices[0].kind == "cuda"
 
 
 def test_a_broken_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     report = examine()
     assert report.devices == ()
+    assert report.machine["C++ compiler"].startswith("unknown")
     assert not ability(report, "train and generate").works
     assert "torch" in ability(report, "train and generate").note
     assert ability(report, "prepare local text").works

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.unit.generate.lone import alone, run, small_model, texts
+from torch._inductor import config as inductor
 
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.generate import Engine, EngineConfig, Event, Request, Sampling, Score
@@ -232,6 +233,13 @@ def test_what_fits_exactly_is_served():
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Engine(MODEL, EngineConfig(**settings))
+
+
+@inductor.patch({"cpp.cxx": "no-such-compiler"})
+def test_a_step_that_torch_could_not_compile_is_refused_when_the_engine_is_built():
+    with pytest.raises(ConfigError, match=r"^compile needs a C\+\+ compiler .* leave compile out$"):
+        Engine(MODEL, EngineConfig(compile=True))
+    Engine(MODEL)
 
 
 def test_pages_are_enough_for_every_text_of_a_batch_when_their_number_is_not_given():

@@ -58,6 +58,7 @@ def test_sizes_of_batch() -> None:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are recorded as they are: compiling them takes long, and has a test of its own."""
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    monkeypatch.setattr("whimbrel.generate.engine.check_compiler", lambda *_: None)
 
 
 def alone(model: GPT, **settings: Any) -> list[list[int]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 from torch._inductor.utils import clear_inductor_caches
 
 from whimbrel.artifacts import load_model, model_directory
@@ -338,6 +339,14 @@ def test_compiling_ahead_moves_no_weight(make_run: MakeRun) -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.unwrapped_model().state_dict().items())
     assert trainer.optimizer is not None
     assert len(trainer.optimizer.state) == 0
+
+
+@inductor.patch({"cpp.cxx": "no-such-compiler"})
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_blocks_that_torch_could_not_compile_are_refused_before_the_first_step(make_run: MakeRun) -> None:
+    with pytest.raises(ConfigError, match=r"^train.compile \(torch_compile\) needs a C\+\+ compiler"):
+        run(make_run(train__compile=True, train__steps=1))
+    run(make_run(train__compile=True, train__compile_backend="eager", train__steps=1))
 
 
 def test_the_seed_decides_the_weights(make_run: MakeRun, tmp_path: Path) -> None:
