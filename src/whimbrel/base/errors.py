@@ -92,7 +92,11 @@ class NoSparseGradientError(OptimizerError, RuntimeError):
 
 
 class RequestError(WhimbrelError, ValueError):
-    """A generation or server request that cannot be served."""
+    """A generation or server request that cannot be served; `field` is what of it is at fault, where that is one."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class TrainingError(WhimbrelError, RuntimeError):

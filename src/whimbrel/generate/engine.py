@@ -234,13 +234,16 @@ class Engine:
         if len(prompt) > most:
             raise RequestError(f"a prompt of {len(prompt)} tokens: the model's context has room for {most}")
         if request.n > self.config.max_batch:
-            raise RequestError(f"n = {request.n} samples: the engine draws at most {self.config.max_batch} at once")
+            raise RequestError(
+                f"n = {request.n} samples: the engine draws at most {self.config.max_batch} at once", field="n"
+            )
         # The last token drawn is never read.
         longest = min(len(prompt) + max(0, request.max_new_tokens - 1), config.context_length)
         room = (self.pool.num_pages - 1) * self.pool.page_size
         if longest > room:
             raise RequestError(
-                f"{len(prompt)} tokens and {request.max_new_tokens} new ones: the cache has room for {room}"
+                f"{len(prompt)} tokens and {request.max_new_tokens} new ones: the cache has room for {room}",
+                field="max_new_tokens",
             )
 
 

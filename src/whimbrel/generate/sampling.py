@@ -84,7 +84,10 @@ class Sampling:
         """Refuse a bias of tokens that a model does not have; to be asked before the first token."""
         strange = next((token for token in self.logit_bias or () if token >= vocab_size), None)
         if strange is not None:
-            raise RequestError(f"logit_bias of token {strange}: the vocabulary's ids run from 0 to {vocab_size - 1}")
+            raise RequestError(
+                f"logit_bias of token {strange}: the vocabulary's ids run from 0 to {vocab_size - 1}",
+                field="logit_bias",
+            )
 
 
 class History(NamedTuple):

@@ -88,11 +88,11 @@ class Drawing(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Draw from tokens that have at least this part of the likeliest one's probability."""
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
-    """Divides the logits of tokens seen before; 1 is none."""
+    """Divides the logits of tokens in the prompt or drawn before; 1 is none."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    """Taken from the logits of tokens seen before."""
+    """Taken from the logits of tokens drawn before."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    """Taken from the logits of tokens seen before, as often as they were."""
+    """Taken from the logits of tokens drawn before, as often as they were."""
     logit_bias: LogitBias | None = None
     """Added to the logits of these token ids."""
     n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None

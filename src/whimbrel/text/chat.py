@@ -66,7 +66,7 @@ class ChatTemplate:
         except Exception as error:  # a program may fail in any way
             said = " ".join(str(error).split())
             reason = said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
-            raise RequestError(f"the model's chat template refuses these messages: {reason}") from error
+            raise _refused(f"the model's chat template refuses these messages: {reason}") from error
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = True
@@ -81,7 +81,7 @@ class ChatTemplate:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise RequestError("a message holds half a surrogate pair: give valid Unicode") from error
+            raise _refused("a message holds half a surrogate pair: give valid Unicode") from error
         # In batches of one: a text on its own would keep every other thread waiting for its tokens.
         first, *rest = QUOTED.split(text)
         [opening] = pipeline.encode_batch_fast([first], add_special_tokens=not self.opens_text)
@@ -145,10 +145,14 @@ def _table(file: Path) -> dict[str, Any]:
 
 def _check(messages: Sequence[Any]) -> None:
     if not messages:
-        raise RequestError("a conversation of no messages: give at least one, with a role and a content")
+        raise _refused("a conversation of no messages: give at least one, with a role and a content")
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"message {place} is {message!r}: give an object with a role and a content")
+            raise _refused(f"message {place} is {message!r}: give an object with a role and a content")
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, field="messages")
 
 
 def _quoted(value: Any, spelled: re.Pattern[str]) -> Any:

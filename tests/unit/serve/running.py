@@ -68,9 +68,9 @@ class Running:
 
 
 @contextmanager
-def running(served: Served, **settings) -> Iterator[Running]:
+def running(served: Served, pages: int = 256, **settings) -> Iterator[Running]:
     config = ServeConfig(**({"port": 0} | settings))
-    engine = Faulty(Engine(served.model, EngineConfig(num_pages=256, max_batch=16)))
+    engine = Faulty(Engine(served.model, EngineConfig(num_pages=pages, max_batch=16)))
     service = Service(served, engine, config)
     server = Server(service)
     with listen(config) as door:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -14,8 +15,9 @@ from tests.unit.serve.running import running, wait_for
 
 from whimbrel.serve.prompts import PromptReader
 from whimbrel.serve.served import Served
+from whimbrel.text import PLAIN, ChatTemplate
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SHORT = {"model": "tiny", "prompt": "Once", "max_tokens": 3}
 
 
@@ -70,6 +72,33 @@ def test_limits_are_those_it_was_told(served: Served):
             "invalid_value",
         )
         assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": "a" * 200})) == (413, "too_large")
+
+
+TALK = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        (COMPLETIONS, SHORT | {"logit_bias": {"50257": 1}}, "logit_bias"),
+        (CHAT, TALK | {"logit_bias": {"50257": 1}}, "logit_bias"),
+        (COMPLETIONS, SHORT | {"n": 17}, "n"),
+        (COMPLETIONS, SHORT | {"max_tokens": 100}, "max_tokens"),
+        (COMPLETIONS, SHORT | {"prompt": [50257]}, "prompt"),
+        (COMPLETIONS, SHORT | {"prompt": [1] * 128}, "prompt"),
+        (CHAT, TALK | {"messages": [{"role": "user", "content": "so " * 128}]}, "messages"),
+        (CHAT, TALK | {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (CHAT, TALK | {"messages": [{"role": "system", "content": "refuse"}]}, "messages"),
+    ],
+)
+def test_what_cannot_be_served_is_named(served: Served, route: str, body: dict[str, object], param: str):
+    template = ChatTemplate(
+        "{% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}" + PLAIN.source
+    )
+    with running(replace(served, template=template), pages=5) as run:
+        answer = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
 
 
 def test_text_ends_where_the_context_does(served: Served):
