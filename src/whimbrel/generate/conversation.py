@@ -49,6 +49,7 @@ class Conversation:
         if max_new_tokens < 1:
             raise RequestError(f"max_new_tokens = {max_new_tokens} must be at least 1")
         StopStrings(self._stops), Draws(seed)  # which refuse what no turn could be answered with
+        self._check_opening()
         self._turns = 0
         self.messages: list[Message] = []
         """What was said and is not forgotten, the system's word left out."""
@@ -88,19 +89,35 @@ class Conversation:
         finally:
             messages.append({"role": "assistant", "content": "".join(said)})
 
+    def _check_opening(self) -> None:
+        """Refuse a system's word that leaves no room for a message, or that the template does not take."""
+        if self._opening:
+            ids = self._template.encode(self._tokenizer, [*self._opening, {"role": "user", "content": "?"}])
+            if len(ids) > self._room:
+                raise self._too_long("the system's word, with the shortest message,", ids)
+
+    @property
+    def _room(self) -> int:
+        """How many tokens the context has beside an answer."""
+        context = self._session.model.config.context_length
+        return context - min(self._most, context // 2)
+
+    def _too_long(self, what: str, ids: list[int]) -> RequestError:
+        context = self._session.model.config.context_length
+        return RequestError(
+            f"{what} comes to {len(ids)} tokens: beside an answer, the context of {context} has room for {self._room}"
+        )
+
     def _fitting(self, said: list[Message]) -> tuple[int, list[int]]:
         """The first message that the model is shown, and the ids of what it is shown.
 
         Where not all fits beside an answer, no more than half the context is kept: so that the next turns, too, begin
         with what the cache holds.
         """
-        context = self._session.model.config.context_length
-        room = context - min(self._most, context // 2)
+        half = self._session.model.config.context_length // 2
         asked = [place for place, message in enumerate(said) if message["role"] == "user"]
         for first in asked:
             ids = self._template.encode(self._tokenizer, [*self._opening, *said[first:]])
-            if len(ids) <= (room if first in (0, asked[-1]) else context // 2):
+            if len(ids) <= (self._room if first in (0, asked[-1]) else half):
                 return first, ids
-        raise RequestError(
-            f"the message comes to {len(ids)} tokens: beside an answer, the context of {context} has room for {room}"
-        )
+        raise self._too_long("the message", ids)

@@ -11,7 +11,7 @@ import torch
 from tests.unit.text.bytewise import byte_tokenizer
 
 from whimbrel.artifacts import save_model
-from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.cli.chat import chat
 from whimbrel.generate import generate, stream_text
 from whimbrel.models import GPT, GPTConfig
@@ -76,6 +76,12 @@ def test_answers_are_those_to_the_whole_conversation(model, directory, talk):
 def test_the_end_of_the_input_ends_the_program(talk):
     assert len(talk("Hello")[0]) == 1
     assert talk()[0] == []
+
+
+def test_a_word_of_the_system_that_cannot_fit_is_refused_before_anything_is_asked(talk, capsys):
+    with pytest.raises(RequestError, match="the system's word, .* the context of 256 has room for 250"):
+        talk("Hello", system="x" * 300)
+    assert "/reset" not in capsys.readouterr().err
 
 
 def test_what_is_no_command_is_said_so(talk):

@@ -146,6 +146,10 @@ def test_a_message_that_cannot_fit_is_refused_and_not_remembered(model, tokenize
     assert len("".join(longest.ask("x" * 102).pieces)) > 0
 
 
+def test_the_longest_word_of_the_system_leaves_room_for_a_message(model, tokenizer):
+    assert len("".join(conversation(model, tokenizer, system="x" * 98).ask("?").pieces)) > 0
+
+
 def test_seeds_settle_a_conversation_and_turns_differ(model, tokenizer):
     def talked(seed: int | None) -> list[str]:
         talk, answers = conversation(model, tokenizer, Sampling(temperature=2.0), seed=seed), []
@@ -164,6 +168,11 @@ def test_seeds_settle_a_conversation_and_turns_differ(model, tokenizer):
         ({"max_new_tokens": 0}, "max_new_tokens = 0 must be at least 1"),
         ({"stops": [""]}, "none of them empty"),
         ({"seed": -1}, "seed = -1"),
+        (
+            {"system": "x" * 99},
+            "message, comes to 109 tokens: beside an answer, the context of 120 has room for 108",
+        ),
+        ({"system": "\ud800"}, "half a surrogate pair"),
     ],
 )
 def test_what_no_turn_could_be_answered_with_is_refused_before_the_first(model, tokenizer, options, message):
