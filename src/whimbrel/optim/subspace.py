@@ -94,7 +94,8 @@ def warm_basis(grad: Tensor, low: Tensor, old: Tensor, *, align: bool = True, sh
 def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tuple[Tensor, Tensor]:
     """Orthonormal columns with the span of those of `y` (fp32), and whether that worked.
 
-    Shifted CholeskyQR, a pass for each shift: C = Y^T Y + shift mean(diag C) I;  L L^T = C;  Y <- Y L^-T.
+    Shifted CholeskyQR, a pass for each shift: C = Y^T Y;  L L^T = C + shift |C| I;  Y <- Y L^-T. The shift goes by the
+    length of C, as its rounding errors do: where one direction outweighs all others, that is far above its diagonal.
     """
     with _precision("highest"):
         y = _scaled(y)
@@ -102,8 +103,8 @@ def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tupl
         for shift in shifts:
             gram = y.mT @ y
             if shift:
-                diagonal = gram.diagonal(dim1=-2, dim2=-1)
-                diagonal += shift * diagonal.mean(dim=-1, keepdim=True)
+                length = torch.linalg.matrix_norm(gram)
+                gram.diagonal(dim1=-2, dim2=-1).add_(shift * length[..., None])
             factor, info = torch.linalg.cholesky_ex(gram)
             found &= info == 0
             y = torch.linalg.solve_triangular(factor.mT, y, upper=True, left=False)

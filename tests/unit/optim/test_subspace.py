@@ -135,6 +135,18 @@ def test_no_gradient_raises_or_spoils_a_basis(kind: str, rank: int) -> None:
     assert orthonormal(cold.basis)
 
 
+@pytest.mark.parametrize(("directions", "ratio"), [(1, 300.0), (8, 100.0), (1, 1e5)])
+def test_a_basis_is_found_where_few_directions_outweigh_all_others(directions: int, ratio: float) -> None:
+    m, n, rank = 768, 512, 256
+    left, right = (torch.randn(*shape, generator=generator()) for shape in ((m, n), (n, n)))
+    left[:, :directions] *= ratio
+    grad, old = left @ right, torch.linalg.qr(torch.randn(n, rank, generator=generator()))[0]
+    for fresh in (cold_basis(grad, rank, generator()), warm_basis(grad, grad @ old, old)):
+        assert bool(fresh.found)
+        assert orthonormal(fresh.basis, 1e-5)
+        assert energy(grad, fresh.basis) > 0.95 * energy(grad, svd_basis(grad, directions))
+
+
 def test_many_matrices_at_once_are_as_one_by_one() -> None:
     grads, old = random((5, 24, 16)), torch.linalg.qr(random((5, 16, 4), 1))[0]
     grads[2] = 0
