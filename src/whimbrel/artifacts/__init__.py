@@ -2,9 +2,11 @@
 
 from whimbrel.artifacts.directory import (
     SpecialTokens,
+    check_tokenizer,
     generation_settings,
     load_model,
     load_weights,
+    model_tokenizer,
     save_model,
     special_tokens,
 )
@@ -17,12 +19,14 @@ __all__ = [
     "Finalized",
     "Measured",
     "SpecialTokens",
+    "check_tokenizer",
     "finalize_model",
     "generation_settings",
     "load_model",
     "load_tokenizer",
     "load_weights",
     "model_directory",
+    "model_tokenizer",
     "save_model",
     "special_tokens",
     "weight_state",

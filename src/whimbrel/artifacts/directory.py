@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from whimbrel.artifacts.llama2c import load_llama2c
+from whimbrel.artifacts.llama2c import load_llama2c, read_llama2c_config
 from whimbrel.artifacts.quantized import (
     QUANTIZATION,
     format_of,
@@ -20,7 +20,7 @@ from whimbrel.artifacts.quantized import (
     weight_recipe,
     weight_state,
 )
-from whimbrel.artifacts.sources import model_directory
+from whimbrel.artifacts.sources import load_tokenizer, model_directory
 from whimbrel.artifacts.tables import read_table, write_table
 from whimbrel.artifacts.tensors import TensorFiles, write_tensor_files
 from whimbrel.artifacts.weights import fill, match, stored_dtype, stored_plain, tensors_at
@@ -36,10 +36,12 @@ from whimbrel.text import Tokenizer
 __all__ = [
     "Description",
     "SpecialTokens",
+    "check_tokenizer",
     "describe",
     "generation_settings",
     "load_model",
     "load_weights",
+    "model_tokenizer",
     "save_model",
     "special_tokens",
 ]
@@ -72,6 +74,25 @@ def describe(directory: Path) -> Description:
         return Description(str(table.get("model_type")), config_from_hf(table), form)
     except ConfigError as error:
         raise CheckpointError(f"{directory / CONFIG}: {error}") from error
+
+
+def model_tokenizer(source: Path, other: str | os.PathLike[str] | None = None) -> Tokenizer:
+    """The tokenizer in a model directory, or another for the model; its weights are not read."""
+    if other is None and source.is_file():
+        raise ConfigError(f"the file {source} holds no tokenizer: pass --tokenizer with the one it was trained with")
+    if other is None:
+        return load_tokenizer(source)
+    tokenizer = load_tokenizer(other)
+    check_tokenizer(tokenizer, read_llama2c_config(source) if source.is_file() else describe(source).config)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Tokenizer, config: GPTConfig) -> None:
+    """Refuse a tokenizer with ids that a model does not have; a model may have more than its tokenizer."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {config.vocab_size}: give the model's"
+        )
 
 
 def load_model(
@@ -145,10 +166,8 @@ def save_model(
     gives it, is written in place of the model's own.
     """
     config = model.config
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens but the model's vocab_size is {config.vocab_size}"
-        )
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, config)
     end_of_text = None if tokenizer is None else tokenizer.eot_id
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     parameters = weight_state(model) if state is None else state

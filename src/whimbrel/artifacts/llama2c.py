@@ -13,7 +13,7 @@ from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import materialise_
 
-__all__ = ["load_llama2c"]
+__all__ = ["load_llama2c", "read_llama2c_config"]
 
 VERSIONED = 0x616B3432
 """The first number of llama2.c's later formats."""
@@ -29,6 +29,11 @@ class Header(NamedTuple):
     num_kv_heads: int
     vocab_size: int
     context_length: int
+
+
+def read_llama2c_config(path: Path) -> GPTConfig:
+    """The shape of the Llama in a llama2.c file."""
+    return _config(path, _read_header(path))
 
 
 def load_llama2c(path: Path) -> GPT:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whimbrel.base.errors import ConfigError
-
 if TYPE_CHECKING:
     from whimbrel.generate import Draft, Sampling
     from whimbrel.models import GPT
@@ -98,12 +96,10 @@ class Opened:
 
 def open_model(model: Path, tokenizer: Path | None) -> Opened:
     """Find a model and its tokenizer."""
-    from whimbrel.artifacts import generation_settings, load_tokenizer, model_directory, special_tokens
+    from whimbrel.artifacts import generation_settings, model_directory, model_tokenizer, special_tokens
 
     source = model_directory(model)
-    if tokenizer is None and source.is_file():
-        raise ConfigError(f"the file {source} holds no tokenizer: pass --tokenizer with the one it was trained with")
-    words = load_tokenizer(tokenizer or source)
+    words = model_tokenizer(source, tokenizer)
     named = special_tokens(source).eos_ids if source.is_dir() else ()
     own = generation_settings(source) if source.is_dir() else {}
     return Opened(source, words, frozenset(named or (words.eot_id,)), own)

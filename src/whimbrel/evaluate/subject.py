@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from whimbrel.artifacts import load_model, load_tokenizer, model_directory, special_tokens
-from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.artifacts import check_tokenizer, load_model, model_directory, model_tokenizer, special_tokens
+from whimbrel.base.errors import DataError
 from whimbrel.base.progress import Progress
 from whimbrel.evaluate.scoring import Pair, Score, score
 from whimbrel.models import GPT
@@ -39,15 +39,10 @@ class Subject:
     ) -> Subject:
         """What `load_model` takes, with the tokenizer that lies beside it unless another is given."""
         source = model_directory(path)
-        if tokenizer is None and source.is_file():
-            raise ConfigError(f"the file {source} holds no tokenizer: give the one it was trained with")
-        words = load_tokenizer(tokenizer or source)
+        words = model_tokenizer(source, tokenizer)
         opener = special_tokens(source).bos_id if source.is_dir() else None
         model = load_model(source, dtype=dtype, device=device, weights=weights)
-        if words.vocab_size > model.config.vocab_size:
-            raise ConfigError(
-                f"the tokenizer has {words.vocab_size} tokens and the model {model.config.vocab_size}: give the model's"
-            )
+        check_tokenizer(words, model.config)
         return cls(model, words, words.eot_id if opener is None else opener)
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from whimbrel.artifacts import generation_settings, load_model, load_tokenizer, model_directory, special_tokens
-from whimbrel.base.errors import ConfigError
+from whimbrel.artifacts import generation_settings, load_model, model_directory, model_tokenizer, special_tokens
 from whimbrel.models import GPT
 from whimbrel.serve.prompts import PromptReader
 from whimbrel.serve.tokens import TokenTexts
@@ -65,14 +64,8 @@ def load_served(
 ) -> Served:
     """A run's newest model, or that of a directory or a llama2.c file, ready to be served."""
     source = model_directory(path)
-    if tokenizer is None and source.is_file():
-        raise ConfigError(f"the file {source} holds no tokenizer: pass --tokenizer with the one it was trained with")
-    words = load_tokenizer(tokenizer or source)
+    words = model_tokenizer(source, tokenizer)
     model = load_model(source, device=device, weights=weights).eval()
-    if tokenizer is not None and words.vocab_size > model.config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {words.vocab_size} tokens and the model {model.config.vocab_size}: give the model's"
-        )
     folder = source.is_dir()
     settings = generation_settings(source) if folder else {}
     return Served(

@@ -150,7 +150,7 @@ def test_a_copy_of_the_weights_is_written_in_place_of_the_model(model, tmp_path)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(model, tmp_path):
-    with pytest.raises(ConfigError, match="50257 tokens but the model's vocab_size is 50"):
+    with pytest.raises(ConfigError, match="50257 tokens and the model 50: give the model's"):
         save_model(model, tmp_path / "model", load_tokenizer("gpt2"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.unit.text.bytewise import byte_tokenizer
@@ -11,6 +12,7 @@ from tests.unit.text.bytewise import byte_tokenizer
 from whimbrel.artifacts import save_model
 from whimbrel.base.errors import CheckpointError, ConfigError, RequestError
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
+from whimbrel.cli.chat import chat
 from whimbrel.cli.generate import generate
 from whimbrel.generate import generate as tokens_after
 from whimbrel.models import GPT, GPTConfig
@@ -74,6 +76,21 @@ def test_what_holds_no_model_or_no_tokenizer_is_refused(model, workdir, path, er
     save_model(model, "bare")
     with pytest.raises(error, match=message):
         generate(Path(path), "text", device="cpu")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_before_the_model_is_read(directory, tmp_path):
+    file = tmp_path / "model.bin"
+    np.array([16, 32, 1, 2, 2, 257, 32], dtype="<i4").tofile(file)  # a llama2.c header, and no weights after it
+    for verb, source in ((generate, directory), (chat, directory), (generate, file)):
+        with pytest.raises(ConfigError, match="the tokenizer has 50257 tokens and the model 257: give the model's"):
+            verb(source, tokenizer=Path("gpt2"), device="cpu")
+
+
+def test_a_model_may_have_more_tokens_than_the_tokenizer(tmp_path, capsys):
+    save_model(GPT(GPTConfig(context_length=16, vocab_size=300, num_layers=1, embd_size=16, num_heads=2)), tmp_path)
+    TOKENIZER.save(tmp_path / "words")
+    generate(tmp_path, "To be", max_new_tokens=1, tokenizer=tmp_path / "words", device="cpu")
+    assert capsys.readouterr().out.startswith("To be")
 
 
 def test_a_prompt_that_is_no_text_is_refused(directory):

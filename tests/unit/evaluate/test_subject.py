@@ -60,6 +60,9 @@ def test_the_beginning_of_text_token_opens_where_there_is_one(directory):
 def test_a_tokenizer_that_is_not_the_models_own_is_refused(subject, directory, tmp_path):
     with pytest.raises(ConfigError, match="the tokenizer has 50257 tokens and the model 300: give the model's"):
         Subject.load(directory, tokenizer="gpt2")
+    load_tokenizer("gpt2").save(directory)
+    with pytest.raises(ConfigError, match="the tokenizer has 50257 tokens and the model 300: give the model's"):
+        Subject.load(directory)
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match="model.bin holds no tokenizer"):
         Subject.load(tmp_path / "model.bin")
