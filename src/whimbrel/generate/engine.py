@@ -81,6 +81,9 @@ class Engine:
         if self.config.compile:
             check_compiler(model.token_embedding.weight.device, "compile")
         self.pool = _build_pool(model, self.config)
+        room = (self.pool.num_pages - 1) * self.pool.page_size
+        self.context_length = min(model.config.context_length, room)
+        """The longest text, prompt included: the model's, or what the pool has room for where that is less."""
         self.runner = Runner(model, self.pool)
         self._graphs: DecodeGraphs | None = None
         if self.pool.device.type == "cuda" or self.config.compile:
@@ -122,7 +125,7 @@ class Engine:
         """Take on a request and give it a number; what can never be served is refused here."""
         self._check(request)
         number = next(self._numbers)
-        row = Row.of(request, number, self.pool, self.model.config.context_length)
+        row = Row.of(request, number, self.pool, self.context_length)
         self._rows[number] = [row]
         self._scheduler.add(row)
         self._prompt_tokens += len(request.prompt_ids)
@@ -230,20 +233,13 @@ class Engine:
                 f"token id {strange} is outside the model's vocabulary: ids run from 0 to {config.vocab_size - 1}"
             )
         request.sampling.check_vocabulary(config.vocab_size)
-        most = config.context_length - min(1, request.max_new_tokens)
+        most = self.context_length - min(1, request.max_new_tokens)
         if len(prompt) > most:
-            raise RequestError(f"a prompt of {len(prompt)} tokens: the model's context has room for {most}")
+            whose = "model's context" if self.context_length == config.context_length else "cache"
+            raise RequestError(f"a prompt of {len(prompt)} tokens: the {whose} has room for {most}")
         if request.n > self.config.max_batch:
             raise RequestError(
                 f"n = {request.n} samples: the engine draws at most {self.config.max_batch} at once", field="n"
-            )
-        # The last token drawn is never read.
-        longest = min(len(prompt) + max(0, request.max_new_tokens - 1), config.context_length)
-        room = (self.pool.num_pages - 1) * self.pool.page_size
-        if longest > room:
-            raise RequestError(
-                f"{len(prompt)} tokens and {request.max_new_tokens} new ones: the cache has room for {room}",
-                field="max_new_tokens",
             )
 
 

@@ -73,8 +73,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: RequestError) -> Response:
-        param = "max_tokens" if error.field == "max_new_tokens" else error.field  # which OpenAI calls otherwise
-        return ApiError(400, str(error), param=param, code="invalid_value").response()
+        return ApiError(400, str(error), param=error.field, code="invalid_value").response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

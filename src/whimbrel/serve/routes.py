@@ -76,7 +76,7 @@ class Routes:
     async def converse(self, asked: ChatRequest, request: Request) -> Response:
         """Answer in a conversation."""
         self._check(asked, 1)
-        length = self.served.context_length if asked.length is None else asked.length
+        length = self.worker.context_length if asked.length is None else asked.length
         messages = [message.model_dump() for message in asked.messages]
         for message in messages:
             message["role"] = "system" if message["role"] == "developer" else message["role"]
@@ -107,7 +107,7 @@ class Routes:
         given = {name: value for name in DRAWN_BY if (value := getattr(asked, name)) is not None}
         return Work(
             prompt_ids=prompt.ids,
-            max_new_tokens=min(length, self.served.context_length),
+            max_new_tokens=min(length, self.worker.context_length),
             sampling=Sampling(**{**self.served.defaults, **given}, logit_bias=asked.logit_bias),
             seed=asked.seed,
             n=asked.n or 1,
@@ -138,7 +138,7 @@ class Routes:
 
     def _longest_prompt(self, length: int) -> int:
         """How many tokens a prompt may have before a text of `length` tokens."""
-        room = self.served.context_length - min(1, length)
+        room = self.worker.context_length - min(1, length)
         return min(room, self.config.max_prompt_tokens or room)
 
     def _card(self) -> dict[str, Any]:
@@ -148,5 +148,5 @@ class Routes:
             "object": "model",
             "created": served.created,
             "owned_by": "whimbrel",
-            "context_length": served.context_length,
+            "context_length": self.worker.context_length,
         }

@@ -48,11 +48,6 @@ class Served:
             self, "reader", PromptReader(self.tokenizer, texts, self.template, self.model.config.vocab_size)
         )
 
-    @property
-    def context_length(self) -> int:
-        """The longest text, prompt included, in tokens."""
-        return self.model.config.context_length
-
 
 def load_served(
     path: str | os.PathLike[str],

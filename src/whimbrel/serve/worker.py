@@ -42,6 +42,8 @@ class Steps(Protocol):
 
     @property
     def busy(self) -> bool: ...
+    @property
+    def context_length(self) -> int: ...
     def submit(self, request: Request) -> int: ...
     def step(self) -> Sequence[Event]: ...
     def cancel(self, request: int, sample: int | None = None) -> None: ...
@@ -98,6 +100,8 @@ class Worker:
         """What the engine counted when its last step was done."""
         self.failures = 0
         """Steps that failed since the last that did not."""
+        self.context_length = engine.context_length
+        """The longest text, prompt included, in tokens."""
         self._engine = engine
         self._held: dict[int, _Held] = {}  # by the engine's number
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()

@@ -57,7 +57,7 @@ configs = st.builds(
 def test_a_request_gives_what_it_gives_alone(name, asked, config, spare, pauses, left):
     """Requests come at any time and some are left at any time; the pool holds little more than the longest one."""
     model = MODELS[name]
-    longest = max(len(request.prompt_ids) + request.max_new_tokens - 1 for request in asked)
+    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in asked)
     pages = -(-min(longest, model.config.context_length) // config.page_size) + 1 + spare
     engine = Engine(model, EngineConfig(**{**fields(config), "num_pages": pages}))
     numbers, events = [], []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.unit.generate.lone import alone, run, small_model, texts
@@ -192,7 +194,7 @@ def test_stats_count_what_was_done():
         ({"prompt_ids": (1, 40)}, "token id 40 is outside the model's vocabulary: ids run from 0 to 39"),
         ({"prompt_ids": (-1,)}, "token id -1"),
         ({"prompt_ids": (1,) * 48}, "a prompt of 48 tokens: the model's context has room for 47"),
-        ({"prompt_ids": (1,) * 49, "max_new_tokens": 0}, "has room for 48"),
+        ({"prompt_ids": (1,) * 49, "max_new_tokens": 0}, "the model's context has room for 48"),
         ({"max_new_tokens": -1}, "max_new_tokens = -1 must be at least 0"),
         ({"n": 0}, "n = 0 must be at least 1"),
         ({"n": 9}, "n = 9 samples: the engine draws at most 8 at once"),
@@ -201,21 +203,27 @@ def test_stats_count_what_was_done():
         ({"logprobs": -1}, "logprobs = -1"),
         ({"prompt_logprobs": -2}, "prompt_logprobs = -2"),
         ({"sampling": Sampling(logit_bias={40: 1.0})}, "logit_bias of token 40"),
-        ({"max_new_tokens": 29}, "4 tokens and 29 new ones: the cache has room for 28"),
     ],
 )
 def test_what_can_never_be_served_is_refused_at_once(changes, message):
-    engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=8, max_batch=8))
+    engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=16, max_batch=8))
     with pytest.raises(RequestError, match=message):
         engine.submit(Request(**{"prompt_ids": (1, 2, 3, 4), "max_new_tokens": 3, **changes}))
     assert not engine.busy
 
 
-def test_what_fits_exactly_is_served():
+def test_a_text_ends_where_a_pool_of_less_than_a_context_is_full():
     engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=8))
-    request = Request(prompt_ids=(1, 2, 3, 4), max_new_tokens=25, sampling=GREEDY)
-    engine.submit(request)
-    assert texts(run(engine))[0, 0] == alone(MODEL, request)
+    assert engine.context_length == 28
+    request = Request(prompt_ids=(1, 2, 3, 4), max_new_tokens=24, sampling=GREEDY)
+    for asked in (24, 25, 48):
+        engine.submit(replace(request, max_new_tokens=asked))
+        events = run(engine)
+        assert list(texts(events).values()) == [alone(MODEL, request)]
+        assert events[-1].finish == "length"
+    for prompt, new, room in ((28, 1, 27), (29, 0, 28)):
+        with pytest.raises(RequestError, match=f"a prompt of {prompt} tokens: the cache has room for {room}"):
+            engine.submit(replace(request, prompt_ids=(1,) * prompt, max_new_tokens=new))
 
 
 @pytest.mark.parametrize(

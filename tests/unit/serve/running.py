@@ -30,6 +30,10 @@ class Faulty:
     def busy(self) -> bool:
         return self.engine.busy
 
+    @property
+    def context_length(self) -> int:
+        return self.engine.context_length
+
     def submit(self, request: Request) -> int:
         return self.engine.submit(request)
 

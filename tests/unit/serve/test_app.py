@@ -83,7 +83,6 @@ TALK = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
         (COMPLETIONS, SHORT | {"logit_bias": {"50257": 1}}, "logit_bias"),
         (CHAT, TALK | {"logit_bias": {"50257": 1}}, "logit_bias"),
         (COMPLETIONS, SHORT | {"n": 17}, "n"),
-        (COMPLETIONS, SHORT | {"max_tokens": 100}, "max_tokens"),
         (COMPLETIONS, SHORT | {"prompt": [50257]}, "prompt"),
         (COMPLETIONS, SHORT | {"prompt": [1] * 128}, "prompt"),
         (CHAT, TALK | {"messages": [{"role": "user", "content": "so " * 128}]}, "messages"),
@@ -95,10 +94,22 @@ def test_what_cannot_be_served_is_named(served: Served, route: str, body: dict[s
     template = ChatTemplate(
         "{% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}" + PLAIN.source
     )
-    with running(replace(served, template=template), pages=5) as run:
+    with running(replace(served, template=template)) as run:
         answer = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
+
+
+def test_text_ends_where_the_pages_do(served: Served):
+    with running(served, pages=5) as run:
+        assert run.client.get("/v1/models/tiny").json()["context_length"] == 64
+        body = TALK | {"logit_bias": {"50256": -100}}
+        answer = run.client.post(CHAT, json=body).json()
+        assert (answer["usage"]["total_tokens"], answer["choices"][0]["finish_reason"]) == (64, "length")
+        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 64})) == (
+            400,
+            "context_length_exceeded",
+        )
 
 
 def test_text_ends_where_the_context_does(served: Served):
