@@ -117,7 +117,7 @@ def _decode(reader: _Reader, texts: list[Text], count: int, logprobs: int | None
         tokens_B = sample(
             logits_BV,
             [text.sampling for text in texts],
-            [0.0 if text.sampling.greedy else text.draws.uniform() for text in texts],
+            [0 if text.sampling.greedy else text.draws.key() for text in texts],
             [text.history for text in texts],
         )
         scores = [None] * len(texts) if logprobs is None else score_tokens(logits_BV, tokens_B, logprobs)

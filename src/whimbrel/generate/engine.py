@@ -245,8 +245,8 @@ class Engine:
 
 def _draw(rows: Sequence[Row], logits: Tensor) -> Tensor:
     samplings = [row.request.sampling for row in rows]
-    uniforms = [0.0 if row.request.sampling.greedy else row.draws.uniform() for row in rows]
-    return sample(logits, samplings, uniforms, [row.history for row in rows])
+    keys = [0 if row.request.sampling.greedy else row.draws.key() for row in rows]
+    return sample(logits, samplings, keys, [row.history for row in rows])
 
 
 def _score(rows: Sequence[Row], logits: Tensor, tokens: Tensor) -> list[Score]:

@@ -157,7 +157,9 @@ class Row:
     def predictable(self) -> bool:
         """Whether its next token is the model's likeliest, unseen by anyone."""
         request = self.request
-        return request.sampling.plain and request.logprobs is None and not self.complete and len(self.samples) == 1
+        told = self.drawn > 0 or request.prompt_logprobs is None
+        plain = request.sampling.plain and request.logprobs is None
+        return told and plain and not self.complete and len(self.samples) == 1
 
     @property
     def unscored(self) -> range:

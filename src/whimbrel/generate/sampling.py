@@ -1,7 +1,10 @@
-"""From logits to the next token: settings per row, one uniform number per draw.
+"""From logits to the next token: settings per row, one key per draw.
 
 Rows do not influence each other, not even in rounding: what is added up along a row is added as whole numbers, whose
-sums are exact in any order. So a request draws the same tokens alone and beside any neighbours.
+sums are exact in any order. So a request draws the same tokens alone and beside any neighbours. And where the logits
+themselves are rounded otherwise (a model may add up a larger batch in another order), a draw seldom notices: a token is
+the winner of a race, in which every token's luck is its own. Along a cumulative distribution each would depend on all
+before it, and thousands of small differences would add up.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ __all__ = ["Draws", "History", "Sampling", "check_numbers", "distribution", "dra
 
 PARTS = 2**40
 """Probabilities are added up in whole numbers of this part of one."""
+
+GOLDEN, *MIX = (0x9E3779B97F4A7C15 - 2**64, (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
+"""Of splitmix64 (Steele, Lea, Flood, 2014), as signed numbers: the step of its counter; shifts and factors."""
 
 FEW = 1024
 """Tokens among which `top_p` is looked for first, as sorting all of them takes longer than the model may."""
@@ -100,7 +106,7 @@ class History(NamedTuple):
 
 
 class Draws:
-    """The uniform numbers of one request, or of one of its samples: the same seed gives the same ones on any device."""
+    """The random numbers of one request, or of one of its samples: the same seed gives the same ones on any device."""
 
     def __init__(self, seed: int | None = None, sample: int = 0) -> None:
         if seed is not None and not 0 <= seed < 2**63:
@@ -110,6 +116,10 @@ class Draws:
             self._generator.seed()
         else:  # the samples of a seed are apart from those of the seeds beside it
             self._generator.manual_seed((seed + sample * 0x9E3779B97F4A7C15) % 2**63)
+
+    def key(self) -> int:
+        """The next key to draw a token by, at least 0 and below 2**63 - 1."""
+        return int(torch.randint(2**63 - 1, (), generator=self._generator))
 
     def uniform(self) -> float:
         """The next number, at least 0 and below 1."""
@@ -126,13 +136,13 @@ def check_numbers(logits_BV: Tensor) -> None:
 def sample(
     logits_BV: Tensor,
     samplings: Sequence[Sampling],
-    uniforms: Sequence[float],
+    keys: Sequence[int],
     histories: Sequence[History],
 ) -> Tensor:
     """One token per row, (B,) on the device of the logits.
 
-    Row b is drawn by `uniforms[b]` in [0, 1), which is not looked at where the row is greedy; `histories[b]` is what
-    its penalties count, and is not looked at where it has none.
+    Row b is drawn by `keys[b]`, which is not looked at where the row is greedy; `histories[b]` is what its penalties
+    count, and is not looked at where it has none.
     """
     check_numbers(logits_BV)
     logits_BV = _adjusted(logits_BV, samplings, histories)
@@ -141,17 +151,32 @@ def sample(
     if drawn:
         rows = torch.tensor(drawn, device=logits_BV.device)
         probabilities_RV = _restricted(logits_BV[rows], [samplings[row] for row in drawn])
-        tokens_B[rows] = draw(probabilities_RV, [uniforms[row] for row in drawn])
+        tokens_B[rows] = draw(probabilities_RV, [keys[row] for row in drawn])
     return tokens_B
 
 
 @torch.no_grad()
-def draw(probabilities_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """The token of each row that its uniform number falls on, where each has as much room as probability, (B,)."""
-    targets_B = torch.tensor([int(uniform * PARTS) for uniform in uniforms], device=probabilities_BV.device)
-    tokens_B = torch.searchsorted(_parts(probabilities_BV).cumsum(-1), targets_B[:, None], right=True)[:, 0]
-    # Rounding may leave the sum just short of a target: that sliver goes to the likeliest token.
-    return torch.where(tokens_B < probabilities_BV.size(1), tokens_B, probabilities_BV.argmax(-1))
+def draw(probabilities_BV: Tensor, keys: Sequence[int]) -> Tensor:
+    """One token of each row, (B,), as often as its probability says.
+
+    Tokens wait for as long as an exponential distribution says, shorter in the measure of their probability; the first
+    wins. By how much the probabilities are too large or small together does not matter.
+    """
+    return (probabilities_BV / _waits(keys, probabilities_BV)).argmax(-1)
+
+
+def _waits(keys: Sequence[int], like_BV: Tensor) -> Tensor:
+    """Waiting times (B, V) in fp64: those of token v come from number v of the stream of its row's key (splitmix64)."""
+    counts_V = torch.arange(1, like_BV.size(1) + 1, device=like_BV.device)
+    mixed_BV = torch.tensor(keys, device=like_BV.device)[:, None] + counts_V.mul_(GOLDEN)
+    for shift, factor in MIX:
+        mixed_BV.bitwise_xor_(_shifted(mixed_BV, shift)).mul_(factor)
+    return _shifted(mixed_BV, 11).double().add_(0.5).mul_(2.0**-53).log_().neg_()
+
+
+def _shifted(numbers: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros coming in, as if the numbers had no sign."""
+    return (numbers >> bits).bitwise_and_(2 ** (64 - bits) - 1)
 
 
 @torch.no_grad()

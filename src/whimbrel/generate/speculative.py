@@ -85,7 +85,7 @@ class ModelDraft:
         for _ in range(count):
             logits_1V = self._session.read(tokens[self._start :])
             chances.append(distribution(logits_1V, [sampling], [History(tokens, text.prompt)]))
-            tokens.append(int(draw(chances[-1], [0.0 if sampling.greedy else draws.uniform()])))
+            tokens.append(int(draw(chances[-1], [0 if sampling.greedy else draws.key()])))
         return Guess(tokens[len(ids) :], torch.cat(chances)) if chances else Guess([])
 
 
@@ -154,7 +154,7 @@ def _speculate(
 def _settle(logits_KV: Tensor, guess: Guess, text: History, sampling: Sampling, draws: Draws) -> list[int]:
     """The guessed tokens that stand, and one more: in place of the first that does not, or after the last."""
     if not guess.tokens:
-        return sample(logits_KV, [sampling], [0.0 if sampling.greedy else draws.uniform()], [text]).tolist()
+        return sample(logits_KV, [sampling], [0 if sampling.greedy else draws.key()], [text]).tolist()
     histories = [History([*text.tokens, *guess.tokens[:place]], text.prompt) for place in range(len(guess.tokens) + 1)]
     wanted_KV = distribution(logits_KV, [sampling] * len(histories), histories)
     for place, token in enumerate(guess.tokens):
@@ -162,8 +162,8 @@ def _settle(logits_KV: Tensor, guess: Guess, text: History, sampling: Sampling, 
         if draws.uniform() * chance_V[token] >= wanted_V[token]:
             missing_V = (wanted_V - chance_V).clamp(min=0)
             rest_V = missing_V / missing_V.sum() if missing_V.any() else wanted_V
-            return [*guess.tokens[:place], int(draw(rest_V[None], [draws.uniform()]))]
-    return [*guess.tokens, int(draw(wanted_KV[-1:], [draws.uniform()]))]
+            return [*guess.tokens[:place], int(draw(rest_V[None], [draws.key()]))]
+    return [*guess.tokens, int(draw(wanted_KV[-1:], [draws.key()]))]
 
 
 def _chances(guess: Guess, place: int, like_V: Tensor) -> Tensor:

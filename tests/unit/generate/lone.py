@@ -25,8 +25,8 @@ def alone(model: GPT, request: Request, number: int = 0) -> list[int | str]:
     drawn: list[int | str] = []
     for _ in range(min(request.max_new_tokens, model.config.context_length - len(tokens))):
         logits = model(torch.tensor([tokens])).logits[:, -1]
-        uniform = 0.0 if request.sampling.greedy else draws.uniform()
-        token = int(sample(logits, [request.sampling], [uniform], [History(tokens, len(request.prompt_ids))]))
+        key = 0 if request.sampling.greedy else draws.key()
+        token = int(sample(logits, [request.sampling], [key], [History(tokens, len(request.prompt_ids))]))
         if token in request.stop_ids:
             return [*drawn, "stop"]
         tokens.append(token)

@@ -95,6 +95,18 @@ def test_greedy_rows_are_drawn_several_tokens_at_a_time() -> None:
 
 
 @pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("prompt", [(1,), tuple(range(17))])  # whose last token is read by itself
+def test_scores_of_a_prompt_are_told_before_tokens_are_drawn_ahead(prompt: tuple[int, ...]) -> None:
+    engine = Engine(model_of("gpt2"), EngineConfig(compile=True, ahead=8, prefill_chunk=16))
+    engine.submit(Request(prompt_ids=prompt, max_new_tokens=9, sampling=Sampling(temperature=0), prompt_logprobs=1))
+    events = []
+    while engine.busy:
+        events += engine.step()
+    assert len(events[0].prompt or ()) == len(prompt)
+    assert [event.token is not None for event in events] == [False] + [True] * 9
+
+
+@pytest.mark.usefixtures("recorded")
 def test_what_was_drawn_past_a_stop_is_forgotten() -> None:
     model = model_of("llama")
     text = generate(model, [5, 6, 7], max_new_tokens=30, temperature=0)

@@ -139,8 +139,7 @@ def test_what_comes_out_is_distributed_as_if_the_model_had_drawn_it(certain, set
         if certain:
             guess = Guess([2, 1])
         else:
-            uniforms = [draws.uniform(), draws.uniform()]
-            guess = Guess([int((row.cumsum(0) <= u).sum()) for row, u in zip(draft, uniforms, strict=True)], draft)
+            guess = Guess(torch.multinomial(draft, 1, generator=generator)[:, 0].tolist(), draft)
         out = _settle(logits, guess, NOTHING, sampling, draws)
         assert out[:-1] == guess.tokens[: len(out) - 1]
         # What was refused would be drawn by the model in the next step: here from the rows that are left.
