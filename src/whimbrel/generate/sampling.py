@@ -166,12 +166,16 @@ def draw(probabilities_BV: Tensor, keys: Sequence[int]) -> Tensor:
 
 
 def _waits(keys: Sequence[int], like_BV: Tensor) -> Tensor:
-    """Waiting times (B, V) in fp64: those of token v come from number v of the stream of its row's key (splitmix64)."""
+    """Waiting times (B, V): that of token v comes from number v of the stream of its row's key (splitmix64).
+
+    They are as exact as fp32 can be, however short, and never nothing or for ever.
+    """
     counts_V = torch.arange(1, like_BV.size(1) + 1, device=like_BV.device)
     mixed_BV = torch.tensor(keys, device=like_BV.device)[:, None] + counts_V.mul_(GOLDEN)
     for shift, factor in MIX:
         mixed_BV.bitwise_xor_(_shifted(mixed_BV, shift)).mul_(factor)
-    return _shifted(mixed_BV, 11).double().add_(0.5).mul_(2.0**-53).log_().neg_()
+    uniform_BV = _shifted(mixed_BV, 11).float().add_(0.5).mul_(2.0**-53).clamp_(max=1 - 2.0**-24)
+    return uniform_BV.neg_().log1p_().neg_()
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:

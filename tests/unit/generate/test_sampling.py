@@ -164,10 +164,17 @@ def test_the_first_of_those_that_wait_is_drawn():
     assert splitmix64(1234567, 2) == [6457827717110365317, 3203168211198807973]  # as published
     chances = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])
     keys = [0, 1234567, 2**63 - 2, *range(5, 60)]
-    waits = [[-math.log(((number >> 11) + 0.5) / 2**53) for number in splitmix64(key, 5)] for key in keys]
+    waits = [[-math.log1p(-(number >> 11) / 2**53) for number in splitmix64(key, 5)] for key in keys]
     first = [max(range(5), key=lambda token, row=row: float(chances[token]) / row[token]) for row in waits]
     assert draw(chances.expand(len(keys), -1), keys).tolist() == first
     assert len(set(first)) == 4  # and never the one that cannot be
+
+
+def test_luck_of_any_kind_draws_a_token_that_can_be(monkeypatch):
+    """Also the shortest and the longest waiting time that there is."""
+    for number in (0, 2**53 - 1):
+        monkeypatch.setattr("whimbrel.generate.sampling._shifted", lambda mixed, bits, n=number: mixed * 0 + n)
+        assert draw(torch.tensor([[0.0, 0.0, 1.0, 0.0]]), [5]).tolist() == [2]
 
 
 def test_rounding_of_the_logits_seldom_changes_what_is_drawn():
