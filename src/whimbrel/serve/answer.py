@@ -28,10 +28,7 @@ class Answer:
         self._job, self._shape, self._sources = job, shape, sources
         n = asked.n or 1
         self._choices = [
-            [
-                Choice(place * n + sample, source, served.tokenizer, served.texts, scored=shape.scored)
-                for sample in range(n)
-            ]
+            [Choice(place * n + sample, source, served.tokenizer, scored=shape.scored) for sample in range(n)]
             for place, source in enumerate(sources)
         ]
         self._usage_asked = asked.stream_options is not None and asked.stream_options.include_usage

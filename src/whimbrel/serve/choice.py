@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import codecs
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from whimbrel.generate import Event, Score, TextStream
+from whimbrel.generate.text import Characters
 from whimbrel.serve.prompts import Prompt
-from whimbrel.serve.tokens import TokenTexts
 from whimbrel.text import Tokenizer
 
 __all__ = ["Choice", "Piece", "Scored", "Source"]
-
-SPACING = 16
-"""Tokens before a text that settle how it is spaced."""
 
 
 class Scored(NamedTuple):
@@ -56,30 +53,30 @@ class Source:
     scores: Sequence[Score] = ()
     """Of the prompt's tokens, where they were asked for."""
 
-    def opening(self, texts: TokenTexts) -> Piece:
+    def opening(self, tokenizer: Tokenizer) -> Piece:
         """The prompt, as it stands before an echoed text."""
         if not self.echo:
             return Piece()
-        offset, scored, reader = 0, [], _characters()
+        scored, characters = [], Characters(tokenizer, specials=self.prompt.specials)
         for token, score in zip(self.prompt.ids, self.scores, strict=False):
-            scored.append(Scored(token, score, offset))
-            offset += len(reader.decode(texts.bytes_of(token)))
+            characters.push(token)
+            scored.append(Scored(token, score, characters.span[0]))
         return Piece(self.prompt.text, scored)
 
 
 class Choice:
     """Takes the events of one sample."""
 
-    def __init__(self, index: int, source: Source, tokenizer: Tokenizer, texts: TokenTexts, *, scored: bool) -> None:
+    def __init__(self, index: int, source: Source, tokenizer: Tokenizer, *, scored: bool) -> None:
         self.index, self.source = index, source
         self.finish: str | None = None
         self.tokens = 0
         """How many were drawn."""
-        self._texts, self._opened = texts, False
-        self._stream = TextStream(tokenizer, source.prompt.ids[-SPACING:], source.stops)
-        self._pending: list[Scored] | None = [] if scored else None
-        self._shown = self._known = len(source.prompt.text)  # characters, from the beginning of the prompt
-        self._reader = _characters()
+        self._tokenizer, self._opened = tokenizer, False
+        self._stream = TextStream(tokenizer, source.prompt.ids, source.stops)
+        self._shown = 0
+        self._pending: deque[tuple[int, Scored]] | None = deque() if scored else None
+        """Scores, each with how much text must have been sent before it is."""
 
     def take(self, event: Event) -> Piece:
         """What the event adds to the text; nothing once a stop string has ended it."""
@@ -88,7 +85,7 @@ class Choice:
         piece = Piece()
         if not self._opened and (event.token is not None or event.finish is not None):
             self._opened = True
-            piece = self.source.opening(self._texts)
+            piece = self.source.opening(self._tokenizer)
         text = ""
         if event.token is not None:
             self.tokens += 1
@@ -104,21 +101,17 @@ class Choice:
         return piece
 
     def _note(self, event: Event) -> None:
-        """Keep the score of a token until its text is sent."""
+        """Keep the score of a token until its text is sent, or all before it where it has none."""
         if self._pending is None or event.token is None:
             return
-        self._pending.append(Scored(event.token, Score(event.logprob, event.top), self._known))
-        self._known += len(self._reader.decode(self._texts.bytes_of(event.token)))
+        start, end = self._stream.span
+        scored = Scored(event.token, Score(event.logprob, event.top), len(self.source.prompt.text) + start)
+        self._pending.append((min(start + 1, end), scored))
 
     def _settled(self) -> list[Scored]:
         """Scores of tokens whose text has been sent; at an end that is no stop string, of all."""
-        if not self._pending:
-            return []
         whole = self.finish is not None and not self._stream.stopped
-        settled = [scored for scored in self._pending if whole or scored.offset < self._shown]
-        del self._pending[: len(settled)]
+        settled = []
+        while self._pending and (whole or self._pending[0][0] <= self._shown):
+            settled.append(self._pending.popleft()[1])
         return settled
-
-
-def _characters() -> codecs.IncrementalDecoder:
-    return codecs.getincrementaldecoder("utf-8")("replace")

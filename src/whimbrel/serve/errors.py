@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from whimbrel.base.errors import RequestError
 
-__all__ = ["ApiError", "ErrorBody", "answer_errors", "json_response"]
+__all__ = ["ApiError", "ErrorBody", "answer_errors", "json_response", "shown"]
 
 SHOWN = 60
 """Characters of what a client sent that are repeated to it."""
@@ -108,9 +108,14 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     if "param" in context:
         return ApiError(400, first["msg"], param=param, code=kind)
     words = first["msg"][:1].lower() + first["msg"][1:]
-    given = repr(first["input"])
-    shown = given if len(given) <= SHOWN else f"{given[:SHOWN]}..."
-    return ApiError(400, f"{param or 'the body'} = {shown} cannot be used: {words}", param=param, code="invalid_value")
+    message = f"{param or 'the body'} = {shown(first['input'])} cannot be used: {words}"
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def shown(given: Any) -> str:
+    """What a client sent as an error repeats it: no more than its beginning."""
+    text = repr(given)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _kind(status: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from whimbrel.serve.errors import ApiError
+from whimbrel.serve.errors import ApiError, shown
 from whimbrel.serve.tokens import TokenTexts
 from whimbrel.text import Tokenizer
 from whimbrel.text.chat import ChatTemplate
@@ -19,6 +19,8 @@ class Prompt:
 
     text: str
     ids: tuple[int, ...]
+    specials: bool = False
+    """Whether the text spells special tokens out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,12 @@ class PromptReader:
         if strange is not None:
             raise ApiError(
                 400,
-                f"prompt holds the token id {strange}: ids run from 0 to {self.vocab_size - 1}",
+                f"prompt holds the token id {shown(strange)}: ids run from 0 to {self.vocab_size - 1}",
                 param="prompt",
                 code="invalid_value",
             )
-        return Prompt(self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size]), tuple(ids))
+        text = self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])
+        return Prompt(text, tuple(ids), specials=True)
 
     def _check_size(self, characters: int, param: str, most: int) -> None:
         """Refuse a text that no tokenizer can make short enough, before it is cut into tokens."""

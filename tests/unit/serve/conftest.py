@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 
 from whimbrel.generate import Engine, EngineConfig
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.text import load_tokenizer
+from whimbrel.text import Tokenizer, load_tokenizer
+from whimbrel.text.llama2c import load_llama2c_tokenizer
 
 if TYPE_CHECKING:
     from whimbrel.serve.served import Served
@@ -29,3 +32,15 @@ def served() -> Served:
 @pytest.fixture
 def engine(served: Served) -> Engine:
     return Engine(served.model, EngineConfig(num_pages=256, max_batch=16))
+
+
+@pytest.fixture(scope="session")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer of pieces, which opens texts with `<s>`, and whose texts begin with a space that is not shown."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), " ", "a", "b", "ab", " ab"]
+    packed = b"".join(
+        struct.pack("<fi", float(-index), len(piece)) + piece.encode() for index, piece in enumerate(pieces)
+    )
+    file: Path = tmp_path_factory.mktemp("pieces") / "tokenizer.bin"
+    file.write_bytes(struct.pack("<i", 8) + packed)
+    return load_llama2c_tokenizer(file)

@@ -8,14 +8,17 @@ pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
 
 from whimbrel.serve.errors import ApiError
+from whimbrel.serve.prompts import Prompt
 from whimbrel.serve.served import Served
 
 
 def test_texts_and_ids(served: Served):
-    ids = served.tokenizer.encode("Once upon")
-    assert served.reader.read(["Once upon", ids, ""], 10) == [
-        *[served.reader.read(["Once upon"], 2)[0]] * 2,
-        served.reader.read([[50256]], 1)[0].__class__("", (50256,)),
+    ids = tuple(served.tokenizer.encode("Once upon"))
+    assert served.reader.read(["Once upon", [*ids], "", [50256]], 10) == [
+        Prompt("Once upon", ids),
+        Prompt("Once upon", ids, specials=True),
+        Prompt("", (50256,)),
+        Prompt("<|endoftext|>", (50256,), specials=True),
     ]
 
 
@@ -35,6 +38,9 @@ def test_a_text_that_no_tokenizer_can_shorten_is_refused_uncut(served: Served, m
 def test_strange_ids_and_half_characters(served: Served):
     with pytest.raises(ApiError, match="the token id 50257: ids run from 0 to 50256"):
         served.reader.read([[50257]], 3)
+    with pytest.raises(ApiError, match=r"the token id 1{60}\.\.\.: ids run") as refused:
+        served.reader.read([[int("1" * 4000)]], 3)
+    assert len(str(refused.value)) < 200
     with pytest.raises(ApiError, match="half a surrogate pair at character 1"):
         served.reader.read(["a\ud800"], 3)
 

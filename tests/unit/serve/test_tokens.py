@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
 from whimbrel.serve.tokens import TokenTexts
 from whimbrel.text import Tokenizer, load_tokenizer
-from whimbrel.text.llama2c import load_llama2c_tokenizer
 
 TEXT = "Hello naïve 北京 🙂 <|endoftext|>"
 
@@ -27,19 +23,8 @@ def test_bytes_of_a_byte_level_tokenizer_are_the_texts():
     assert texts.name_of(halved) == r"bytes:\x99\x82"
 
 
-def sentencepiece(folder: Path) -> Tokenizer:
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), " ", "a", "b", "ab", " ab"]
-    packed = b"".join(
-        struct.pack("<fi", float(-index), len(piece)) + piece.encode() for index, piece in enumerate(pieces)
-    )
-    file = folder / "tokenizer.bin"
-    file.write_bytes(struct.pack("<i", 8) + packed)
-    return load_llama2c_tokenizer(file)
-
-
-def test_bytes_of_a_tokenizer_of_pieces(tmp_path: Path):
-    tokenizer = sentencepiece(tmp_path)
-    texts = TokenTexts(tokenizer)
-    assert b"".join(texts.bytes_of(token) for token in tokenizer.encode("ab é")) == " ab é".encode()
+def test_bytes_of_a_tokenizer_of_pieces(sentencepiece: Tokenizer):
+    texts = TokenTexts(sentencepiece)
+    assert b"".join(texts.bytes_of(token) for token in sentencepiece.encode("ab é")) == " ab é".encode()
     assert texts.name_of(3 + 0xC3) == r"bytes:\xc3"
     assert texts.name_of(1) == "<s>"
