@@ -7,12 +7,13 @@ does with messages is no fault of ours: whatever goes wrong there refuses the re
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
@@ -32,10 +33,17 @@ SETTINGS_FILE, TOKENS_FILE = "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
-OPEN, CLOSE = "\ue0f0", "\ue0f1"
-"""Characters that stand for nothing in any text: what messages spell like a special token is put between them."""
+HALVES = range(0xD800, 0xE000)
+"""Halves of surrogate pairs, which are in no valid text: marks, which stand in for letters of messages."""
 
-QUOTED = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
+NOT_ASCII = re.compile("[\x80-\ud7ff\ue000-\U0010ffff]+")
+
+SEARCHING = (
+    *("__contains__", "__eq__", "__getitem__", "__ne__", "count", "endswith", "find", "index", "lower", "lstrip"),
+    *("partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip"),
+    *("split", "splitlines", "startswith", "strip", "upper"),
+)
+"""What templates do with a message to look into it, or to take a part of it."""
 
 
 class ChatTemplate:
@@ -60,36 +68,47 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, up to where the assistant's answer begins unless told otherwise."""
         _check(messages)
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-        try:
-            return self._template.render(self.special_tokens | given)
-        except Exception as error:  # a program may fail in any way
-            said = " ".join(str(error).split())
-            reason = said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
-            raise _refused(f"the model's chat template refuses these messages: {reason}") from error
+        return self._run(messages, add_generation_prompt, {})
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> list[int]:
         """The ids of a conversation.
 
-        Special tokens are those that the template writes: one that a message spells is plain text, so that no message
-        can end its turn or speak as another.
+        Special tokens are those that the template writes: one that has letters of a message in it is plain text,
+        whatever became of the message on the way, so that none can end its turn or speak as another.
         """
-        pipeline, spelled = _with_special_tokens(tokenizer)
-        text = self.render(_quoted(messages, spelled), add_generation_prompt=add_generation_prompt)
+        _check(messages)
+        special = _special_tokens(tokenizer)
         try:
+            marked = self._run(_each_text(list(messages), special.mark), add_generation_prompt, special.letters)
+            text = marked.translate(special.letters)
             text.encode()
         except UnicodeEncodeError as error:
             raise _refused("a message holds half a surrogate pair: give valid Unicode") from error
-        # In batches of one: a text on its own would keep every other thread waiting for its tokens.
-        first, *rest = QUOTED.split(text)
-        [opening] = pipeline.encode_batch_fast([first], add_special_tokens=not self.opens_text)
-        ids: list[int] = list(opening.ids)
-        for quoted, written in zip(rest[::2], rest[1::2], strict=True):
-            [encoding] = pipeline.encode_batch_fast([written], add_special_tokens=False)
-            ids += tokenizer.encode(quoted) + encoding.ids
+        except RecursionError as error:
+            raise _refused("a message is nested too deep: give one of fewer levels") from error
+        spans = [found.span() for found in special.spelled.finditer(text)]
+        forged = [(start, end) for start, end in spans if special.letters.keys() & set(map(ord, marked[start:end]))]
+        ids: list[int] = []
+        for place, (start, end) in enumerate(itertools.pairwise((0, *itertools.chain(*forged), len(text)))):
+            if place % 2:
+                ids += tokenizer.encode(text[start:end])
+            else:  # in batches of one: a text on its own would keep every other thread waiting for its tokens
+                opened = place == 0 and not self.opens_text
+                [encoding] = special.pipeline.encode_batch_fast([text[start:end]], add_special_tokens=opened)
+                ids += encoding.ids
         return ids
+
+    def _run(self, messages: Any, add_generation_prompt: bool, letters: Mapping[int, str]) -> str:
+        """What the template makes of messages; `letters` are those that stand for others, to tell of a failure."""
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(self.special_tokens | given)
+        except Exception as error:  # a program may fail in any way
+            said = " ".join(str(error).split()).translate(letters)
+            reason = said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
+            raise _refused(f"the model's chat template refuses these messages: {reason}") from error
 
 
 def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemplate | None:
@@ -155,22 +174,86 @@ def _refused(message: str) -> RequestError:
     return RequestError(message, field="messages")
 
 
-def _quoted(value: Any, spelled: re.Pattern[str]) -> Any:
-    """Messages whose texts have the special tokens they spell marked."""
-    if isinstance(value, str):
-        return spelled.sub(rf"{OPEN}\g<0>{CLOSE}", value.replace(OPEN, "").replace(CLOSE, ""))
-    if isinstance(value, Mapping):
-        return {key: _quoted(entry, spelled) for key, entry in value.items()}
-    return [_quoted(entry, spelled) for entry in value] if isinstance(value, list | tuple) else value
+class _Special(NamedTuple):
+    """The special tokens of a tokenizer, and how to tell whether a template wrote them or a message did.
+
+    The letters that make a special token are replaced in messages, each by a mark of its own: the template may cut,
+    turn and join what it is given, and yet no letter of a message is taken for one of the template's.
+    """
+
+    pipeline: Pipeline
+    """Reads special tokens where a text spells them."""
+    spelled: re.Pattern[str]
+    marks: Mapping[int, str]
+    letters: Mapping[int, str]
+
+    def mark(self, text: str) -> str:
+        """A text of a message, its letters replaced."""
+        text.encode()  # refuses what would be taken for marks
+        marked = text.translate(self.marks)
+        return text if marked == text else _Said.of(marked, self)
 
 
 @functools.lru_cache(maxsize=8)
-def _with_special_tokens(tokenizer: Tokenizer) -> tuple[Pipeline, re.Pattern[str]]:
-    """The tokenizer's pipeline as one that reads special tokens where a text spells them, and what finds those."""
+def _special_tokens(tokenizer: Tokenizer) -> _Special:
     pipeline = Pipeline.from_str(tokenizer.to_json())
     pipeline.encode_special_tokens = False
     special = [token.content for token in pipeline.get_added_tokens_decoder().values() if token.special]
-    return pipeline, re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+    spelled = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+    # A token that is a word is made by its first letter, which a template may turn to a capital or back.
+    letters = {each for token in special for each in re.findall(r"[^\w\s]", token) or token[:1] + token[:1].swapcase()}
+    marks = {ord(letter): chr(half) for half, letter in zip(HALVES, sorted(letters), strict=False)}
+    return _Special(pipeline, spelled, marks, {ord(mark): chr(letter) for letter, mark in marks.items()})
+
+
+class _Said(str):
+    """What a message says, marked: a template that looks for something in it finds it as if there were no marks."""
+
+    _special: _Special
+
+    @classmethod
+    def of(cls, text: str, special: _Special) -> _Said:
+        """A text that has marks in it already."""
+        said = cls(text)
+        said._special = special
+        return said
+
+    def __str__(self) -> str:
+        return self
+
+    def __hash__(self) -> int:
+        return hash(self.translate(self._special.letters))
+
+
+def _searching(name: str) -> Callable[..., Any]:
+    """A method of texts that looks for its first argument as it is when marked."""
+    method = getattr(str, name)
+
+    def search(self: _Said, *given: Any, **named: Any) -> Any:
+        sought = _each_text(given[:1], lambda text: text.translate(self._special.marks))
+        return _each_text(method(self, *sought, *given[1:], **named), lambda text: _Said.of(text, self._special))
+
+    return search
+
+
+for _name in SEARCHING:
+    setattr(_Said, _name, _searching(_name))
+
+
+def _joined(texts: Iterable[str]) -> str:
+    """What a block or macro gives: something that was said, where that is in it."""
+    parts = list(texts)
+    said = next((part for part in parts if isinstance(part, _Said)), None)
+    return "".join(parts) if said is None else _Said.of("".join(parts), said._special)
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Messages, or any part of them, with each text changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_each_text(key, change): _each_text(entry, change) for key, entry in value.items()}
+    return type(value)(_each_text(entry, change) for entry in value) if isinstance(value, list | tuple) else value
 
 
 @functools.cache
@@ -179,6 +262,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
+    environment.concat = _joined  # type: ignore[method-assign]
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     return environment
@@ -202,7 +286,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    # All but the marks, which would be there to stay.
+    return NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
 
 def _refuse(message: str) -> NoReturn:
