@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import NamedTuple
 
@@ -68,26 +69,21 @@ class Conversation:
             self._sampling,
             draft,
             max_new_tokens=min(self._most, self._session.model.config.context_length - len(ids)),
-            seed=None if self._seed is None else self._seed + self._turns,
+            seed=None if self._seed is None else (self._seed + self._turns) % 2**63,  # after the last, the first
             eos_id=self._stop_ids,
         )
-        self.messages = said[first:]
+        answer = {"role": "assistant", "content": ""}  # from the start: it may be left before its first word
+        self.messages = [*said[first:], answer]
         self._turns += 1
-        return Answer(self._pieces(tokens, ids), first)
+        return Answer(self._pieces(tokens, TextStream(self._tokenizer, ids, self._stops), answer), first)
 
-    def _pieces(self, tokens: Iterator[int], ids: list[int]) -> Generator[str, None, None]:
-        words, said = TextStream(self._tokenizer, ids, self._stops), list[str]()
-        messages = self.messages
-        try:
-            for token in tokens:
-                said.append(words.push(token))
-                yield said[-1]
-                if words.stopped:
-                    return
-            said.append(words.flush())
-            yield said[-1]
-        finally:
-            messages.append({"role": "assistant", "content": "".join(said)})
+    def _pieces(self, tokens: Iterator[int], words: TextStream, answer: dict[str, str]) -> Generator[str, None, None]:
+        for token in itertools.chain(tokens, (None,)):
+            piece = words.flush() if token is None else words.push(token)
+            answer["content"] += piece
+            yield piece
+            if words.stopped:
+                return
 
     def _check_opening(self) -> None:
         """Refuse a system's word that leaves no room for a message, or that the template does not take."""

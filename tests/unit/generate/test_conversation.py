@@ -106,6 +106,21 @@ def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_went(model, tokeni
     assert "".join(talk.ask("More").pieces) == "".join(whole.ask("More").pieces)
 
 
+def test_an_answer_that_is_left_before_its_first_word_is_an_empty_one(model, tokenizer, letters_only):
+    alternating = (
+        "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ message.content }}{% endfor %}"
+    )
+    talk = Conversation(Session(model), tokenizer, ChatTemplate(alternating), letters_only, max_new_tokens=4)
+    talk.ask("Hello").pieces.close()
+    assert talk.messages == [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ""}]
+    late = talk.ask("Well?").pieces
+    assert len("".join(talk.ask("Hm.").pieces)) == 4  # with the one before not yet begun
+    talk.reset()
+    assert len("".join(late)) == 4
+    assert talk.messages == []
+
+
 def test_answers_end_at_stop_strings_and_end_tokens(model, tokenizer, letters_only):
     text = "".join(conversation(model, tokenizer, letters_only).ask("Hello").pieces)
     stop = text[4:6]
@@ -160,6 +175,8 @@ def test_seeds_settle_a_conversation_and_turns_differ(model, tokenizer):
 
     assert talked(1) == talked(1) != talked(2)
     assert talked(1)[0] != talked(1)[1]
+    last = talked(2**63 - 1)
+    assert last[0] != last[1] == talked(0)[0]
 
 
 @pytest.mark.parametrize(
