@@ -9,7 +9,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.evaluate.metrics import Item
@@ -62,16 +62,27 @@ def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The objects of a file by line number."""
     number = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+        with _opened(path) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    record = json.loads(line)
-                    if not isinstance(record, dict):
-                        raise DataError(f"{path} line {number}: holds a {type(record).__name__}, not an object")
-                    yield number, record
+                    yield number, _record(line, f"{path} line {number}")
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"cannot read {path} after line {number}: {error}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 after line {number}: {error.reason}") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path} line {number} is not JSON: {error}") from error
+
+
+def _record(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line)
+    except (RecursionError, ValueError) as error:  # also of what is too deep, or a number too long
+        raise DataError(f"{where} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: holds a {type(record).__name__}, not an object")
+    return record
+
+
+def _opened(path: Path) -> TextIO:
+    """A file of text, packed or not; Windows may have put a mark before it."""
+    encoding = "utf-8-sig"
+    return gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding)

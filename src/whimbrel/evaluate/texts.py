@@ -126,10 +126,10 @@ def _total(
                 held = 0
             if count == limit:
                 break
+        if not tokens:
+            raise DataError(f"{count} documents hold no token: there is nothing to score")
         flush()
         shown.finish()
     finally:
         shown.close()
-    if not tokens:
-        raise DataError(f"{count} documents hold no token: there is nothing to score")
     return TextResult(documents=count, tokens=tokens, bytes=size, loglikelihood=math.fsum(sums))

@@ -125,10 +125,14 @@ def test_weights_and_dtype_change_the_model(model, fixtures, tmp_path, capsys):
         (("--tasks", "piqa"), "no file of the task piqa in data/eval: looked for piqa_val.jsonl, piqa_val.jsonl.gz"),
         (("--tasks", "piqa", "--data", "elsewhere"), "no file of the task piqa in elsewhere"),
         (("--text", "nothing.txt"), "no source nothing.txt"),
+        (("--text", "empty.txt"), "0 documents hold no token: there is nothing to score"),
+        (("--tasks", "lambada", "--data", "."), "lambada.jsonl line 1: 'text' is 5: give a text"),
         (("--tasks", "piqa", "--limit", "0"), "--limit"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(model, workdir, capsys, words, message):
+    Path("empty.txt").touch()
+    Path("lambada.jsonl").write_text('{"text": 5}')
     assert whimbrel("eval", model, *words, "--out", "results.json") == 2
     told = capsys.readouterr().err
     assert message in told

@@ -128,9 +128,11 @@ def test_an_unknown_task_is_refused_with_those_there_are():
         ({"query": "Q", "choices": ["a", "b"]}, "piqa.jsonl line 2: no 'gold' among 'query', 'choices'"),
         ({"query": "Q", "choices": ["a", "b"], "gold": 2}, "line 2: the right choice is number 2 of 2, counted from 0"),
         ({"query": "Q", "choices": ["a", "b"], "gold": -1}, "line 2: the right choice is number -1"),
-        ({"query": "Q", "choices": ["a", "b"], "gold": "0"}, "line 2: the right choice is '0': give its number"),
+        ({"query": "Q", "choices": ["a", "b"], "gold": "0"}, "line 2: 'gold' is \"0\": give a whole number"),
         ({"query": "Q", "choices": ["a", ""], "gold": 0}, "line 2: a choice is empty"),
-        ({"query": "Q", "choices": 7, "gold": 0}, "line 2: not as piqa is: 'int' object is not iterable"),
+        ({"query": "Q", "choices": 7, "gold": 0}, "line 2: 'choices' is 7: give a list of texts"),
+        ({"goals": "Q"}, "no 'goal' among 'goals': give query choices gold, or goal sol1 sol2 label"),
+        ({}, "line 2: no 'goal' among nothing"),
         ([1, 2], "line 2: holds a list, not an object"),
     ],
 )
@@ -142,12 +144,67 @@ def test_a_line_that_is_no_question_is_named(tmp_path, record, message):
     assert "\n" not in str(raised.value)
 
 
+HELLASWAG = {"activity_label": "Tea", "ctx_a": "Boil", "ctx_b": "then", "endings": ["a", "b"], "label": 0}
+
+
+@pytest.mark.parametrize("given", [None, True, 1.5, [5], {"text": "ab"}, [["a"]], "\ud800", [None]])
+def test_a_field_of_the_wrong_kind_is_named_with_what_is_wanted(given):
+    forms = [(name, form) for name, both in FORMS.items() for form in both[:2]]
+    for name, record in [*forms, ("hellaswag", HELLASWAG), ("arc_challenge", FORMS["arc_easy"][0])]:
+        TASKS[name].item(record)
+        for field in record:
+            with pytest.raises(DataError) as raised:
+                TASKS[name].item(record | {field: given})
+            assert str(raised.value).startswith(f"'{field}' is {json.dumps(given)}: give ")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("arc_easy", {"query": 5}, "'query' is 5: give a text of valid Unicode"),
+        ("arc_easy", {"choices": "ab", "gold": 0}, "'choices' is \"ab\": give a list of texts"),
+        ("arc_easy", {"gold": "1"}, "'gold' is \"1\": give a whole number, counted from 0"),
+        ("arc_easy", {"query": ["x" * 1000]}, f"'query' is [\"{'x' * 58}: give a text of valid Unicode"),
+        ("lambada", {"continuation": ["a"]}, "'continuation' is [\"a\"]: give a text of valid Unicode"),
+    ],
+)
+def test_one_line_says_which_field_what_it_is_and_what_is_wanted(name, change, message):
+    with pytest.raises(DataError) as raised:
+        TASKS[name].item(FORMS[name][0] | change)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("arc_easy", {"answerKey": "A"}, "'answerKey' is 'A': give one of the labels, 1, 2, 3"),
+        ("arc_easy", {"choices": {"text": ["a", "b"], "label": ["1"]}}, "lists of texts that are equally long"),
+        ("winogrande", {"answer": "3"}, '\'answer\' is "3": give "1" or "2"'),
+        ("winogrande", {"sentence": "Ann left."}, "'sentence' is \"Ann left.\": give a text with _"),
+        ("piqa", {"label": "1"}, "'label' is \"1\": give a whole number"),
+        ("lambada", {"text": "ends in a space "}, "a choice is empty"),
+    ],
+)
+def test_a_published_line_that_is_no_question_is_told(name, change, message):
+    with pytest.raises(DataError) as raised:
+        TASKS[name].item(FORMS[name][1] | change)
+    assert message in str(raised.value)
+
+
+def test_files_from_windows_are_read(tmp_path):
+    path = tmp_path / "lambada.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "the sea"}\r\n\r\n{"text": "a tree"}\r\n')
+    assert [item.pairs for item in read_items(TASKS["lambada"], path)] == [(("the", " sea"),), (("a", " tree"),)]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "holds no question of the task piqa"),
         (b'{"query": ', "line 1 is not JSON"),
         (b"\xff\xfe", "is not UTF-8 after line 0"),
+        (b"[" * 100_000, "line 1 is not JSON"),
+        (b'{"gold": ' + b"9" * 5000 + b"}", "line 1 is not JSON"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, content, message):
