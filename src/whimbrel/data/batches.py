@@ -54,7 +54,7 @@ def parquet_batches(path: Path, text_key: str) -> Iterator[Batch]:
         names = file.schema_arrow.names
         if text_key not in names:
             raise DataError(
-                f"{path} has no column '{text_key}': its columns are {', '.join(names)}; name one by --text_key"
+                f"{path} has no column '{text_key}': its columns are {', '.join(names)}; name one by --text-key"
             )
         for batch in file.iter_batches(BATCH_DOCUMENTS, columns=[text_key], use_threads=False):
             parse = functools.partial(_parse_column, batch.column(0), place, row)
@@ -133,7 +133,7 @@ def _parse_lines(block: bytes, place: str, first: int, text_key: str) -> Documen
             raise DataError(f"{place} {number}: JSON nested too deeply to be read; drop the line or mend it") from error
         except (KeyError, TypeError, IndexError) as error:
             raise DataError(
-                f"{place} {number}: no key '{text_key}' in it; name the text's key by --text_key"
+                f"{place} {number}: no key '{text_key}' in it; name the text's key by --text-key"
             ) from error
         if not isinstance(text, str):
             raise DataError(f"{place} {number}: '{text_key}' is {type(text).__name__}, not a string")
