@@ -24,6 +24,8 @@ __all__ = ["DecodeGraphs"]
 WARM_UPS = 3
 """Runs before a graph is captured, in which kernels are chosen, compiled and loaded."""
 
+UNLIMITED = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
@@ -54,7 +56,9 @@ class DecodeGraphs:
         self._compiled = compile_step
         self._step: Callable[..., tuple[Tensor, Tensor]] = self._read
         if compile_step:
-            self._step = torch.compile(self._read, fullgraph=True, dynamic=False, options={"size_asserts": False})
+            # Calls between kernels in C++, too: on a GPU a graph leaves none.
+            options: dict[str, Any] = {"size_asserts": False, "cpp_wrapper": pool.device.type == "cpu"}
+            self._step = torch.compile(self._read, fullgraph=True, dynamic=False, options=options)
         self._recorded: dict[int, Recorded] = {}
         self._memory: Any = None
 
@@ -89,8 +93,8 @@ class DecodeGraphs:
         if rows not in self._recorded:
             import torch._dynamo  # which takes seconds: only where it is needed
 
-            # One compilation for each size of batch is meant, not a mistake to be limited.
-            with torch._dynamo.config.patch(recompile_limit=4 * len(self._sizes)):
+            # One compilation for each engine and size of batch is meant, not a mistake to be limited.
+            with torch._dynamo.config.patch(recompile_limit=UNLIMITED, accumulated_recompile_limit=UNLIMITED):
                 self._recorded[rows] = self._record(rows)
         return self._recorded[rows]
 

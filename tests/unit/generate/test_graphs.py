@@ -156,6 +156,17 @@ def test_numbers_that_are_not_finite_past_a_stop_leave_no_trace() -> None:
     assert texts(engine, [[3]], temperature=0) == [generate(model_of("gpt2"), [3], max_new_tokens=5, temperature=0)]
 
 
+def test_one_process_may_compile_for_many_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda step, options, **rest: compiled(step, backend="eager", **rest)
+    )  # as many compilations, but quick ones
+    model = model_of("gpt2")
+    engines = [Engine(model, EngineConfig(max_batch=1, compile=True, num_pages=pages)) for pages in range(20, 26)]
+    for engine in engines:
+        assert texts(engine, PROMPTS[:1], temperature=0) == alone(model)[:1]
+
+
 def test_a_compiled_step_draws_the_same() -> None:
     torch.manual_seed(0)
     model = GPT(replace(SHAPES["llama"], num_layers=1, layer_types=None)).eval()
