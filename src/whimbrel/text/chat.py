@@ -38,6 +38,9 @@ HALVES = range(0xD800, 0xE000)
 
 NOT_ASCII = re.compile("[\x80-\ud7ff\ue000-\U0010ffff]+")
 
+DEEPEST = 64
+"""Levels of lists and objects in messages, at most."""
+
 SEARCHING = (
     *("__contains__", "__eq__", "__getitem__", "__ne__", "count", "endswith", "find", "index", "lower", "lstrip"),
     *("partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip"),
@@ -86,8 +89,6 @@ class ChatTemplate:
             text.encode()
         except UnicodeEncodeError as error:
             raise _refused("a message holds half a surrogate pair: give valid Unicode") from error
-        except RecursionError as error:
-            raise _refused("a message is nested too deep: give one of fewer levels") from error
         spans = [found.span() for found in special.spelled.finditer(text)]
         forged = [(start, end) for start, end in spans if special.letters.keys() & set(map(ord, marked[start:end]))]
         ids: list[int] = []
@@ -247,13 +248,18 @@ def _joined(texts: Iterable[str]) -> str:
     return "".join(parts) if said is None else _Said.of("".join(parts), said._special)
 
 
-def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+def _each_text(value: Any, change: Callable[[str], str], levels: int = DEEPEST) -> Any:
     """Messages, or any part of them, with each text changed."""
     if isinstance(value, str):
         return change(value)
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if levels == 0:
+        raise _refused(f"a message is nested too deep: give one of fewer than {DEEPEST} levels")
+    inner = functools.partial(_each_text, change=change, levels=levels - 1)
     if isinstance(value, Mapping):
-        return {_each_text(key, change): _each_text(entry, change) for key, entry in value.items()}
-    return type(value)(_each_text(entry, change) for entry in value) if isinstance(value, list | tuple) else value
+        return {inner(key): inner(entry) for key, entry in value.items()}
+    return type(value)(inner(entry) for entry in value)
 
 
 @functools.cache

@@ -298,7 +298,7 @@ def test_a_text_that_no_template_opens_is_opened_as_a_prompt_is(tokenizer):
         ("{{ messages.append(1) }}", CONVERSATIONS[0], "attribute 'append' of 'list' object is unsafe"),
         ("{{ messages.__class__.__mro__ }}", CONVERSATIONS[0], "unsafe"),
         ("{{ messages[0].content }}", [{"role": "user", "content": "\ud800"}], "half a surrogate pair"),
-        ("x", [{"role": "user", "content": json.loads("[" * 900 + "]" * 900)}], "nested too deep"),
+        ("x", [{"role": "user", "content": json.loads("[" * 63 + "]" * 63)}], "nested too deep"),
     ],
 )
 def test_what_a_template_does_not_take_is_refused(source, messages, message, tokenizer):
