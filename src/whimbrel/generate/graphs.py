@@ -25,6 +25,7 @@ WARM_UPS = 3
 """Runs before a graph is captured, in which kernels are chosen, compiled and loaded."""
 
 UNLIMITED = 2**31 - 1
+"""Compilations of one function that torch bears."""
 
 
 @dataclass(frozen=True, slots=True)
