@@ -7,16 +7,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak constraints clean
+.PHONY: help demo test test-gpu soak constraints clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp  ## train on the bundled corpus, draw the loss curve, write verse
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
 
 test: $(VENV)/test.stamp $(VENV)/llama.stamp $(VENV)/chromium.stamp  ## format, lint, import rule, types, tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+
+# Uses the active environment, not .venv: the CUDA build of torch and its libraries are the machine's own.
+test-gpu:  ## tests that need a CUDA device, in the active environment
+	scripts/check-gpu
 
 soak: $(VENV)/test.stamp  ## kill, cut short, fill the disk and damage checkpoints thousands of times
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/soak

@@ -33,7 +33,7 @@ BROUGHT_BY = {
     "triton": "torch, in its CUDA builds",
 }
 
-MOST_LINES = 400
+MAX_LINES = 800
 MOST_FUNCTION_LINES = 80
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 UNFINISHED = re.compile(
@@ -71,7 +71,7 @@ def tracked_files() -> list[Path]:
 
 @pytest.mark.parametrize("path", named(CODE))
 def test_a_file_is_short_and_named_for_what_it_is(path: Path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) < MOST_LINES, "split it by meaning"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES, "split it by concept"
     assert not VAGUE_NAMES & set(path.with_suffix("").relative_to(ROOT).parts), "name it for what it is"
 
 
