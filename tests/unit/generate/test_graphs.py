@@ -175,6 +175,7 @@ def test_a_compiled_step_draws_the_same() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # inductor's advice; fp32 here stays exact
 @pytest.mark.parametrize(("cache", "compiled"), [("none", False), ("none", True), ("int8", False)])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_graphs_on_a_gpu(kind: str, cache: str, compiled: bool) -> None:

@@ -264,6 +264,8 @@ def test_a_gpu_that_cannot_is_told_of(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning")  # torchao 0.18
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @needs_torchao
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", FP8)

@@ -86,6 +86,7 @@ def test_dropout_draws_the_same_numbers_after_a_resume(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_steps_do_not_wait_for_the_device(make_run: MakeRun) -> None:
     """A step that synchronised would raise here; logging, evaluation and saving may."""
     modes = []
