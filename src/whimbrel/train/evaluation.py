@@ -31,12 +31,12 @@ def mean_loss(
     limit: int | None,
     tell: Callable[[], object],
 ) -> float:
-    """The mean over all targets of at most `limit` batches, whatever the size of a batch."""
+    """The mean over all targets of at most `limit` batches, or over their samples where they have no labels."""
     mean = _Mean(objective)
     with _evaluating(objective.model):
         for batch in itertools.islice(batches, limit):
-            count = objective.count(batch)
             with precision.autocast():
+                count = objective.count(batch)
                 loss = objective.loss(batch, mean.divisor(count), count)
             mean.add(loss, count)
             tell()
@@ -53,8 +53,8 @@ def predictions(
     logits, labels, mean = [], [], _Mean(objective)
     with _evaluating(objective.model):
         for batch in batches:
-            count = objective.count(batch)
             with precision.autocast():
+                count = objective.count(batch)
                 batch_logits, batch_labels, loss = objective.scored(batch, mean.divisor(count), count)
             logits.append(batch_logits.float().cpu())
             if batch_labels is not None and loss is not None:

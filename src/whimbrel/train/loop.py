@@ -94,7 +94,8 @@ class Loop:
             micro_batches.append(batch)
         if not micro_batches:
             return None
-        counts = [self.objective.count(batch) for batch in micro_batches]
+        with self.precision.autocast():
+            counts = [self.objective.count(batch) for batch in micro_batches]
         total = torch.stack(counts).sum().clamp(min=1)
         loss = torch.zeros((), device=total.device)
         for index, (batch, count) in enumerate(zip(micro_batches, counts, strict=True), start=1):

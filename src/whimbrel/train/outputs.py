@@ -56,42 +56,57 @@ def loss_and_logits_from_outputs(outputs: Any) -> tuple[Tensor, Tensor]:
 
 @dataclass(slots=True)
 class Objective:
-    """Makes the loss of a micro-batch as its share of a step.
+    """Computes the loss of a micro-batch as its share of a step.
 
-    A pair is `(idx, targets)`, targets already shifted. A mapping goes in as keywords. Where the model returns no loss
-    and `labels` follow a sequence, the loss is made here, of the next token. A model with a loss of its own is believed
-    to score each label that is not -100; one that shifts them says so by `loss_type = "ForCausalLM"`, as those of
-    transformers do. `compute` replaces the model's own loss.
+    A pair is `(idx, targets)`, targets already shifted. A mapping is passed as keywords. `compute` replaces the model's
+    own loss; a model that returns no loss gets token cross-entropy, shifted by one where `labels` are sequences.
+
+    A step is weighted by targets, so the objective has to know which labels the model's own loss averages over: those
+    that are not -100, all but the first of a sequence where the loss predicts the next token. A model declares that
+    with `loss_type = "ForCausalLM"`; generative decoder-only models of transformers are recognized by `can_generate()`.
+    A batch without labels is weighted by its samples.
     """
 
     model: nn.Module
     compute: LossFunction | None = None
     extras: Callable[[Tensor], dict[str, Any]] = lambda _: {}
-    _kind: str | None = field(init=False)
+    _shifts: bool | None = field(init=False)
+    """Whether the model declares that it shifts labels; None: it declares nothing."""
     _takes: frozenset[str] = field(init=False)
     _takes_all: bool = field(init=False)
     _makes_loss: bool | None = field(init=False)
+    """Whether the loss is computed here; None: the outputs of the first batch with labels decide."""
     _takes_targets: bool = field(init=False)
+    _first: tuple[Batch, Any] | None = field(init=False, default=None)
+    """The batch that decided and its outputs, until `loss` uses them."""
 
     def __post_init__(self) -> None:
         parameters = inspect.signature(self.model.forward).parameters
-        self._kind = _loss_type(self.model)
+        self._shifts = _shifts_labels(self.model)
         self._takes = frozenset(parameters)
         self._takes_targets = next(itertools.islice(parameters, 1, None), "") in ("targets", "target", "labels", "y")
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         takes_labels = self._takes_all or "labels" in parameters
-        undecided = takes_labels and self._kind is None and self.compute is None
+        undecided = takes_labels and self._shifts is None and self.compute is None
         self._makes_loss = None if undecided else not takes_labels
 
     def count(self, batch: Batch) -> Tensor:
-        """How many targets count."""
+        """Number of targets, or of samples where the batch has none. Call it under autocast.
+
+        Which labels are targets may depend on whether the model returns a loss. The first batch with labels is then
+        run through the model here, and `loss` continues from its outputs: no forward is run twice or thrown away.
+        """
         if self._makes_loss is None and isinstance(batch, Mapping) and "labels" in batch:
-            self._makes_loss = not self._returns_loss(batch)
+            # Evaluation may go on to ask for logits (`scored`); training never does.
+            wanted = {} if torch.is_grad_enabled() else self._wants_logits()
+            outputs = self.model(**self._accepted(batch), **wanted)
+            self._makes_loss = not _has_loss(outputs)
+            self._first = batch, outputs
         targets = self._targets(batch)
         if targets is None:
-            return torch.ones((), dtype=torch.int64, device=next(self.model.parameters()).device)
+            return _sample_count(batch, next(self.model.parameters()).device)
         if targets.is_floating_point():
-            return torch.tensor(targets.shape[0], device=targets.device)
+            return torch.full((), targets.shape[0], device=targets.device)
         return (targets != IGNORE_INDEX).sum()
 
     def loss(self, batch: Batch, total: Tensor, count: Tensor) -> Tensor:
@@ -101,8 +116,7 @@ class Objective:
     def scored(self, batch: Batch, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The logits of a batch, and where it has labels these and their loss."""
         labels = batch.get("labels") if isinstance(batch, Mapping) else _pair(batch)[1]
-        wanted = {"return_logits": True} if "return_logits" in self._takes else {}
-        outputs, scored, divided = self._forward(batch, total, **wanted)
+        outputs, scored, divided = self._forward(batch, total, **self._wants_logits())
         loss = None if labels is None else self._share(outputs, scored, divided, total, count)
         return logits_from_outputs(outputs), labels, loss
 
@@ -115,10 +129,13 @@ class Objective:
             if "loss_divisor" in self._takes:
                 return self.model(x, y, loss_divisor=total, **wanted, **self.extras(x)), y, True
             return self.model(x, y) if self._takes_targets else self.model(x), y, False
-        labels = batch.get("labels")
+        given, labels = batch, batch.get("labels")
         if self.compute is not None and labels is not None:
             batch = {key: value for key, value in batch.items() if key != "labels"}
-        outputs = self.model(**self._accepted(batch), **wanted)
+        if self._first is not None and self._first[0] is given:
+            outputs, self._first = self._first[1], None
+        else:
+            outputs = self.model(**self._accepted(batch), **wanted)
         return outputs, labels if self.compute is not None else self._scored(labels), False
 
     def _share(self, outputs: Any, labels: Tensor | None, divided: bool, total: Tensor, count: Tensor) -> Tensor:
@@ -147,12 +164,8 @@ class Objective:
             )
         return {key: value for key, value in batch.items() if key in self._takes}
 
-    @torch.no_grad()
-    def _returns_loss(self, batch: Mapping[str, Any]) -> bool:
-        """Whether the model makes a loss of labels; asked once, with one pass that no random number is drawn for."""
-        devices = {parameter.device.index for parameter in self.model.parameters() if parameter.is_cuda}
-        with torch.random.fork_rng(devices=sorted(devices)):
-            return _has_loss(self.model(**self._accepted(batch)))
+    def _wants_logits(self) -> dict[str, bool]:
+        return {"return_logits": True} if "return_logits" in self._takes else {}
 
     def _targets(self, batch: Batch) -> Tensor | None:
         if not isinstance(batch, Mapping):
@@ -163,8 +176,8 @@ class Objective:
         """Labels that count: of a sequence all but the first, where the loss is that of the next token."""
         if labels is None:
             return None
-        here = self._kind is None and self.compute is None and bool(self._makes_loss) and _is_sequence(labels)
-        shifts = here or (self._kind == "ForCausalLM" and labels.ndim > 1)
+        here = self._shifts is None and self.compute is None and bool(self._makes_loss) and _is_sequence(labels)
+        shifts = here or (bool(self._shifts) and labels.ndim > 1)
         return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX) if shifts else labels
 
 
@@ -175,18 +188,26 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def _loss_type(model: nn.Module) -> str | None:
-    """What a model says of its loss; None where it says nothing.
+def _shifts_labels(model: nn.Module) -> bool | None:
+    """Whether a model declares that its loss predicts the next token; None where it declares nothing.
 
-    transformers reads it off the class's name. Where that fails (`GPT2LMHeadModel`) it is None, and the `loss_function`
-    that such a model may call is then the one of next tokens.
+    transformers derives `loss_type` from the name of the class. Names like `GPT2LMHeadModel` give None, and
+    `ForConditionalGeneration` names encoder-decoders, which do not shift, as well as decoders with images, which do.
     """
     kind = getattr(model, "loss_type", None)
-    if kind is None and hasattr(model, "loss_type"):
-        base = getattr(model, "get_base_model", lambda: model)()  # under an adapter
-        if "loss_function" in inspect.unwrap(type(base).forward).__code__.co_names:
-            return "ForCausalLM"
-    return kind
+    if kind in (None, "ForConditionalGeneration"):
+        generates = getattr(model, "can_generate", None)
+        encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", None)
+        if generates is not None and encoder is not None and generates():
+            return not encoder
+    return None if kind is None else kind == "ForCausalLM"
+
+
+def _sample_count(batch: Batch, device: torch.device) -> Tensor:
+    """Samples of a batch without labels: the length of its first tensor."""
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    sizes = (len(value) for value in values if isinstance(value, Tensor) and value.ndim)
+    return torch.full((), next(sizes, 1), device=device)
 
 
 def _is_sequence(labels: Tensor) -> bool:

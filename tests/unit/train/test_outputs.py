@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,12 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from whimbrel.base.errors import DataError
-from whimbrel.train import logits_from_outputs, loss_and_logits_from_outputs, loss_from_outputs
+from whimbrel.train import BaseTrainer, logits_from_outputs, loss_and_logits_from_outputs, loss_from_outputs
 from whimbrel.train.outputs import Objective
 
 LOSS, LOGITS = torch.tensor(1.5), torch.randn(2, 3)
@@ -178,25 +181,115 @@ def test_labels_count_as_they_are_where_nothing_shifts(args: Any, fit: Any, kind
         assert torch.allclose(p, q, atol=1e-6)
 
 
-def test_sequences_without_a_loss_are_scored_by_the_next_token() -> None:
-    """Also where the module takes labels and gives no loss all the same, which is found out without a random number."""
+@pytest.mark.parametrize(("kind", "shift"), [(None, 1), ("ForCausalLM", 1), ("ForTokenClassification", 0)])
+def test_sequences_without_a_loss_are_scored_by_the_next_token(kind: str | None, shift: int) -> None:
+    """Also where the model takes labels and returns logits alone; it runs once."""
 
     class Silent(Tagger):
-        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-            return self.table(input_ids) + 0 * torch.rand(1)
+        loss_type, calls = kind, 0
 
-    batch, one = batches()[1], torch.tensor(1)
-    model = Silent()
-    before = torch.get_rng_state()
-    for kind, shift in ((None, 1), ("ForCausalLM", 1), ("ForTokenClassification", 0)):
-        model.loss_type = kind
-        logits = model(batch["input_ids"])[0, : 6 - shift]
-        expected = F.cross_entropy(logits, batch["labels"][0, shift:], reduction="sum")
-        state, objective = torch.get_rng_state(), Objective(model)
-        assert int(objective.count(batch)) == 6 - shift
-        assert torch.equal(torch.get_rng_state(), state)
-        assert torch.allclose(objective.loss(batch, one, one), expected)
-    assert not torch.equal(torch.get_rng_state(), before)  # the passes above did draw
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+            self.calls += 1
+            return self.table(input_ids)
+
+    batch, one, model = batches()[1], torch.tensor(1), Silent()
+    logits = model.table(batch["input_ids"])[0, : 6 - shift]
+    expected = F.cross_entropy(logits, batch["labels"][0, shift:], reduction="sum")
+    objective = Objective(model)
+    assert int(objective.count(batch)) == 6 - shift
+    assert torch.allclose(objective.loss(batch, one, one), expected)
+    assert model.calls == 1
+
+
+class Normed(nn.Module):
+    """A classifier whose statistics move with each forward in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.training_calls, self.calls = 0, 0
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        self.calls += 1
+        self.training_calls += self.training
+        logits = self.layers(x)
+        return F.cross_entropy(logits, labels), logits
+
+
+def test_every_micro_batch_is_run_once(args: Any, data: Any) -> None:
+    model = Normed()
+    settings = args(max_steps=3, gradient_accumulation_steps=2, per_device_eval_batch_size=4)
+    trainer = BaseTrainer(settings, model, train_dataset=data(), eval_dataset=data(8))
+    trainer.train()
+    assert (model.calls, model.training_calls) == (6, 6)
+    assert int(model.layers[1].num_batches_tracked) == 6
+    trainer.evaluate()
+    assert (model.calls, model.training_calls) == (8, 6)
+    trainer.predict(data(8))
+    assert (model.calls, model.training_calls) == (10, 6)
+
+
+def test_batch_norm_and_dropout_resume_to_the_bit(args: Any, fit: Any, data: Any, tmp_path: Path) -> None:
+    """Statistics, weights, losses and the evaluated loss."""
+    found = []
+    for name, stops in (("whole", (8,)), ("broken", (3, 5, 8))):
+        losses: list[str] = []
+        for stop in stops:
+            torch.manual_seed(0)
+            settings = args(
+                output_dir=str(tmp_path / name), max_steps=stop, save_strategy="steps", save_steps=1,
+                gradient_accumulation_steps=2,
+            )  # fmt: skip
+            trainer, watched = fit(settings, Normed(), eval_dataset=data(10), resume=True)
+            losses += watched.hex
+        found.append((losses, trainer.evaluate()["eval_loss"].hex(), trainer.unwrapped_model().state_dict()))
+    assert len(found[0][0]) == 8
+    assert found[1][:2] == found[0][:2]
+    assert all(torch.equal(tensor, found[1][2][name]) for name, tensor in found[0][2].items())
+
+
+def test_a_model_that_needs_autocast_trains_under_it(args: Any, fit: Any, data: Any) -> None:
+    """Weights of two dtypes: without autocast their product is an error."""
+
+    class Mixed(Normed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[3].bfloat16()
+
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            loss, logits = super().forward(x, labels)
+            return {"loss": loss, "logits": logits}
+
+    trainer, losses = fit(args(max_steps=2, mixed_precision="bf16"), Mixed(), eval_dataset=data(6))
+    assert len(losses.values) == 2
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert trainer.predict(data(6)).predictions.shape == (6, 3)
+
+
+class Autoencoder(nn.Module):
+    """Its loss needs no labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": F.mse_loss(self.layer(x), x)}
+
+
+def test_batches_without_labels_are_weighted_by_samples(args: Any, fit: Any, data: Any) -> None:
+    """A short last batch counts for less, in evaluation and in a step of several micro-batches."""
+    rows = [{"x": row["x"] * (1 + i)} for i, row in enumerate(data(5))]
+    found = []
+    for size in (5, 4):
+        torch.manual_seed(0)
+        settings = args(
+            per_device_train_batch_size=size, gradient_accumulation_steps=-(-5 // size), max_steps=2,
+            per_device_eval_batch_size=size,
+        )  # fmt: skip
+        trainer, losses = fit(settings, Autoencoder(), train_dataset=rows, eval_dataset=rows)
+        found.append([*losses.values, trainer.evaluate()["eval_loss"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 TINY: dict[str, Any] = {
@@ -205,10 +298,21 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
+class Wrapped(GPT2LMHeadModel):  # type: ignore[misc]
+    """A user's subclass: how its forward gets at the loss is its own business."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+TINY_GPT2 = GPT2Config(vocab_size=11, n_positions=16, n_embd=8, n_layer=1, n_head=2)
+
+
 @pytest.mark.parametrize(
     ("model", "shift"),
     [
-        (GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=16, n_embd=8, n_layer=1, n_head=2)), 1),
+        (GPT2LMHeadModel(TINY_GPT2), 1),
+        (Wrapped(TINY_GPT2), 1),
         (LlamaForCausalLM(LlamaConfig(**TINY)), 1),
         (BertForMaskedLM(BertConfig(**TINY)), 0),
         (BertForTokenClassification(BertConfig(**TINY, num_labels=11)), 0),
@@ -225,6 +329,17 @@ def test_labels_of_transformers_count_as_their_loss_scores_them(model: nn.Module
     expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, shift:].flatten(), reduction="sum")
     assert int(count) == 9 - 2 * shift
     assert torch.allclose(objective.loss(batch, one, count), expected)
+
+
+def test_labels_of_an_encoder_decoder_are_not_shifted() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 11, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+    ids = torch.arange(12).reshape(2, 6) % 11
+    objective, one = Objective(model), torch.tensor(1)
+    batch = {"input_ids": ids, "labels": ids}
+    assert int(objective.count(batch)) == 12
+    expected = F.cross_entropy(model(**batch).logits.flatten(0, 1), ids.flatten(), reduction="sum")
+    assert torch.allclose(objective.loss(batch, one, torch.tensor(12)), expected)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
