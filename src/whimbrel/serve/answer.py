@@ -16,7 +16,7 @@ from whimbrel.serve.errors import ApiError, json_response
 from whimbrel.serve.requests import Drawing
 from whimbrel.serve.served import Served
 from whimbrel.serve.shapes import Shape
-from whimbrel.serve.worker import Job, failed
+from whimbrel.serve.worker import Job, non_finite
 
 __all__ = ["Answer"]
 
@@ -45,7 +45,7 @@ class Answer:
             texts[choice.index].extend(piece)
         choices = [self._shape.whole(index, text) for index, text in texts.items()]
         head = {**self._head, "object": self._shape.whole_object}
-        return json_response({**head, "choices": choices, "usage": self._usage()})
+        return json_response({**head, "choices": choices, "usage": self.usage()})
 
     def stream(self) -> Response:
         """Texts as they grow, as server-sent events."""
@@ -64,7 +64,7 @@ class Answer:
             async for choice, piece in self._pieces():
                 yield _event({**head, "choices": [self._shape.piece(choice.index, piece)]})
             if self._usage_asked:
-                yield _event({**head, "choices": [], "usage": self._usage()})
+                yield _event({**head, "choices": [], "usage": self.usage()})
             yield "data: [DONE]\n\n"
         except ApiError as error:  # the status has been sent: all that is left is to say so
             yield _event(error.body)
@@ -79,7 +79,7 @@ class Answer:
                     self._sources[place].scores = event.prompt
                 choice = self._choices[place][event.sample]
                 if event.finish == "error" and choice.finish is None:
-                    raise failed()
+                    raise non_finite()
                 piece = choice.take(event)
                 grown.setdefault(choice, Piece()).extend(piece)
                 if piece.finish is not None:
@@ -92,7 +92,8 @@ class Answer:
             if not going_on:
                 return
 
-    def _usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
+        """Tokens of the prompts and of the texts so far."""
         read = sum(len(source.prompt.ids) for source in self._sources)
         written = sum(choice.tokens for choices in self._choices for choice in choices)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

@@ -58,7 +58,8 @@ def leave_out_neutral(given: Any, known: Collection[str], neutral: Mapping[str, 
             if not any(type(value) is type(harmless) and value == harmless for harmless in neutral[name]):
                 refuse("unsupported_parameter", name, f"{name} is not supported: leave it out")
         elif name not in known:
-            short = name[:64]
+            # Half a surrogate pair cannot go through an error of pydantic's.
+            short = name[:64].encode("utf-8", "backslashreplace").decode()
             refuse("unknown_parameter", short, f"unknown field {short!r}{nearest(short, known)}")
         else:
             kept[name] = value

@@ -1,18 +1,25 @@
-"""What the server counts, as Prometheus reads it. Each app has a registry of its own."""
+"""Prometheus metrics and the access log. Each app has a registry of its own."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from urllib.parse import quote
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from whimbrel.base.logging import get_logger
 from whimbrel.serve.worker import Worker
 
-__all__ = ["CONTENT_TYPE", "Meter", "Metrics"]
+__all__ = ["CONTENT_TYPE", "Meter", "Metrics", "Record", "record_of"]
+
+RECORD = "whimbrel.record"
+MAX_LOGGED_PATH = 200
+"""Characters of a path in the access log."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -67,19 +74,35 @@ class Metrics(Collector):
         self._whole.labels(route).observe(whole)
 
 
+@dataclass(slots=True)
+class Record:
+    """What a route adds to the log line of its request."""
+
+    user: str | None = None
+    usage: Callable[[], dict[str, int]] | None = None
+    """Counts tokens when the request ends."""
+
+
+def record_of(scope: Scope) -> Record:
+    """The record of a request; one that nobody reads where the app runs without `Meter`."""
+    found = scope.get(RECORD)
+    return found if isinstance(found, Record) else Record()
+
+
 class Meter:
-    """ASGI middleware that counts requests and how long they took."""
+    """ASGI middleware that counts, times and logs every request."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request through and note what came of it."""
+        """Pass a request through; count and log it when it ends."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         begun = time.perf_counter()
         status: int | None = None
         first: float | None = None
+        record = scope[RECORD] = Record()
 
         async def watch(message: Message) -> None:
             nonlocal status, first
@@ -93,4 +116,24 @@ class Meter:
             status = status or 500
             raise
         finally:
-            self.metrics.count(scope["path"], status, first, time.perf_counter() - begun)
+            took = time.perf_counter() - begun
+            self.metrics.count(scope["path"], status, first, took)
+            _log_request(scope, status, took, record)
+
+
+def _log_request(scope: Scope, status: int | None, seconds: float, record: Record) -> None:
+    """One line a request; the path is percent-encoded, so that no client can write lines of its own."""
+    client = scope.get("client")
+    usage = {} if record.usage is None else record.usage()
+    fields = [f"{name}={usage[name]}" for name in ("prompt_tokens", "completion_tokens") if name in usage]
+    if record.user is not None:
+        fields.append(f"user={record.user!r}")
+    get_logger(__name__).info(
+        "%s %s %s %s %.1f ms%s",
+        client[0] if client else "-",
+        scope["method"],
+        quote(scope["path"], safe="/:@!$&'()*+,;=~")[:MAX_LOGGED_PATH],
+        "left" if status is None else status,
+        seconds * 1000,
+        "".join(f" {field}" for field in fields),
+    )

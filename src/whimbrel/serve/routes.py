@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from whimbrel.base.logging import get_logger
 from whimbrel.generate import Request as Work
 from whimbrel.generate import Sampling
 from whimbrel.serve.answer import Answer
@@ -16,6 +15,7 @@ from whimbrel.serve.choice import Source
 from whimbrel.serve.config import ServeConfig
 from whimbrel.serve.errors import ApiError, ErrorBody, json_response
 from whimbrel.serve.intake import at_the_end
+from whimbrel.serve.metrics import record_of
 from whimbrel.serve.prompts import Prompt
 from whimbrel.serve.requests import ChatRequest, CompletionRequest, Drawing
 from whimbrel.serve.served import Served
@@ -97,8 +97,9 @@ class Routes:
     ) -> Response:
         job = await self.worker.submit(work)
         at_the_end(request.scope, job.cancel)
-        get_logger(__name__).info("a job of %d prompts, n = %d, user %r", len(work), asked.n or 1, asked.user)
         answer = Answer(self.served, asked, sources, job, shape)
+        record = record_of(request.scope)
+        record.user, record.usage = asked.user, answer.usage
         return answer.stream() if asked.stream else await answer.whole()
 
     def _work(

@@ -19,10 +19,10 @@ from whimbrel.base.logging import get_logger
 from whimbrel.generate import Event, Request, Stats
 from whimbrel.serve.errors import ApiError
 
-__all__ = ["Job", "Steps", "Worker", "ended", "failed"]
+__all__ = ["Job", "Steps", "Worker", "ended", "failed", "non_finite"]
 
 FAILURES_TO_BE_UNWELL = 3
-"""Steps that must fail with none that succeeds between them until the server calls itself unwell."""
+"""Consecutive failures, with no sequence finished between them, after which /health answers 503."""
 
 _log = get_logger(__name__)
 
@@ -30,6 +30,12 @@ _log = get_logger(__name__)
 def failed() -> ApiError:
     """What a request is told that the engine failed on."""
     return ApiError(500, "the engine failed on this request: the server's log says why", code="engine_failed")
+
+
+def non_finite() -> ApiError:
+    """What a request is told whose logits are NaN or infinite."""
+    message = "the model produced non-finite logits (NaN or infinity) for this request: check the model's weights"
+    return ApiError(500, message, code="engine_failed")
 
 
 def ended() -> ApiError:
@@ -99,7 +105,7 @@ class Worker:
         self.stats: Stats = engine.stats()
         """What the engine counted when its last step was done."""
         self.failures = 0
-        """Steps that failed since the last that did not."""
+        """Steps that raised or produced non-finite logits since a sequence last finished."""
         self.context_length = engine.context_length
         """The longest text, prompt included, in tokens."""
         self._engine = engine
@@ -153,6 +159,8 @@ class Worker:
         for number, held in list(self._held.items()):
             if held.job is job and place in (None, held.place):
                 self._engine.cancel(number, sample)
+                if sample is not None and sample in held.samples:  # a stop string ended it
+                    self.failures = 0
                 held.samples -= held.samples if sample is None else {sample}
                 self._forget_ended(number)
 
@@ -209,7 +217,8 @@ class Worker:
             finally:
                 self._drop_all(failed())
             return
-        self.failures, self.stats = 0, self._engine.stats()
+        self.stats = self._engine.stats()
+        self._count_failures(events)
         arrived: dict[Job, list[tuple[int, Event]]] = {}
         for event in events:
             held = self._held[event.request]
@@ -219,6 +228,16 @@ class Worker:
                 self._forget_ended(event.request)
         if arrived:
             self._tell(_deliver, arrived)
+
+    def _count_failures(self, events: Sequence[Event]) -> None:
+        """Only a finished sequence shows that the engine works: one may fail after any number of tokens."""
+        broken = {event.request for event in events if event.finish == "error"}
+        if broken:
+            _log.error("the model produced non-finite logits (NaN or infinity): %d requests failed", len(broken))
+        if any(event.finish not in (None, "error") for event in events):
+            self.failures = 0
+        elif broken:
+            self.failures += 1
 
     def _forget_ended(self, number: int) -> None:
         if not self._held[number].samples:

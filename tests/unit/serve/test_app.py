@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import threading
 from dataclasses import replace
 
@@ -15,6 +17,7 @@ from tests.unit.serve.running import running, wait_for
 
 from whimbrel.serve.prompts import PromptReader
 from whimbrel.serve.served import Served
+from whimbrel.serve.worker import FAILURES_TO_BE_UNWELL
 from whimbrel.text import PLAIN, ChatTemplate
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -145,18 +148,78 @@ def test_an_unwell_engine_is_told_at_health(served: Served):
         assert run.client.get("/health").json() == {"status": "ok"}
 
 
-def test_weights_that_are_no_numbers_fail_a_request_and_not_the_server(served: Served):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_non_finite_logits_fail_requests_and_turn_health_unhealthy(served: Served, value: float, caplog):
     weight = served.model.lm_head.weight
     kept = weight.detach().clone()
-    with running(served) as run:
+    with running(served) as run, caplog.at_level(logging.ERROR):
         try:
             with torch.no_grad():
-                weight.fill_(torch.nan)
-            assert error(run.client.post(COMPLETIONS, json=SHORT)) == (500, "engine_failed")
+                weight.fill_(value)
+            for failures in range(FAILURES_TO_BE_UNWELL):
+                assert run.client.get("/health").status_code == 200
+                answer = run.client.post(COMPLETIONS, json=SHORT)
+                assert error(answer) == (500, "engine_failed")
+                assert "non-finite logits" in answer.json()["error"]["message"]
+                assert caplog.text.count("the model produced non-finite logits") == failures + 1
         finally:
             with torch.no_grad():
                 weight.copy_(kept)
+        assert error(run.client.get("/health")) == (503, "engine_failed")
         assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+        assert run.client.get("/health").status_code == 200
+
+
+def test_access_log_has_one_line_per_request(served: Served, caplog):
+    with caplog.at_level(logging.INFO, "whimbrel.serve"), running(served) as run:
+        run.client.post(COMPLETIONS, json=SHORT | {"logit_bias": {"50256": -100}, "user": "a\nb"})
+        run.client.post(CHAT, json=TALK | {"max_tokens": 2, "stream": True, "logit_bias": {"50256": -100}})
+        run.client.get("/v1/nothing%0Ahere?key=secret")
+        run.client.get("/health")
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("whimbrel.serve")]
+    lines = [re.sub(r"[0-9.]+ ms", "T", line) for line in lines]
+    prompt = len(served.reader.converse(TALK["messages"], 100).ids)
+    assert sorted(lines) == [
+        "127.0.0.1 GET /health 200 T",
+        "127.0.0.1 GET /v1/nothing%0Ahere 404 T",
+        f"127.0.0.1 POST /v1/chat/completions 200 T prompt_tokens={prompt} completion_tokens=2",
+        r"127.0.0.1 POST /v1/completions 200 T prompt_tokens=1 completion_tokens=3 user='a\nb'",
+    ]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models", "/health", "/", "/nothing"])
+def test_options_needs_the_key(served: Served, path: str):
+    with running(served, api_key="k") as run:
+        refused = run.client.options(path, headers={"Authorization": "Bearer wrong"})
+        assert error(refused) == (401, "invalid_api_key")
+        assert run.client.options(path).status_code in (404, 405)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (COMPLETIONS, SHORT | {"\ud800": 1}),
+        (COMPLETIONS, SHORT | {"stream": True, "stream_options": {"\ud800": 1}}),
+        (COMPLETIONS, SHORT | {"logit_bias": {"\ud800": 1}}),
+        (COMPLETIONS, SHORT | {"user": "\ud800"}),
+        (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": "a", "\ud800": 1}]}),
+        (CHAT, {"model": "tiny", "messages": [{"role": "\ud800", "content": "a"}]}),
+    ],
+)
+def test_a_lone_surrogate_anywhere_in_a_body_is_a_bad_request(served: Served, route: str, body: dict[str, object]):
+    with running(served) as run:
+        answer = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        assert error(answer)[0] == 400
+
+
+@pytest.mark.parametrize("digits", [20, 400, 4300, 4301])
+@pytest.mark.parametrize("field", ["prompt", "n", "seed", "max_tokens", "temperature", "model"])
+def test_an_integer_of_any_length_is_a_bad_request(served: Served, field: str, digits: int):
+    body = json.dumps(SHORT | {field: "X"}).replace('"X"', "9" * digits)
+    with running(served) as run:
+        answer = run.client.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+        assert error(answer)[0] == 400
+        assert len(answer.text) < 500
 
 
 def test_other_names_are_answered_to_when_allowed(served: Served):

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason="needs the extra `serve`")
 from tests.unit.serve.running import Faulty
 
 from whimbrel.base.errors import RequestError
-from whimbrel.generate import Engine, Request, Sampling
+from whimbrel.generate import Engine, Event, Request, Sampling
 from whimbrel.serve.errors import ApiError
 from whimbrel.serve.worker import FAILURES_TO_BE_UNWELL, Worker
 
@@ -152,6 +152,60 @@ def test_an_engine_that_keeps_failing_is_unwell_until_it_succeeds(engine: Engine
             assert worker.well == (left > 0)
         await tokens_of(await worker.submit([ask()]))
         assert worker.well
+
+    at_work(faulty, act)
+
+
+class Scripted(Faulty):
+    """Gives each request the events of its script, one at a step."""
+
+    def __init__(self, engine: Engine, *scripts: list[Event]) -> None:
+        super().__init__(engine)
+        self.scripts, self.steps = list(scripts), []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.steps)
+
+    def submit(self, request: Request) -> int:
+        self.steps = self.scripts.pop(0).copy()
+        return 0
+
+    def step(self) -> list[Event]:
+        return [self.steps.pop(0)]
+
+    def cancel(self, request: int, sample: int | None = None) -> None:
+        pass
+
+
+def test_requests_that_fail_after_some_tokens_count_as_failures(engine: Engine):
+    failing = [Event(0, 0, 5), Event(0, 0, finish="error")]
+    faulty = Scripted(engine, *[failing] * FAILURES_TO_BE_UNWELL, [Event(0, 0, 5), Event(0, 0, finish="stop")])
+
+    async def act(worker: Worker) -> None:
+        for left in reversed(range(FAILURES_TO_BE_UNWELL)):
+            await tokens_of(await worker.submit([ask()]))
+            assert worker.well == (left > 0)
+        await tokens_of(await worker.submit([ask()]))
+        assert worker.well
+
+    at_work(faulty, act)
+
+
+def test_a_stop_string_counts_as_success(engine: Engine):
+    failing = [[Event(0, 0, finish="error")]] * (FAILURES_TO_BE_UNWELL - 1)
+    faulty = Scripted(engine, *failing, [Event(0, 0, 5)], *failing)
+
+    async def act(worker: Worker) -> None:
+        for _ in failing:
+            await tokens_of(await worker.submit([ask()]))
+        job = await worker.submit([ask()])
+        async for _ in job:
+            break
+        job.cancel(0, 0)
+        for _ in failing:
+            await tokens_of(await worker.submit([ask()]))
+            assert worker.well
 
     at_work(faulty, act)
 
