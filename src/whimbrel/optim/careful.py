@@ -12,7 +12,16 @@ from torch.nn.utils import get_total_norm
 
 from whimbrel.base.errors import NoSparseGradientError
 
-__all__ = ["Careful"]
+__all__ = ["Careful", "run_eagerly"]
+
+run_eagerly = torch._disable_dynamo  # torch.compiler.disable, which would import the compiler with this module
+"""Leave a function, and all that it calls, to Python under `torch.compile`.
+
+A parameter that is found by two paths (as a key of `state` and as `slot.parameter`) is guarded by one of them only: code
+compiled for the first parameter would then serve every parameter of its shape. What finds tensors by keys and slots must
+not be traced. It would gain little: how far a parameter is decides what happens to it, so a traced step falls apart at
+every one of them.
+"""
 
 
 class Careful(torch.optim.Optimizer):

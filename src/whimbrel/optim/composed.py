@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.optim.careful import Careful
+from whimbrel.optim.careful import Careful, run_eagerly
 from whimbrel.optim.check import check_alike, check_fits, check_group, check_keys
 from whimbrel.optim.lift import Lifted, lift
 from whimbrel.optim.refresh import follow, is_due, planned, refresh
@@ -121,7 +121,7 @@ class Composed(Careful):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """As of every careful optimizer; also of parameters whose gradients came projected."""
         loss = super().step(closure)
-        self.projected.clear()
+        self._forget_projected()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -197,23 +197,30 @@ class Composed(Careful):
         """Bytes of the state of a parameter, by arithmetic alone."""
         return self._slots[parameter].bytes_of()
 
-    # The parts of a step
+    # The parts of a step; those that it calls by itself run eagerly under torch.compile
+
+    @run_eagerly
+    def _forget_projected(self) -> None:
+        self.projected.clear()
 
     def _moving(self, group: Mapping[str, Any]) -> list[Tensor]:
         """The parameters of a group that have a gradient, whole or projected."""
         return [p for p in group["params"] if p.numel() and (p.grad is not None or p in self.projected)]
 
+    @run_eagerly
     def _gradients(self) -> list[Tensor]:
         params = [p for group in self.param_groups for p in self._moving(group)]
         found = ((self._slots[p], self.projected.get(p, p.grad)) for p in params)
         return [slot.here(grad) for slot, grad in found if grad is not None]
 
+    @run_eagerly
     def _finite(self, grads: list[Tensor]) -> bool:
         """Here, and on all ranks that have parts of a parameter."""
         largest = get_total_norm([grad for grad in grads if grad.numel()], math.inf)
         finite = largest.to(next(iter(self._slots)).device).isfinite()
         return all_true(finite, (slot.shard for slot in self._slots.values()))
 
+    @run_eagerly
     def _move_all(self) -> None:
         self._overlaps.clear()
         for group in self.param_groups:

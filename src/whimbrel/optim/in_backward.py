@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
+from whimbrel.optim.careful import run_eagerly
 from whimbrel.optim.replicas import are_replicated
 
 __all__ = ["InBackward", "StepInBackward", "step_in_backward"]
@@ -134,6 +135,7 @@ class StepInBackward(InBackward):
 
         return move
 
+    @run_eagerly
     def _move(self, group: dict[str, Any], index: int, parameter: Tensor) -> None:
         """Step a group of one: the optimizer sees nothing but this parameter."""
         if not self._begun:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from whimbrel.base.errors import OptimizerError
+from whimbrel.optim.careful import run_eagerly
 from whimbrel.optim.check import check_whole
 from whimbrel.optim.composed import Composed
 from whimbrel.optim.in_backward import InBackward
@@ -105,11 +106,15 @@ class ProjectInBackward(InBackward):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step_projected()
+        return loss
+
+    @run_eagerly
+    def _step_projected(self) -> None:
         self._bring()
         self.optimizer.step()
         self._forget()
         self._arm()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients and projections."""
@@ -117,6 +122,7 @@ class ProjectInBackward(InBackward):
         self.optimizer.projected.clear()
         self._forget()
 
+    @run_eagerly
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """The norm of all gradients of the step together; exact or estimated, as the head of this file says."""
@@ -131,6 +137,7 @@ class ProjectInBackward(InBackward):
                 squares.append((torch.linalg.vector_norm(slot.here(p.grad), dtype=torch.float32).square(), slot.shard))
         return total(squares).sqrt()
 
+    @run_eagerly
     @torch.no_grad()
     def clip_(self, longest: float, norm: Tensor) -> None:
         """Scale gradients and projections alike."""
@@ -159,6 +166,7 @@ class ProjectInBackward(InBackward):
         super().load_state_dict(state_dict)
         self._arm()
 
+    @run_eagerly
     @torch.no_grad()
     def _project(self, parameter: Tensor) -> None:
         """The hook: project the gradient of a micro-batch and free it, unless it is wanted whole."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.table import COMPOSED, ENTRIES, everything, move, parameters, params_of, random
+from tests.unit.optim.table import COMPOSED, ENTRIES, differences, everything, move, parameters, params_of, random
 from torch import nn
 
-from whimbrel.optim import composed
-
-COMPILED = ["galore", "adamw8bit", "galore_warm", "apollo", "muon", "adafactor, int8"]
-"""Some of each kind, since a compilation takes seconds."""
-
+from whimbrel.ops.compiler import find_compiler
+from whimbrel.optim import composed, project_in_backward
 
 @pytest.fixture
 def quiet_compiler() -> Iterator[None]:
@@ -35,26 +34,76 @@ def test_many_at_once_equal_one_by_one(name: str) -> None:
         torch.testing.assert_close(everything(apart)[key], value, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_a_compiled_step_equals_an_eager_one(name: str, quiet_compiler: None) -> None:
-    eager, compiled = (ENTRIES[name]([nn.Parameter(random((72, 60)))]) for _ in range(2))
+def twins(name: str, shapes: Sequence[tuple[int, ...]], more: Sequence[tuple[int, ...]] = ()) -> tuple[Any, Any]:
+    """Two equal optimizers; `more` makes a second group, with another learning rate."""
+    found = []
+    for _ in range(2):
+        optimizer = ENTRIES[name]([nn.Parameter(random(shape, i)) for i, shape in enumerate(shapes)])
+        if more:
+            params = [nn.Parameter(random(shape, i)) for i, shape in enumerate(more)]
+            optimizer.add_param_group({"params": params, "lr": ENTRIES[name].lr / 2})
+        found.append(optimizer)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_compiled_step_updates_every_parameter(name: str, quiet_compiler: None) -> None:
+    """Parameters of equal and of different shapes in two groups; a rate that changes, a gradient that is missing."""
+    eager, compiled = twins(name, [(24, 16), (24, 16), (16, 24), (5,), (5,)], [(24, 16), (8, 6)])
     step = torch.compile(compiled.step, backend="aot_eager")
-    for seed in range(2):
+    before = everything(compiled)
+    for seed in range(3):
         for optimizer in (eager, compiled):
-            params_of(optimizer)[0].grad = random((72, 60), seed + 1)
+            optimizer.param_groups[-1]["lr"] = ENTRIES[name].lr / (2 + seed)
+            for place, p in enumerate(params_of(optimizer)):
+                p.grad = None if (seed, place) == (1, 0) else random(p.shape, 100 * seed + place)
         eager.step()
         step()
+    after = everything(compiled)
+    for place, _ in enumerate(params_of(compiled)):
+        assert not torch.equal(before[f"{place}"], after[f"{place}"])
+    for key, value in everything(eager).items():
+        torch.testing.assert_close(after[key], value, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_compiled_step_skips_gradients_that_are_not_finite(name: str, quiet_compiler: None) -> None:
+    _, optimizer = twins(name, [(24, 16), (24, 16)])
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    first, second = params_of(optimizer)
+    before = everything(optimizer)
+    first.grad, second.grad = random((24, 16)), torch.full((24, 16), math.nan)
+    step()
+    assert optimizer.skipped == 1
+    assert differences(before, everything(optimizer)) == []
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", ["galore_warm", "muon"])
+def test_step_compiled_to_machine_code_updates_every_parameter(name: str, quiet_compiler: None) -> None:
+    eager, compiled = twins(name, [(24, 16), (24, 16), (5,)])
+    step = torch.compile(compiled.step)
+    for optimizer in (eager, compiled):
+        for place, p in enumerate(params_of(optimizer)):
+            p.grad = random(p.shape, place + 1)
+    eager.step()
+    step()
     for key, value in everything(eager).items():
         torch.testing.assert_close(everything(compiled)[key], value, atol=1e-6, rtol=1e-5)
 
 
-def test_a_step_compiled_to_machine_code_equals_an_eager_one(quiet_compiler: None) -> None:
-    eager, compiled = (COMPOSED["adamw, bf16"]([nn.Parameter(random((72, 60)))], store="fp32") for _ in range(2))
-    step = torch.compile(compiled.step)
-    for optimizer in (eager, compiled):
-        params_of(optimizer)[0].grad = random((72, 60), 1)
-    eager.step()
-    step()
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_compiled_step_of_projections_updates_every_parameter(accumulation: int, quiet_compiler: None) -> None:
+    eager, compiled = (project_in_backward(o, accumulation=accumulation) for o in twins("galore_warm", [(24, 16)] * 3))
+    step = torch.compile(compiled.step, backend="aot_eager")
+    for seed in range(3):
+        for wrapper, run in ((eager, eager.step), (compiled, step)):
+            for micro in range(accumulation):
+                for place, p in enumerate(params_of(wrapper)):
+                    (p * random(p.shape, 100 * seed + 10 * micro + place)).sum().backward()
+            run()
+            for p in params_of(wrapper):
+                p.grad = None
     for key, value in everything(eager).items():
         torch.testing.assert_close(everything(compiled)[key], value, atol=1e-6, rtol=1e-5)
 
