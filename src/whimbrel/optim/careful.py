@@ -15,12 +15,11 @@ from whimbrel.base.errors import NoSparseGradientError
 __all__ = ["Careful", "run_eagerly"]
 
 run_eagerly = torch._disable_dynamo  # torch.compiler.disable, which would import the compiler with this module
-"""Leave a function, and all that it calls, to Python under `torch.compile`.
+"""Run a function, and everything it calls, eagerly under `torch.compile`.
 
-A parameter that is found by two paths (as a key of `state` and as `slot.parameter`) is guarded by one of them only: code
-compiled for the first parameter would then serve every parameter of its shape. What finds tensors by keys and slots must
-not be traced. It would gain little: how far a parameter is decides what happens to it, so a traced step falls apart at
-every one of them.
+A parameter that is reached by two paths (as a key of `state` and as `slot.parameter`) is guarded by one of them only,
+so code compiled for one parameter would be applied to all others of its shape. Code that looks tensors up by keys and
+slots must not be traced. Little is lost: step counts are read on the host, which breaks the graph at every parameter.
 """
 
 

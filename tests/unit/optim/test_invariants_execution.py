@@ -15,6 +15,7 @@ from torch import nn
 from whimbrel.ops.compiler import find_compiler
 from whimbrel.optim import composed, project_in_backward
 
+
 @pytest.fixture
 def quiet_compiler() -> Iterator[None]:
     """The compiler logs where it leaves a part to Python: how many steps were made is known there."""
