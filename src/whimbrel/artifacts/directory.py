@@ -87,6 +87,16 @@ def model_tokenizer(source: Path, other: str | os.PathLike[str] | None = None) -
     return tokenizer
 
 
+def check_size(source: Path, config: GPTConfig, files: TensorFiles) -> None:
+    """Refuse a `config.json` that describes far more weights than the files can hold, before building the model."""
+    held = files.num_bytes()
+    if config.matrix_parameters > 2 * held:  # a weight takes 4 bits at least
+        raise CheckpointError(
+            f"{source / CONFIG} describes {config.matrix_parameters:,} parameters, but the weight files hold only "
+            f"{held:,} bytes: fetch the model again"
+        )
+
+
 def check_tokenizer(tokenizer: Tokenizer, config: GPTConfig) -> None:
     """Refuse a tokenizer with ids that a model does not have; a model may have more than its tokenizer."""
     if tokenizer.vocab_size > config.vocab_size:
@@ -118,6 +128,7 @@ def load_model(
     if recipe is not None and stored not in (None, recipe.load):
         raise CheckpointError(f"{source} holds {stored.name} weights, not {recipe.name}: leave weights= out")
     files = TensorFiles(source)
+    check_size(source, config, files)
     found = match(files, places(model_type, config), stored)
     with torch.device("meta"):
         model = GPT(config)

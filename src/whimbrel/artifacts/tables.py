@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from whimbrel.base.errors import CheckpointError
+from whimbrel.base.files import parse_json
 
 __all__ = ["read_table", "write_table"]
 
@@ -15,7 +16,7 @@ __all__ = ["read_table", "write_table"]
 def read_table(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = parse_json(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path.parent} has no {path.name}: give a model directory as Hugging Face lays it out"

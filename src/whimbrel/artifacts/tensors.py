@@ -29,6 +29,10 @@ class TensorFiles:
         """Every tensor there is."""
         return set(self._files)
 
+    def num_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(path.stat().st_size for path in set(self._files.values()))
+
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, as it is stored."""
         path = self._files[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import IO, Any
 
 from whimbrel.base.errors import WriteError
 
-__all__ = ["PARTIAL", "atomic_directory", "atomic_file", "remove_stale", "sha256_file"]
+__all__ = ["PARTIAL", "atomic_directory", "atomic_file", "parse_json", "remove_stale", "sha256_file"]
 
 PARTIAL = ".partial-"
 """What the temporary name of an unfinished file or folder starts with."""
@@ -70,6 +71,14 @@ def remove_stale(folder: str | os.PathLike[str]) -> list[Path]:
     for path in stale:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return stale
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON `text` holds; a ValueError for anything unreadable, also for nesting beyond the recursion limit."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:

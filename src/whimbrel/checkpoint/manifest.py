@@ -7,14 +7,15 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import NoneType
 from typing import Any
 
 import torch
 
 from whimbrel import __version__
 from whimbrel.base.errors import CheckpointError
-from whimbrel.base.files import sha256_file
+from whimbrel.base.files import parse_json, sha256_file
 
 __all__ = ["FORMAT", "FileEntry", "MANIFEST", "Manifest", "Part", "read_manifest", "tool_versions"]
 
@@ -82,7 +83,7 @@ def read_manifest(path: Path) -> Manifest:
             f"{path} is not a whole checkpoint: its {MANIFEST} cannot be read ({error.strerror})"
         ) from error
     try:
-        table = json.loads(content)
+        table = parse_json(content)
         found = table.get("format")
         digest = table.pop("digest", None)
     except (ValueError, AttributeError) as error:
@@ -91,10 +92,43 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path} has checkpoint format {found}; this version reads {FORMAT}")
     if _render(table) != content:
         raise CheckpointError(f"{path} is damaged: its {MANIFEST} has changed since it was written")
-    del table["format"]
-    parts = {key: Part(**part) for key, part in table.pop("components").items()}
-    files = {name: FileEntry(**entry) for name, entry in table.pop("files").items()}
-    return Manifest(components=parts, files=files, **table)
+    try:
+        return _from_table(table)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: a field of its {MANIFEST} is wrong ({error})") from error
+
+
+def _from_table(table: dict[str, Any]) -> Manifest:
+    """The manifest in a parsed table; a TypeError, KeyError or AttributeError names what does not fit."""
+    components = {key: Part(**part) for key, part in table["components"].items()}
+    files = {name: FileEntry(**entry) for name, entry in table["files"].items()}
+    rest = {name: value for name, value in table.items() if name not in ("format", "components", "files")}
+    manifest = Manifest(components=components, files=files, **rest)
+    _expect(manifest.step, int, "step")
+    _expect(manifest.metric, (float, int, NoneType), "metric")
+    _expect(manifest.about, dict, "about")
+    _expect(manifest.versions, dict, "versions")
+    for name, entry in files.items():
+        _expect(entry.size, int, f"size of {name}")
+        _expect(entry.sha256, str, f"sha256 of {name}")
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise TypeError(f"file name {name!r} leads out of the checkpoint")
+    for key, part in components.items():
+        _expect(part.pattern, str, f"pattern of {key}")
+        _expect(part.required, bool, f"required of {key}")
+        _expect(part.metadata, dict, f"metadata of {key}")
+        for rank in _expect(part.ranks, list, f"ranks of {key}"):
+            _expect(rank, int, f"ranks of {key}")
+        for name in _expect(part.files, list, f"files of {key}"):
+            if name not in files:
+                raise KeyError(f"file {name!r} of {key} has no entry")
+    return manifest
+
+
+def _expect(value: Any, kind: type | tuple[type, ...], name: str) -> Any:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{name} is {value!r}")
+    return value
 
 
 def _render(table: Mapping[str, Any]) -> bytes:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from whimbrel.base.errors import CheckpointError
+from whimbrel.base.files import parse_json
 from whimbrel.checkpoint.layout import step_of
 from whimbrel.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from whimbrel.checkpoint.tensors import read_tensors
@@ -79,11 +79,15 @@ def has_all_files(path: Path) -> bool:
 def read_component(path: Path, stem: str) -> Any:
     """The state of one component of a verified checkpoint, or, as `KEY.rank-00001`, one rank's piece of it."""
     try:
-        tree = json.loads((path / f"{stem}.json").read_text(encoding="utf-8"))
+        tree = parse_json((path / f"{stem}.json").read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot read the component '{stem}' ({error})") from error
     tensors = path / f"{stem}.safetensors"
-    return unpack(read_tensors(tensors) if tensors.exists() else {}, tree)
+    held = read_tensors(tensors) if tensors.exists() else {}
+    try:
+        return unpack(held, tree)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the component '{stem}' is malformed ({error})") from error
 
 
 def _check_file(path: Path, name: str, expected: FileEntry) -> None:

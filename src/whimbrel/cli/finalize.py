@@ -140,6 +140,7 @@ def _measure(
     from whimbrel.artifacts import load_tokenizer
     from whimbrel.artifacts.directory import describe
     from whimbrel.cli.held_out import held_out_loss, read_shards, read_text
+    from whimbrel.data.stream import has_split
     from whimbrel.train.config import run_config
 
     shape = describe(directory).config
@@ -152,7 +153,7 @@ def _measure(
         return held_out_loss(held, min(LENGTH, shape.context_length))
     run = run_config(settings) if "data" in settings else None
     path = None if run is None else run.validation.path or run.data.path
-    if run is None or path is None or not any(path.glob("*_val_*.bin")):
+    if run is None or path is None or not has_split(path, "val"):
         where = "" if path is None else f", as {path} of the run holds no held-out shards"
         print(f"no loss is measured{where}: --data takes held-out text or token shards")
         return None

@@ -39,7 +39,7 @@ def read_shards(path: Path, tokenizer: Tokenizer | None, vocab_size: int, most: 
     manifest = read_manifest(path)
     if manifest and tokenizer and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
         raise DataError(f"{path} was not made with the model's tokenizer: give shards that were, or text")
-    stream, eot_id = open_stream(path, "val", vocab_size)
+    stream, eot_id = open_stream(path, "val", vocab_size, tokenizer.eot_id if tokenizer and not manifest else None)
     ids = np.empty(min(most + 1, len(stream)), dtype=stream.dtype)
     stream.copy(0, ids)
     return HeldOut(ids, eot_id, path.name)

@@ -82,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     trace = "--trace" in given
     given = [word for word in given if word != "--trace"]
+    if unreadable := next((word for word in given if not _is_utf8(word)), None):
+        typer.echo(f"whimbrel: expected UTF-8 arguments, got {unreadable!a}", err=True)
+        sys.exit(2)
     try:
         code = app(given, prog_name="whimbrel", standalone_mode=False)
     except (WhimbrelError, OSError, typer.TyperException) as error:
@@ -97,6 +100,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         typer.echo(f"whimbrel: unexpected {type(error).__name__}: {words} (--trace shows where)", err=True)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _is_utf8(word: str) -> bool:
+    """False for bytes that the shell passed and Python could not decode; they arrive as lone surrogates."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _complain(error: Exception) -> int:

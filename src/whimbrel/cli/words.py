@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 __all__ = ["unescaped"]
 
 
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
+
+
 def unescaped(text: str) -> str:
-    """`\\n` and `\\t` as the characters they stand for: few shells let one type a line end."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+    """`text` with `\\n`, `\\r`, `\\t` and `\\\\` as those characters: few shells let one type a newline."""
+    return re.sub(r"\\([nrt\\])", lambda found: ESCAPES[found.group(1)], text)

@@ -21,7 +21,7 @@ class Override(str):
         """What TOML reads from it; a bare word is a text."""
         try:
             return tomllib.loads(f"value = {self}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             return str(self)
 
     def text(self) -> str:

@@ -157,7 +157,7 @@ def convert(kind: Any, value: Any, where: str) -> Any:
 
 
 def _convert_plain(kind: Any, value: Any, where: str) -> Any:
-    if kind is Path and isinstance(value, str):
+    if kind is Path and isinstance(value, str) and "\0" not in value:
         return Path(value)
     if kind is float and type(value) is int:
         return float(value)

@@ -20,8 +20,9 @@ def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
             return tomllib.load(file)
     except FileNotFoundError as error:
         raise ConfigError(f"no such configuration file: {path}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, and integers of thousands of digits
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{path} is not valid TOML: {reason}") from error
 
 
 def dump_toml(table: Mapping[str, Any], header: str = "") -> str:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from whimbrel.base.errors import DataError
+from whimbrel.base.logging import get_logger
 
 __all__ = [
     "BATCH_DOCUMENTS",
+    "MAX_SEPARATOR",
     "Batch",
     "Documents",
     "check_length",
@@ -28,6 +31,10 @@ BATCH_DOCUMENTS = 64
 """Documents in a batch of a format that counts in rows."""
 MOST_DOCUMENT = 1 << 28
 """Bytes of one document, 256 MiB: a document is held in memory whole and encoded by one thread."""
+
+LINE_END = re.compile(rb"\n")
+MAX_SEPARATOR = 1 << 12
+"""Bytes of the longest separator, each line end counted twice."""
 
 Documents = list[tuple[int, str]]
 """Documents with their numbers in the file, for messages. Empty ones are left out."""
@@ -65,18 +72,25 @@ def parquet_batches(path: Path, text_key: str) -> Iterator[Batch]:
 def jsonl_batches(path: Path, codec: str | None, text_key: str) -> Iterator[Batch]:
     """Lines of a jsonl file, one JSON object each."""
     place, line = f"{path}, line", 1
-    for block, read in _blocks(path, codec, b"\n"):
+    for block, read in _blocks(path, codec, LINE_END):
         yield Batch(place, functools.partial(_parse_lines, block, place, line, text_key), read)
         line += block.count(b"\n")
 
 
 def text_batches(path: Path, codec: str | None, separator: str | None) -> Iterator[Batch]:
-    """A text file as one document, or as documents parted by `separator`."""
+    """A text file as one document, or as documents between `separator`s. A line end matches LF and CRLF alike."""
     place, number = f"{path}, document", 1
-    mark = separator.encode() if separator else None
+    mark = _separator_pattern(separator) if separator else None
     for block, read in _blocks(path, codec, mark):
         yield Batch(place, functools.partial(_parse_texts, block, place, number, mark), read)
-        number += block.count(mark) if mark else 1
+        number += sum(1 for _ in mark.finditer(block)) if mark else 1
+    if mark and number == 1:
+        get_logger(__name__).warning("%s does not contain the separator %r: it is one document", path, separator)
+
+
+def _separator_pattern(separator: str) -> re.Pattern[bytes]:
+    lines = separator.replace("\r\n", "\n").split("\n")
+    return re.compile(rb"\r?\n".join(re.escape(line.encode()) for line in lines))
 
 
 def check_length(path: Path, size: int) -> None:
@@ -86,19 +100,20 @@ def check_length(path: Path, size: int) -> None:
         raise DataError(f"{path} holds a document of more than {most}: part it (a text file by --separator)")
 
 
-def _blocks(path: Path, codec: str | None, mark: bytes | None) -> Iterator[tuple[bytes, float]]:
-    """The file's bytes in order, cut after a `mark`; in one piece where there is none. Each with the share read."""
+def _blocks(path: Path, codec: str | None, mark: re.Pattern[bytes] | None) -> Iterator[tuple[bytes, float]]:
+    """The file's bytes in order with the share read so far, cut after a match of `mark`; without one, in one piece."""
     import pyarrow as pa
 
     held = bytearray()
     with _one_line(f"{path} is not a readable {codec or 'text'} file"), pa.OSFile(str(path)) as raw:
         file, size = pa.CompressedInputStream(raw, codec) if codec else raw, raw.size()
         while block := file.read(BATCH_BYTES):
-            seen = max(0, len(held) - len(mark)) if mark else 0
+            searched = max(0, len(held) - MAX_SEPARATOR)
             held += block
-            if mark and (found := held.rfind(mark, seen)) >= 0:
-                yield bytes(held[: found + len(mark)]), raw.tell() / size
-                del held[: found + len(mark)]
+            end = max((match.end() for match in mark.finditer(held, searched)), default=0) if mark else 0
+            if end:
+                yield bytes(held[:end]), raw.tell() / size
+                del held[:end]
             check_length(path, len(held))
     if held:
         yield bytes(held), 1.0
@@ -142,8 +157,8 @@ def _parse_lines(block: bytes, place: str, first: int, text_key: str) -> Documen
     return documents
 
 
-def _parse_texts(block: bytes, place: str, first: int, mark: bytes | None) -> Documents:
-    pieces = [piece.strip(b"\r\n") for piece in block.split(mark)] if mark else [block]
+def _parse_texts(block: bytes, place: str, first: int, mark: re.Pattern[bytes] | None) -> Documents:
+    pieces = [piece.strip(b"\r\n") for piece in mark.split(block)] if mark else [block]
     documents: Documents = []
     for number, piece in enumerate(pieces, first):
         try:

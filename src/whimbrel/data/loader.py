@@ -15,9 +15,12 @@ from whimbrel.base.logging import get_logger
 from whimbrel.data.documents import document_ids
 from whimbrel.data.rows import JoinedRows, PackedRows, Rows
 from whimbrel.data.staging import Batch, DirectStage, PrefetchStage
-from whimbrel.data.stream import open_stream
+from whimbrel.data.stream import TokenStream, open_stream
 
 __all__ = ["TokenDataLoader"]
+
+SEARCHED = 1 << 24
+"""Tokens in which a document boundary is expected."""
 
 
 class TokenDataLoader:
@@ -29,6 +32,9 @@ class TokenDataLoader:
     `seed` shuffles each epoch in blocks of `block` tokens (default T), every block once; None reads in order.
     `documents`: "join" lets text run on; "mask" is the same rows with `documents_of` telling attention where documents
     part; "pack" starts rows at documents and cuts none that fits, the rest of a row being ignored by the loss.
+
+    `eot_id` is the token that starts a document: by default the manifest's, or GPT-2's (uint16) and Llama 3's (uint32)
+    in a folder without one. `verify` compares each shard with the manifest's sha256 when it is first read.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class TokenDataLoader:
         documents: Literal["join", "mask", "pack"] = "join",
         eot_id: int | None = None,
         vocab_size: int | None = None,
+        verify: bool = False,
     ) -> None:
         for name, value in (("B", B), ("T", T), ("block", 1 if block is None else block)):
             if value < 1:
@@ -57,8 +64,10 @@ class TokenDataLoader:
         if documents == "pack" and block is not None:
             raise ConfigError(f"block={block} does not go with documents='pack', which shuffles rows: leave block out")
         self.B, self.T, self.rank, self.world_size, self.documents = B, T, rank, world_size, documents
-        stream, self.eot_id = open_stream(data_root, split, vocab_size, eot_id)
+        stream, self.eot_id = open_stream(data_root, split, vocab_size, eot_id, verify=verify)
         self.total_tokens = len(stream)
+        if documents == "mask":
+            _warn_without_documents(stream, self.eot_id)
         self.position = 0
         self._rows: Rows = (
             PackedRows(stream, T, self.eot_id, seed) if documents == "pack" else JoinedRows(stream, T, block or T, seed)
@@ -85,9 +94,7 @@ class TokenDataLoader:
         batch = self._stage.take(self.position, following)
         before, self.position = self.epoch, following
         if self.epoch > before and self._identity["split"] == "train":  # held-out tokens are meant to be read again
-            get_logger(__name__).warning(
-                "epoch %d of the %d %s tokens begins", self.epoch, self.total_tokens, self._identity["split"]
-            )
+            get_logger(__name__).warning("epoch %d of the %d training tokens starts", self.epoch + 1, self.total_tokens)
         return batch
 
     def documents_of(self, x_BT: Tensor) -> Tensor | None:
@@ -113,3 +120,13 @@ class TokenDataLoader:
 
     def _fill(self, position: int, buffer_2BT: NDArray[Any]) -> NDArray[np.int64] | None:
         return self._rows.fill(self._rows.after(position, self.rank * self.B), buffer_2BT[0], buffer_2BT[1])
+
+
+def _warn_without_documents(stream: TokenStream, eot_id: int) -> None:
+    """Masking by a token that does not occur does nothing: say so where the first tokens have none."""
+    first = stream.shard(0)[:SEARCHED]
+    if not (first == eot_id).any():
+        get_logger(__name__).warning(
+            "%s has no end-of-text token (%d) in its first %d tokens: attention is not masked there; set "
+            "data.eot_id if another token separates documents", stream.paths[0], eot_id, len(first),
+        )  # fmt: skip

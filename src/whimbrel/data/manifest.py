@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whimbrel.base.errors import DataError
-from whimbrel.base.files import atomic_file
+from whimbrel.base.files import atomic_file, parse_json
 from whimbrel.config import build
 
 __all__ = [
@@ -142,6 +142,10 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        return build(Manifest, dict(json.loads(path.read_text(encoding="utf-8"))))
+        manifest = build(Manifest, dict(parse_json(path.read_bytes())))
     except (OSError, TypeError, ValueError) as error:
         raise DataError(f"{path} is not a manifest of this program: {error}") from error
+    for shard in manifest.shards:
+        if Path(shard.file).name != shard.file or shard.split not in SPLITS or shard.tokens < 1:
+            raise DataError(f"{path} is not a manifest of this program: it lists {shard}")
+    return manifest

@@ -94,6 +94,7 @@ def prepare(
         settings=settings,
         resume=ResumePoint(source=0, batch=0),
     )
+    _check_disjoint(plan)
     manifest = _continued(directory, plan)
     _check_tokenizer(directory, tokenizer)
     if manifest.resume is None:
@@ -171,10 +172,13 @@ class _Job:
             return
         self._train_on(encoded.tokens)
         for document in encoded.held_out:
+            key = fingerprint(document)
+            if key in self._held_out:
+                continue  # a copy of a validation document is neither trained on nor counted twice
             if self._val.tokens < self._settings.val_tokens:
                 self._val.add(document)
-                self._held_out.add(fingerprint(document))
-            elif fingerprint(document) not in self._held_out:
+                self._held_out.add(key)
+            else:
                 self._train_on(document)
 
     def _train_on(self, tokens: NDArray[Any]) -> None:
@@ -233,6 +237,17 @@ def _check_place(directory: Path) -> None:
     nearest = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not nearest.is_dir():
         raise ConfigError(f"out_dir={directory} cannot be a folder: {nearest} is a file; name another --out_dir")
+
+
+def _check_disjoint(plan: Manifest) -> None:
+    """Refuse a file that is both trained on and validated on."""
+    train = {(source.size, source.sha256): source.name for source in plan.sources if source.role == "train"}
+    for source in plan.sources:
+        if source.role == "val" and source.size and (name := train.get((source.size, source.sha256))) is not None:
+            raise DataError(
+                f"validation source {source.name} and training source {name} have the same content: name "
+                "another --val, or hold documents out with --val-tokens"
+            )
 
 
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from whimbrel.base.errors import DataError
 from whimbrel.base.seeds import derive_seed
 from whimbrel.data.order import BlockOrder, permuted
 from whimbrel.data.stream import TokenStream
@@ -53,7 +54,13 @@ class PackedRows:
 
     def __init__(self, stream: TokenStream, T: int, eot_id: int, seed: int | None) -> None:
         self._stream, self._eot_id, self._seed = stream, eot_id, seed
-        self._bounds = _row_bounds(_document_starts(stream, eot_id), len(stream), T)
+        starts = _document_starts(stream, eot_id)
+        if not len(starts):
+            raise DataError(
+                f"documents='pack' needs end-of-text tokens, and {stream.paths[0].parent} holds no token {eot_id}: "
+                "set data.eot_id to the token that separates documents"
+            )
+        self._bounds = _row_bounds(starts, len(stream), T)
 
     def after(self, position: int, rows: int) -> int:
         """Rows differ in length; their bounds are known."""
@@ -83,9 +90,10 @@ class PackedRows:
 
 
 def _document_starts(stream: TokenStream, eot_id: int, step: int = 1 << 22) -> NDArray[np.int64]:
-    """Where documents begin in the stream."""
+    """Where documents start in the stream."""
     starts, before = [], 0
-    for shard in stream.shards:
+    for index in range(len(stream.paths)):
+        shard = stream.shard(index)
         places = range(0, len(shard), step)
         starts += [np.flatnonzero(shard[place : place + step] == eot_id) + (before + place) for place in places]
         before += len(shard)
@@ -94,7 +102,7 @@ def _document_starts(stream: TokenStream, eot_id: int, step: int = 1 << 22) -> N
 
 def _row_bounds(starts: NDArray[np.int64], end: int, T: int) -> NDArray[np.int64]:
     """Cut greedily: each row ends at the last document end within T tokens, or after T where there is none."""
-    edges = np.append(starts[1:], end)
+    edges = np.append(starts[starts > 0], end)  # other tools may cut a split in mid-document
     bounds = [0]
     while bounds[-1] < end:
         reach = bounds[-1] + T

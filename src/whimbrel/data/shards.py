@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from whimbrel.base.errors import DataError
 from whimbrel.base.files import atomic_file
 
-__all__ = ["HEADER_BYTES", "MOST_TOKENS", "check_ids", "read_shard", "write_shard"]
+__all__ = ["HEADER_BYTES", "MOST_TOKENS", "Header", "check_ids", "read_header", "read_shard", "write_shard"]
 
 HEADER_INTS, HEADER_BYTES = 256, 1024
 FORMS: dict[np.dtype[Any], tuple[int, int]] = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}
@@ -37,9 +38,18 @@ def write_shard(path: str | os.PathLike[str], tokens: NDArray[Any]) -> None:
         file.write(np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<")).data)
 
 
-def read_shard(path: str | os.PathLike[str], vocab_size: int | None = None) -> NDArray[Any]:
-    """The tokens of a shard as a read-only memory map, once header and size agree; with `vocab_size`, every id too."""
+class Header(NamedTuple):
+    """What the header of a shard says, once it agrees with the file's size."""
+
+    dtype: np.dtype[Any]
+    tokens: int
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """The type and number of a shard's tokens."""
     try:
+        if not stat.S_ISREG(Path(path).stat().st_mode):  # opening a pipe would block
+            raise DataError(f"{path} is not a regular file: remove it or move it elsewhere")
         with open(path, "rb") as file:
             raw, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     except OSError as error:
@@ -59,7 +69,16 @@ def read_shard(path: str | os.PathLike[str], vocab_size: int | None = None) -> N
         held = (size - HEADER_BYTES) / dtype.itemsize
         fault = "truncated" if held < count else "longer than its header says"
         raise DataError(f"{path} is {fault}: the header counts {count:,} tokens, the file holds {held:,g}")
-    tokens = np.memmap(path, dtype=dtype.newbyteorder("<"), mode="r", offset=HEADER_BYTES, shape=(count,))
+    return Header(dtype.newbyteorder("<"), count)
+
+
+def read_shard(path: str | os.PathLike[str], vocab_size: int | None = None) -> NDArray[Any]:
+    """The tokens of a shard as a read-only memory map, once header and size agree; with `vocab_size`, every id too."""
+    dtype, count = read_header(path)
+    try:
+        tokens = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+    except OSError as error:
+        raise DataError(f"cannot map shard {path}: {error.strerror}") from error
     if vocab_size is not None:
         for start in range(0, count, 1 << 24):
             check_ids(tokens[start : start + (1 << 24)], vocab_size, Path(path), start)

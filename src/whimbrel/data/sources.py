@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.data.batches import Batch, check_length, jsonl_batches, parquet_batches, text_batches
+from whimbrel.data.batches import MAX_SEPARATOR, Batch, check_length, jsonl_batches, parquet_batches, text_batches
 from whimbrel.data.hub import HubDataset
 from whimbrel.data.manifest import SourceRecord
 
@@ -118,6 +118,8 @@ def check_separator(separator: str | None, origins: Sequence[Origin]) -> None:
                 check_length(file.path, file.text_bytes())
     elif not separator:
         raise ConfigError("separator='' parts nothing: give what stands between documents, or leave it out")
+    elif len(separator.encode()) + separator.count("\n") > MAX_SEPARATOR:
+        raise ConfigError(f"expected a separator of at most {MAX_SEPARATOR} bytes, got {len(separator.encode())}")
     elif not texts:
         raise ConfigError(f"separator={separator!r} parts text files and no source is one: leave it out")
 

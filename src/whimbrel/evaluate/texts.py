@@ -84,7 +84,8 @@ def shard_perplexity(
     manifest = read_manifest(folder)
     if manifest and manifest.tokenizer.fingerprint != subject.tokenizer.fingerprint:
         raise DataError(f"{folder} was not made with the model's tokenizer: give shards that were, or text")
-    stream, eot_id = open_stream(folder, "val", subject.model.config.vocab_size)
+    eot_id = None if manifest else subject.tokenizer.eot_id
+    stream, eot_id = open_stream(folder, "val", subject.model.config.vocab_size, eot_id)
 
     def read() -> Iterator[tuple[Pair, int]]:
         tokens = np.empty(len(stream), dtype=stream.dtype)

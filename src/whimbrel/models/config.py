@@ -118,6 +118,9 @@ class GPTConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value} must be at least 1")
+            limit = MAX_LAYERS if name == "num_layers" else MAX_COUNT
+            if value is not None and value > limit:
+                raise ConfigError(f"expected {name} of at most {limit:,}, got {value}")
         _check_positive(self, _POSITIVE)
         for name in ("init_std", "embd_init_std"):
             if not getattr(self, name) >= 0:
@@ -178,10 +181,23 @@ class GPTConfig:
             return (self.sliding_window,) * self.num_layers
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
 
+    @property
+    def matrix_parameters(self) -> int:
+        """Parameters of embeddings and linears without padding: nearly all, known before building."""
+        attention = 2 * (self.num_heads + self.kv_heads) * self.head_width
+        mlp = (3 if self.gated_mlp else 2) * self.mlp_width
+        looked_up = self.vocab_size * (1 if self.tied_head else 2)
+        looked_up += self.context_length if self.position == "learned" else 0
+        return self.embd_size * (looked_up + self.num_layers * (attention + mlp))
+
     def to_json_string(self) -> str:
         """The settings as JSON; those that are None are left out."""
         return json.dumps(to_table(self), indent=2) + "\n"
 
+
+MAX_LAYERS = 10_000
+MAX_COUNT = 2**31 - 1
+"""What a size may be at most: beyond it a file is damaged or hostile, and building the model would hang."""
 
 _CHOICES = {
     "norm": NormKind,

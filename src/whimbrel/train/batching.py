@@ -45,7 +45,7 @@ def default_micro_batch(
     if free is not None:
         room = int(0.8 * free) - reserve
         limit = min(limit, room // (activation_bytes(config, itemsize) * sequence_length))
-    return max(count for count in range(1, sequences + 1) if sequences % count == 0 and count <= max(limit, 1))
+    return max(count for count in range(1, min(sequences, max(limit, 1)) + 1) if sequences % count == 0)
 
 
 def activation_bytes(config: GPTConfig, itemsize: int) -> int:

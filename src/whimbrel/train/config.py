@@ -29,9 +29,15 @@ class DataConfig:
     """Shuffle the order of blocks in each epoch from this seed; not given: the order on disk."""
     documents: Literal["join", "mask", "pack"] = "join"
     """join: attention crosses documents; mask: it does not; pack: as mask, and each sequence opens with a document."""
+    eot_id: int | None = None
+    """Token that starts a document; not given: the manifest's, or in shards of other tools GPT-2's or Llama 3's."""
+    verify: bool = False
+    """Compare each shard with the sha256 in its manifest when it is first read."""
 
     def __post_init__(self) -> None:
         check_positive("data", self, "sequence_length")
+        if self.eot_id is not None and self.eot_id < 0:
+            raise ConfigError(f"expected data.eot_id of at least 0, got {self.eot_id}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

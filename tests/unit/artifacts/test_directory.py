@@ -265,3 +265,18 @@ def test_damaged_shards_are_refused_by_name(model, tmp_path, damage, message):
     damage(folder, folder / "model.safetensors.index.json")
     with pytest.raises(CheckpointError, match=message):
         load_model(folder)
+
+
+def test_a_config_that_describes_more_than_the_files_hold_is_refused_at_once(saved: Path) -> None:
+    edit(saved / "config.json", lambda table: table.update(hidden_size=10**7, head_dim=8))
+    with pytest.raises(CheckpointError, match=r"describes .* parameters, but the weight files hold only"):
+        load_model(saved)
+    edit(saved / "config.json", lambda table: table.update(num_hidden_layers=10**6))
+    with pytest.raises(CheckpointError, match="num_layers of at most"):
+        load_model(saved)
+
+
+def test_a_deeply_nested_config_is_one_clear_error(saved: Path) -> None:
+    (saved / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        load_model(saved)

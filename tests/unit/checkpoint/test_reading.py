@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from whimbrel.base.errors import CheckpointError
-from whimbrel.checkpoint import CheckpointManager, read_manifest, verify_checkpoint
+from whimbrel.checkpoint import CheckpointManager, read_component, read_manifest, verify_checkpoint
 
 
 @pytest.fixture
@@ -81,3 +82,45 @@ def test_every_bit_of_a_manifest_counts(path: Path) -> None:
             read_manifest(path)
     file.write_bytes(content)
     read_manifest(path)
+
+
+FIELDS = {
+    "missing": lambda table: table.pop("components"),
+    "unknown": lambda table: table.update(extra=1),
+    "step": lambda table: table.update(step="1"),
+    "metric": lambda table: table.update(metric="low"),
+    "about": lambda table: table.update(about=[]),
+    "components": lambda table: table.update(components=[]),
+    "part": lambda table: table["components"].update(trainer=None),
+    "part field": lambda table: table["components"]["trainer"].pop("pattern"),
+    "part files": lambda table: table["components"]["trainer"].update(files=["nowhere.json"]),
+    "ranks": lambda table: table["components"]["trainer"].update(ranks="0"),
+    "file size": lambda table: table["files"]["trainer.json"].update(size=None),
+    "file name": lambda table: table["files"].update({"../x": {"size": 1, "sha256": ""}}),
+}
+
+
+@pytest.mark.parametrize("how", FIELDS)
+def test_a_manifest_with_wrong_fields_is_damaged_even_with_a_valid_digest(path: Path, how: str) -> None:
+    file = path / "manifest.json"
+    table = json.loads(file.read_text())
+    del table["digest"]
+    FIELDS[how](table)
+    digest = hashlib.sha256(json.dumps(table).encode()).hexdigest()
+    file.write_text(json.dumps({**table, "digest": digest}, indent=1) + "\n")
+    with pytest.raises(CheckpointError, match=f"{path.name} is damaged"):
+        read_manifest(path)
+    assert CheckpointManager(path.parent.parent).newest() is not None
+
+
+def test_a_deeply_nested_manifest_is_damaged(path: Path) -> None:
+    (path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        read_manifest(path)
+
+
+@pytest.mark.parametrize("tree", ['{"tensor": "absent"}', '{"dict": 1}', '{"a": 1, "b": 2}', '{"bytes": "xyz"}'])
+def test_a_malformed_component_is_named(path: Path, tree: str) -> None:
+    (path / "trainer.json").write_text(tree)
+    with pytest.raises(CheckpointError, match="component 'trainer' is malformed"):
+        read_component(path, "trainer")

@@ -298,3 +298,16 @@ def test_a_manifest_that_is_none_is_named(content: str, whimbrel, workdir: Path)
 def test_verify_of_nothing(whimbrel, workdir: Path) -> None:
     assert "no directory absent" in whimbrel("verify", "absent").err
     assert "holds no token shards" in whimbrel("verify", ".").err
+
+
+@pytest.mark.parametrize("separator", [r"\n\n", r"\r\n\r\n"])
+def test_a_separator_may_be_written_with_escapes(whimbrel, workdir: Path, separator: str) -> None:
+    Path("a.txt").write_bytes(b"one two\r\n\r\nthree four\r\n\r\nfive")
+    assert whimbrel("prepare", "a.txt", "--separator", separator, "--out-dir", "out").code == 0
+    assert read_manifest("out").documents == 3
+
+
+def test_arguments_that_are_not_utf8_are_one_line(whimbrel, workdir: Path) -> None:
+    result = whimbrel("prepare", "a\udcff.txt")
+    assert result.code == 2
+    assert result.err == "whimbrel: expected UTF-8 arguments, got 'a\\udcff.txt'\n"

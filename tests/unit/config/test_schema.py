@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import apply_overrides, build, dump_toml, field_docs, list_settings, load_toml, to_table
+from whimbrel.config.schema import convert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,3 +180,18 @@ tables = st.recursive(
 @given(tables)
 def test_what_is_written_as_toml_is_read_back_the_same(table: dict[str, object]) -> None:
     assert tomllib.loads(dump_toml(table)) == table
+
+
+@pytest.mark.parametrize(
+    "text", ["a = " + "[" * 50_000, "a = " + "9" * 5000, "a = 'x", b"\xff"], ids=["deep", "digits", "open", "bytes"]
+)
+def test_unreadable_toml_is_one_clear_error(tmp_path: Path, text: str | bytes) -> None:
+    file = tmp_path / "a.toml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=r"a\.toml is not valid TOML"):
+        load_toml(file)
+
+
+def test_a_path_with_a_null_character_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be a path"):
+        convert(Path, "a\0b", "output_dir")

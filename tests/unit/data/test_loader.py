@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data import TokenDataLoader, document_ids, write_shard
+from whimbrel.data.stream import has_split, split_files
 
 EOT = 50256
 LENGTHS = (701, 5, 1023, 300)
@@ -129,7 +131,7 @@ def test_epochs_are_counted_and_told(folder: Path, caplog: pytest.LogCaptureFixt
         assert (loader.epoch, "epoch" in caplog.text) == (0, False)
         loader.next_batch()
     assert loader.epoch == 1
-    assert "epoch 1 of the 2029 train tokens begins" in caplog.text
+    assert "epoch 2 of the 2029 training tokens" in caplog.text
     loader.reset()
     assert (loader.position, loader.epoch) == (0, 0)
     assert loader.next_batch()[0][0, 0] == EOT
@@ -204,14 +206,12 @@ def test_faults_are_found_before_the_first_batch(tmp_path: Path) -> None:
             TokenDataLoader(tmp_path, 1, 4, **options)
 
     refused("holds no train shards")
-    write_shard(tmp_path / "x_train_000000.bin", np.array([1, 2, 3], dtype=np.uint16))
-    refused(r"x_train_000000\.bin opens with token 1, a split opens with end-of-text \(50256\)")
     write_shard(tmp_path / "x_train_000000.bin", np.array([EOT, 2, 3], dtype=np.uint16))
     (tmp_path / "x_train_000001.bin").write_bytes(b"PK" * 2000)
     refused(r"x_train_000001\.bin is not a token shard: magic number")
     write_shard(tmp_path / "x_train_000001.bin", np.array([EOT, 2, 3], dtype=np.uint32))
     refused(r"x_train_000001\.bin holds uint32 tokens")
-    refused("split 'test' is unknown", split="test")
+    refused("expected a split of train, val, got 'test'", split="test")
     with pytest.raises(DataError, match="no directory"):
         TokenDataLoader(tmp_path / "absent", 1, 4)
 
@@ -298,3 +298,75 @@ def test_cuda_batches_are_the_cpu_batches(folder: Path, order: dict) -> None:
         for a, b in zip(ours, theirs, strict=True):
             assert b.is_cuda
             assert torch.equal(a, b.cpu())
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        (["TinyStories_train.bin"], ["TinyStories_val.bin"]),
+        (["fineweb_train_000001.bin", "fineweb_train_000002.bin"], ["fineweb_val_000000.bin"]),
+        (["a-train-1.bin"], ["a-valid-1.bin"]),
+        (["train.bin"], ["validation.bin"]),
+        (["my_val_set_train_0.bin"], ["my_train_set_val_0.bin"]),
+    ],
+)
+def test_split_names_of_other_tools(tmp_path: Path, train: list[str], val: list[str]) -> None:
+    for number, name in enumerate([*train, *val]):
+        write_shard(tmp_path / name, np.array([EOT, number, number], dtype=np.uint16))
+    assert [path.name for path in split_files(tmp_path, "train")] == train
+    assert [path.name for path in split_files(tmp_path, "val")] == val
+    assert has_split(tmp_path, "val")
+    assert TokenDataLoader(tmp_path, 1, 2).total_tokens == 3 * len(train)
+
+
+def test_names_without_a_split_are_training_data_or_refused(tmp_path: Path) -> None:
+    write_shard(tmp_path / "fineweb_000000.bin", np.array([EOT, 1, 2], dtype=np.uint16))
+    assert [path.name for path in split_files(tmp_path, "train")] == ["fineweb_000000.bin"]
+    assert not has_split(tmp_path, "val")
+    write_shard(tmp_path / "fineweb_val_000000.bin", np.array([EOT, 1, 2], dtype=np.uint16))
+    for split in ("train", "val"):
+        with pytest.raises(DataError, match=r"cannot tell the split of .*fineweb_000000\.bin"):
+            split_files(tmp_path, split)
+
+
+def test_shards_that_start_in_mid_document_are_read(tmp_path: Path) -> None:
+    tokens = np.array([7, 8, EOT, 1, 2, 3, EOT, 4], dtype=np.uint16)
+    write_shard(tmp_path / "x_train_000001.bin", tokens)
+    x, _ = TokenDataLoader(tmp_path, 1, 8).next_batch()
+    assert x[0].tolist() == tokens.tolist()
+    packed = TokenDataLoader(tmp_path, 3, 4, documents="pack")
+    x, y = packed.next_batch()
+    assert x.tolist() == [[7, 8, EOT, EOT], [EOT, 1, 2, 3], [EOT, 4, EOT, EOT]]
+    assert (y != -100).sum(1).tolist() == [2, 4, 2]
+
+
+def test_the_end_of_text_token_can_be_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_shard(tmp_path / "x_train.bin", np.array([9, 1, 2, 9, 3], dtype=np.uint16))
+    loader = TokenDataLoader(tmp_path, 1, 5, documents="mask", eot_id=9)
+    x, _ = loader.next_batch()
+    assert loader.documents_of(x).tolist() == [[1, 1, 1, 2, 2]]
+    assert "no end-of-text token" not in caplog.text
+    TokenDataLoader(tmp_path, 1, 5, documents="mask")
+    assert "no end-of-text token (50256)" in caplog.text
+    with pytest.raises(DataError, match="set data.eot_id"):
+        TokenDataLoader(tmp_path, 1, 5, documents="pack")
+
+
+def test_many_shards_need_few_file_descriptors(tmp_path: Path) -> None:
+    for index in range(100):
+        write_shard(tmp_path / f"x_train_{index:06d}.bin", np.array([EOT, index], dtype=np.uint16))
+    code = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from whimbrel.data import TokenDataLoader
+x, _ = TokenDataLoader(sys.argv[1], 1, 200, seed=1, block=2).next_batch()
+print(sorted(x[0].tolist()) == sorted([50256] * 100 + list(range(100))))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_a_pipe_among_the_shards_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x_train_000000.bin")
+    with pytest.raises(DataError, match="not a regular file"):
+        TokenDataLoader(tmp_path, 1, 4)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -334,3 +337,75 @@ def test_a_ray_cluster_makes_the_same_bytes(corpus, tmp_path: Path, monkeypatch:
             prepare(sources, tmp_path / "bad", GPT2, engine=encode_on_ray, name="a")
     finally:
         ray.shutdown()
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("separator", ["\n\n", "\r\n\r\n"])
+def test_a_separator_of_line_ends_matches_lf_and_crlf(tmp_path: Path, newline: str, separator: str) -> None:
+    texts = ["one\ntwo", "three", "x" * 1_500_000, "four"]
+    raw = "\n\n".join(texts).replace("\n", newline).encode()
+    (tmp_path / "a.txt").write_bytes(raw)
+    expected = [text.replace("\n", newline) for text in texts]
+    assert list(read_documents([str(tmp_path / "a.txt")], separator=separator)) == expected
+
+
+def test_a_separator_that_does_not_occur_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    assert len(list(read_documents([str(tmp_path / "a.txt")], separator="\n\n"))) == 1
+    assert "does not contain the separator" in caplog.text
+
+
+def test_validation_documents_are_distinct(corpus, texts: list[str], tmp_path: Path) -> None:
+    source = corpus.write(tmp_path / "a.jsonl", [text for text in texts for _ in range(4)])
+    prepare([str(source)], tmp_path / "out", GPT2, name="a", val_tokens=5000)
+    tokens = np.array(tokens_of(tmp_path / "out", "val"))
+    pieces = [tuple(piece.tolist()) for piece in np.split(tokens, np.flatnonzero(tokens == GPT2.eot_id))[1:]]
+    assert len(pieces) == len(set(pieces)) > 0
+
+
+def test_a_file_cannot_be_both_training_and_validation(corpus, texts: list[str], tmp_path: Path) -> None:
+    source = corpus.write(tmp_path / "a.jsonl", texts)
+    copy = shutil.copy(source, tmp_path / "b.jsonl")
+    with pytest.raises(DataError, match=r"b\.jsonl.*a\.jsonl have the same content"):
+        prepare([str(source)], tmp_path / "out", GPT2, name="a", val=[str(copy)])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_changed_token_is_found_when_shards_are_verified(corpus, texts: list[str], tmp_path: Path) -> None:
+    source = corpus.write(tmp_path / "a.jsonl", texts)
+    prepare([str(source)], tmp_path / "out", GPT2, name="a", shard_size=5000)
+    second = sorted((tmp_path / "out").glob("*.bin"))[1]
+    raw = bytearray(second.read_bytes())
+    raw[-2] ^= 1
+    second.write_bytes(raw)
+    TokenDataLoader(tmp_path / "out", 1, 8000).next_batch()
+    loader = TokenDataLoader(tmp_path / "out", 1, 4000, verify=True)
+    loader.next_batch()
+    with pytest.raises(DataError, match=rf"{second.name} was changed"):
+        loader.next_batch()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.pop("shards") and table.pop("tokenizer"),
+        lambda table: table.update(extra=1),
+        lambda table: table["tokenizer"].update(vocab_size="many"),
+        lambda table: table["shards"][0].update(file="../other.bin"),
+        lambda table: table["shards"][0].update(split="test"),
+        lambda table: table["shards"][0].update(tokens=-1),
+    ],
+    ids=["missing", "extra", "type", "path", "split", "count"],
+)
+def test_a_malformed_manifest_is_one_clear_error(corpus, tmp_path: Path, change: Callable[[dict], object]) -> None:
+    source = corpus.write(tmp_path / "a.jsonl", corpus.documents(5))
+    prepare([str(source)], tmp_path / "out", GPT2, name="a")
+    file = tmp_path / "out" / "manifest.json"
+    table = json.loads(file.read_text())
+    change(table)
+    file.write_text(json.dumps(table))
+    with pytest.raises(DataError, match=r"manifest\.json is not a manifest"):
+        read_manifest(tmp_path / "out")
+    file.write_text("[" * 100_000)
+    with pytest.raises(DataError, match="nested too deeply"):
+        read_manifest(tmp_path / "out")

@@ -30,6 +30,8 @@ from whimbrel.models import GPT, GPTConfig, RopeScaling, preset, preset_names
         ({"init_std": float("nan")}, "init_std = nan must be at least 0"),
         ({"embd_init_std": -0.1}, "embd_init_std = -0.1 must be at least 0"),
         ({"norm": "lyer"}, "did you mean 'layer'"),
+        ({"num_layers": 10**5}, "expected num_layers of at most 10,000, got 100000"),
+        ({"embd_size": 10**12}, "expected embd_size of at most"),
         ({"activation": "swish"}, "is not one of gelu, gelu_tanh, silu, relu2"),
     ],
 )
@@ -96,3 +98,10 @@ def test_every_preset_builds():
 def test_an_unknown_preset_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="unknown preset 'gtp2': did you mean 'gpt2'"):
         preset("gtp2")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_matrix_parameters_are_nearly_all(name: str) -> None:
+    with torch.device("meta"):
+        built = GPT(preset(name)).num_parameters()
+    assert 0.99 * built <= preset(name).matrix_parameters <= built

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._inductor import config as inductor
@@ -18,6 +19,7 @@ from torch._inductor.utils import clear_inductor_caches
 from whimbrel.artifacts import load_model, model_directory
 from whimbrel.base.errors import CheckpointError, ConfigError, DataError, TrainingError
 from whimbrel.checkpoint import latest_checkpoint, list_checkpoints, read_component
+from whimbrel.data import write_shard
 from whimbrel.models import GPT
 from whimbrel.text import Tokenizer, load_tokenizer
 from whimbrel.train import RunConfig, RunTrainer, TrainerCallback, read_log, train
@@ -378,3 +380,25 @@ def test_compiled_blocks_give_the_same_curve_and_stay_on_disk(
     assert any((tmp_path / "cache" / "whimbrel" / "compiled").rglob("*.so"))
     for a, b in zip(plain.records, compiled.records, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+
+
+def test_a_step_far_beyond_the_corpus_is_refused_at_once(make_run: MakeRun) -> None:
+    with pytest.raises(ConfigError, match=r"tokens_per_step = .* over 16 epochs"):
+        train(make_run(train__tokens_per_step=2**40, train__micro_batch=None))
+
+
+def test_a_model_larger_than_memory_is_refused_before_it_is_built(make_run: MakeRun) -> None:
+    config = make_run()
+    config = replace(config, model=replace(config.model, embd_size=2**20, num_layers=1000))
+    with pytest.raises(ConfigError, match="more than this machine's memory"):
+        train(config)
+
+
+def test_shards_with_another_end_of_text_token_are_trained_on(make_run: MakeRun, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 200, 4000).astype(np.uint16)
+    for split in ("train", "val"):
+        write_shard(tmp_path / "foreign" / f"x_{split}.bin", tokens)
+    config = make_run(data__path=str(tmp_path / "foreign"), data__documents="pack", data__eot_id=3)
+    assert train(config).global_step == config.train.steps
+    with pytest.raises(DataError, match="no manifest"):
+        train(replace(config, data=replace(config.data, verify=True), output_dir=tmp_path / "verified"))
