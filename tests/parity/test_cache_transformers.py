@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from whimbrel.base.errors import CacheError
-from whimbrel.cache import DynamicCache, StaticCache
+from whimbrel.cache import Cache, DynamicCache, SinkLayer, StaticCache
 from whimbrel.hf import WhimbrelConfig, WhimbrelForCausalLM
 
 WINDOW = 7
@@ -182,6 +182,43 @@ def test_rows_padded_at_the_left_write_what_each_writes_alone(model: Model, text
     for row, sequence in zip(rows, expected.sequences, strict=True):
         alone = write(model, row[None], ours(model.config), tokens=12)
         assert torch.equal(sequence[12:], alone.sequences[0, len(row) :])
+
+
+@few("llama", "gpt2", "qwen3")
+def test_sinks_of_a_row_padded_at_the_left_are_its_first_real_tokens(model: Model, texts: Tensor):
+    rows = [texts[0, :12], texts[1, :9], texts[0, 20:23]]
+    padding = [12 - len(row) for row in rows]
+    padded = torch.stack([F.pad(row, (count, 0)) for row, count in zip(rows, padding, strict=True)])
+    past = Cache(layer_class_to_replicate=partial(SinkLayer, 2, 6), padding=padding)
+    together = write(model, padded, past, attention_mask=(padded != 0).long())
+    for index, row in enumerate(rows):
+        alone = write(model, row[None], Cache(layer_class_to_replicate=partial(SinkLayer, 2, 6)))
+        assert torch.equal(together.sequences[index, 12:], alone.sequences[0, len(row) :])
+        torch.testing.assert_close(torch.stack(together.logits)[:, index], torch.stack(alone.logits)[:, 0], **CLOSE)
+
+
+@pytest.mark.parametrize("pieces", [[40], [25, 15], [20, 1, 1, 18]])
+@few("llama", "gpt2", "mistral", "gemma3")
+def test_gradients_are_theirs(model: Model, texts: Tensor, pieces: list[int]):
+    grads = []
+    for past in (theirs(model.config), ours(model.config)):
+        model.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            read(model, texts, past, pieces).float().logsumexp(-1).mean().backward()
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    model.zero_grad(set_to_none=True)
+    expected, got = grads
+    assert [name for name, grad in got.items() if grad is None] == []
+    for name, grad in expected.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-6 + 1e-4 * grad.abs().max().item())
+
+
+@few("llama")
+def test_gradients_that_would_be_lost_are_refused(model: Model, texts: Tensor):
+    for past in (StaticCache(model.config, max_cache_len=50), DynamicCache(model.config, codec="int8")):
+        with torch.enable_grad(), pytest.raises(CacheError, match="passes no gradients"):
+            model(texts, past_key_values=past)
+        assert past.get_seq_length() == 0
 
 
 @few("llama", "gpt2", "mistral", "qwen2", "gemma3")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import CacheError, CacheIndexError, ConfigError
 from whimbrel.cache.foreign import to_torch
-from whimbrel.cache.layer import CacheLayerMixin
+from whimbrel.cache.layer import CacheLayerMixin, checked_int
 from whimbrel.cache.spelling import TransformersSpelling
 from whimbrel.ops import View
 
@@ -59,7 +59,20 @@ class Cache(TransformersSpelling):
         self.layout = _checked_layout("layout", layout)
         self.out_layout = _checked_layout("out_layout", out_layout or layout)
         self.copy = copy
+        self._padding: Tensor | None = None
         self.padding = None if padding is None else _checked_padding(padding)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """How many tokens at the left of each row are padding."""
+        return self._padding
+
+    @padding.setter
+    def padding(self, padding: Tensor | None) -> None:
+        self._padding = padding
+        self._row_padding = None if padding is None else tuple(padding.tolist())
+        for layer in self.layers:
+            layer.padding = self._row_padding
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(layers={self.layers})"
@@ -82,6 +95,12 @@ class Cache(TransformersSpelling):
         if self.layout == "bshd" and keys.dim() == values.dim() == 4:  # a layer refuses any other
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         layer, missing = self._layer(layer_idx)
+        self._check_padding(keys)
+        if layer.needs_padding and self.padding is None and keys.dim() == 4 and keys.size(0) > 1:
+            raise CacheError(
+                f"{layer!r} keeps the first tokens of each row and got {keys.size(0)} rows: "
+                "give the cache padding=[...], the padding at the left of each row (0 where there is none)"
+            )
         if not layer.is_initialized:
             layer.token_major = not isinstance(key_states, Tensor)
         keys, values = layer.update(keys, values, cache_kwargs)
@@ -95,11 +114,7 @@ class Cache(TransformersSpelling):
     def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
         """Append tokens to a layer and say what attention may read of it now; valid until the next change."""
         layer, missing = self._layer(layer_idx)
-        if self.padding is not None and self.padding.numel() != key_states.size(0):
-            raise CacheError(
-                f"padding counts {self.padding.numel()} rows and the keys have {key_states.size(0)}: "
-                "give one count for each row"
-            )
+        self._check_padding(key_states)
         view = layer.append(key_states, value_states)
         self.layers.extend(missing)
         if self.padding is None:
@@ -115,17 +130,26 @@ class Cache(TransformersSpelling):
         return self._unpadded(torch.arange(seen, seen + tokens, device=device))
 
     def _unpadded(self, positions: Tensor) -> Tensor:
-        if self.padding is None:
+        if self._padding is None:
             return positions
-        self.padding = self.padding.to(positions.device)
-        return positions - self.padding[:, None]
+        self._padding = self._padding.to(positions.device)
+        return positions - self._padding[:, None]
+
+    def _check_padding(self, key_states: Tensor) -> None:
+        rows = self._row_padding
+        if rows is not None and key_states.dim() == 4 and len(rows) != key_states.size(0):
+            raise CacheError(
+                f"padding: expected one count for each of the {key_states.size(0)} rows of the keys, got {len(rows)}"
+            )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens a layer was given, padding and what a window has left behind included."""
+        layer_idx = checked_int("layer_idx", layer_idx)
         return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """How many keys the next `query_length` tokens will be handed, and the position of the first of them."""
+        query_length, layer_idx = checked_int("query_length", query_length), checked_int("layer_idx", layer_idx)
         if layer_idx >= len(self.layers):
             return query_length, 0
         return self.layers[layer_idx].get_mask_sizes(query_length)
@@ -137,6 +161,7 @@ class Cache(TransformersSpelling):
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens, or take back the last `-length`; 0 takes back none (`reset` takes all)."""
+        length = checked_int("length", length)
         for layer in self.layers:
             layer.check_crop(length)
         for layer in self.layers:
@@ -154,8 +179,7 @@ class Cache(TransformersSpelling):
 
     def repeat(self, count: int) -> None:
         """Make `count` rows of each, side by side."""
-        if count < 1:
-            raise CacheError(f"rows cannot be repeated {count} times: give at least 1")
+        count = checked_int("count", count, minimum=1)
         rows = self._rows()
         if rows is not None:
             self.reorder(torch.arange(rows).repeat_interleave(count))
@@ -173,6 +197,7 @@ class Cache(TransformersSpelling):
 
     def _layer(self, layer_idx: int) -> tuple[CacheLayerMixin, list[CacheLayerMixin]]:
         """The layer at `layer_idx`, and those that must be added for it to be there."""
+        layer_idx = checked_int("layer_idx", layer_idx)
         if 0 <= layer_idx < len(self.layers):
             return self.layers[layer_idx], []
         if layer_idx < 0 or self.layer_class_to_replicate is None:
@@ -181,6 +206,8 @@ class Cache(TransformersSpelling):
                 "build it with one layer for each of the model's"
             )
         missing = [self.layer_class_to_replicate() for _ in range(layer_idx + 1 - len(self.layers))]
+        for layer in missing:
+            layer.padding = self._row_padding
         return missing[-1], missing
 
     def _rows(self) -> int | None:
@@ -209,6 +236,6 @@ def _checked_layout(name: str, layout: Layout) -> Layout:
 
 def _checked_padding(padding: Tensor | Sequence[int]) -> Tensor:
     counts = torch.as_tensor(padding)
-    if counts.dim() != 1 or counts.is_floating_point() or bool((counts < 0).any()):
+    if counts.dim() != 1 or counts.is_floating_point() or counts.dtype == torch.bool or bool((counts < 0).any()):
         raise ConfigError(f"padding = {padding} must be one count of tokens for each row")
-    return counts.long()
+    return counts.detach().to(torch.long, copy=True)  # the caller may write to its own tensor later

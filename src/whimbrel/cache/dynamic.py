@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Unpack
 
+from whimbrel.base.errors import ConfigError
 from whimbrel.cache.architecture import layer_windows
 from whimbrel.cache.container import Cache, CacheOptions
 from whimbrel.cache.growing import DynamicLayer
-from whimbrel.cache.layer import CacheLayerMixin
+from whimbrel.cache.layer import CacheLayerMixin, checked_int
 from whimbrel.cache.sliding import SlidingLayer
 from whimbrel.cache.static import StaticLayer
 
@@ -38,6 +39,7 @@ class StaticCache(Cache):
     def __init__(
         self, config: Any | None = None, *, max_cache_len: int, codec: str = "none", **options: Unpack[CacheOptions]
     ) -> None:
+        max_cache_len = checked_int("max_cache_len", max_cache_len, minimum=1, error=ConfigError)
         full = partial(StaticLayer, max_cache_len, codec=codec)
         if config is None:
             full()

@@ -15,6 +15,7 @@ class DynamicLayer(StoredLayer):
     """Holds every token; its memory doubles when it is full and is given back when most of it is cropped away."""
 
     is_croppable = True
+    passes_gradients = True
 
     def _cut(self, kept: int) -> None:
         super()._cut(kept)
@@ -28,15 +29,20 @@ class DynamicLayer(StoredLayer):
         """Forget what will not be seen again: here, nothing."""
 
     def _store(self, new: Slots) -> Slots:
-        self._make_room(self._start, new.number)
-        self._filled_buffer().write(self._end, new)
-        self._end += new.number
+        self._write(self._start, new)
         return self._held()
 
-    def _make_room(self, first: int, tokens: int) -> None:
-        """Let `tokens` more be written; where memory is full, go on in more of it with the slots from `first` on."""
-        if self._end + tokens > self._filled_buffer().number:
-            self._move(first, self._room_for(self._end - first + tokens))
+    def _write(self, first: int, new: Slots) -> None:
+        """Append `new`; where memory has to be taken for it, only the slots from `first` on are kept."""
+        if self._follows(new):
+            self._buffer = self._filled_buffer().narrow(first, self._end).joined(new)
+            self._start, self._end = 0, self._buffer.number
+            return
+        buffer = self._filled_buffer()
+        if self._end + new.number > buffer.number or buffer.requires_grad:
+            self._move(first, self._room_for(self._end - first + new.number))
+        self._filled_buffer().write(self._end, new)
+        self._end += new.number
 
     def _room_for(self, tokens: int) -> int:
         """How many slots to take where `tokens` are needed: doubling makes an append cost O(1) on average."""

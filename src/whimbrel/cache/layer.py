@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import operator
 from abc import ABC, abstractmethod
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from whimbrel.base.errors import CacheError
+from whimbrel.base.errors import CacheError, WhimbrelError
 from whimbrel.ops import View
 
-__all__ = ["CacheLayerMixin", "kept_length"]
+__all__ = ["CacheLayerMixin", "checked_int", "kept_length"]
 
 
 class CacheLayerMixin(ABC):
@@ -39,6 +40,10 @@ class CacheLayerMixin(ABC):
     """Whether `transformers` should compile a model around this layer; not where lengths are host numbers."""
     token_major: bool = False
     """Whether memory goes token by token: a cache asks it of layers whose first tokens are no torch tensors."""
+    padding: tuple[int, ...] | None = None
+    """How many tokens at the left of each row are padding; set by the cache, None where no row has any."""
+    needs_padding: bool = False
+    """Whether padding has to be known when a batch of several rows is stored."""
     record_past: bool = False
     """Whether tokens that no query will see again are kept until the next `crop`."""
 
@@ -88,7 +93,7 @@ class CacheLayerMixin(ABC):
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens, or take back the last `-length`; 0 takes back none."""
-        self.check_crop(length)
+        self.check_crop(checked_int("length", length))
 
     def check_recording(self) -> None:
         """Refuse to promise that tokens can be taken back."""
@@ -117,6 +122,25 @@ class CacheLayerMixin(ABC):
     def fork(self) -> Self:
         """A copy that shares nothing with this layer."""
         return copy.deepcopy(self)
+
+
+def checked_int(name: str, value: Any, *, minimum: int | None = None, error: type[WhimbrelError] = CacheError) -> int:
+    """`value` as a Python int; takes ints, NumPy integers and integer tensors of one element.
+
+    Called before any state changes: a tensor kept as a length would be shared by all layers and incremented in place.
+    """
+    number: int = value
+    if type(value) is not int:
+        try:
+            if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+                raise TypeError
+            number = operator.index(value)
+        except (TypeError, ValueError, RuntimeError):
+            got = f"{value.dtype} of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+            raise error(f"{name}: expected an integer, got {got}") from None
+    if minimum is not None and number < minimum:
+        raise error(f"{name}: expected at least {minimum}, got {number}")
+    return number
 
 
 def kept_length(seen: int, length: int) -> int:

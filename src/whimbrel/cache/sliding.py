@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from whimbrel.base.errors import CacheError, ConfigError
 from whimbrel.cache.growing import DynamicLayer
-from whimbrel.cache.layer import kept_length
+from whimbrel.cache.layer import checked_int, kept_length
 from whimbrel.cache.slots import Slots
 
 __all__ = ["SlidingLayer"]
@@ -20,11 +20,9 @@ class SlidingLayer(DynamicLayer):
     is_sliding = True
 
     def __init__(self, sliding_window: int, *, codec: str = "none") -> None:
-        if sliding_window < 1:
-            raise ConfigError(f"sliding_window = {sliding_window} must be at least 1")
         super().__init__(codec=codec)
-        self.sliding_window = sliding_window
-        self._span = sliding_window
+        self.sliding_window = checked_int("sliding_window", sliding_window, minimum=1, error=ConfigError)
+        self._span = self.sliding_window
         """Slots that are held once there are so many tokens."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -52,11 +50,10 @@ class SlidingLayer(DynamicLayer):
 
     def _store(self, new: Slots) -> Slots:
         first = self._end - self._still_seen()
-        if self._end - first + new.number > self._longest_room() and not self.record_past:
+        too_long = self._end - first + new.number > self._longest_room()
+        if too_long and not self.record_past and not self._follows(new):
             return self._store_long(self._filled_buffer().narrow(first, self._end), new)
-        self._make_room(self._start if self.record_past else first, new.number)
-        self._filled_buffer().write(self._end, new)
-        self._end += new.number
+        self._write(self._start if self.record_past else first, new)
         shown = self._filled_buffer().narrow(self._end - new.number - self._still_seen(), self._end)
         if not self.record_past:
             self._let_go()

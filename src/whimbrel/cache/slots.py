@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ class Slots(NamedTuple):
     @classmethod
     def encoded(cls, key_states: Tensor, value_states: Tensor, codec: Codec) -> Slots:
         """New tokens as they will be stored; numbers that are stored as they are stay where they are."""
-        key_states, value_states = key_states.detach(), value_states.detach()
+        if not torch.is_grad_enabled():  # a leaf may require a gradient that nobody will ask for
+            key_states, value_states = key_states.detach(), value_states.detach()
         if codec.is_plain:
             return cls(key_states, value_states)
         (keys, key_scales), (values, value_scales) = codec.encode(key_states), codec.encode(value_states)
@@ -39,6 +40,11 @@ class Slots(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of memory that are kept alive, a tensor that others share included."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors())
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd follows any of the tensors."""
+        return any(tensor.requires_grad for tensor in self._tensors())
 
     def narrow(self, start: int, end: int) -> Slots:
         """The slots from `start` to `end`, in place."""
@@ -57,9 +63,7 @@ class Slots(NamedTuple):
 
     def empty(self, slots: int) -> Slots:
         """New memory alike in all but the number of slots."""
-        # Made outside inference mode: an inference tensor could never be written to outside of it again.
-        with torch.inference_mode(mode=False):
-            return self._each(lambda tensor: tensor.new_empty((*tensor.shape[:2], slots, *tensor.shape[3:])))
+        return self._copied(lambda tensor: tensor.new_empty((*tensor.shape[:2], slots, *tensor.shape[3:])))
 
     def followed_by(self, new: Slots) -> Slots:
         """Both, one after the other, in new memory."""
@@ -69,11 +73,33 @@ class Slots(NamedTuple):
 
     def rows(self, index: Tensor) -> Slots:
         """The rows of the batch that `index` names, in new memory."""
-        with torch.inference_mode(mode=False):
-            return self._each(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        return self._copied(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+    def joined(self, new: Slots) -> Slots:
+        """Both, one after the other, without writing to any tensor: what autograd can follow."""
+        pairs = zip(self._tensors(), new._tensors(), strict=True)
+        return type(self)(*(torch.cat(pair, dim=2) for pair in pairs))
+
+    def where(self, rows: Sequence[bool], other: Slots) -> Slots:
+        """These slots in the rows that are named, and as many of `other` in the rest."""
+        chosen = torch.tensor(rows, device=self.keys.device)[:, None, None, None]
+        theirs = iter(other._tensors())
+        return self._copied(lambda tensor: torch.where(chosen, tensor, next(theirs)))
+
+    def run(self, starts: Sequence[int], slots: int) -> Slots:
+        """A copy of `slots` slots of each row, from its own start on."""
+        device = self.keys.device
+        index = torch.tensor(starts, device=device)[:, None] + torch.arange(slots, device=device)
+        return self._copied(lambda tensor: tensor.take_along_dim(index[:, None, :, None], dim=2))
 
     def _tensors(self) -> list[Tensor]:
         return [tensor for tensor in self if tensor is not None]
+
+    def _copied(self, change: Callable[[Tensor], Tensor]) -> Slots:
+        """What `change` makes of each tensor, as plain tensors: those of inference mode are never writable outside it."""
+        follows = torch.is_grad_enabled()  # leaving inference mode would turn it on
+        with torch.inference_mode(False):  # positional: torch.compile knows no keyword here
+            return self._each(lambda tensor: change(tensor if follows else tensor.detach()))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Slots:
         return type(self)(*map(change, self._tensors()))
@@ -88,7 +114,6 @@ class TokenMajorSlots(Slots):
 
     def empty(self, slots: int) -> Slots:
         """New memory alike in all but the number of slots."""
-        with torch.inference_mode(mode=False):
-            return self._each(
-                lambda tensor: tensor.new_empty((slots, *tensor.shape[:2], *tensor.shape[3:])).permute(1, 2, 0, 3)
-            )
+        return self._copied(
+            lambda tensor: tensor.new_empty((slots, *tensor.shape[:2], *tensor.shape[3:])).permute(1, 2, 0, 3)
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from whimbrel.base.errors import CacheError, ConfigError
+from whimbrel.cache.layer import checked_int
 from whimbrel.cache.slots import Slots
 from whimbrel.cache.stored import StoredLayer
 
@@ -17,10 +18,8 @@ class StaticLayer(StoredLayer):
     is_croppable = True
 
     def __init__(self, max_cache_len: int, *, codec: str = "none") -> None:
-        if max_cache_len < 1:
-            raise ConfigError(f"max_cache_len = {max_cache_len} must be at least 1")
         super().__init__(codec=codec)
-        self.max_cache_len = max_cache_len
+        self.max_cache_len = checked_int("max_cache_len", max_cache_len, minimum=1, error=ConfigError)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Take dtype, device and shape from the first keys and values, and the memory of all tokens to come."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import CacheError
 from whimbrel.cache.codec import find_codec
-from whimbrel.cache.layer import CacheLayerMixin, kept_length
+from whimbrel.cache.layer import CacheLayerMixin, checked_int, kept_length
 from whimbrel.cache.slots import Slots, TokenMajorSlots
 from whimbrel.ops import View
 
@@ -36,6 +36,9 @@ class Form(NamedTuple):
 class StoredLayer(CacheLayerMixin):
     """Tokens lie in order in the slots `_start` to `_end` of a buffer; a subclass says where there is room for more."""
 
+    passes_gradients: bool = False
+    """Whether gradients reach the keys and values of stored tokens, where these are stored as they are."""
+
     def __init__(self, *, codec: str = "none") -> None:
         self.codec = find_codec(codec)
         self._form: Form | None = None
@@ -58,6 +61,7 @@ class StoredLayer(CacheLayerMixin):
     def append(self, key_states: Tensor, value_states: Tensor) -> View:
         """Append tokens and say what attention may read of the layer now; valid until the next change."""
         self._admit(form_of(key_states, value_states))
+        self._check_gradient(key_states, value_states)
         self.check_room(key_states.size(2))
         new = self._encoded(key_states, value_states)
         if self._form is None:
@@ -86,6 +90,21 @@ class StoredLayer(CacheLayerMixin):
     def _encoded(self, key_states: Tensor, value_states: Tensor) -> Slots:
         return (TokenMajorSlots if self.token_major else Slots).encoded(key_states, value_states, self.codec)
 
+    def _check_gradient(self, *states: Tensor) -> None:
+        """Refuse tokens whose gradient would be lost."""
+        if self.passes_gradients and self.codec.is_plain:
+            return
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states):
+            what = repr(self) if self.codec.is_plain else f"{self!r} with codec {self.codec.name!r}"
+            raise CacheError(
+                f"{what} passes no gradients to the keys and values it stores: run under torch.no_grad(), "
+                "or use DynamicLayer without a codec"
+            )
+
+    def _follows(self, new: Slots) -> bool:
+        """Whether autograd has to go back through `new` or what is held: nothing may then be written in place."""
+        return torch.is_grad_enabled() and (new.requires_grad or self._filled_buffer().requires_grad)
+
     def check_room(self, tokens: int) -> None:
         """Refuse more tokens than there can be room for."""
 
@@ -108,6 +127,7 @@ class StoredLayer(CacheLayerMixin):
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens, or take back the last `-length`; 0 takes back none."""
+        length = checked_int("length", length)
         self.check_crop(length)
         self._cut(kept_length(self._seen, length))
         self._expose()

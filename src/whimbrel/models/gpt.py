@@ -161,6 +161,11 @@ class GPT(nn.Module):
         positions = (
             torch.arange(num_keys, device=idx.device) if store is None else store.positions(idx.size(1), idx.device)
         )
+        if positions.dim() == 2 and positions.size(0) != idx.size(0):
+            raise ConfigError(
+                f"the cache was built for {positions.size(0)} rows (its padding) and the batch has {idx.size(0)}: "
+                "give one count of padding for each row"
+            )
         x = self._embed(idx, positions)
         # A copy, not `x` itself: the first block would be compiled apart, as one whose inputs are the same tensor.
         x0 = x.clone() if config.embedding_skip else None

@@ -84,5 +84,5 @@ def test_configs_that_say_too_little_are_refused(config: Any, words: str):
 def test_what_no_layer_can_be_is_refused_at_once(config: Any):
     with pytest.raises(ConfigError, match="codec = 'int3' is not known"):
         DynamicCache(config, codec="int3")
-    with pytest.raises(ConfigError, match="max_cache_len = 0"):
+    with pytest.raises(ConfigError, match="max_cache_len: expected at least 1, got 0"):
         StaticCache(config, max_cache_len=0)

@@ -110,7 +110,7 @@ def test_what_is_refused_by_one_layer_is_done_to_none():
         with pytest.raises(CacheError, match="memory for 2 rows"):
             change()
         assert torch.equal(cache.layers[0].keys, before)
-    cache = filled(Cache([DynamicLayer(), SinkLayer(1, 2)]))
+    cache = filled(Cache([DynamicLayer(), SinkLayer(1, 2)], padding=[0, 0]))
     with pytest.raises(CacheError, match="SinkLayer cannot take tokens back"):
         cache.activate_past_recording()
     assert not cache.is_recording_past(0)
@@ -133,7 +133,7 @@ def test_rows_that_are_not_there_are_refused(index: list[Any], words: str):
         cache.reorder(index)
     assert isinstance(caught.value, CacheIndexError) is ("not in" in words)
     assert torch.equal(cache.layers[0].keys, before)
-    with pytest.raises(CacheError, match="cannot be repeated 0 times"):
+    with pytest.raises(CacheError, match="count: expected at least 1, got 0"):
         cache.repeat(0)
 
 
@@ -143,6 +143,66 @@ def test_crop_keeps_so_many_or_takes_back_so_many():
         cache.crop(length)
         assert cache.get_seq_length() == left
     assert cache.layers[0].keys.shape == (2, 3, 0, 4)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.int64, np.array, lambda length: torch.tensor([length])])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "sliding"])
+def test_crop_takes_integers_of_any_kind_and_keeps_none_of_them(make: Any, kind: str):
+    layers = {"dynamic": DynamicLayer, "static": partial(StaticLayer, 20), "sliding": partial(SlidingLayer, 20)}
+    cache, given = filled(Cache([layers[kind](), layers[kind]()])), make(4)
+    cache.crop(given)
+    for layer in (0, 1):
+        cache.update(states(1), states(1), layer)
+    assert given == 4
+    assert [cache.get_seq_length(layer) for layer in (0, 1)] == [5, 5]
+    cache.crop(make(-2))
+    assert [type(layer.get_seq_length()) for layer in cache.layers] == [int, int]
+    assert [layer.get_seq_length() for layer in cache.layers] == [3, 3]
+
+
+@pytest.mark.parametrize("given", [2.0, True, None, "2", torch.tensor(2.0), torch.tensor(True), torch.ones(2), [2]])
+def test_what_is_no_integer_is_refused_and_changes_nothing(given: Any):
+    cache = filled(DynamicCache())
+    calls = [
+        lambda: cache.crop(given),
+        lambda: cache.layers[0].crop(given),
+        lambda: cache.repeat(given),
+        lambda: cache.get_mask_sizes(given, 0),
+        lambda: cache.get_mask_sizes(1, given),
+        lambda: cache.get_seq_length(given),
+        lambda: cache.update(states(1), states(1), given),
+    ]
+    for call in calls:
+        with pytest.raises(CacheError, match="expected an integer, got") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert [layer.get_seq_length() for layer in cache.layers] == [6, 6]
+    for make in (lambda: StaticCache(max_cache_len=given), lambda: SlidingLayer(given), lambda: SinkLayer(given, 4)):
+        with pytest.raises(ConfigError, match="expected an integer, got"):
+            make()
+
+
+def test_padding_is_a_copy_of_the_tensor_that_was_given():
+    given = torch.tensor([0, 2])
+    cache = DynamicCache(padding=given)
+    given += 5
+    assert cache.positions(1, torch.device("cpu")).tolist() == [[0], [-2]]
+
+
+@pytest.mark.parametrize("layer", [DynamicLayer, partial(SinkLayer, 1, 2)])
+def test_padding_counts_the_rows_of_every_update(layer: Any):
+    cache = Cache([layer()], padding=[0, 2])
+    with pytest.raises(CacheError, match="expected one count for each of the 1 rows of the keys, got 2"):
+        cache.update(states(3, batch=1), states(3, batch=1), 0)
+    assert cache.get_seq_length() == 0
+
+
+def test_sinks_of_several_rows_have_to_know_the_padding():
+    cache = Cache([SinkLayer(1, 2)])
+    with pytest.raises(CacheError, match=r"keeps the first tokens of each row and got 2 rows: give the cache padding"):
+        cache.update(states(3), states(3), 0)
+    assert cache.get_seq_length() == 0
+    cache.update(states(3, batch=1), states(3, batch=1), 0)
 
 
 def test_padding_moves_positions_row_by_row():
@@ -160,7 +220,7 @@ def test_padding_moves_positions_row_by_row():
     other = cache.fork()
     other.reorder([5])
     assert (cache.padding.numel(), other.padding.tolist()) == (6, [0])
-    with pytest.raises(CacheError, match="padding counts 6 rows and the keys have 2"):
+    with pytest.raises(CacheError, match="padding: expected one count for each of the 2 rows of the keys, got 6"):
         cache.append(states(1), states(1), 0)
     assert cache.get_seq_length() == 4
 
@@ -170,7 +230,7 @@ def test_padding_and_windows_and_sinks():
     for layer in (0, 1):
         cache.append(states(6), states(6), layer)
     assert cache.append(states(1), states(1), 0).key_positions.tolist() == [[4, 5, 6], [2, 3, 4]]
-    assert cache.append(states(1), states(1), 1).key_positions.tolist() == [[0, 5, 6], [-2, 3, 4]]
+    assert cache.append(states(1), states(1), 1).key_positions.tolist() == [[0, 5, 6], [0, 3, 4]]
 
 
 def test_without_padding_positions_are_a_list():

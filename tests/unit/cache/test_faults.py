@@ -99,13 +99,62 @@ def test_mixed_dtypes_are_refused_and_change_nothing(kind: int, keys: Tensor, va
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @pytest.mark.parametrize("kind", range(4))
-def test_no_graph_is_kept(kind: int, codec: str):
+def test_no_graph_is_kept_without_gradients(kind: int, codec: str):
     layer = every_kind(codec)[kind]
     weight = torch.ones(1, 2, 40, 4, requires_grad=True)
-    for states in (weight * 2, weight[:, :, :1] * 2):
-        for tensor in (*layer.update(states, states), layer.keys, layer.values):
-            assert not tensor.requires_grad
-            assert tensor.grad_fn is None
+    with torch.no_grad():
+        for states in (weight, weight * 2, weight[:, :, :1] * 2):
+            for tensor in (*layer.update(states, states), layer.keys, layer.values):
+                assert not tensor.requires_grad
+                assert tensor.grad_fn is None
+
+
+@pytest.mark.parametrize("kind", [0, 2, 3])
+def test_gradients_reach_every_token_that_is_seen(kind: int):
+    """As if all tokens had been given at once: those that a window has left behind get nothing from later ones."""
+    layer = every_kind()[kind]
+    tokens = torch.randn(1, 2, 14, 4, requires_grad=True)
+    weights = torch.arange(1.0, 15)
+    seen_by = torch.zeros(14)
+    total, start = torch.zeros(()), 0
+    for count in (3, 1, 6, 1, 1, 2):
+        part = tokens[:, :, start : start + count]
+        view = layer.append(part, 2 * part)
+        start += count
+        positions = view.key_positions
+        if positions is None:
+            positions = torch.arange(start - view.keys.size(2), start)
+        total = total + weights[start - 1] * (view.keys.sum() + view.values.sum())
+        seen_by[positions] += weights[start - 1]
+    total.backward()
+    torch.testing.assert_close(tokens.grad, (3 * seen_by)[None, None, :, None].expand_as(tokens))
+
+
+@pytest.mark.parametrize("kind", [0, 2, 3])
+def test_storing_without_gradients_goes_on_after_storing_with_them(kind: int):
+    layer, tokens = every_kind()[kind], torch.randn(1, 2, 14, 4, requires_grad=True)
+    keys, _ = layer.update(tokens, tokens)
+    loss = keys.square().sum()
+    layer.crop(-1)
+    with torch.no_grad():
+        later, _ = layer.update(token(7), token(7))
+    assert not later.requires_grad
+    assert later[0, 0, -1, 0] == 7
+    loss.backward()  # nothing it needs was overwritten
+    torch.testing.assert_close(tokens.grad, 2 * tokens.detach())
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"), [(1, "none"), *((kind, codec) for kind in range(4) for codec in ("int8", "int4"))]
+)
+def test_gradients_that_would_be_lost_are_refused_and_change_nothing(kind: int, codec: str):
+    layer = every_kind(codec)[kind]
+    weight = torch.ones(1, 2, 3, 4, requires_grad=True)
+    with pytest.raises(CacheError, match=r"passes no gradients .* run under torch.no_grad\(\)"):
+        layer.update(weight * 2, token(tokens=3))
+    assert (layer.keys, layer.get_seq_length(), layer.is_initialized) == (None, 0, False)
+    layer.update(token(tokens=3), token(tokens=3))
+    assert layer.get_seq_length() == 3
 
 
 def test_an_array_is_handed_back_as_a_view_not_as_a_new_copy_each_time():

@@ -30,6 +30,8 @@ class Lists:
     """What a layer should be: every token of every row, and how many of them it still holds."""
 
     rows: list[list[Tensor]]
+    padding: list[int]
+    """Tokens at the left of each row that are not its first real ones."""
     span: int | None = None
     """Tokens held at most; None for all."""
     sinks: int = 0
@@ -52,8 +54,10 @@ class Lists:
         return self.shown(before, seen)
 
     def shown(self, before: int, seen: int) -> Tensor:
-        sinks = min(self.sinks, before)
-        kept = [row[:sinks] + row[seen - before + sinks :] for row in self.rows]
+        sinks, contiguous = min(self.sinks, before), seen - before
+        fronts = [min(padding, contiguous) for padding in self.padding]
+        rows = zip(self.rows, fronts, strict=True)
+        kept = [row[front : front + sinks] + row[contiguous + sinks :] for row, front in rows]
         return torch.stack([torch.stack(row, dim=1) if row else torch.empty(HEADS, 0, SIZE) for row in kept])
 
     def can_crop(self, kept: int) -> bool:
@@ -68,6 +72,7 @@ class Lists:
 
     def gather(self, index: list[int]) -> None:
         self.rows = [list(self.rows[i]) for i in index]
+        self.padding = [self.padding[i] for i in index]
 
     def copy(self) -> Lists:
         return replace(self, rows=[list(row) for row in self.rows])
@@ -100,12 +105,12 @@ class Operations(RuleBasedStateMachine):
     kind = "dynamic"
     codec = "none"
 
-    @initialize(batch=st.integers(1, 3), seed=st.integers(0, 99))
-    def begin(self, batch: int, seed: int) -> None:
+    @initialize(padding=st.lists(st.integers(0, 9), min_size=1, max_size=3), seed=st.integers(0, 99))
+    def begin(self, padding: list[int], seed: int) -> None:
         make, shape = KINDS[self.kind]
         self.generator = torch.Generator().manual_seed(seed)
-        lists = [Lists([[] for _ in range(batch)], **extra) for extra in (shape, {})]
-        self.now = Pair(Cache([make(self.codec), DynamicLayer(codec=self.codec)]), lists)
+        lists = [Lists([[] for _ in padding], padding, **extra) for extra in (shape, {})]
+        self.now = Pair(Cache([make(self.codec), DynamicLayer(codec=self.codec)], padding=padding), lists)
         self.forks: list[Pair] = []
 
     @property

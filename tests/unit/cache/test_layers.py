@@ -192,7 +192,7 @@ def test_sinks_that_come_with_more_tokens_than_fit():
     keys, _ = layer.update(tokens[:, :, 2:20], tokens[:, :, 2:20])
     assert torch.equal(keys, tokens[:, :, :20])
     assert torch.equal(layer.keys, tokens[:, :, [0, 1, 2, 16, 17, 18, 19]])
-    with pytest.raises(CacheError, match="given 0 tokens"):
+    with pytest.raises(CacheError, match="expected at least 1 token, got 0"):
         layer.update(tokens[:, :, :0], tokens[:, :, :0])
     with pytest.raises(CacheError, match="SinkLayer cannot take tokens back"):
         layer.activate_past_recording()
@@ -242,10 +242,13 @@ def test_a_layer_of_your_own_offers_what_it_can_and_refuses_the_rest():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: StaticLayer(0), "max_cache_len = 0"),
-        (lambda: SlidingLayer(0), "sliding_window = 0"),
-        (lambda: SinkLayer(0, 4), "sinks = 0"),
-        (lambda: SinkLayer(1, 0), "sliding_window = 0"),
+        (lambda: StaticLayer(0), "max_cache_len: expected at least 1, got 0"),
+        (lambda: StaticLayer(2.5), "max_cache_len: expected an integer, got 2.5"),
+        (lambda: StaticLayer(True), "max_cache_len: expected an integer, got True"),
+        (lambda: SlidingLayer(0), "sliding_window: expected at least 1, got 0"),
+        (lambda: SlidingLayer(torch.ones(2)), r"expected an integer, got torch.float32 of shape \(2,\)"),
+        (lambda: SinkLayer(0, 4), "sinks: expected at least 1, got 0"),
+        (lambda: SinkLayer(1, 0), "sliding_window: expected at least 1, got 0"),
         (lambda: DynamicLayer(codec="int5"), "codec = 'int5'"),
     ],
 )

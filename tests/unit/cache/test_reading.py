@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from whimbrel.base.errors import ConfigError
 from whimbrel.cache import Cache, DynamicCache, SinkLayer, StaticCache
 from whimbrel.models import GPT, GPTConfig
 
@@ -87,6 +88,27 @@ def test_forks_crops_and_reorders_go_on_from_where_they_are(model: GPT, texts: T
     more = torch.cat((texts, texts[:, :5]), dim=1)[[2, 0]]
     expected = read(model, more, None, [41])[:, 36:]
     torch.testing.assert_close(read(model, more[:, 36:], other, [3, 1, 1]), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("pieces", [PIECES, [12, 1, 1, 1, 3, *[1] * 18], [9] * 4])
+def test_sinks_of_a_padded_row_are_its_first_real_tokens(model: GPT, texts: Tensor, pieces: list[int]):
+    padding = [0, 3, 7]
+    layers = [SinkLayer(2, 6) for _ in range(3)]
+    padded = torch.stack([text.roll(count) for text, count in zip(texts, padding, strict=True)])
+    together = read(model, padded, Cache(layers, padding=padding), pieces)
+    for row, (text, count) in enumerate(zip(texts, padding, strict=True)):
+        alone = text[None, : text.numel() - count]
+        cuts = torch.tensor(pieces).cumsum(0).sub(count).clamp(min=0)
+        parts = [part for part in cuts.diff(prepend=torch.tensor([0])).tolist() if part]
+        expected = read(model, alone, Cache([SinkLayer(2, 6) for _ in range(3)]), parts)
+        torch.testing.assert_close(together[row : row + 1, count:], expected, atol=2e-5, rtol=0)
+
+
+def test_padding_of_more_rows_than_the_batch_has_is_refused(model: GPT, texts: Tensor):
+    cache = DynamicCache(model.config, padding=[0, 2])
+    with pytest.raises(ConfigError, match="built for 2 rows .its padding. and the batch has 1"):
+        read(model, texts[:1], cache, [texts.size(1)])
+    assert cache.get_seq_length() == 0
 
 
 def test_sinks_and_the_newest_are_what_a_token_sees():
