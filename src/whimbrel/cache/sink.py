@@ -35,7 +35,11 @@ class SinkLayer(SlidingLayer):
         super().__init__(sliding_window, codec=codec)
         self.sinks = checked_int("sinks", sinks, minimum=1, error=ConfigError)
         self._span = self.sinks + self.sliding_window
-        self._forget_sinks()
+        self._first: Slots | None = None
+        self._saved: list[bool] = []
+        """Of each row, whether its sinks are in `_first`."""
+        self._fronts: list[int] | None = None
+        """Of each row, the token in the first slot of what was handed out last."""
 
     @property
     def nbytes(self) -> int:
@@ -65,11 +69,7 @@ class SinkLayer(SlidingLayer):
             raise CacheError(f"{self!r}: expected at least 1 token, got {tokens}")
 
     def _forget_sinks(self) -> None:
-        self._first: Slots | None = None
-        self._saved: list[bool] = []
-        """Of each row, whether its sinks are in `_first`."""
-        self._fronts: list[int] | None = None
-        """Of each row, the token in the first slot of what was handed out last."""
+        self._first, self._saved, self._fronts = None, [], None
 
     def _cut(self, kept: int) -> None:
         super()._cut(kept)
