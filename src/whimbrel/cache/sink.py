@@ -21,10 +21,10 @@ class SinkLayer(SlidingLayer):
     appended together all see each other; what was let go before them stays gone.
 
     The window moves along memory as in `SlidingLayer`, over `sinks + sliding_window` slots. A row that is padded at the
-    left first lets go of its padding, sliding like a plain window. Once only real tokens are left, its first `sinks` are
-    saved, and from then on copied to the front of the window as it moves, into slots it has just left. The slots of a
-    row therefore always end with its newest tokens, and start with padding until there is none: where a mask that knows
-    only the length and the padding (that of `transformers`) expects them.
+    left first lets go of its padding, sliding like a plain window. Once only real tokens are left, its first `sinks`
+    are saved, and from then on copied to the front of the window as it moves, into slots it has just left. The slots
+    of a row therefore always end with its newest tokens, and start with padding until there is none: where a mask that
+    knows only the length and the padding (that of `transformers`) expects them.
     """
 
     is_sliding = False  # every slot that is handed out may be seen
@@ -132,7 +132,7 @@ class SinkLayer(SlidingLayer):
         return slots
 
     def _front_tokens(self, slots: int, total: int | None = None) -> list[int] | None:
-        """Of each row, the token in the first of `slots` slots that end with token `total`; None where all are alike."""
+        """Of each row, the token in the first of `slots` slots that end with token `total`; None: all alike."""
         if self._first is None:
             return None
         starts = self.padding or (0,) * len(self._saved)

@@ -96,9 +96,9 @@ class Slots(NamedTuple):
         return [tensor for tensor in self if tensor is not None]
 
     def _copied(self, change: Callable[[Tensor], Tensor]) -> Slots:
-        """What `change` makes of each tensor, as plain tensors: those of inference mode are never writable outside it."""
+        """What `change` makes of each tensor, as tensors that can be written to outside of inference mode too."""
         follows = torch.is_grad_enabled()  # leaving inference mode would turn it on
-        with torch.inference_mode(False):  # positional: torch.compile knows no keyword here
+        with torch.inference_mode(False):  # noqa: FBT003 - torch.compile knows no keyword here
             return self._each(lambda tensor: change(tensor if follows else tensor.detach()))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Slots:
