@@ -52,8 +52,16 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 class SpecialTokens(NamedTuple):
     """The tokens that open and end a text, as a model directory names them."""
 
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def opener(self, tokenizer: Tokenizer) -> int:
+        """What an empty prompt starts with: the model's bos token, else the tokenizer's.
+
+        Small models keep their family's default id, which their vocabulary may not have.
+        """
+        known = self.bos_id is not None and 0 <= self.bos_id < tokenizer.vocab_size
+        return self.bos_id if known and self.bos_id is not None else tokenizer.bos_id
 
 
 class Description(NamedTuple):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.cli.opening import Device, Model, TokenizerPath, Weights
+from whimbrel.cli.opening import Device, Model, ParseSpecial, TokenizerPath, Weights
 from whimbrel.cli.progress import ProgressLine
 from whimbrel.cli.table import show_table
 
@@ -44,6 +44,7 @@ def evaluate(
         Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Of the weights. (default: as they are stored)")
     ] = None,
     weights: Weights = None,
+    parse_special: ParseSpecial = True,
     device: Device = None,
     tokenizer: TokenizerPath = None,
     out: Annotated[Path | None, typer.Option(help="Write the results there too, as JSON.")] = None,
@@ -72,6 +73,7 @@ def evaluate(
         dtype={None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype],
         device=choose_device(device),
         weights=weights,
+        parse_special=parse_special,
     )
     shown = ProgressLine()
     answered = {}
@@ -80,7 +82,7 @@ def evaluate(
     read = {source: _measure(subject, source, text_key, limit, batch_size, shown) for source in text or ()}
     _tell(answered, read)  # before a disk has its say: hours of work may be in it
     if out is not None:
-        settings = {"limit": limit, "batch_size": batch_size, "weights": weights}
+        settings = {"limit": limit, "batch_size": batch_size, "weights": weights, "parse_special": parse_special}
         write_results(out, results_table(subject, str(model), tasks=answered, texts=read, settings=settings))
 
 

@@ -15,6 +15,7 @@ from whimbrel.cli.opening import (
     MinP,
     Model,
     MostTokens,
+    ParseSpecial,
     RepetitionPenalty,
     Seed,
     Stops,
@@ -45,6 +46,7 @@ def generate(
         int | None, typer.Option(help="Draw nothing, but search for the likeliest texts, this many side by side.")
     ] = None,
     draft: DraftModel = None,
+    parse_special: ParseSpecial = True,
     past_end: Annotated[
         bool, typer.Option("--past-end", help="Do not stop at the end of a text: begin another.")
     ] = False,
@@ -64,7 +66,7 @@ def generate(
     drawn |= {"repetition_penalty": repetition_penalty}
     _check(n, beams, draft, **drawn, seed=seed)
     opened = open_model(model, tokenizer)
-    prompt = encode_prompt(opened.tokenizer, text)
+    prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=opened.bos_id)
     sampling, most = opened.drawing(**drawn, max_new_tokens=max_new_tokens)
     ends, stops = None if past_end else opened.end_ids, stop or ()
     network = opened.load(device, weights)

@@ -22,6 +22,7 @@ __all__ = [
     "Model",
     "MostTokens",
     "Opened",
+    "ParseSpecial",
     "RepetitionPenalty",
     "Seed",
     "Stops",
@@ -59,6 +60,13 @@ Weights = Annotated[
     str | None, typer.Option(help="Quantise a plain model as it is read: int8, int8-dynamic, int4 or fp8.")
 ]
 Cache = Annotated[str, typer.Option(help="How keys and values are stored: none (as they are), fp8, int8 or int4.")]
+ParseSpecial = Annotated[
+    bool,
+    typer.Option(
+        "--parse-special/--no-parse-special",
+        help="Parse special tokens in the text, such as <|im_start|>, or read them as plain text.",
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="The same seed writes the same text.")]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the fastest there is when not given.")]
 TokenizerPath = Annotated[
@@ -76,6 +84,8 @@ class Opened:
     source: Path
     tokenizer: Tokenizer
     end_ids: frozenset[int]
+    bos_id: int
+    """What an empty prompt starts with."""
     settings: dict[str, Any]
 
     def load(self, device: str | None, weights: str | None) -> GPT:
@@ -96,13 +106,19 @@ class Opened:
 
 def open_model(model: Path, tokenizer: Path | None) -> Opened:
     """Find a model and its tokenizer."""
-    from whimbrel.artifacts import generation_settings, model_directory, model_tokenizer, special_tokens
+    from whimbrel.artifacts import (
+        SpecialTokens,
+        generation_settings,
+        model_directory,
+        model_tokenizer,
+        special_tokens,
+    )
 
     source = model_directory(model)
     words = model_tokenizer(source, tokenizer)
-    named = special_tokens(source).eos_ids if source.is_dir() else ()
+    special = special_tokens(source) if source.is_dir() else SpecialTokens()
     own = generation_settings(source) if source.is_dir() else {}
-    return Opened(source, words, frozenset(named or (words.eot_id,)), own)
+    return Opened(source, words, frozenset(special.eos_ids or (words.eot_id,)), special.opener(words), own)
 
 
 def draft_maker(draft: str | None, device: str | None) -> Callable[[], Draft | None]:

@@ -67,7 +67,8 @@ def _sampler(config: RunConfig) -> Sampler:
     from whimbrel.generate import generate, stream_text
 
     def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
-        prompt = tokenizer.encode(config.sample.prompt) if config.sample.prompt else [tokenizer.eot_id]
+        # Without a bos token: end-of-text opens the documents that the model is trained on.
+        prompt = tokenizer.encode_prompt(config.sample.prompt, add_special_tokens=False).ids or [tokenizer.eot_id]
         ids = generate(
             model, prompt, max_new_tokens=config.sample.max_new_tokens, temperature=config.sample.temperature,
             top_k=config.sample.top_k, seed=config.train.seed + step,

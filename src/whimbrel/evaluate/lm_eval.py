@@ -8,7 +8,6 @@ is lm-eval's own command line with that model added.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from whimbrel.artifacts import model_directory, special_tokens
 from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
 from whimbrel.evaluate.subject import Subject
 from whimbrel.generate import Engine, EngineConfig, Request, Sampling, TextStream
-from whimbrel.text import PLAIN, ChatTemplate, Message, Tokenizer, load_chat_template
+from whimbrel.text import PLAIN, ChatTemplate, Message, load_chat_template
 from whimbrel.train.device import choose_device
 
 try:
@@ -59,12 +58,11 @@ class WhimbrelLM(LM):  # type: ignore[misc]
         self._device = choose_device(device)
         self._rows = None if batch_size == "auto" else int(batch_size)
         self._source = model_directory(pretrained)
-        subject = Subject.load(
+        self.subject = Subject.load(
             self._source, tokenizer=tokenizer, dtype=DTYPES[dtype], device=self._device, weights=weights
         )
         ends = special_tokens(self._source).eos_ids if self._source.is_dir() else ()
-        self._ends = frozenset(ends or (subject.tokenizer.eot_id,))
-        self.subject = replace(subject, tokenizer=_reading_special_tokens(subject.tokenizer))
+        self._ends = frozenset(ends or (self.subject.tokenizer.eot_id,))
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Of each continuation after its context, and whether greedy decoding would write it."""
@@ -130,13 +128,6 @@ class WhimbrelLM(LM):  # type: ignore[misc]
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
         request = Request(prompt_ids=tuple(prompt), max_new_tokens=count, sampling=sampling, stop_ids=self._ends)
         return request, TextStream(self.subject.tokenizer, prompt, stops)
-
-
-def _reading_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """One that takes special tokens for what they are where a text spells them: lm-eval renders chats to text."""
-    copy = Tokenizer.from_json(tokenizer.to_json(), tokenizer.eot_token)
-    copy.pipeline.encode_special_tokens = False
-    return copy
 
 
 if __name__ == "__main__":

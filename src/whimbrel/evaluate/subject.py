@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from whimbrel.artifacts import check_tokenizer, load_model, model_directory, model_tokenizer, special_tokens
+from whimbrel.artifacts import (
+    SpecialTokens,
+    check_tokenizer,
+    load_model,
+    model_directory,
+    model_tokenizer,
+    special_tokens,
+)
 from whimbrel.base.errors import DataError
 from whimbrel.base.progress import Progress
 from whimbrel.evaluate.scoring import Pair, Score, score
@@ -26,6 +33,8 @@ class Subject:
     tokenizer: Tokenizer
     opener_id: int
     """The token before the first of a text: the beginning-of-text token, else the end-of-text token."""
+    parse_special: bool = True
+    """Whether special tokens in a text are parsed, as lm-eval does, or read as plain text."""
 
     @classmethod
     def load(
@@ -36,14 +45,15 @@ class Subject:
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         weights: str | None = None,
+        parse_special: bool = True,
     ) -> Subject:
         """What `load_model` takes, with the tokenizer that lies beside it unless another is given."""
         source = model_directory(path)
         words = model_tokenizer(source, tokenizer)
-        opener = special_tokens(source).bos_id if source.is_dir() else None
+        special = special_tokens(source) if source.is_dir() else SpecialTokens()
         model = load_model(source, dtype=dtype, device=device, weights=weights)
         check_tokenizer(words, model.config)
-        return cls(model, words, words.eot_id if opener is None else opener)
+        return cls(model, words, special.opener(words), parse_special)
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
         """Context and continuation in tokens, cut where the tokens of the context alone end.
@@ -80,11 +90,6 @@ class Subject:
         return score(self.model, pairs, batch_size=batch_size, progress=progress)
 
     def _encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-        for text in texts:
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise DataError(f"half a surrogate pair at character {error.start} of {text[:40]!r}") from error
-        encoded = [each.ids for each in self.tokenizer.pipeline.encode_batch(texts, add_special_tokens=special)]
+        encoded = self.tokenizer.encode_prompts(texts, parse_special=self.parse_special, add_special_tokens=special)
         # A chat template may have written the opener already.
-        return [ids[1:] if ids[:2] == [self.opener_id] * 2 else ids for ids in encoded]
+        return [ids[1:] if ids[:2] == [self.opener_id] * 2 else ids for ids, _ in encoded]

@@ -27,14 +27,20 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """How tokenizers that spell tokens in characters spell one that is a byte."""
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text to go on from, opened as the tokenizer's file says; nothing opens a new text."""
+def encode_prompt(
+    tokenizer: Tokenizer, text: str, *, parse_special: bool = True, bos_id: int | None = None
+) -> list[int]:
+    """The ids of a raw text prompt, as transformers' `tokenizer(text)` gives them.
+
+    Special tokens in the text are parsed (`<|im_start|>` is one token) unless `parse_special` is false. An empty prompt
+    is `bos_id`, or the tokenizer's own where that is not given.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:  # how Python holds the bytes of a command line that are no text
         raise RequestError(f"the text is not valid UTF-8 at character {error.start}: give valid Unicode") from error
-    ids: list[int] = tokenizer.pipeline.encode(text).ids
-    return ids or [tokenizer.eot_id]
+    ids = tokenizer.encode_prompt(text, parse_special=parse_special).ids
+    return ids or [tokenizer.bos_id if bos_id is None else bos_id]
 
 
 class Characters:

@@ -57,11 +57,20 @@ class Source:
         """The prompt, as it stands before an echoed text."""
         if not self.echo:
             return Piece()
-        scored, characters = [], Characters(tokenizer, specials=self.prompt.specials)
-        for token, score in zip(self.prompt.ids, self.scores, strict=False):
-            characters.push(token)
-            scored.append(Scored(token, score, characters.span[0]))
+        offsets = self.prompt.offsets
+        if offsets is None:
+            offsets = _decoded_offsets(tokenizer, self.prompt.ids[: len(self.scores)])
+        scored = [Scored(*entry) for entry in zip(self.prompt.ids, self.scores, offsets, strict=False)]
         return Piece(self.prompt.text, scored)
+
+
+def _decoded_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, ...]:
+    """Where each token starts in the text that the tokens decode to, special tokens spelled out."""
+    characters, offsets = Characters(tokenizer, specials=True), []
+    for token in ids:
+        characters.push(token)
+        offsets.append(characters.span[0])
+    return tuple(offsets)
 
 
 class Choice:

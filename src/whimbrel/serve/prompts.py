@@ -19,8 +19,8 @@ class Prompt:
 
     text: str
     ids: tuple[int, ...]
-    specials: bool = False
-    """Whether the text spells special tokens out."""
+    offsets: tuple[int, ...] | None = None
+    """The character of the text at which each token starts; None where the text was decoded from the ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,14 @@ class PromptReader:
     texts: TokenTexts
     template: ChatTemplate
     vocab_size: int
+    bos_id: int
+    """What an empty prompt starts with."""
 
-    def read(self, given: Sequence[str | list[int]], most: int) -> list[Prompt]:
+    def read(self, given: Sequence[str | list[int]], most: int, parse_special: bool = True) -> list[Prompt]:
         """The prompts of a completion, of at most `most` tokens each."""
-        return [self._text(item, most) if isinstance(item, str) else self._ids(item, most) for item in given]
+        return [
+            self._text(item, most, parse_special) if isinstance(item, str) else self._ids(item, most) for item in given
+        ]
 
     def converse(self, messages: Sequence[Mapping[str, str]], most: int) -> Prompt:
         """The prompt of a conversation."""
@@ -42,7 +46,7 @@ class PromptReader:
         ids = self.template.encode(self.tokenizer, messages)
         return Prompt("", tuple(_checked_length(ids, "messages", most)))
 
-    def _text(self, text: str, most: int) -> Prompt:
+    def _text(self, text: str, most: int, parse_special: bool) -> Prompt:
         self._check_size(len(text), "prompt", most)
         try:
             text.encode()
@@ -53,10 +57,10 @@ class PromptReader:
                 param="prompt",
                 code="invalid_value",
             ) from None
-        # As a batch of one, which lets other threads run meanwhile.
-        [encoding] = self.tokenizer.pipeline.encode_batch_fast([text])
-        ids: list[int] = encoding.ids or [self.tokenizer.eot_id]
-        return Prompt(text, tuple(_checked_length(ids, "prompt", most)))
+        ids, offsets = self.tokenizer.encode_prompt(text, parse_special=parse_special)
+        if not ids:
+            ids, offsets = [self.bos_id], [0]
+        return Prompt(text, tuple(_checked_length(ids, "prompt", most)), tuple(offsets))
 
     def _ids(self, ids: list[int], most: int) -> Prompt:
         _checked_length(ids, "prompt", most)
@@ -69,7 +73,7 @@ class PromptReader:
                 code="invalid_value",
             )
         text = self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])
-        return Prompt(text, tuple(ids), specials=True)
+        return Prompt(text, tuple(ids))
 
     def _check_size(self, characters: int, param: str, most: int) -> None:
         """Refuse a text that no tokenizer can make short enough, before it is cut into tokens."""

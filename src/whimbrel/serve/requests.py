@@ -124,6 +124,9 @@ class CompletionRequest(Drawing):
     """A text, texts, token ids, or lists of token ids; an empty text begins a new document."""
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = None
     """Tokens to write at most; 16 when not given. 0 only reads the prompt, to echo it with its scores."""
+    parse_special: bool | None = None
+    """Whether special tokens in a text prompt (<|im_start|>, say) are parsed, as they are when not given, or false to
+    read them as plain text. Token ids are taken as they are, and chat messages are never parsed."""
     echo: bool | None = None
     """Whether the prompt stands before the text."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None

@@ -66,7 +66,8 @@ class Routes:
         self._check(asked, len(asked.prompt))
         length = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         most = self._longest_prompt(length)
-        prompts = await asyncio.to_thread(self.served.reader.read, asked.prompt, most)
+        parsed = asked.parse_special is not False
+        prompts = await asyncio.to_thread(self.served.reader.read, asked.prompt, most, parsed)
         sources = [Source(prompt, asked.stop or (), echo=bool(asked.echo)) for prompt in prompts]
         scored_before = asked.logprobs if asked.echo else None
         work = [self._work(asked, prompt, length, asked.logprobs, scored_before) for prompt in prompts]

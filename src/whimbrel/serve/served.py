@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from whimbrel.artifacts import generation_settings, load_model, model_directory, model_tokenizer, special_tokens
+from whimbrel.artifacts import (
+    SpecialTokens,
+    generation_settings,
+    load_model,
+    model_directory,
+    model_tokenizer,
+    special_tokens,
+)
 from whimbrel.models import GPT
 from whimbrel.serve.prompts import PromptReader
 from whimbrel.serve.tokens import TokenTexts
@@ -34,6 +41,8 @@ class Served:
     """How a conversation becomes text."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a text."""
+    bos_id: int | None = None
+    """What an empty prompt starts with; the tokenizer's own bos token when not given."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """How tokens are drawn where a request does not say."""
     texts: TokenTexts = field(init=False)
@@ -44,9 +53,9 @@ class Served:
     def __post_init__(self) -> None:
         texts = TokenTexts(self.tokenizer)
         object.__setattr__(self, "texts", texts)
-        object.__setattr__(
-            self, "reader", PromptReader(self.tokenizer, texts, self.template, self.model.config.vocab_size)
-        )
+        bos_id = self.tokenizer.bos_id if self.bos_id is None else self.bos_id
+        reader = PromptReader(self.tokenizer, texts, self.template, self.model.config.vocab_size, bos_id)
+        object.__setattr__(self, "reader", reader)
 
 
 def load_served(
@@ -63,12 +72,14 @@ def load_served(
     model = load_model(source, device=device, weights=weights).eval()
     folder = source.is_dir()
     settings = generation_settings(source) if folder else {}
+    special = special_tokens(source) if folder else SpecialTokens()
     return Served(
         model=model,
         tokenizer=words,
         name=name or Path(path).absolute().name,
         created=int((source / "config.json" if folder else source).stat().st_mtime),
         template=(load_chat_template(source) if folder else None) or PLAIN,
-        stop_ids=frozenset((special_tokens(source).eos_ids if folder else ()) or (words.eot_id,)),
+        stop_ids=frozenset(special.eos_ids or (words.eot_id,)),
+        bos_id=special.opener(words),
         defaults={key: value for key, value in settings.items() if key != "max_new_tokens"},
     )

@@ -19,7 +19,6 @@ from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer as Pipeline
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.text.tokenizer import Tokenizer
@@ -95,10 +94,9 @@ class ChatTemplate:
         for place, (start, end) in enumerate(itertools.pairwise((0, *itertools.chain(*forged), len(text)))):
             if place % 2:
                 ids += tokenizer.encode(text[start:end])
-            else:  # in batches of one: a text on its own would keep every other thread waiting for its tokens
+            else:
                 opened = place == 0 and not self.opens_text
-                [encoding] = special.pipeline.encode_batch_fast([text[start:end]], add_special_tokens=opened)
-                ids += encoding.ids
+                ids += tokenizer.encode_prompt(text[start:end], add_special_tokens=opened).ids
         return ids
 
     def _run(self, messages: Any, add_generation_prompt: bool, letters: Mapping[int, str]) -> str:
@@ -182,8 +180,6 @@ class _Special(NamedTuple):
     turn and join what it is given, and yet no letter of a message is taken for one of the template's.
     """
 
-    pipeline: Pipeline
-    """Reads special tokens where a text spells them."""
     spelled: re.Pattern[str]
     marks: Mapping[int, str]
     letters: Mapping[int, str]
@@ -197,14 +193,13 @@ class _Special(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _special_tokens(tokenizer: Tokenizer) -> _Special:
-    pipeline = Pipeline.from_str(tokenizer.to_json())
-    pipeline.encode_special_tokens = False
-    special = [token.content for token in pipeline.get_added_tokens_decoder().values() if token.special]
+    added = tokenizer.pipeline.get_added_tokens_decoder()
+    special = [token.content for token in added.values() if token.special]
     spelled = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
     # A token that is a word is made by its first letter, which a template may turn to a capital or back.
     letters = {each for token in special for each in re.findall(r"[^\w\s]", token) or token[:1] + token[:1].swapcase()}
     marks = {ord(letter): chr(half) for half, letter in zip(HALVES, sorted(letters), strict=False)}
-    return _Special(pipeline, spelled, marks, {ord(mark): chr(letter) for letter, mark in marks.items()})
+    return _Special(spelled, marks, {ord(mark): chr(letter) for letter, mark in marks.items()})
 
 
 class _Said(str):

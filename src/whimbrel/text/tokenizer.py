@@ -6,12 +6,14 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Pipeline
 
 from whimbrel.base.errors import ConfigError, DataError
@@ -19,7 +21,7 @@ from whimbrel.base.files import atomic_file
 from whimbrel.text.bytelevel import fast_encoder
 from whimbrel.text.gpt2 import END_OF_TEXT, gpt2_pipeline
 
-__all__ = ["Tokenizer", "load_tokenizer"]
+__all__ = ["EncodedPrompt", "MAX_VOCABULARY", "Tokenizer", "load_tokenizer"]
 
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 DOCUMENT_OPENERS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "<s>")
@@ -28,27 +30,48 @@ DOCUMENT_OPENERS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "<s>")
 UNUSED_BY_IDS = ("decoder", "padding", "post_processor", "truncation", "version")
 """Parts of a tokenizer file that change no id of a document."""
 
+MAX_VOCABULARY = 1 << 24
+"""Many times the largest vocabulary in use. The libraries allocate for every id up to the largest, used or not."""
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as token ids."""
+
+    ids: list[int]
+    offsets: list[int]
+    """The character of the text at which each token starts."""
+
 
 class Tokenizer:
-    """Text to ids and back. Special tokens written out in a text are plain text: no document can open another."""
+    """Text to ids and back.
 
-    def __init__(self, pipeline: Pipeline, eot_token: str | None = None) -> None:
-        pipeline.no_padding()
-        pipeline.no_truncation()
-        pipeline.encode_special_tokens = True
-        content: dict[str, Any] = json.loads(pipeline.to_str())
-        vocabulary = pipeline.get_vocab(with_added_tokens=True)
+    `encode` and `encode_documents` treat special tokens that a text spells out as plain text, so no document can end
+    another. `encode_prompt` parses them, as transformers, vLLM and llama.cpp do.
+    """
+
+    def __init__(self, pipeline: Pipeline, eot_token: str | None = None, bos_token: str | None = None) -> None:
+        with _one_line_errors("the tokenizer cannot be used"):
+            pipeline.no_padding()
+            pipeline.no_truncation()
+            pipeline.encode_special_tokens = True
+            vocabulary = pipeline.get_vocab(with_added_tokens=True)
+            _check_ids(vocabulary)
+            content: dict[str, Any] = json.loads(pipeline.to_str())
+            pipeline.encode("")  # some broken post-processors only fail when they run
         self.pipeline = pipeline
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.eot_token = _document_opener(content["added_tokens"], vocabulary, eot_token)
         self.eot_id: int = vocabulary[self.eot_token]
+        self.bos_id: int = self.eot_id if bos_token is None else vocabulary.get(bos_token, self.eot_id)
+        """What an empty prompt starts with; the end-of-text token where the tokenizer has no bos token."""
         self.fingerprint = _fingerprint(content, vocabulary, self.eot_token)
         self._fast = fast_encoder(pipeline, content)
+        self._spelled = _spelled(pipeline, content)
 
     @classmethod
-    def from_json(cls, text: str, eot_token: str | None = None) -> Tokenizer:
+    def from_json(cls, text: str, eot_token: str | None = None, bos_token: str | None = None) -> Tokenizer:
         """The tokenizer that the text of a `tokenizer.json` describes."""
-        return cls(Pipeline.from_str(text), eot_token)
+        return cls(_parsed(text), eot_token, bos_token)
 
     def to_json(self) -> str:
         """The text of this tokenizer's `tokenizer.json`."""
@@ -69,6 +92,52 @@ class Tokenizer:
         ids: list[int] = self._ids(text).tolist()
         return ids
 
+    def encode_prompt(self, text: str, *, parse_special: bool = True, add_special_tokens: bool = True) -> EncodedPrompt:
+        """The ids of a raw prompt, as transformers' `tokenizer(text)` gives them.
+
+        `parse_special=False` reads special tokens in the text as plain text; `add_special_tokens=False` leaves out what
+        the tokenizer's file adds around every text (a bos token, say). Threads may call it at once.
+        """
+        [encoded] = self.encode_prompts([text], parse_special=parse_special, add_special_tokens=add_special_tokens)
+        return encoded
+
+    def encode_prompts(
+        self, texts: Sequence[str], *, parse_special: bool = True, add_special_tokens: bool = True
+    ) -> list[EncodedPrompt]:
+        """`encode_prompt` of several texts, in parallel."""
+        # Separate copies: whether to parse is a property of a pipeline, which threads share.
+        pipeline = self._parsing_pipeline if parse_special else self._literal_pipeline
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"half a surrogate pair at character {error.start} of {text[:40]!r}: give valid Unicode"
+                ) from error
+        with _one_line_errors("the tokenizer cannot encode this text"):
+            # A batch even for one text: unlike `encode`, it releases the GIL.
+            encoded = pipeline.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [self._prompt(each, parse_special) for each in encoded]
+
+    def _prompt(self, encoding: Encoding, parse_special: bool) -> EncodedPrompt:
+        starts = [start for start, _ in encoding.offsets]
+        if parse_special or not self._spelled:
+            return EncodedPrompt(encoding.ids, starts)
+        rows = [
+            (index, start)
+            for found, start, added in zip(encoding.ids, starts, encoding.special_tokens_mask, strict=True)
+            for index in ((found,) if added else self._spelled.get(found, (found,)))
+        ]
+        return EncodedPrompt([index for index, _ in rows], [start for _, start in rows])
+
+    @functools.cached_property
+    def _parsing_pipeline(self) -> Pipeline:
+        return _prompt_pipeline(self.to_json(), parse_special=True)
+
+    @functools.cached_property
+    def _literal_pipeline(self) -> Pipeline:
+        return _prompt_pipeline(self.to_json(), parse_special=False)
+
     def encode_documents(self, texts: Iterable[str]) -> list[NDArray[Any]]:
         """The ids of each text as an array of `dtype`, opened by the end-of-text token. Threads may call it at once."""
         opener = np.array([self.eot_id], dtype=self.dtype)
@@ -80,12 +149,13 @@ class Tokenizer:
         strange = next((index for index in numbers if not 0 <= index < self.vocab_size), None)
         if strange is not None:
             raise DataError(f"token id {strange} is not in the vocabulary: ids run from 0 to {self.vocab_size - 1}")
-        return str(self.pipeline.decode(numbers, skip_special_tokens=False))
+        with _one_line_errors("the tokenizer cannot decode these ids"):
+            return str(self.pipeline.decode(numbers, skip_special_tokens=False))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which `transformers.AutoTokenizer` opens."""
         settings = {
-            "bos_token": self.eot_token,
+            "bos_token": self.eot_token,  # what opens the documents that models are trained on here
             "clean_up_tokenization_spaces": False,
             "eos_token": self.eot_token,
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -100,12 +170,14 @@ class Tokenizer:
             if self._fast:
                 return self._fast.encode_to_numpy(text, disallowed_special=())
             text.encode()  # fails as the fast path does, and says where
-            [encoding] = self.pipeline.encode_batch_fast([text], add_special_tokens=False)
+            with _one_line_errors("the tokenizer cannot encode this text"):
+                [encoding] = self.pipeline.encode_batch_fast([text], add_special_tokens=False)
         except UnicodeEncodeError as error:
             raise DataError(
                 f"text holds half a surrogate pair at character {error.start}: give valid Unicode"
             ) from error
-        return np.array(encoding.ids, dtype=np.uint32)
+        ids = [index for found in encoding.ids for index in self._spelled.get(found, (found,))]
+        return np.array(ids, dtype=np.uint32)
 
 
 def load_tokenizer(path_or_name: str | os.PathLike[str] = "gpt2") -> Tokenizer:
@@ -117,10 +189,14 @@ def load_tokenizer(path_or_name: str | os.PathLike[str] = "gpt2") -> Tokenizer:
     if not file.is_file():
         raise ConfigError(f"no tokenizer at {path}: give 'gpt2', a {TOKENIZER_FILE}, or a directory that holds one")
     try:
-        pipeline = Pipeline.from_file(str(file))
-    except Exception as error:  # `tokenizers` raises the bare class
+        pipeline = _parsed(file.read_text(encoding="utf-8"))
+    except (DataError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is not a Hugging Face {TOKENIZER_FILE}: {error}") from error
-    return Tokenizer(pipeline, _named_opener(file.with_name(SETTINGS_FILE)))
+    eos_token, bos_token = _named_tokens(file.with_name(SETTINGS_FILE))
+    try:
+        return Tokenizer(pipeline, eos_token, bos_token)
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from error
 
 
 @functools.cache
@@ -128,17 +204,108 @@ def _gpt2() -> Tokenizer:
     return Tokenizer(gpt2_pipeline(), END_OF_TEXT)
 
 
-def _named_opener(settings: Path) -> str | None:
-    """The end-of-text token that a model directory's own settings name."""
-    if not settings.is_file():
-        return None
+@contextmanager
+def _one_line_errors(what: str) -> Iterator[None]:
+    """Turn whatever the tokenizers library raises into a DataError.
+
+    It raises bare `Exception`, and where its Rust code panics a `PanicException`, which is not an `Exception`.
+    """
     try:
-        named = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{settings} is not a JSON object: {error}") from error
+        yield
+    except (DataError, UnicodeError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _spelled(pipeline: Pipeline, content: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+    """For special tokens that the model itself finds in plain text: the ids of their first character and the rest.
+
+    Unigram and word-level models match any piece of their vocabulary, and often list special tokens among them.
+    """
+    spelled = {}
+    for token in content["added_tokens"]:
+        text = token["content"]
+        with _one_line_errors("the tokenizer cannot encode its own tokens"):
+            if not token["special"] or [found.id for found in _tokenized(pipeline, text)] != [token["id"]]:
+                continue
+            parts = [found.id for part in (text[:1], text[1:]) if part for found in _tokenized(pipeline, part)]
+        spelled[token["id"]] = tuple(index for index in parts if index != token["id"])
+    return spelled
+
+
+def _tokenized(pipeline: Pipeline, text: str) -> list[Any]:
+    try:
+        return list(pipeline.model.tokenize(text)) if text else []
+    except Exception:  # word-level models raise it for a word that they do not know: it is not found in plain text
+        return []
+
+
+def _prompt_pipeline(text: str, *, parse_special: bool) -> Pipeline:
+    content = json.loads(text)
+    _keep_spaces_in_offsets(content["post_processor"])
+    pipeline = Pipeline.from_str(json.dumps(content))
+    pipeline.encode_special_tokens = not parse_special
+    return pipeline
+
+
+def _keep_spaces_in_offsets(processor: dict[str, Any] | None) -> None:
+    """Let offsets cover the whole token: byte-level processors may trim its spaces."""
+    if processor is None:
+        return
+    if "trim_offsets" in processor:
+        processor["trim_offsets"] = False
+    for part in processor.get("processors", ()):
+        _keep_spaces_in_offsets(part)
+
+
+def _parsed(text: str) -> Pipeline:
+    """The pipeline that the text of a `tokenizer.json` describes."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"expected JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"expected a JSON object, got a {type(content).__name__}")
+    # Before the library sees them: it allocates for every id up to the largest.
+    model, added = content.get("model"), content.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    if isinstance(added, list):
+        ids |= {str(token.get("content")): token.get("id") for token in added if isinstance(token, dict)}
+    _check_ids({token: index for token, index in ids.items() if isinstance(index, int)})
+    with _one_line_errors("the library refuses it"):
+        return Pipeline.from_str(text)
+
+
+def _check_ids(vocabulary: dict[str, int]) -> None:
+    largest = max(vocabulary, key=vocabulary.__getitem__, default=None)
+    if largest is not None and vocabulary[largest] >= MAX_VOCABULARY:
+        raise DataError(
+            f"token {largest[:40]!r} has the id {vocabulary[largest]}: expected at most {MAX_VOCABULARY - 1}"
+        )
+
+
+def _named_tokens(file: Path) -> tuple[str | None, str | None]:
+    """The eos_token and the bos_token that a model directory's `tokenizer_config.json` names."""
+    if not file.is_file():
+        return None, None
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise DataError(f"{file} is not a JSON object, but a {type(settings).__name__}")
+    return _named_token(file, settings, "eos_token"), _named_token(file, settings, "bos_token")
+
+
+def _named_token(file: Path, settings: dict[str, Any], name: str) -> str | None:
+    named = settings.get(name)
     token = named.get("content", named) if isinstance(named, dict) else named
     if token is not None and not isinstance(token, str):
-        raise DataError(f"{settings} names the eos_token {json.dumps(token)}: give a token's text or null")
+        raise DataError(f"{file} names the {name} {json.dumps(token)[:80]}: give a token's text or null")
     return token
 
 

@@ -9,14 +9,12 @@ from tokenizers import AddedToken, models, pre_tokenizers, trainers
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.logging import get_logger
 from whimbrel.text.gpt2 import END_OF_TEXT, byte_level_pipeline
-from whimbrel.text.tokenizer import Tokenizer
+from whimbrel.text.tokenizer import MAX_VOCABULARY, Tokenizer
 
 __all__ = ["train_tokenizer"]
 
 SMALLEST_VOCABULARY = 257
 """The 256 bytes and end-of-text."""
-LARGEST_VOCABULARY = 1 << 24
-"""Many times the largest in use; the library sets memory aside for every id that is asked for."""
 LARGEST_FREQUENCY = (1 << 63) - 1
 
 
@@ -26,8 +24,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, min_frequency: int
         raise ConfigError(
             f"vocab_size={vocab_size} is too small: the 256 bytes and end-of-text need {SMALLEST_VOCABULARY}"
         )
-    if vocab_size > LARGEST_VOCABULARY:
-        raise ConfigError(f"vocab_size={vocab_size} is too large: at most {LARGEST_VOCABULARY:,} ids can be learned")
+    if vocab_size > MAX_VOCABULARY:
+        raise ConfigError(f"vocab_size={vocab_size} is too large: at most {MAX_VOCABULARY:,} ids can be learned")
     if not 1 <= min_frequency <= LARGEST_FREQUENCY:
         raise ConfigError(f"min_frequency={min_frequency} must be 1 to {LARGEST_FREQUENCY:,} occurrences")
     pipeline = byte_level_pipeline(models.BPE())

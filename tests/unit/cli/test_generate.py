@@ -15,6 +15,7 @@ from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponen
 from whimbrel.cli.chat import chat
 from whimbrel.cli.generate import generate
 from whimbrel.generate import generate as tokens_after
+from whimbrel.generate import stream_text
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.train.model_state import model_state
 
@@ -40,6 +41,14 @@ def test_text_goes_on_from_the_prompt(model, directory, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("Once upon")
     assert ("Once upon" + TOKENIZER.decode(drawn)).startswith(printed.removesuffix("\n"))
+
+
+def test_special_tokens_in_the_text_are_parsed_unless_told_otherwise(model, directory, capsys):
+    text = f"a{TOKENIZER.eot_token}b"
+    for parse_special, prompt in ((True, [64, TOKENIZER.eot_id, 65]), (False, TOKENIZER.encode(text))):
+        generate(directory, text, max_new_tokens=8, temperature=0, device="cpu", parse_special=parse_special)
+        drawn = tokens_after(model, prompt, max_new_tokens=8, temperature=0)
+        assert capsys.readouterr().out == "".join([text, *stream_text(TOKENIZER, prompt, drawn), "\n"])
 
 
 def test_a_seed_writes_the_same_text(directory, capsys):

@@ -95,7 +95,6 @@ def test_pairs_with_and_without_a_context_keep_their_order(subject):
 def test_a_tokenizer_that_opens_texts_opens_contexts_once(subject, opening):
     [plain], [opened] = subject.pairs([("To be", " or not")]), opening.pairs([("To be", " or not")])
     assert opened == Pair([opening.opener_id, *plain.context], plain.continuation)
-    opening.tokenizer.pipeline.encode_special_tokens = False
     [spelled] = opening.pairs([(f"{opening.tokenizer.eot_token}To be", " or not")])
     assert spelled == opened
 
@@ -114,9 +113,13 @@ def test_a_prompt_is_opened_as_the_tokenizer_says(subject, opening):
     assert subject.prompt("") == [subject.opener_id]
 
 
-def test_special_tokens_that_a_text_spells_are_text(subject):
+def test_special_tokens_in_a_text_are_parsed_unless_told_otherwise(subject):
     [pair] = subject.pairs([("To be", f" {subject.tokenizer.eot_token}")])
+    assert pair.continuation[-1] == subject.tokenizer.eot_id
+    literal = replace(subject, parse_special=False)
+    [pair] = literal.pairs([("To be", f" {subject.tokenizer.eot_token}")])
     assert subject.tokenizer.eot_id not in pair.continuation
+    assert subject.tokenizer.decode(pair.continuation) == f" {subject.tokenizer.eot_token}"
 
 
 def test_a_continuation_without_a_token_of_its_own_is_refused():

@@ -197,6 +197,16 @@ def test_a_text_after_the_end_of_another_stands_apart(gpt2):
     assert "".join(stream_text(gpt2, [], ids)) == "one\n\ntwo"
 
 
-def test_nothing_opens_a_new_text(gpt2):
+def test_an_empty_prompt_is_the_bos_token(gpt2, sentencepiece):
     assert encode_prompt(gpt2, "") == [gpt2.eot_id]
     assert encode_prompt(gpt2, "a b") == gpt2.encode("a b")
+    assert encode_prompt(gpt2, "", bos_id=7) == [7]
+    named = Tokenizer.from_json(sentencepiece.to_json(), "</s>", "<s>")
+    assert encode_prompt(named, "") == [named.pipeline.token_to_id("<s>")] != [named.eot_id]
+
+
+def test_special_tokens_in_a_prompt_are_parsed_unless_told_otherwise(tokenizer):
+    text = f"the{tokenizer.eot_token}end"
+    assert encode_prompt(tokenizer, text).count(tokenizer.eot_id) == 1
+    assert tokenizer.eot_id not in encode_prompt(tokenizer, text, parse_special=False)
+    assert tokenizer.encode(text) == encode_prompt(tokenizer, text, parse_special=False)

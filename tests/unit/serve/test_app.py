@@ -66,6 +66,20 @@ def test_a_prompt_that_takes_long_to_read_keeps_nobody_waiting(served: Served, m
         waiting.join()
 
 
+def test_special_tokens_in_a_prompt_are_parsed_unless_told_otherwise(served: Served):
+    text = "a<|endoftext|>b"
+    with running(served) as run:
+        for asked, tokens in (({}, 3), ({"parse_special": True}, 3), ({"parse_special": False}, 9)):
+            body = {"model": "tiny", "prompt": text, "max_tokens": 1, "echo": True, "logprobs": 0, **asked}
+            answer = run.client.post(COMPLETIONS, json=body).json()
+            assert answer["usage"]["prompt_tokens"] == tokens
+            [choice] = answer["choices"]
+            assert choice["text"].startswith(text)
+            offsets, names = choice["logprobs"]["text_offset"][:tokens], choice["logprobs"]["tokens"][:tokens]
+            assert all(text.startswith(name, at) for name, at in zip(names, offsets, strict=True))
+            assert "".join(names) == text
+
+
 def test_limits_are_those_it_was_told(served: Served):
     with running(served, max_prompt_tokens=4, max_choices=3, max_body_bytes=200) as run:
         assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 5})) == (400, "context_length_exceeded")

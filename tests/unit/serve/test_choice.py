@@ -127,10 +127,20 @@ def test_an_echoed_prompt_is_scored_where_it_stands_in_its_own_text(sentencepiec
     ids = tuple(sentencepiece.pipeline.encode("ab é ab").ids)
     assert [sentencepiece.pipeline.id_to_token(token) for token in ids[:2]] == ["<s>", "▁ab"]
     for prompt, offsets in (
-        (Prompt("ab é ab", ids), [0, 0, 2, 3, 3, 4]),
-        (Prompt("<s> ab é ab", ids, specials=True), [0, 3, 6, 7, 7, 8]),
+        (Prompt("ab é ab", ids, tuple(sentencepiece.encode_prompt("ab é ab").offsets)), [0, 0, 2, 3, 3, 4]),
+        (Prompt("<s> ab é ab", ids), [0, 3, 6, 7, 7, 8]),
     ):
         choice = Choice(0, Source(prompt, (), True, [Score(-1.0)] * len(ids)), sentencepiece, scored=True)
         echoed = joined(take(choice, [sentencepiece.pipeline.token_to_id("b")]))
         assert echoed.text == prompt.text + "b"
         assert [entry.offset for entry in echoed.scored] == [*offsets, len(prompt.text)]
+
+
+def test_an_echoed_prompt_with_special_tokens_is_scored_where_they_stand(talking: Tokenizer):
+    text = "So<|turn|> it<|turn|> goes"
+    ids, offsets = talking.encode_prompt(text)
+    assert len(ids) == 5
+    source = Source(Prompt(text, tuple(ids), tuple(offsets)), (), True, [Score(-1.0)] * 5)
+    echoed = joined(take(Choice(0, source, talking, scored=True), talking.encode(" on")))
+    assert echoed.text == text + " on"
+    assert [entry.offset for entry in echoed.scored] == [0, 2, 10, 13, 21, len(text)]

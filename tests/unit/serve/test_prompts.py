@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
@@ -15,11 +17,26 @@ from whimbrel.serve.served import Served
 def test_texts_and_ids(served: Served):
     ids = tuple(served.tokenizer.encode("Once upon"))
     assert served.reader.read(["Once upon", [*ids], "", [50256]], 10) == [
+        Prompt("Once upon", ids, (0, 4)),
         Prompt("Once upon", ids),
-        Prompt("Once upon", ids, specials=True),
-        Prompt("", (50256,)),
-        Prompt("<|endoftext|>", (50256,), specials=True),
+        Prompt("", (50256,), (0,)),
+        Prompt("<|endoftext|>", (50256,)),
     ]
+
+
+def test_special_tokens_in_a_text_are_parsed_unless_told_otherwise(served: Served):
+    text = "a<|endoftext|>b"
+    assert served.reader.read([text], 10) == [Prompt(text, (64, 50256, 65), (0, 1, 14))]
+    [literal] = served.reader.read([text], 10, parse_special=False)
+    assert literal.ids == tuple(served.tokenizer.encode(text))
+    assert 50256 not in literal.ids
+    said = served.reader.converse([{"role": "user", "content": text}], 50)
+    assert 50256 not in said.ids[1:]
+
+
+def test_an_empty_text_is_the_bos_token_of_the_model(served: Served):
+    named = replace(served, bos_id=7)
+    assert named.reader.read([""], 10) == [Prompt("", (7,), (0,))]
 
 
 @pytest.mark.parametrize("prompt", ["a b c d", [1, 2, 3, 4], "x" * 10_000])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -192,3 +193,163 @@ def test_a_file_that_is_no_tokenizer_is_named(content: bytes, tmp_path: Path) ->
 def test_a_missing_tokenizer_says_what_may_be_given(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'gpt2'"):
         load_tokenizer(tmp_path / "absent")
+
+
+CHATML = (
+    "<|im_start|>system\nYou are brief.<|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+)
+IM_TOKENS = ("<|im_start|>", "<|im_end|>")
+
+
+@functools.cache
+def chat_tokenizer(kind: str) -> Tokenizer:
+    """The 256 bytes, end-of-text (256) and ChatML's tokens (257, 258), laid out as several families are."""
+    content = json.loads(train_tokenizer(["a b"], 257).to_json())
+    token = content["added_tokens"][0]
+    content["added_tokens"] += [token | {"id": 257 + at, "content": text} for at, text in enumerate(IM_TOKENS)]
+    if kind == "normalizer":
+        content["normalizer"] = {"type": "NFC"}
+    if kind == "trimmed offsets":
+        content["post_processor"] = {
+            "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True
+        }  # fmt: skip
+    if kind == "opens texts":
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [
+                {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}},
+        }
+    if kind == "sentencepiece":
+        content["pre_tokenizer"] = {
+            "type": "Metaspace",
+            "replacement": "\u2581",
+            "prepend_scheme": "first",
+            "split": True,
+        }
+        content["decoder"] = content["pre_tokenizer"]
+        content["model"]["unk_token"] = "!"
+    return Tokenizer.from_json(json.dumps(content), "<|endoftext|>")
+
+
+KINDS = ["plain", "normalizer", "trimmed offsets", "opens texts", "sentencepiece"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_have_the_ids_of_transformers(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = chat_tokenizer(kind)
+    tokenizer.save(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in (CHATML, "plain text", "", "<|endoftext|>", "a<|im_end|>", "<|im_start|> é 漢 <|im_end"):
+        for added in (True, False):
+            expected = theirs(text, add_special_tokens=added)["input_ids"]
+            assert tokenizer.encode_prompt(text, add_special_tokens=added).ids == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_of_a_prompt_may_be_plain_text(kind: str) -> None:
+    tokenizer = chat_tokenizer(kind)
+    parsed, literal = (tokenizer.encode_prompt(CHATML, parse_special=parse).ids for parse in (True, False))
+    assert [parsed.count(257), parsed.count(258)] == [3, 2]
+    assert not {257, 258} & set(literal)
+    assert len(literal) > len(parsed)
+    assert literal[-len(tokenizer.encode(CHATML)) :] == tokenizer.encode(CHATML)
+    assert not {257, 258} & set(tokenizer.encode(CHATML))  # documents are never parsed
+
+
+@pytest.mark.parametrize("parse_special", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "normalizer", "trimmed offsets", "opens texts"])
+def test_offsets_say_where_each_token_of_a_prompt_starts(kind: str, parse_special: bool) -> None:
+    tokenizer = chat_tokenizer(kind)
+    text = "  two\n\n" + CHATML + " end. "
+    ids, offsets = tokenizer.encode_prompt(text, parse_special=parse_special)
+    added = kind == "opens texts"
+    assert offsets[: 1 + added] == [0] * (1 + added)
+    ends = [*offsets[1:], len(text)]
+    assert [text[start:end] for start, end in zip(offsets, ends, strict=True)][added:] == [
+        tokenizer.decode([index]) for index in ids
+    ][added:]
+
+
+def test_the_bos_token_comes_from_the_settings(tmp_path: Path) -> None:
+    chat_tokenizer("plain").save(tmp_path)
+    for named, bos_id in (('"<|im_start|>"', 257), ('{"content": "<|im_end|>"}', 258), ("null", 256)):
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"bos_token": {named}, "eos_token": "<|endoftext|>"}}')
+        assert load_tokenizer(tmp_path).bos_id == bos_id
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": 5}')
+    with pytest.raises(DataError, match="tokenizer_config.json names the bos_token 5: give"):
+        load_tokenizer(tmp_path)
+
+
+BROKEN = {
+    "load": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "post-process": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "X", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("part", BROKEN)
+def test_a_file_at_which_the_library_panics_is_refused_in_one_line(part: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(chat_tokenizer("plain").to_json()) | BROKEN[part]))
+    with pytest.raises(DataError, match=r"tokenizer\.json") as refused:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_text_at_which_the_library_panics_is_refused_in_one_line() -> None:
+    content = json.loads(chat_tokenizer("plain").to_json()) | {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
+    tokenizer = Tokenizer.from_json(json.dumps(content))
+    for encode in (tokenizer.encode, tokenizer.encode_prompt):
+        with pytest.raises(DataError, match="cannot encode this text") as refused:
+            encode("Hello")
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("where", ["vocab", "added"])
+def test_an_absurd_id_is_refused_before_memory_is_allocated_for_it(where: str, tmp_path: Path) -> None:
+    content = json.loads(chat_tokenizer("plain").to_json())
+    if where == "vocab":
+        content["model"]["vocab"]["absurd"] = 10**8
+    else:
+        content["added_tokens"].append(content["added_tokens"][0] | {"id": 10**8, "content": "absurd"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"token 'absurd' has the id 100000000: expected at most"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_deep_json_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    chat_tokenizer("plain").save(tmp_path)
+    (tmp_path / name).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(DataError, match=name) as refused:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_unigram_model_finds_no_special_token_in_plain_text() -> None:
+    """Its vocabulary lists them as pieces, and it would match them as it does any other piece."""
+    pieces = [["<unk>", 0.0], ["<s>", 0.0], ["</s>", 0.0], *([letter, -1.0] for letter in "<>/sab")]
+    content = json.loads(chat_tokenizer("plain").to_json())
+    special = content["added_tokens"][0]
+    content |= {
+        "model": {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False},
+        "pre_tokenizer": None,
+        "decoder": None,
+        "added_tokens": [special | {"id": at, "content": pieces[at][0]} for at in range(3)],
+    }
+    tokenizer = Tokenizer.from_json(json.dumps(content), "</s>")
+    assert tokenizer.encode_prompt("a</s>b").ids == [7, 2, 8]
+    literal = tokenizer.encode_prompt("a</s>b", parse_special=False)
+    assert (literal.ids, literal.offsets) == ([7, 3, 5, 6, 4, 8], [0, 1, 1, 1, 1, 5])
+    assert tokenizer.encode("a</s>b") == literal.ids
+    assert tokenizer.encode_documents(["a</s>b"])[0].tolist() == [2, *literal.ids]

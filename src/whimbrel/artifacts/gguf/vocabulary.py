@@ -112,15 +112,15 @@ def _write_tokens(writer: GGUFWriter, tokenizer: Tokenizer, content: Mapping[str
 
 def _write_special(writer: GGUFWriter, directory: Path, tokenizer: Tokenizer) -> None:
     """The tokens that open and end a text; always, because a reader that finds none takes some of its own."""
-    bos, ends = special_tokens(directory)
+    special = special_tokens(directory)
     opener, closer = _added_to_a_text(tokenizer)
-    ends = ends or (tokenizer.eot_id,)
+    ends = special.eos_ids or (tokenizer.eot_id,)
     if len(opener) > 1 or (closer and closer != ends[:1]):
         raise ConfigError(
             f"the tokenizer adds the ids {opener} before and {closer} after a text; a GGUF can add the one token that "
             f"opens and the one that ends a text ({ends[0]}): change its post_processor"
         )
-    writer.add_bos_token_id(opener[0] if opener else tokenizer.eot_id if bos is None else bos)
+    writer.add_bos_token_id(opener[0] if opener else special.opener(tokenizer))
     for name, index in zip(ENDS, ends, strict=False):
         getattr(writer, f"add_{name}_token_id")(index)
     if len(ends) > len(ENDS):
