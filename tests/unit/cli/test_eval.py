@@ -55,7 +55,8 @@ def test_tasks_are_tabled_and_written(model, fixtures, tmp_path, capsys):
     assert written["tasks"]["winogrande"]["file"] == "winogrande_val.jsonl"
     assert written["model"]["name"] == str(model)
     assert written["model"]["parameters"] == Subject.load(model).model.num_parameters()
-    assert written["settings"] == {"limit": 10, "batch_size": None, "weights": None, "device": "cpu"}
+    settings = {"limit": 10, "batch_size": None, "weights": None, "parse_special": True, "device": "cpu"}
+    assert written["settings"] == settings
     assert written["versions"]["whimbrel"] == package.__version__
     assert written["versions"]["torch"] == torch.__version__
     assert not list(tmp_path.glob(f"{PARTIAL}*"))
