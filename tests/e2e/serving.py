@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -60,10 +61,17 @@ def at_rest(gauges: dict[str, float]) -> bool:
 
 
 @contextmanager
-def serving(model: Path, *options: str, key: str | None = KEY) -> Iterator[Running]:
-    """`whimbrel serve` at a free port, ended when the block is left."""
+def serving(
+    model: Path, *options: str, key: str | None = KEY, files: int | None = None, log: IO[str] | None = None
+) -> Iterator[Running]:
+    """`whimbrel serve` at a free port, ended when the block is left.
+
+    `files` limits its open files; its standard error goes to `log` where one is given.
+    """
+    limited = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash"] if files else []
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"WHIMBREL_API_KEY": key} if key else {})
     words = [
+        *limited,
         sys.executable,
         "-m",
         "whimbrel",
@@ -74,7 +82,7 @@ def serving(model: Path, *options: str, key: str | None = KEY) -> Iterator[Runni
         "--pages=2048",
         *options,
     ]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=None, text=True, env=environment)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     try:
         said = process.stdout.readline()
         found = re.search(r"http://\S+", said)

@@ -57,6 +57,9 @@ def serve(
         int | None, typer.Option(help="Pages of 16 tokens in the cache. (default: enough, or what memory gives)")
     ] = None,
     max_requests: Annotated[int, typer.Option(help="Requests held at once, running or waiting.")] = 256,
+    max_connections: Annotated[
+        int, typer.Option(help="Connections open at once; never more than the limit of open files allows.")
+    ] = 1024,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(help="The longest prompt. (default: what the model's context has room for)")
     ] = None,
@@ -80,6 +83,7 @@ def serve(
         api_key=os.environ.get(KEY_VARIABLE) if api_key is None else api_key,
         allowed_hosts=tuple(allow_host or ()),
         max_requests=max_requests,
+        max_connections=max_connections,
         max_prompt_tokens=max_prompt_tokens,
         max_body_bytes=max_body_bytes,
         drain_seconds=drain_seconds,
@@ -92,7 +96,7 @@ def _run(config: ServeConfig, load: Callable[[], Served], engine: dict[str, Any]
     """Serve the model that `load` gives, once the address is ours."""
     try:
         from whimbrel.serve.app import Service
-        from whimbrel.serve.server import Server, listen, url_of
+        from whimbrel.serve.server import Server, bind, url_of
     except ModuleNotFoundError as error:
         raise MissingExtraError("serving a model", str(error.name), "serve") from error
     from whimbrel.generate import Engine, EngineConfig
@@ -100,11 +104,11 @@ def _run(config: ServeConfig, load: Callable[[], Served], engine: dict[str, Any]
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("whimbrel.serve").setLevel(logging.INFO)
     limits = EngineConfig(**engine)
-    with listen(config) as door:
+    with bind(config) as door:
         served = load()
         server = Server(Service(served, Engine(served.model, limits), config))
-        print(f"serving {served.name} at {url_of(door)} (chat page at /, API at /v1)", flush=True)
-        server.serve_on(door)
+        where = f"serving {served.name} at {url_of(door)} (chat page at /, API at /v1)"
+        server.serve_on(door, on_ready=lambda: print(where, flush=True))
 
 
 def _load(model: Path, *, name: str | None, tokenizer: Path | None, device: str | None, weights: str | None) -> Served:

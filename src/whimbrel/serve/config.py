@@ -24,6 +24,8 @@ class ServeConfig:
     """Names that a client may call this server by; `*` is any. On loopback its own names are always among them."""
     max_requests: int = 256
     """Requests held at once, running or waiting; one more is answered with 429."""
+    max_connections: int = 1024
+    """Connections open at once, as far as the limit of open files allows; idle ones are closed for new ones."""
     max_choices: int = 256
     """Texts that one request may ask for: its prompts times `n`."""
     max_body_bytes: int = 4 * 1024**2
@@ -40,7 +42,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port} must be from 0 to 65535")
-        for name in ("max_requests", "max_choices", "max_body_bytes", "max_prompt_tokens"):
+        for name in ("max_requests", "max_connections", "max_choices", "max_body_bytes", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value} must be at least 1")

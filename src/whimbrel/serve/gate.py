@@ -14,7 +14,7 @@ from whimbrel.serve.config import ServeConfig, is_loopback
 from whimbrel.serve.errors import ApiError
 from whimbrel.serve.traffic import Traffic
 
-__all__ = ["Gate", "header", "refuse"]
+__all__ = ["Gate", "discard_body", "has_body", "header", "refuse", "stopping"]
 
 LINGER_SECONDS = 1.0
 """How long the rest of a refused body is read and thrown away. To close while a client still sends would reset the
@@ -39,8 +39,7 @@ class Gate:
             self._check_host(scope)
             self._check_key(scope)
             if self.traffic.draining and scope["method"] == "POST":
-                headers = {"Retry-After": "5", "Connection": "close"}
-                raise ApiError(503, "the server is stopping: ask again later", code="draining", headers=headers)
+                raise stopping()
         except ApiError as error:
             return await refuse(error, scope, receive, send)
         return await self.app(scope, receive, send)
@@ -75,18 +74,36 @@ class Gate:
         )
 
 
+def stopping() -> ApiError:
+    """What a new request is told while the server drains."""
+    headers = {"Retry-After": "5", "Connection": "close"}
+    return ApiError(503, "the server is stopping: ask again later", code="draining", headers=headers)
+
+
+def has_body(scope: Scope) -> bool:
+    """Whether a request has a body, of whatever length."""
+    return any(
+        key == b"transfer-encoding" or (key == b"content-length" and value.strip(b"0 "))
+        for key, value in scope["headers"]
+    )
+
+
+async def discard_body(receive: Receive) -> bool:
+    """Read the rest of a body for at most `LINGER_SECONDS`; whether all of it came, or the client left."""
+    try:
+        async with asyncio.timeout(LINGER_SECONDS):
+            while (await receive()).get("more_body"):
+                pass
+    except TimeoutError:
+        return False
+    return True
+
+
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with `error`, once the client has had a moment to send the rest of its body."""
-    has_body = header(scope, b"transfer-encoding") or (header(scope, b"content-length") or "0") != "0"
-    if has_body and not header(scope, b"expect"):
-        try:
-            async with asyncio.timeout(LINGER_SECONDS):
-                while (message := await receive()).get("more_body"):
-                    pass
-                if message["type"] == "http.disconnect":
-                    return
-        except TimeoutError:
-            error.headers["Connection"] = "close"
+    # One that waits to be asked for its body sends none once it is refused.
+    if has_body(scope) and not header(scope, b"expect") and not await discard_body(receive):
+        error.headers["Connection"] = "close"
     await error.response()(scope, receive, send)
 
 

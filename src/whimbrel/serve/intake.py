@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from whimbrel.base.logging import get_logger
 from whimbrel.serve.config import ServeConfig
 from whimbrel.serve.errors import ApiError
-from whimbrel.serve.gate import header, refuse
+from whimbrel.serve.gate import discard_body, has_body, header, refuse, stopping
 from whimbrel.serve.traffic import Traffic
 
 __all__ = ["Intake", "at_the_end"]
@@ -29,8 +29,10 @@ class Intake:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Take one request in and see it through."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.paths:
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
+        elif scope["method"] != "POST" or scope["path"] not in self.paths:
+            await self._without_body(scope, receive, send)
         elif self.traffic.held >= self.config.max_requests:
             busy = ApiError(
                 429,
@@ -50,6 +52,19 @@ class Intake:
                     if body is not None:
                         await self._see_through(scope, body, receive, send, lease)
 
+    async def _without_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app on a request of which it reads no body. One that does not end soon ends the connection."""
+        if not has_body(scope):
+            return await self.app(scope, receive, send)
+        whole = not header(scope, b"expect") and await discard_body(receive)
+
+        async def close(message: Message) -> None:
+            if message["type"] == "http.response.start" and not whole:
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        return await self.app(scope, receive, close)
+
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body, or None where the client left before its end."""
         kind = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
@@ -62,7 +77,7 @@ class Intake:
             raise self._too_large()
         body = bytearray()
         try:
-            async with asyncio.timeout(self.config.body_seconds):
+            async with self.traffic.reading(self.config.body_seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -73,6 +88,8 @@ class Intake:
                     if not message.get("more_body"):
                         return bytes(body)
         except TimeoutError:
+            if self.traffic.draining:
+                raise stopping() from None
             raise ApiError(
                 408, f"the body was not sent within {self.config.body_seconds:g} s", code="body_timeout"
             ) from None

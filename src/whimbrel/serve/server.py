@@ -1,20 +1,24 @@
-"""A service on a socket: it listens, and when told to stop lets what runs finish."""
+"""A service on a socket: it listens once it is ready, and when told to stop lets what runs finish."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import sys
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.logging import get_logger
 from whimbrel.serve.app import Service
 from whimbrel.serve.config import ServeConfig
-from whimbrel.serve.connection import Connection
+from whimbrel.serve.connection import Acceptor, Connection, connection_limit
 
-__all__ = ["Server", "listen", "url_of"]
+__all__ = ["Server", "bind", "url_of"]
 
 BACKLOG = 2048
 LAST_WORDS = 5
@@ -23,17 +27,33 @@ LAST_WORDS = 5
 _log = get_logger(__name__)
 
 
-def listen(config: ServeConfig) -> socket.socket:
-    """The socket to be served on; refused in one line where it cannot be had."""
+def bind(config: ServeConfig) -> socket.socket:
+    """The socket to serve on, bound to its address; connections are refused until `Server.serve_on` listens on it.
+
+    An address that is in use is refused here, before the model is loaded.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        door = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        what = f"cannot listen at {config.host} port {config.port}: {error.strerror or error}"
-        raise ConfigError(f"{what}; choose another --port or --host") from error
-    # Connections have this from their door. Without it an answer waits 40 ms for the client to acknowledge its head.
-    door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raise _cannot_listen(config, error) from error
+    door = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":  # where it does not let two servers share a port
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        # Connections inherit this. Without it an answer waits 40 ms for the client to acknowledge its head.
+        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        door.bind(address)
+    except OSError as error:
+        door.close()
+        raise _cannot_listen(config, error) from error
     return door
+
+
+def _cannot_listen(config: ServeConfig, error: OSError) -> ConfigError:
+    what = f"cannot listen at {config.host} port {config.port}: {error.strerror or error}"
+    return ConfigError(f"{what}; choose another --port or --host")
 
 
 def url_of(door: socket.socket) -> str:
@@ -65,10 +85,33 @@ class Server(uvicorn.Server):
         )
         self._service = service
         self._draining: asyncio.Task[None] | None = None
+        self._on_ready: Callable[[], object] | None = None
 
-    def serve_on(self, door: socket.socket) -> None:
-        """Serve until told to stop."""
+    def serve_on(self, door: socket.socket, on_ready: Callable[[], object] | None = None) -> None:
+        """Serve on a bound socket until told to stop; `on_ready` is called once connections are accepted."""
+        self._on_ready = on_ready
         asyncio.run(self.serve(sockets=[door]))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, start the service and accept connections."""
+        assert sockets is not None, "a server is started by serve_on"
+        limit = connection_limit(self._service.config.max_connections)
+        for door in sockets:
+            try:
+                door.listen(BACKLOG)
+            except OSError as error:  # another process bound the same address, and was faster
+                raise _cannot_listen(self._service.config, error) from error
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        connections = self.server_state.connections
+        self.servers = [Acceptor(door, self._connection, connections, limit) for door in sockets]  # type: ignore[arg-type, misc]
+        self.started = True
+        if self._on_ready is not None:
+            self._on_ready()
+
+    def _connection(self) -> Connection:
+        return Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by a signal, in the thread of the event loop."""
@@ -77,7 +120,7 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Begin to drain; the second time, end at once."""
         if self._draining is None:
-            self._service.traffic.draining = True
+            self._service.traffic.drain()
             self._draining = asyncio.create_task(self._drain())
         else:
             self._end()

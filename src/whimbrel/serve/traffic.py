@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 __all__ = ["Traffic"]
 
@@ -17,6 +17,7 @@ class Traffic:
         """Requests that are being read, run or answered."""
         self.draining = False
         """Whether the server was told to stop: what is held goes on, nothing new begins."""
+        self._reading: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -31,6 +32,22 @@ class Traffic:
             self.held -= 1
             if not self.held:
                 self._idle.set()
+
+    @asynccontextmanager
+    async def reading(self, seconds: float) -> AsyncIterator[None]:
+        """Read a body within so many seconds; TimeoutError after that, and as soon as the server is told to stop."""
+        async with asyncio.timeout(0 if self.draining else seconds) as limit:
+            self._reading.add(limit)
+            try:
+                yield
+            finally:
+                self._reading.discard(limit)
+
+    def drain(self) -> None:
+        """Let what runs finish. A request whose body has not arrived does not run: nobody waits for it."""
+        self.draining = True
+        for limit in self._reading:
+            limit.reschedule(0)
 
     async def ended(self) -> None:
         """Wait until no request is held."""

@@ -48,6 +48,21 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_read(tmp_path: Path):
             serve(tmp_path, port=taken.getsockname()[1])
 
 
+def test_connections_are_refused_until_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("fastapi", reason="needs the extra `serve`")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def load(*given, **named):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port)).close()
+        raise CheckpointError("reached")
+
+    monkeypatch.setattr("whimbrel.cli.serve._load", load)
+    with pytest.raises(CheckpointError, match="reached"):
+        serve(tmp_path, port=port)
+
+
 def test_no_model(tmp_path: Path):
     pytest.importorskip("fastapi", reason="needs the extra `serve`")
     with pytest.raises(CheckpointError, match="no run or model"):
@@ -62,16 +77,20 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path):
         serve(tmp_path / "model", port=0, tokenizer=Path("gpt2"), device="cpu")
 
 
+OTHERS = ["--name", "n", "--weights", "int4", "--device", "cpu", "--tokenizer", "gpt2"]
+
+
 def test_every_option_reaches_the_engine_and_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given: list = []
     monkeypatch.setattr("whimbrel.cli.serve._run", lambda config, load, engine: given.extend((config, load, engine)))
     words = f"serve {tmp_path} --compile --cache int8 --max-batch 3 --pages 70 --port 0 --api-key k --allow-host a.b"
-    words += " --max-requests 5 --max-prompt-tokens 6 --max-body-bytes 7 --drain-seconds 8 --name n --weights int4"
-    answer = CliRunner().invoke(app, [*words.split(), "--device", "cpu", "--tokenizer", "gpt2"], catch_exceptions=False)
+    words += " --max-requests 5 --max-connections 9 --max-prompt-tokens 6 --max-body-bytes 7 --drain-seconds 8"
+    answer = CliRunner().invoke(app, [*words.split(), *OTHERS], catch_exceptions=False)
     assert answer.exit_code == 0
     config, load, engine = given
     assert engine == {"max_batch": 3, "num_pages": 70, "cache": "int8", "compile": True}
     assert (config.port, config.api_key, config.allowed_hosts, config.max_requests) == (0, "k", ("a.b",), 5)
+    assert config.max_connections == 9
     assert (config.max_prompt_tokens, config.max_body_bytes, config.drain_seconds) == (6, 7, 8)
     asked = {"name": "n", "tokenizer": Path("gpt2"), "device": "cpu", "weights": "int4"}
     assert (load.args, load.keywords) == ((tmp_path,), asked)

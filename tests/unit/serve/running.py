@@ -14,7 +14,7 @@ from whimbrel.generate import Engine, EngineConfig, Event, Request, Stats
 from whimbrel.serve import ServeConfig
 from whimbrel.serve.app import Service
 from whimbrel.serve.served import Served
-from whimbrel.serve.server import Server, listen, url_of
+from whimbrel.serve.server import Server, bind, url_of
 
 
 class Faulty:
@@ -77,9 +77,11 @@ def running(served: Served, pages: int = 256, **settings) -> Iterator[Running]:
     engine = Faulty(Engine(served.model, EngineConfig(num_pages=pages, max_batch=16)))
     service = Service(served, engine, config)
     server = Server(service)
-    with listen(config) as door:
-        thread = threading.Thread(target=server.serve_on, args=[door])
+    ready = threading.Event()
+    with bind(config) as door:
+        thread = threading.Thread(target=server.serve_on, args=[door, ready.set])
         thread.start()
+        assert ready.wait(60)
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         try:
             with httpx.Client(base_url=url_of(door), headers=headers, timeout=30) as client:

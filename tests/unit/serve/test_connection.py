@@ -46,6 +46,7 @@ def talk(monkeypatch):
                 return b"", sent
             finally:
                 writer.close()
+                await asyncio.gather(*state.tasks)
 
     return lambda *pieces: asyncio.run(run(list(pieces)))
 
@@ -63,3 +64,38 @@ def test_one_that_spells_its_head_for_ever_is_closed(talk):
 def test_an_answer_may_take_longer_and_the_next_head_has_its_own_time(talk):
     found, _ = talk(REQUEST[:20], REQUEST[20:], b"", b"", b"", b"", REQUEST, b"", b"", b"", b"GET / HTTP")
     assert found.count(b"200 OK") == 2
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n",
+        b"POST / HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+)
+def test_two_lengths_of_one_body_are_refused_and_the_connection_closed(talk, head: bytes):
+    found, _ = talk(head + b"0\r\n\r\n" + REQUEST)
+    assert found.startswith(b"HTTP/1.1 400 ")
+    assert found.count(b"HTTP/1.1 ") == 1
+    assert b"not both" in found
+
+
+def test_a_body_of_too_many_chunks_is_refused_and_the_connection_closed(talk, caplog):
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    found, _ = talk(head + b"1\r\na\r\n" * connection.MAX_CHUNKS + b"0\r\n\r\n")
+    assert found.startswith(b"HTTP/1.1 200 ")
+    found, _ = talk(head, b"1\r\na\r\n" * (connection.MAX_CHUNKS + 1))
+    assert found.startswith(b"HTTP/1.1 413 ")
+    assert found.count(b"HTTP/1.1 ") == 1
+    assert "Traceback" not in caplog.text
+
+
+def test_what_is_not_http_is_refused_also_after_an_answer(talk, caplog):
+    found, _ = talk(b"nonsense\r\n\r\n")
+    assert found.startswith(b"HTTP/1.1 400 ")
+    assert b'"code": "invalid_http"' in found
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    found, _ = talk(head, b"1\r\na\r\n", b"", b"", b"", b"", b"nonsense\r\n")  # the answer comes before the end
+    assert found.count(b"HTTP/1.1 ") == 1
+    assert "Traceback" not in caplog.text
