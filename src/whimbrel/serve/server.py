@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
-from uvicorn.config import STARTUP_FAILURE
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.logging import get_logger
@@ -103,7 +101,7 @@ class Server(uvicorn.Server):
                 raise _cannot_listen(self._service.config, error) from error
         await self.lifespan.startup()
         if self.lifespan.should_exit:
-            sys.exit(STARTUP_FAILURE)
+            raise RuntimeError("the service could not be started: the log says why")
         connections = self.server_state.connections
         self.servers = [Acceptor(door, self._connection, connections, limit) for door in sockets]  # type: ignore[arg-type, misc]
         self.started = True
