@@ -16,9 +16,9 @@ from whimbrel.base.logging import get_logger
 
 __all__ = [
     "BATCH_DOCUMENTS",
-    "MAX_SEPARATOR",
     "Batch",
     "Documents",
+    "MAX_SEPARATOR",
     "check_length",
     "jsonl_batches",
     "parquet_batches",

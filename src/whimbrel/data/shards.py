@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from whimbrel.base.errors import DataError
 from whimbrel.base.files import atomic_file
 
-__all__ = ["HEADER_BYTES", "MOST_TOKENS", "Header", "check_ids", "read_header", "read_shard", "write_shard"]
+__all__ = ["HEADER_BYTES", "Header", "MOST_TOKENS", "check_ids", "read_header", "read_shard", "write_shard"]
 
 HEADER_INTS, HEADER_BYTES = 256, 1024
 FORMS: dict[np.dtype[Any], tuple[int, int]] = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}
