@@ -1,4 +1,4 @@
-"""`make demo` keeps its promise: a trained model, a picture, readable verse, and the command to go on."""
+"""`make demo`: a trained model, a picture, readable verse, and the commands to continue with. One test per step."""
 
 from __future__ import annotations
 
@@ -14,30 +14,53 @@ import pytest
 from whimbrel.train import read_log
 
 
-@pytest.mark.timeout(600)
-def test_the_demo_trains_draws_and_writes_verse(root: Path, tmp_path: Path, shakespeare: str) -> None:
+@pytest.fixture(scope="module")
+def clone(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the script reads; `whimbrel` is the one under test."""
+    folder = tmp_path_factory.mktemp("demo")
     for name in ("configs", "corpora", "scripts"):
-        shutil.copytree(root / name, tmp_path / name)
-    program = tmp_path / "bin" / "whimbrel"
+        shutil.copytree(root / name, folder / name)
+    program = folder / "bin" / "whimbrel"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m whimbrel "$@"\n', encoding="utf-8")
     program.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        [tmp_path / "scripts" / "demo"], env=environment, capture_output=True, text=True, timeout=580, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
 
-    run = tmp_path / "runs" / "demo"
-    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    losses = [line["loss"] for line in read_log(run / "log.jsonl") if line["kind"] == "validation"]
+
+def demo(clone: Path, *steps: str) -> str:
+    environment = {**os.environ, "PATH": f"{clone / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([clone / "scripts" / "demo", *steps], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_tokenizer_and_shards(clone: Path) -> None:
+    assert "train:" in demo(clone, "tokenizer", "prepare")
+
+
+def test_training_lowers_the_validation_loss(clone: Path) -> None:
+    demo(clone, "train")
+    losses = [line["loss"] for line in read_log(clone / "runs/demo/log.jsonl") if line["kind"] == "validation"]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 4.5
 
-    generated = re.search(r"\$ whimbrel generate [^\n]*\n(.*?)\n\nGo on with", done.stdout, re.S)
+
+def test_the_loss_curve_is_a_picture(clone: Path) -> None:
+    demo(clone, "plot")
+    assert (clone / "runs/demo/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_verse_is_made_of_words(clone: Path, shakespeare: str) -> None:
+    out = demo(clone, "generate")
+    generated = re.search(r"\$ whimbrel generate [^\n]*\n(.*?)\n\nTry your own", out, re.S)
     assert generated is not None
     known = set(re.findall(r"[A-Za-z']+", shakespeare))
     words = re.findall(r"[A-Za-z']+", generated[1])
     assert len(words) > 80
     assert sum(word in known for word in words) / len(words) >= 0.9
-    assert "whimbrel generate runs/demo" in done.stdout.rsplit("Go on with", 1)[1]
+    assert "whimbrel generate runs/demo" in out.rsplit("Try your own", 1)[1]
+
+
+def test_an_unknown_step_is_refused(clone: Path) -> None:
+    with pytest.raises(AssertionError, match="unknown step 'trian'"):
+        demo(clone, "trian")

@@ -1,9 +1,9 @@
 """Every command of the README runs, in order, in a folder that holds what a clone holds.
 
 A fenced `bash` block is a list of commands. `whimbrel` lines run as they stand, with the settings of SHORTER added so
-that the whole page takes seconds; `make` lines must name targets that exist; `pip` lines install the package that is
+that each takes seconds; `make` lines must name targets that exist; `pip` lines install the package that is
 under test here and are only read. Any other command fails the test, so that the page holds nothing that is not tried.
-The `python` blocks run last, on what the commands made.
+Each command is a test of its own, in the page's order; the `python` blocks run last, on what the commands made.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(command: str | list[str], folder: Path) -> None:
     words = ["bash", "-euo", "pipefail", "-c", command] if isinstance(command, str) else command
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        words, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=120, check=False
+        words, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
@@ -57,13 +57,15 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_commands_run_in_order_and_then_the_python(clone: Path):
-    for command in commands():
-        if command.startswith("whimbrel "):
-            verb = " ".join(command.split()[:2])
-            run(f"{command} {SHORTER.get(verb, '')}", clone)
-    for block in blocks("python"):
-        run([sys.executable, "-c", block], clone)
+@pytest.mark.parametrize("command", [command for command in commands() if command.startswith("whimbrel ")])
+def test_the_commands_run_in_order(clone: Path, command: str):
+    verb = " ".join(command.split()[:2])
+    run(f"{command} {SHORTER.get(verb, '')}", clone)
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_the_python_runs_on_what_the_commands_made(clone: Path, block: str):
+    run([sys.executable, "-c", block], clone)
 
 
 def test_every_command_is_of_a_kind_that_is_tried():
