@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -79,6 +80,7 @@ app.command()(doctor.doctor)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; a fault is one line on standard error and exit code 2 (`--trace` shows where it arose)."""
+    _wait_passively()
     given = list(sys.argv[1:] if arguments is None else arguments)
     trace = "--trace" in given
     given = [word for word in given if word != "--trace"]
@@ -100,6 +102,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         typer.echo(f"whimbrel: unexpected {type(error).__name__}: {words} (--trace shows where)", err=True)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _wait_passively() -> None:
+    """Let OpenMP threads sleep at barriers instead of spinning, unless the user chose otherwise.
+
+    Where another process takes a core, spinning threads use up the time that the thread they wait for needs, and
+    training slows down several times over. libgomp reads the setting when torch loads it, so it comes first.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def _is_utf8(word: str) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 import tomllib
 from importlib import metadata
@@ -149,3 +151,27 @@ def test_the_doctor_agrees_with_the_package(root: Path):
     assert set(EXTRAS) == set(offered) - {"dev"}
     for extra, (package, _) in EXTRAS.items():
         assert any(requirement.startswith(package) for requirement in offered[extra])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "PASSIVE"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+        ({"GOMP_SPINCOUNT": "1000"}, "None"),
+        ({"KMP_BLOCKTIME": "200"}, "None"),
+    ],
+)
+def test_threads_wait_passively_unless_the_user_chose_otherwise(given: dict[str, str], expected: str) -> None:
+    code = """
+import os, sys
+from whimbrel.cli.main import main
+try:
+    main(["--version"])
+except SystemExit:
+    print(os.environ.get("OMP_WAIT_POLICY"), "torch" in sys.modules)
+"""
+    ignored = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+    environment = {name: value for name, value in os.environ.items() if name not in ignored} | given
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"{expected} False"

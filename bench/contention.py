@@ -1,0 +1,88 @@
+"""What busy neighbors cost CPU training, by how OpenMP threads wait: the same recipe beside 0, 1 and 2 busy processes.
+
+    python bench/contention.py --out bench/results/contention.json
+
+libgomp's threads spin at a barrier by default. Where another process takes a core, one thread is descheduled and the
+others burn their time slices waiting for it. Passive waiting sleeps instead; the command line turns it on. Printed: the
+median seconds of a step for each way of waiting, and their ratio to the same without neighbors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from record import record
+from whimbrel.data.prepare import prepare
+from whimbrel.data.sources import documents
+from whimbrel.text import train_tokenizer
+from whimbrel.train import read_log
+
+ROOT = Path(__file__).resolve().parents[1]
+WAYS = {
+    "spinning (libgomp's default)": {"OMP_WAIT_POLICY": "", "GOMP_SPINCOUNT": ""},
+    "passive (ours)": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": ""},
+    "one thread fewer": {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) - 1)), "OMP_WAIT_POLICY": "PASSIVE"},
+}
+SKIPPED = 3
+"""Steps at the start that are not counted."""
+
+
+def environment(changes: dict[str, str]) -> dict[str, str]:
+    """The process environment with `changes`; an empty value removes a name."""
+    merged = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))} | changes
+    return {name: value for name, value in merged.items() if value}
+
+
+def step_seconds(data: Path, steps: int, changes: dict[str, str]) -> float:
+    """The median time of a step of the demo's recipe; the library does not touch the environment, so `changes` hold."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = "import sys; from whimbrel.train import *; train(load_run_config(sys.argv[1], sys.argv[2:]))"
+        settings = [
+            f"--data.path={data}", f"--output_dir={folder}/run", f"--train.steps={steps}", "--validation.every=none",
+            "--sample.every=none", "--sample.prompt=none", "--sample.max_new_tokens=none",
+        ]  # fmt: skip
+        subprocess.run(
+            [sys.executable, "-c", code, str(ROOT / "configs/shakespeare-cpu.toml"), *settings],
+            env=environment(changes), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        times = [line["seconds"] for line in read_log(Path(folder) / "run/log.jsonl") if line["kind"] == "step"]
+    return statistics.median(times[SKIPPED:])
+
+
+def main() -> None:
+    """Measure, print, and write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        corpus, data = str(ROOT / "corpora/tinyshakespeare.txt.gz"), Path(folder) / "data"
+        tokenizer = train_tokenizer(list(documents([corpus], separator="\n\n")), 4096)
+        prepare([corpus], data, tokenizer, name="demo", separator="\n\n", val_tokens=20_000)
+        for neighbors in (0, 1, 2):
+            busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(neighbors)]
+            try:
+                for way, changes in WAYS.items():
+                    times = [step_seconds(data, options.steps, changes) for _ in range(options.rounds)]
+                    results[way][str(neighbors)] = min(times)
+                    slower = min(times) / results[way]["0"]
+                    print(
+                        f"{neighbors} neighbors, {way}: {1000 * min(times):.1f} ms a step, {slower:.2f} x", flush=True
+                    )
+            finally:
+                for process in busy:
+                    process.kill()
+                    process.wait()
+    record("contention", {"seconds_per_step": results, "steps": options.steps}, options.out)
+
+
+if __name__ == "__main__":
+    main()
