@@ -131,7 +131,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
     context = mp.get_context("spawn")
     answers = context.Queue()
     mp.spawn(work, (run, port, answers), nprocs=RANKS)
-    return run, [answer for _, answer in sorted((answers.get(timeout=60) for _ in range(RANKS)), key=lambda x: x[0])]
+    return run, [answer for _, answer in sorted((answers.get(timeout=600) for _ in range(RANKS)), key=lambda x: x[0])]
 
 
 def test_every_rank_gets_back_what_is_its_own(outcome) -> None:

@@ -52,7 +52,7 @@ def start() -> subprocess.Popen[str]:
 
 
 def wait_until(job: subprocess.Popen[str], there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not there():
         assert job.poll() is None, job.communicate()[0]
         assert time.monotonic() < deadline
@@ -78,7 +78,7 @@ def test_a_training_is_watched_saved_and_stopped(folder: Path, capsys: pytest.Ca
     wait_until(job, lambda: latest_checkpoint(run) is not None)
     first = latest_checkpoint(run)
     assert "without an evaluation" in control(capsys, "run", "save-stop")
-    out, _ = job.communicate(timeout=120)
+    out, _ = job.communicate(timeout=600)
     assert job.returncode == 0, out
     assert "ControlCallback asked to stop (on_step_end): whimbrel control save-stop" in out
     assert re.search(r"Stopped at step \d+, saved in run/checkpoints/step-\d+: run the same command to go on", out)
@@ -98,7 +98,7 @@ def test_the_two_other_ends(
     job = start()
     wait_until(job, lambda: Endpoint.read(run) is not None and last_step(log) is not None)
     control(capsys, "run", verb)
-    out, _ = job.communicate(timeout=120)
+    out, _ = job.communicate(timeout=600)
     assert job.returncode == 0, out
     assert f"ControlCallback asked to {verb}" in out
     assert any(line["kind"] == "validation" for line in read_log(log)) is validated

@@ -190,13 +190,13 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 0, out
     return out
 
 
 def wait_until(process: subprocess.Popen[str], there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not there():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline

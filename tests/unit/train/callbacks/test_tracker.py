@@ -83,7 +83,7 @@ def sitting(kind: str, folder: Path, first: int, last: int) -> str:
     own = {"TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1", "HOME": str(folder), "NETRC": "/dev/null"}
     environment = {key: value for key, value in os.environ.items() if key not in unset} | own
     words = [sys.executable, "-c", SITTING, kind, str(folder), str(first), str(last)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, cwd=folder, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, cwd=folder, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
