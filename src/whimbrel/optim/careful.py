@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.nn.utils import get_total_norm
 
 from whimbrel.base.errors import NoSparseGradientError
 
 __all__ = ["Careful", "run_eagerly"]
 
-run_eagerly = torch._disable_dynamo  # torch.compiler.disable, which would import the compiler with this module
+run_eagerly = _disable_dynamo  # as torch.compiler.disable, without importing the compiler along with this module
 """Run a function, and everything it calls, eagerly under `torch.compile`.
 
 A parameter that is reached by two paths (as a key of `state` and as `slot.parameter`) is guarded by one of them only,

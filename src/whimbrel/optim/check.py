@@ -15,10 +15,15 @@ from whimbrel.optim.lift import LIFTS
 from whimbrel.optim.rules import RULES
 from whimbrel.optim.store import codec
 
-__all__ = ["check_alike", "check_fits", "check_group", "check_keys", "check_numbers", "check_whole"]
+__all__ = ["check_alike", "check_fits", "check_group", "check_keys", "check_numbers", "check_whole", "lr_of"]
 
 ALSO = ("params", "names", "param_names", "peak_lr", "initial_lr", "splits")
 """Keys that schedules and the trainer put into groups."""
+TENSOR_FREE = (
+    "weight_decay", "betas", "eps", "momentum", "momentum_start", "momentum_warmup", "scale", "rank", "gap",
+    "update_proj_gap", "seed",
+)  # fmt: skip
+"""Settings that may not be tensors. A tensor `lr`, as torch's schedulers fill it, is read once in each step."""
 MAY_LACK = ("rank", "betas", "eps", "momentum")
 """Settings that may be None: no subspace, or what the rule has by itself."""
 CHOICES = {
@@ -41,14 +46,21 @@ def check_keys(optimizer: str, group: Mapping[str, Any], known: Collection[str])
 def check_numbers(group: Mapping[str, Any]) -> None:
     """Refuse numbers out of range, of those that a group has."""
     given = {name: value for name, value in group.items() if value is not None or name not in MAY_LACK}
+    for name in TENSOR_FREE:
+        found = given.get(name) if isinstance(given.get(name), tuple | list) else [given.get(name)]
+        if any(isinstance(value, Tensor) for value in found):
+            raise OptimizerError(f"{name} must be a Python number, got a tensor: only lr may be one, use .item()")
+    if isinstance(given.get("lr"), Tensor) and given["lr"].numel() != 1:
+        raise OptimizerError(f"lr must be a number or a tensor of one element, got shape {tuple(given['lr'].shape)}")
     for name in ("lr", "weight_decay", "eps", "scale"):
         if name in given and not _is_number(given[name], math.inf):
             raise OptimizerError(f"{name} = {given[name]!r} must be a number of at least 0")
     betas = given.get("betas", (0, 0))
     if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(_is_number(beta, 1) for beta in betas):
         raise OptimizerError(f"betas = {betas!r} must be two numbers, each at least 0 and below 1")
-    if not _is_number(given.get("momentum", 0), 1):
-        raise OptimizerError(f"momentum = {given['momentum']!r} must be at least 0 and below 1")
+    for name in ("momentum", "momentum_start"):
+        if not _is_number(given.get(name, 0), 1):
+            raise OptimizerError(f"{name} = {given[name]!r} must be at least 0 and below 1")
     for name, least in (("rank", 1), ("gap", 1), ("update_proj_gap", 1), ("seed", 0)):
         check_whole(name, given.get(name, least), least)
 
@@ -57,6 +69,12 @@ def check_whole(name: str, value: Any, least: int) -> None:
     """Refuse what is no whole number, or too small a one."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise OptimizerError(f"{name} = {value!r} must be a whole number of at least {least}")
+
+
+def lr_of(group: Mapping[str, Any]) -> float:
+    """The learning rate of a group as a number. A tensor is read, not computed with: it belongs to the caller."""
+    lr = group["lr"]
+    return lr.item() if isinstance(lr, Tensor) else lr
 
 
 def _is_number(value: Any, end: float) -> bool:

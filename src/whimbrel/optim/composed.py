@@ -8,6 +8,7 @@ Matrices are taken as they are; a convolution as (out, rest); three dimensions a
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,14 +20,14 @@ from torch.nn.utils import get_total_norm
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim.careful import Careful, run_eagerly
-from whimbrel.optim.check import check_alike, check_fits, check_group, check_keys
+from whimbrel.optim.check import check_alike, check_fits, check_group, check_keys, lr_of
 from whimbrel.optim.lift import Lifted, lift
 from whimbrel.optim.refresh import follow, is_due, planned, refresh
 from whimbrel.optim.rules import RULES
 from whimbrel.optim.shards import all_true, copy_, draw
 from whimbrel.optim.slot import ON_HOST, Slot
 from whimbrel.optim.store import CodedWeight, add_rounded_
-from whimbrel.optim.subspace import cholesky_qr, random_basis
+from whimbrel.optim.subspace import cholesky_qr, drop_rounding_, random_basis
 
 __all__ = ["Composed"]
 
@@ -145,7 +146,7 @@ class Composed(Careful):
                 self._reset(self._slots[parameter])
             check_fits(self.state[parameter], saved, self.describe(parameter))
         for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
+            group.update(copy.deepcopy({name: value for name, value in saved.items() if name != "params"}))
         for parameter, saved in pairs:
             for name, value in saved.items():
                 copy_(self.state[parameter][name], value)
@@ -227,8 +228,9 @@ class Composed(Careful):
             params = self._moving(group)
             for p in params:
                 self._settle(self._slots[p])
+            lr = lr_of(group)
             for batch in self._batches(group, params):
-                self._update(batch)
+                self._update(batch, lr)
         follow(self._overlaps)
 
     def _batches(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> Iterator[list[Piece]]:
@@ -254,7 +256,7 @@ class Composed(Careful):
         parameter, state = slot.parameter, self._state(slot)
         if (low := self.projected.get(parameter)) is not None:
             state["step"] += 1
-            return low
+            return drop_rounding_(low, slot.shape[-1]) if slot.is_exact(low) else low
         assert parameter.grad is not None
         grad = slot.view(parameter.grad)
         if slot.rank is None:
@@ -269,6 +271,8 @@ class Composed(Careful):
         basis = self._basis(slot, int(state["step"]))
         state["step"] += 1
         low = grad @ basis.to(grad.dtype)
+        if slot.is_exact(low):
+            drop_rounding_(low, slot.shape[-1])
         if "error" in state:
             state["error"].sub_(low @ basis.mT)
         return low
@@ -282,7 +286,7 @@ class Composed(Careful):
         assert slot.rank is not None
         return random_basis(slot.shape, slot.rank, generator, slot.parameter.device, slot.shard)
 
-    def _update(self, batch: Sequence[Piece]) -> None:
+    def _update(self, batch: Sequence[Piece], lr: float) -> None:
         """Rule, lift and weights, for a batch of pieces."""
         by_rule: dict[str, list[Piece]] = defaultdict(list)
         for piece in batch:
@@ -303,15 +307,15 @@ class Composed(Careful):
                     noise = piece.slot.noise(state, moment, value.shape, piece.rows)
                     piece.slot.write(state, moment, value, piece.rows, noise)
             for piece, low, direction in zip(pieces, lows, directions, strict=True):
-                self._move(piece, low, direction)
+                self._move(piece, low, direction, lr)
 
-    def _move(self, piece: Piece, low: Tensor, direction: Tensor) -> None:
+    def _move(self, piece: Piece, low: Tensor, direction: Tensor, lr: float) -> None:
         """Move the rows of a piece: W <- (1 - lr wd) W - lr scale (A Q^T + c G)."""
         slot, rows, state = piece.slot, piece.rows, self._state(piece.slot)
         group, weight = slot.group, slot.view(slot.parameter)
         weight = weight[rows] if rows else weight
         coded = isinstance(weight, CodedWeight)
-        rate, decay = -group["lr"] if group["maximize"] else group["lr"], group["lr"] * group["weight_decay"]
+        rate, decay = -lr if group["maximize"] else lr, lr * group["weight_decay"]
         lifted, basis, grad = Lifted(direction, None), None, None
         if slot.rank is not None:
             rate *= group["scale"]

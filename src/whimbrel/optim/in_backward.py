@@ -19,6 +19,9 @@ from whimbrel.optim.replicas import are_replicated
 
 __all__ = ["InBackward", "StepInBackward", "step_in_backward"]
 
+PER_PARAMETER = ("params", "param_names", "names", "splits")
+"""Entries of a group that hold one value for each parameter."""
+
 
 def step_in_backward(optimizer: torch.optim.Optimizer) -> StepInBackward:
     """Have backward itself step `optimizer`, one parameter at a time; undone by `remove()`."""
@@ -151,7 +154,7 @@ class StepInBackward(InBackward):
         self._norms[parameter] = torch.linalg.vector_norm(parameter.grad)
         count = len(group["params"])
         alone = {
-            name: [value[index]] if isinstance(value, list) and len(value) == count else value
+            name: [value[index]] if name in PER_PARAMETER and isinstance(value, list) and len(value) == count else value
             for name, value in group.items()
         }
         settings = {name: value for name, value in alone.items() if name != "params"}

@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 from whimbrel.base.errors import OptimizerError
 from whimbrel.ops import kernels_of, orthogonalise
 from whimbrel.optim.careful import Careful
-from whimbrel.optim.check import check_keys, check_numbers
+from whimbrel.optim.check import check_keys, check_numbers, lr_of
 from whimbrel.optim.store import CodedWeight
 
 __all__ = ["Muon"]
@@ -79,17 +79,17 @@ class Muon(Careful):
             if not self.state[p]:
                 self.state[p] = {"step": torch.zeros((), dtype=torch.float32), "momentum": torch.zeros_like(p)}
             self.state[p]["step"] += 1
-        momentum = _momentum(group, int(self.state[params[0][0]]["step"]) - 1)
+        momentum, lr = _momentum(group, int(self.state[params[0][0]]["step"]) - 1), lr_of(group)
         grads = [p.grad for p, _ in params]
         buffers = [self.state[p]["momentum"] for p, _ in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        torch._foreach_mul_([p for p, _ in params], 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_mul_([p for p, _ in params], 1 - lr * group["weight_decay"])
         for (p, rows), grad, buffer in zip(params, grads, buffers, strict=True):
             for piece in zip(*(_split(tensor, rows) for tensor in (p, grad, buffer)), strict=True):
                 stacks[piece[0].shape].append(piece)
         dtype = torch.bfloat16 if kernels_of(params[0][0]) == "cuda" else torch.float32
         for shape, pieces in stacks.items():
-            scale = -group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+            scale = -lr * max(1.0, shape[0] / shape[1]) ** 0.5
             count = max(1, AT_ONCE // shape.numel())
             for start in range(0, len(pieces), count):
                 weights, own, means = zip(*pieces[start : start + count], strict=True)
@@ -113,7 +113,7 @@ class Muon(Careful):
         adamw(
             params, [cast(Tensor, p.grad) for p in params], [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states],
-            fused=fused, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+            fused=fused, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=lr_of(group),
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whimbrel.optim.shards import gather, mean
 from whimbrel.optim.slot import Slot
-from whimbrel.optim.subspace import Basis, cold_basis, svd_basis, warm_basis
+from whimbrel.optim.subspace import Basis, cold_basis, drop_rounding_, svd_basis, warm_basis
 
 __all__ = ["SPREAD", "follow", "is_due", "planned", "refresh"]
 
@@ -114,6 +114,8 @@ def _transport(slot: Slot, state: State, old: Tensor, new: Tensor) -> None:
     assert slot.rule.linear is not None
     first = slot.read(state, slot.rule.linear).clone()
     turned = first @ turn
+    if slot.is_exact(turned):
+        drop_rounding_(turned, slot.shape[-1])
     slot.write(state, slot.rule.linear, turned)
     if slot.rule_name != "adamw" or t == 0 or slot.group["carry"] == "turn":
         return

@@ -24,7 +24,7 @@ class Schedule:
         self.factor = factor
         self._step = 0
         for group in optimizer.param_groups:
-            group.setdefault("peak_lr", group["lr"])
+            group.setdefault("peak_lr", float(group["lr"]))
         self._apply()
 
     def step(self) -> None:
@@ -48,7 +48,10 @@ class Schedule:
     def _apply(self) -> None:
         factor = self.factor(self._step)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
+            if isinstance(group["lr"], torch.Tensor):  # as torch's schedulers do: others may hold on to it
+                group["lr"].fill_(group["peak_lr"] * factor)
+            else:
+                group["lr"] = group["peak_lr"] * factor
 
 
 def whole_steps(amount: int | float, total: int) -> int:

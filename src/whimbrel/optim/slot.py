@@ -146,6 +146,10 @@ class Slot:
         assert self.rank is not None
         return (*self.shape[:-2], self.shape[-1], self.rank)
 
+    def is_exact(self, low: Tensor) -> bool:
+        """Whether `low` is a product in fp32 with an orthonormal basis, which 16 bits and codes are only roughly."""
+        return self.basis_codec is not None and self.basis_codec.dtype == low.dtype == torch.float32
+
     def stored(self, state: State, name: str, rows: slice | None = None) -> tuple[Tensor, ...]:
         """A moment or the basis as it is stored: numbers, or codes and scales."""
         found = [state[name]] + ([state[name + "_scale"]] if name + "_scale" in state else [])

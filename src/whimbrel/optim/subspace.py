@@ -15,7 +15,16 @@ from torch import Tensor
 
 from whimbrel.optim.shards import Shard, add_up, draw
 
-__all__ = ["Basis", "cholesky_qr", "cold_basis", "polar_factor", "random_basis", "svd_basis", "warm_basis"]
+__all__ = [
+    "Basis",
+    "cholesky_qr",
+    "cold_basis",
+    "drop_rounding_",
+    "polar_factor",
+    "random_basis",
+    "svd_basis",
+    "warm_basis",
+]
 
 QUINTIC = (15 / 8, -10 / 8, 3 / 8)
 """x (15 - 10 x^2 + 3 x^4) / 8 brings singular values up to 1 nearer to it, and cubes what the near ones lack."""
@@ -89,6 +98,19 @@ def warm_basis(grad: Tensor, low: Tensor, old: Tensor, *, align: bool = True, sh
             basis, found = basis @ turn, found & turned
     found = found & overlap.isfinite()
     return Basis(torch.where(found[..., None, None], basis, old), torch.where(found, overlap, torch.nan), found)
+
+
+def drop_rounding_(low: Tensor, width: int) -> Tensor:
+    """Set the columns of `low` (m x r) to zero that are rounding errors of a product over `width` numbers, in place.
+
+    A gradient of a lower rank than the basis has nothing along some of its columns. What the product yields there is
+    about sqrt(width) / 3 times the machine epsilon, relative to the longest column, and a rule that normalizes would
+    blow it up to a full update. A column counts as absent below 2 sqrt(m + width) epsilon: far below the usual
+    tolerance of a numerical rank, max(m, width) epsilon, so that a gradient of full rank keeps all of its columns.
+    """
+    tolerance = 2 * torch.finfo(low.dtype).eps * (low.shape[-2] + width) ** 0.5
+    norms = torch.linalg.vector_norm(low, dim=-2, keepdim=True)
+    return low.mul_(norms > norms.amax(dim=-1, keepdim=True).mul_(tolerance))
 
 
 def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tuple[Tensor, Tensor]:

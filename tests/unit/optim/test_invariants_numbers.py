@@ -1,0 +1,184 @@
+"""The table of optimizers x invariants: settings given as tensors, and gradients of a lower rank than the subspace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.optim.table import COMPOSED, ENTRIES, differences, everything, move, parameters, params_of, random
+from torch import nn
+
+from whimbrel.base.errors import OptimizerError
+from whimbrel.optim import Composed, Muon, Schedule, project_in_backward, step_in_backward
+from whimbrel.optim.subspace import drop_rounding_
+
+every = pytest.mark.parametrize("name", ENTRIES)
+NUMBERS = ("weight_decay", "eps", "scale", "momentum", "momentum_start", "betas", "rank", "gap", "update_proj_gap")
+
+
+@every
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_tensor_lr_equals_a_number_and_is_not_changed(name: str, shape: tuple[int, ...]) -> None:
+    lr = torch.full(shape, ENTRIES[name].lr)
+    ours, expected = ENTRIES[name](parameters(), lr=lr), ENTRIES[name](parameters(), lr=lr.item())
+    move(ours, range(3))
+    move(expected, range(3))
+    assert torch.equal(lr, torch.full(shape, ENTRIES[name].lr))
+    assert ours.param_groups[0]["lr"] is lr
+    assert differences(everything(ours), everything(expected)) == []
+
+
+@every
+def test_step_follows_a_scheduler_that_fills_a_tensor_lr(name: str) -> None:
+    """torch's schedulers and ours fill the tensor in place."""
+    start = torch.tensor(ENTRIES[name].lr).item()
+    for schedule in (lambda o: torch.optim.lr_scheduler.LambdaLR(o, halve), lambda o: Schedule(o, halve)):
+        lr = torch.tensor(start)
+        ours, expected = ENTRIES[name](parameters(), lr=lr), ENTRIES[name](parameters(), lr=start)
+        schedules = [schedule(optimizer) for optimizer in (ours, expected)]
+        for step in range(3):
+            for optimizer, moved in zip((ours, expected), schedules, strict=True):
+                move(optimizer, range(step, step + 1))
+                moved.step()
+        assert ours.param_groups[0]["lr"] is lr
+        assert lr.item() == start / 8
+        assert differences(everything(ours), everything(expected)) == []
+
+
+def halve(step: int) -> float:
+    return 0.5**step
+
+
+@every
+def test_tensor_lr_in_backward(name: str) -> None:
+    lr = torch.tensor(ENTRIES[name].lr)
+    ours = step_in_backward(ENTRIES[name]([nn.Parameter(random((24, 16)))], lr=lr))
+    expected = step_in_backward(ENTRIES[name]([nn.Parameter(random((24, 16)))], lr=lr.item()))
+    for seed in range(3):
+        for wrapper in (ours, expected):
+            (p,) = params_of(wrapper)
+            (p * random(p.shape, seed)).sum().backward()
+            wrapper.step()
+        lr.mul_(0.5)
+        expected.param_groups[0]["lr"] = lr.item()
+    assert differences(everything(ours), everything(expected)) == []
+
+
+def test_tensor_lr_of_projections() -> None:
+    lr = torch.tensor(0.02)
+    optimizer = project_in_backward(COMPOSED["galore_warm"]([nn.Parameter(random((24, 16)))], lr=lr, scale=0.25))
+    (p,) = params_of(optimizer)
+    for seed in range(3):
+        (p * random(p.shape, seed)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert lr.item() == torch.tensor(0.02).item()
+
+
+@every
+def test_loaded_tensor_lr_is_a_copy(name: str) -> None:
+    saved = ENTRIES[name](parameters(), lr=torch.tensor(0.02))
+    move(saved, range(1))
+    loaded = ENTRIES[name](parameters())
+    loaded.load_state_dict(saved.state_dict())
+    saved.param_groups[0]["lr"].fill_(1.0)
+    assert float(loaded.param_groups[0]["lr"]) == torch.tensor(0.02).item()
+
+
+def tensor_settings() -> list[tuple[str, str]]:
+    found = []
+    for name, entry in ENTRIES.items():
+        known = entry([nn.Parameter(random((8, 6)))]).defaults
+        found += [(name, key) for key in NUMBERS if key in known]
+    return found
+
+
+@pytest.mark.parametrize(("name", "key"), tensor_settings())
+def test_other_settings_as_tensors_are_refused(name: str, key: str) -> None:
+    value: Any = (0.9, torch.tensor(0.99)) if key == "betas" else torch.tensor(1)
+    optimizer = ENTRIES[name]([nn.Parameter(random((8, 6)))])
+    with pytest.raises(OptimizerError, match=rf"^{key} must be a Python number, got a tensor") as caught:
+        optimizer.add_param_group({"params": [nn.Parameter(random((8, 6)))], key: value})
+    assert "\n" not in str(caught.value)
+
+
+@every
+def test_lr_of_several_elements_is_refused(name: str) -> None:
+    with pytest.raises(OptimizerError, match=r"lr must be a number or a tensor of one element, got shape \(2,\)"):
+        ENTRIES[name]([nn.Parameter(random((8, 6)))], lr=torch.ones(2))
+
+
+@pytest.mark.parametrize("start", [-0.1, 1.0, float("nan")])
+def test_bad_momentum_start_of_muon_is_refused(start: float) -> None:
+    with pytest.raises(OptimizerError, match=r"^momentum_start = .* must be at least 0 and below 1"):
+        Muon([nn.Parameter(random((8, 6)))], momentum_start=start)
+
+
+def test_step_in_backward_takes_betas_as_a_list() -> None:
+    """A list of two betas is not one value for each of two parameters."""
+    params = [nn.Parameter(random((8, 6), seed)) for seed in range(2)]
+    settings: dict[str, Any] = {"lr": 0.02, "betas": [0.8, 0.9]}
+    ours = step_in_backward(Composed(params, **settings))
+    expected = Composed([nn.Parameter(p.detach().clone()) for p in params], **settings)
+    for step in range(3):
+        for place, (p, q) in enumerate(zip(params, params_of(expected), strict=True)):
+            q.grad = random(p.shape, 10 * step + place)
+            (p * q.grad).sum().backward()
+        ours.step()
+        expected.step()
+    assert differences(everything(ours), everything(expected)) == []
+
+
+def has_exact_span(name: str) -> bool:
+    """Not so of a basis that is random, nor of one in 16 bits or codes, which is orthonormal only roughly."""
+    settings = COMPOSED[name]([nn.Parameter(random((8, 6)))]).defaults
+    random_span = settings["subspace"] == "random" and settings["lift"] == "back"
+    return settings["rank"] is not None and settings["basis_store"] == "fp32" and not random_span
+
+
+LOW_RANK = [name for name in COMPOSED if has_exact_span(name)]
+
+
+@pytest.mark.parametrize("name", LOW_RANK)
+@pytest.mark.parametrize("size", [1.0, 1e3])
+@pytest.mark.parametrize("rows", [96, 32])
+def test_update_stays_in_the_row_space_of_a_low_rank_gradient(name: str, size: float, rows: int) -> None:
+    """Gradients of rank 2, a subspace of rank 12: along 10 directions there is nothing but rounding errors."""
+    p = nn.Parameter(torch.zeros(rows, 64))
+    optimizer = ENTRIES[name]([p], rank=12)
+    left = optimizer.slot(p).transposed
+    fixed = random((2, rows if left else 64), 99)
+    for step in range(12):
+        own = random((64 if left else rows, 2), step)
+        p.grad = (own @ fixed).mT.contiguous() * size if left else own @ fixed * size
+        optimizer.step()
+    space = torch.linalg.qr(fixed.double().mT).Q
+    moved = (p.detach().mT if left else p.detach()).double()
+    assert moved.abs().max() > 0
+    assert (moved - moved @ space @ space.mT).norm() < 1e-3 * moved.norm()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_update_by_projections_stays_in_the_row_space_of_a_low_rank_gradient(accumulation: int) -> None:
+    p = nn.Parameter(torch.zeros(96, 64))
+    optimizer = project_in_backward(COMPOSED["galore_warm"]([p], rank=12), accumulation=accumulation)
+    fixed = random((2, 64), 99)
+    for step in range(12 * accumulation):
+        (p * (random((96, 2), step) @ fixed)).sum().backward()
+        if step % accumulation == accumulation - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    space, moved = torch.linalg.qr(fixed.double().mT).Q, p.detach().double()
+    assert (moved - moved @ space @ space.mT).norm() < 1e-3 * moved.norm()
+
+
+def test_columns_above_rounding_errors_are_kept() -> None:
+    """To the bit, over four orders of magnitude; only what is below the resolution of the product is dropped."""
+    low = random((2, 96, 12)) * torch.logspace(0, -4, 12)
+    assert torch.equal(drop_rounding_(low.clone(), 64), low)
+    low[1, :, 3] *= 1e-7
+    dropped = drop_rounding_(low.clone(), 64)
+    assert not dropped[1, :, 3].any()
+    dropped[1, :, 3] = low[1, :, 3]
+    assert torch.equal(dropped, low)
