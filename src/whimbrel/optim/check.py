@@ -47,8 +47,8 @@ def check_numbers(group: Mapping[str, Any]) -> None:
     """Refuse numbers out of range, of those that a group has."""
     given = {name: value for name, value in group.items() if value is not None or name not in MAY_LACK}
     for name in TENSOR_FREE:
-        found = given.get(name) if isinstance(given.get(name), tuple | list) else [given.get(name)]
-        if any(isinstance(value, Tensor) for value in found):
+        value = given.get(name)
+        if isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value)):
             raise OptimizerError(f"{name} must be a Python number, got a tensor: only lr may be one, use .item()")
     if isinstance(given.get("lr"), Tensor) and given["lr"].numel() != 1:
         raise OptimizerError(f"lr must be a number or a tensor of one element, got shape {tuple(given['lr'].shape)}")
