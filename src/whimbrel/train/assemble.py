@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.base.errors import ConfigError
 from whimbrel.base.logging import get_logger
 from whimbrel.models import GPT
 from whimbrel.ops.compiler import check_compiler
@@ -30,7 +29,6 @@ from whimbrel.optim import (
     build_optimizer,
     lr_factor,
     project_in_backward,
-    restore_optimizer,
     route_parameters,
     step_in_backward,
 )
@@ -41,7 +39,6 @@ from whimbrel.train.model_state import check_can_be_saved
 from whimbrel.train.settings import TrainerConfig
 
 __all__ = [
-    "OptimizerState",
     "build_optimizer_of",
     "build_scheduler",
     "compile_model",
@@ -110,7 +107,7 @@ def build_optimizer_of(
     """The optimizer that was given or named, or the one that the settings describe; in backward where it is to be."""
     check_can_be_saved(model)  # before anything is trained that could not be
     if choice is not None and not isinstance(choice, str) and config.optim != OptimConfig(lr=config.optim.lr):
-        logger.warning("the optimizer was given: its own settings hold, not those of the arguments")
+        logger.warning("the optimizer was given: optimizer settings of the arguments do not apply")
     if isinstance(choice, Optimizer):
         optimizer = choice
     elif callable(choice):
@@ -182,25 +179,3 @@ def flops_per_token(model: nn.Module, num_tokens: int) -> float:
     layers, width = getattr(shape, "num_hidden_layers", 0), getattr(shape, "hidden_size", 0)
     attention = 12 * layers * width * num_tokens if isinstance(layers, int) and isinstance(width, int) else 0
     return 6 * sum(p.numel() for p in model.parameters()) + attention
-
-
-class OptimizerState:
-    """An optimizer in a checkpoint: its moments are taken up, its settings stay those of this run."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Moments and groups."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up moments; those of another optimizer, or of other groups, are refused."""
-        named = all("names" in group for group in self._optimizer.param_groups)
-        try:
-            restore_optimizer(self._optimizer, state) if named else self._optimizer.load_state_dict(state)
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"the checkpoint holds the state of another optimizer, or of other parameters ({error}): keep the "
-                "settings of optim, name another output_dir, or leave it out with --resume.skip=optimizer"
-            ) from error

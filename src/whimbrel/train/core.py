@@ -27,6 +27,7 @@ from whimbrel.train.log import plain
 from whimbrel.train.loop import Scheduler
 from whimbrel.train.metric import greater_is_better
 from whimbrel.train.model_state import export_model, model_state
+from whimbrel.train.optimizer_state import OptimizerState, SchedulerState
 from whimbrel.train.outputs import LossFunction
 from whimbrel.train.settings import TrainerConfig
 from whimbrel.train.state import Tally, TrainerControl, TrainerState
@@ -93,6 +94,7 @@ class TrainerCore:
             process_groups=self.get_process_groups(),
         )
         self._optimizers, self._placed = optimizers, False
+        self._states: tuple[OptimizerState, SchedulerState] | None = None
         self._lines: list[str] = []
         self._last_metric: tuple[int, float] | None = None
         self.tell("on_init_end")
@@ -206,13 +208,22 @@ class TrainerCore:
             StateComponent("callbacks", self.callbacks, one, required=False),
         ]
         if self.optimizer is not None and self.lr_scheduler is not None:
-            state = assemble.OptimizerState(self.optimizer)
-            parts.insert(1, StateComponent("optimizer", state, one, required=False))
-            parts.insert(2, StateComponent("scheduler", self.lr_scheduler, one, required=False))
+            optimizer, scheduler = self._optimizer_states()
+            parts.insert(1, StateComponent("optimizer", optimizer, one, required=False))
+            parts.insert(2, StateComponent("scheduler", scheduler, one, required=False))
         if self.train_dataloader is not None:
             pattern = self._get_dataset_sharing_pattern()
             parts.insert(-2, StateComponent("dataset", self.train_dataloader, pattern, required=False))
         return parts
+
+    def _optimizer_states(self) -> tuple[OptimizerState, SchedulerState]:
+        """The states of optimizer and scheduler, which know the settings that these had when they were built."""
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
+        held = self._states
+        if held is None or held[0].optimizer is not self.optimizer or held[1].scheduler is not self.lr_scheduler:
+            held = self._states = OptimizerState(self.optimizer), SchedulerState(self.lr_scheduler)
+        return held
 
     def _get_dataset_sharing_pattern(self) -> SharingPattern:
         return SharingPattern.GLOBAL

@@ -85,6 +85,8 @@ class BaseTrainer(TrainerCore):
         )
         total = self._total_steps(self.train_dataloader)
         self.lr_scheduler = assemble.build_scheduler(self.optimizer, config, total, self._optimizers[1])
+        self._states = None
+        self._optimizer_states()  # before a checkpoint or a step changes their settings
         self.state, self.control, self.tally = self._make_state(total), TrainerControl(), Tally()
         self.callbacks.stopped_by, self._last_metric = None, None
         self.model.train()

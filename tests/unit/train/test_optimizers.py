@@ -103,16 +103,22 @@ def test_a_trainer_takes_an_optimizer_with_its_settings(fit: Any, args: Any) -> 
     [
         ({"name": "galore_warm", "rank": 4}, {"name": "galore_warm", "rank": 8}, "is of rank = 4, and now it is 8"),
         ({"name": "galore_warm"}, {"name": "galore_warm", "store": "int8"}, "is of store = 'fp32', and now"),
-        ({"name": "apollo"}, {"name": "fira"}, "is of subspace = 'random', and now it is 'svd'"),
-        ({"name": "galore"}, {"name": "galore_warm"}, "another kind of optimizer"),
-        ({"name": "adamw"}, {"name": "adamw8bit"}, "another kind of optimizer"),
+        ({"name": "apollo"}, {"name": "fira"}, "optimizer whimbrel:Apollo, and this run has whimbrel:Fira"),
+        (
+            {"name": "galore"},
+            {"name": "galore_warm"},
+            "optimizer whimbrel:GaLore, and this run has whimbrel:GaLoreWarm",
+        ),
+        ({"name": "adamw"}, {"name": "adamw8bit"}, "optimizer torch:AdamW, and this run has whimbrel:AdamW8bit"),
     ],
 )
 def test_a_checkpoint_of_another_optimizer_is_refused(
     make_run: MakeRun, before: dict[str, Any], after: dict[str, Any], message: str
 ) -> None:
     run(make_run(**settings(before, train__steps=2)))
-    with pytest.raises(CheckpointError, match=f"{message}.*leave it out with --resume.skip=optimizer") as refused:
+    with pytest.raises(
+        CheckpointError, match=f"{message}.*leave its state out with --resume.skip=optimizer"
+    ) as refused:
         run(make_run(**settings(after, train__steps=3)))
     assert "\n" not in str(refused.value)
     assert len(run(make_run(**settings(after, train__steps=3, resume__skip=["optimizer"])))) == 1

@@ -1,0 +1,108 @@
+"""Optimizer and scheduler objects on resume: which settings apply, and which objects are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, StepLR
+
+from whimbrel.base.errors import CheckpointError
+from whimbrel.train import BaseTrainer
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def run(args: Make, fit: Make, net: Make) -> Make:
+    """Train to a step with the optimizer and scheduler that `make(parameters)` returns, resuming."""
+
+    def train(steps: int, make: Callable[[Any], tuple[Any, Any]], **changes: Any) -> BaseTrainer:
+        model = net()
+        settings = args(max_steps=steps, save_strategy="steps", save_steps=1, **changes)
+        return fit(settings, model, optimizers=make(model.parameters()), resume=True)[0]
+
+    return train
+
+
+def test_changed_settings_of_a_given_optimizer_apply_on_resume(run: Make) -> None:
+    """Moments are restored all the same."""
+    first = run(2, lambda ps: (AdamW(ps, lr=0.05, weight_decay=0.1, betas=(0.8, 0.9)), None))
+    again = run(3, lambda ps: (AdamW(ps, lr=0.01, weight_decay=0.3, betas=(0.8, 0.9)), None))
+    (group,) = again.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.01, 0.3, (0.8, 0.9))
+    assert {int(state["step"]) for state in first.optimizer.state.values()} == {2}
+    assert {int(state["step"]) for state in again.optimizer.state.values()} == {3}
+
+
+def test_counters_in_groups_are_restored(run: Make) -> None:
+    """As optimizers without a schedule have them: they are no settings, though they are stored as such."""
+
+    class Counting(SGD):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, lr=lr)
+            for group in self.param_groups:
+                group["k"] = 0
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["k"] += 1
+            return super().step(closure)
+
+    run(2, lambda ps: (Counting(ps, lr=0.1), None))
+    for steps, lr in ((3, 0.1), (5, 0.2)):
+        (group,) = run(steps, lambda ps, lr=lr: (Counting(ps, lr=lr), None)).optimizer.param_groups
+        assert (group["k"], group["lr"]) == (steps, lr)
+
+
+def test_a_given_scheduler_keeps_the_settings_of_the_checkpoint_and_says_so(
+    run: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pair(lr: float, last: int) -> Callable[[Any], tuple[Optimizer, Any]]:
+        def make(params: Any) -> tuple[Optimizer, Any]:
+            optimizer = SGD(params, lr=lr, momentum=0.9)
+            return optimizer, CosineAnnealingLR(optimizer, last)
+
+        return make
+
+    whole = run(6, pair(0.1, 8), output_dir=str(tmp_path / "whole"))
+    run(3, pair(0.1, 8), output_dir=str(tmp_path / "broken"))
+    caplog.clear()
+    same = run(4, pair(0.1, 8), output_dir=str(tmp_path / "broken"))
+    assert "does not apply" not in caplog.text
+    assert same.lr_scheduler.last_epoch == 4
+    again = run(6, pair(0.5, 20), output_dir=str(tmp_path / "broken"))
+    assert "T_max = 20 of the given scheduler does not apply: 8 of the checkpoint does" in caplog.text
+    assert "initial_lr = 0.5 of the given optimizer does not apply" in caplog.text
+    for a, b in zip(whole.unwrapped_model().parameters(), again.unwrapped_model().parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda ps: (SGD(ps, lr=0.1), None), "optimizer torch:AdamW, and this run has torch:SGD"),
+        (lambda ps: ("adamw8bit", None), "optimizer torch:AdamW, and this run has whimbrel:AdamW8bit"),
+        (
+            lambda ps: (own := AdamW(ps, lr=0.1), LinearLR(own)),
+            "scheduler whimbrel:Schedule, and this run has torch:LinearLR",
+        ),
+    ],
+)
+def test_another_class_is_refused_by_name(run: Make, make: Any, message: str) -> None:
+    run(2, lambda ps: (AdamW(ps, lr=0.1), None))
+    with pytest.raises(CheckpointError, match=message) as refused:
+        run(3, make)
+    assert "\n" not in str(refused.value)
+
+
+def test_another_torch_scheduler_is_refused(run: Make) -> None:
+    run(2, lambda ps: (own := SGD(ps, lr=0.1), StepLR(own, 2)))
+    with pytest.raises(CheckpointError, match="scheduler torch:StepLR, and this run has torch:LinearLR"):
+        run(3, lambda ps: (own := SGD(ps, lr=0.1), LinearLR(own)))
+    with pytest.raises(CheckpointError, match="scheduler torch:StepLR, and this run has whimbrel:Schedule"):
+        run(3, lambda ps: (SGD(ps, lr=0.1), None))
