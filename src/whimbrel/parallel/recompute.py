@@ -7,6 +7,7 @@ code among blocks stay as they were.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -76,7 +77,10 @@ def recompute(model: nn.Module, mode: str | float, *, compiled: bool = False) ->
         own(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     if mode != "none":
-        for block in find_blocks(model):
+        blocks = find_blocks(model)
+        if not any(getattr(type(block), "recomputes", False) for block in blocks):
+            _forward_without_cache(model, blocks)
+        for block in blocks:
             kind: Any = type(block)
             if not getattr(kind, "recomputes", False):
                 block.__class__ = _recomputing(kind, mode == "selective")
@@ -90,6 +94,38 @@ def memory_budget(mode: str | float) -> AbstractContextManager[Any]:
 
     patched: AbstractContextManager[Any] = functorch.patch(activation_memory_budget=mode)
     return patched
+
+
+def _forward_without_cache(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Have forwards with gradients run without a KV cache.
+
+    Models of transformers fill one by default (`config.use_cache`). A block that runs again in backward would append
+    its keys and values a second time and compute something else.
+    """
+    stacked = set(blocks)
+    for module in model.modules():
+        lists = (child for child in module.children() if isinstance(child, nn.ModuleList))
+        if any(block in stacked for child in lists for block in child):
+            names = list(inspect.signature(module.forward).parameters)
+            if "use_cache" in names:
+                module.register_forward_pre_hook(partial(_turn_cache_off, names), with_kwargs=True)
+
+
+def _turn_cache_off(
+    names: list[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not torch.is_grad_enabled():
+        return None
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get("past_key_values") is not None:
+        raise ConfigError(
+            f"recompute does not work with past_key_values in a forward of {type(module).__name__} with gradients: "
+            "leave the cache out, use torch.no_grad(), or turn recompute off"
+        )
+    place = names.index("use_cache")
+    if place < len(args):
+        return (*args[:place], False, *args[place + 1 :]), kwargs
+    return args, kwargs | {"use_cache": False}
 
 
 @cache

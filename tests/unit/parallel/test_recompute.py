@@ -113,21 +113,45 @@ def test_compiled_blocks_share_one_graph_and_keep_their_gradients(mode: str) -> 
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_a_hugging_face_model_recomputes_by_its_own_means() -> None:
+def hf_model(kind: str) -> Any:
+    """A stock model of transformers with its default `use_cache`."""
     transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        return transformers.GPT2LMHeadModel(config).train()
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )
-    plain = transformers.LlamaForCausalLM(config).train()
-    for mode in ("full", "selective"):
-        again = copy.deepcopy(plain).train()
-        again.zero_grad()
-        plain.zero_grad()
-        recompute(again, mode)
-        assert again.is_gradient_checkpointing == (mode == "full")
-        for model in (plain, again):
-            model(input_ids=IDS, labels=IDS).loss.backward()
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
+    return transformers.LlamaForCausalLM(config).train()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_stock_hugging_face_models_have_the_same_gradients(kind: str, mode: str) -> None:
+    plain, again = hf_model(kind), hf_model(kind)
+    assert plain.config.use_cache
+    recompute(again, mode)
+    recompute(again, mode)  # a second time changes nothing
+    assert again.is_gradient_checkpointing == (mode == "full")
+    for model, settings in ((plain, {"use_cache": False}), (again, {})):  # a cache changes how keys lie in memory
+        torch.manual_seed(1)  # GPT-2 has dropout
+        model(input_ids=IDS, labels=IDS, **settings).loss.backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_selective_recompute_leaves_generation_with_its_cache(kind: str) -> None:
+    model = hf_model(kind).eval()
+    recompute(model, "selective")
+    with torch.no_grad():
+        assert model(input_ids=IDS).past_key_values.get_seq_length() == 12
+        cache = model(input_ids=IDS[:, :8]).past_key_values
+        logits = model(input_ids=IDS[:, 8:], past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(input_ids=IDS).logits[:, 8:])
+        cache = model(input_ids=IDS[:, :8]).past_key_values
+    with pytest.raises(ConfigError, match="recompute does not work with past_key_values"):
+        model(input_ids=IDS[:, 8:], past_key_values=cache)
 
 
 def test_blocks_are_found_or_refused() -> None:
