@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -28,14 +30,32 @@ def model_state(model: nn.Module, processing_class: Any = None) -> DirectoryStat
     check_can_be_saved(model)
     if isinstance(model, GPT):
         return GPTState(model, processing_class)
-    kind = PretrainedState if hasattr(model, "save_pretrained") else ModuleState
-    return kind(model, processing_class)
+    if not hasattr(model, "save_pretrained"):
+        return ModuleState(model, processing_class)
+    if _has_adapters(model):
+        return AdapterState(model, processing_class)
+    return (PretrainedState if _is_of_transformers(model) else SelfSavingState)(model, processing_class)
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    """Whether it is a model of PEFT, or one of transformers that an adapter was added to."""
+    return hasattr(model, "peft_config") and hasattr(model, "save_pretrained")
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(model).__mro__
+    )
 
 
 def check_can_be_saved(model: nn.Module) -> None:
-    """Refuse weights stored as codes in a model that is not ours: nobody else would read them."""
+    """Refuse weights stored as codes in a model that is not ours: nobody else would read them.
+
+    Under an adapter they are frozen, and not saved.
+    """
     for name, parameter in () if isinstance(model, GPT) else model.named_parameters():
-        if isinstance(parameter, QuantizedWeight):
+        if isinstance(parameter, QuantizedWeight) and (parameter.requires_grad or not _has_adapters(model)):
             raise PrecisionError(
                 f"{name} is stored as {parameter.format.name} codes, and a checkpoint of a {type(model).__name__} "
                 "holds plain weights: dequantize_ the model, or train a GPT (whimbrel.load_model)"
@@ -121,8 +141,7 @@ class ModuleState:
     def load_directory(self, folder: Path) -> None:
         """Fill the module; a file of another shape is refused."""
         stored = load_file(folder / self.FILE)
-        if set(stored) != set(self._once(self._model.state_dict())):
-            odd = sorted(set(stored) ^ set(self._once(self._model.state_dict())))
+        if odd := sorted(set(stored) ^ set(self._once(self.state_dict()))):
             raise CheckpointError(f"{folder} is not of this model: '{odd[0]}' is in one and not in the other")
         try:
             self._model.load_state_dict(stored, strict=False)
@@ -134,9 +153,9 @@ class ModuleState:
         seen: set[int] = set()
         names = []
         for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
+            if name in state and id(tensor) not in seen:
                 names.append(name)
-            seen.add(id(tensor))
+                seen.add(id(tensor))
         return {name: state[name] for name in names}
 
 
@@ -173,6 +192,94 @@ class PretrainedState(ModuleState):
         for name in (name for name in stored if name in own and stored[name].shape != own[name].shape):
             shapes = f"{list(stored[name].shape)} there and {list(own[name].shape)} here"
             raise CheckpointError(f"{folder} holds a model of another size ('{name}' is {shapes}): {remedy}")
+
+
+class SelfSavingState(ModuleState):
+    """A model with a `save_pretrained` of another library: what that writes, and our own file of the weights."""
+
+    def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Its own files, for its library to open, then `model.safetensors` of `state`, which is what is loaded."""
+        folder.mkdir(exist_ok=True)
+        self._model.save_pretrained(str(folder))  # type: ignore[operator]
+        super().save_directory(state, folder)
+
+
+class AdapterState(ModuleState):
+    """A model under PEFT adapters: what is trained is saved, the frozen base model is not.
+
+    The directory is one that `PeftModel.from_pretrained(base, directory)` opens. Adapter files do not hold all that an
+    exact resume needs (prompt encoders, buffers, parameters that were unfrozen by hand), so everything that is trained
+    is also written under its own name, with a fingerprint of the base model.
+    """
+
+    FILE, BASE = "trained.safetensors", "base_model.json"
+    IGNORED = ("inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "task_type")
+    """Entries of `adapter_config.json` that do not change what an adapter computes."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Trainable parameters and buffers."""
+        buffers = {name for name, _ in self._model.named_buffers(remove_duplicate=False)}
+        trained = {name for name, p in self._model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        return {name: tensor for name, tensor in self._model.state_dict().items() if name in trained | buffers}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what is trained."""
+        self._model.load_state_dict(state, strict=False)
+
+    def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Adapter files, all that is trained, and which base model it goes with."""
+        self._model.save_pretrained(str(folder), state_dict={**self._model.state_dict(), **state})  # type: ignore[operator]
+        write_tensors(folder / self.FILE, self._once(state))
+        base = {"fingerprint": self._base_fingerprint(), "adapters": self._adapters()}
+        (folder / self.BASE).write_text(json.dumps(base, indent=2) + "\n", encoding="utf-8")
+        _save_processing(self._processing_class, folder)
+
+    def load_directory(self, folder: Path) -> None:
+        """What is trained; other adapters and another base model are refused."""
+        base = json.loads((folder / self.BASE).read_text(encoding="utf-8"))
+        own = self._adapters()
+        if odd := sorted(base["adapters"].keys() ^ own.keys()):
+            raise CheckpointError(
+                f"{folder} is not of this model: the adapter '{odd[0]}' is in one and not in the other"
+            )
+        for adapter, settings in own.items():
+            saved = base["adapters"][adapter]
+            for name in (name for name in settings | saved if settings.get(name) != saved.get(name)):
+                raise CheckpointError(
+                    f"{folder} holds an adapter of {name} = {saved.get(name)!r}, and this one has "
+                    f"{settings.get(name)!r}: make them equal, or name another output_dir"
+                )
+        if base["fingerprint"] != self._base_fingerprint():
+            raise CheckpointError(
+                f"{folder} was trained on a base model with other weights: load the same base model, in the same "
+                "dtype, or name another output_dir"
+            )
+        super().load_directory(folder)
+
+    def _adapters(self) -> dict[str, dict[str, Any]]:
+        """The settings of every adapter, as JSON has them."""
+        configs: Mapping[str, Any] = self._model.peft_config  # type: ignore[assignment]
+        tables = {name: config.to_dict() for name, config in configs.items()}
+        return {
+            name: json.loads(json.dumps({k: v for k, v in table.items() if k not in self.IGNORED}, default=_as_json))
+            for name, table in tables.items()
+        }
+
+    def _base_fingerprint(self) -> str:
+        """Tells base models apart by a few numbers of each frozen parameter."""
+        digest = hashlib.sha256()
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                held = (parameter.codes if isinstance(parameter, QuantizedWeight) else parameter).detach().flatten()
+                sample = held[:: max(1, len(held) // 64)].contiguous().cpu()
+                digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+                digest.update(sample.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _as_json(value: Any) -> Any:
+    """What settings of adapters hold beyond JSON: sets of names, enums, dtypes."""
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 
 def _save_processing(processing_class: Any, folder: Path) -> None:

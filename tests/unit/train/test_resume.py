@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.checkpoint import SharingPattern, list_checkpoints
@@ -214,3 +215,29 @@ def test_the_processing_class_is_saved_with_any_model(args: Make, fit: Make, tmp
 def test_nothing_to_resume_from_is_said(args: Make, fit: Make, caplog: pytest.LogCaptureFixture) -> None:
     fit(args(), resume=True)
     assert "holds no checkpoint to resume from: beginning at step 0" in caplog.text
+
+
+def test_a_module_that_saves_itself_without_a_config_resumes(args: Make, data: Make, tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)
+
+        def save_pretrained(self, folder: str) -> None:
+            (Path(folder) / "own.json").write_text("{}")
+
+    ends = []
+    for name, stops in (("whole", (4,)), ("broken", (2, 4))):
+        for stop in stops:
+            torch.manual_seed(0)
+            settings = args(
+                output_dir=str(tmp_path / name), max_steps=stop, save_strategy="steps", save_steps=2, async_save=True
+            )
+            trainer = BaseTrainer(settings, Own(), train_dataset=data(), callbacks=[])
+            trainer.train(resume_from_checkpoint=True)
+        ends.append(trainer.unwrapped_model().state_dict())
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+    assert (tmp_path / "whole/checkpoints/step-00000004/model/own.json").is_file()

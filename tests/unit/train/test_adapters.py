@@ -1,0 +1,108 @@
+"""Models under PEFT adapters: trained, checkpointed, resumed to the bit, and opened by PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from whimbrel.base.errors import CheckpointError
+from whimbrel.train import TrainingArguments
+
+peft = pytest.importorskip("peft")
+Make = Callable[..., Any]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+def base(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config)
+
+
+def adapted(seed: int = 0, **changes: Any) -> Any:
+    settings = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj"]} | changes
+    model = base(seed)
+    torch.manual_seed(seed + 1)
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+
+
+def prompted() -> Any:
+    """Its adapter file holds the prompt that an encoder computes, not the encoder."""
+    model = base()
+    torch.manual_seed(1)
+    settings = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
+    return peft.get_peft_model(model, settings)
+
+
+def added() -> Any:
+    """An adapter inside of a model of transformers."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+    model.add_adapter(peft.LoraConfig(r=2, lora_dropout=0.1, fan_in_fan_out=True, target_modules=["c_attn"]))
+    return model
+
+
+@pytest.fixture
+def rows() -> list[dict[str, Tensor]]:
+    ids = torch.randint(0, 64, (24, 9), generator=torch.Generator().manual_seed(3))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+@pytest.fixture
+def settings(args: Make, tmp_path: Path) -> Callable[..., TrainingArguments]:
+    return lambda name, steps: args(
+        output_dir=str(tmp_path / name), max_steps=steps, save_strategy="steps", save_steps=2, async_save=True,
+        gradient_accumulation_steps=2, save_total_limit=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [adapted, prompted, added, lambda: adapted(modules_to_save=["lm_head"])])
+def test_a_model_with_adapters_resumes_to_the_bit(settings: Make, fit: Make, rows: Any, make: Make) -> None:
+    found = []
+    for name, stops in (("whole", (6,)), ("broken", (2, 4, 6))):
+        losses: list[str] = []
+        for stop in stops:
+            trainer, watched = fit(settings(name, stop), make(), train_dataset=rows, resume=True)
+            losses += watched.hex
+        found.append((losses, trainer.unwrapped_model().state_dict()))
+    assert len(found[0][0]) == 6
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())
+
+
+def test_peft_opens_the_model_of_a_checkpoint(settings: Make, fit: Make, rows: Any) -> None:
+    """The frozen base model is not in it."""
+    trainer, _ = fit(settings("run", 2), adapted(), train_dataset=rows)
+    folder = trainer.checkpoint_manager.newest() / "model"
+    assert (folder / "adapter_config.json").is_file()
+    assert not (folder / "model.safetensors").exists()
+    again = peft.PeftModel.from_pretrained(base(), folder).eval()
+    ids = rows[0]["input_ids"][None]
+    with torch.no_grad():
+        logits = trainer.unwrapped_model().eval()(input_ids=ids).logits
+        assert torch.equal(again(input_ids=ids).logits, logits)
+        assert not torch.equal(base().eval()(input_ids=ids).logits, logits)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: adapted(seed=5), "base model with other weights"),
+        (lambda: adapted(lora_alpha=16), "holds an adapter of lora_alpha = 8, and this one has 16"),
+        (lambda: adapted(r=2), "holds an adapter of r = 4, and this one has 2"),
+        (prompted, "holds an adapter of "),
+    ],
+)
+def test_another_adapter_or_base_is_refused(settings: Make, fit: Make, rows: Any, other: Make, message: str) -> None:
+    fit(settings("run", 2), adapted(), train_dataset=rows)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        fit(settings("run", 4), other(), train_dataset=rows, resume=True)
+    assert "\n" not in str(refused.value)
