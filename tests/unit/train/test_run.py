@@ -310,7 +310,7 @@ def test_a_resumed_run_obeys_its_new_optimizer_settings(make_run: MakeRun) -> No
 
 def test_the_state_of_another_optimizer_is_refused(make_run: MakeRun) -> None:
     run(make_run())
-    with pytest.raises(CheckpointError, match="holds the state of another optimizer"):
+    with pytest.raises(CheckpointError, match="optimizer torch:AdamW, and this run has whimbrel:Muon"):
         run(make_run(optim__name="muon", train__steps=8))
 
 
