@@ -25,6 +25,7 @@ from whimbrel.optim import (
     ApolloMini,
     Composed,
     Fira,
+    GaLore,
     GaLoreWarm,
     LDAdam,
     QGaLore,
@@ -34,9 +35,10 @@ from whimbrel.optim import (
 )  # fmt: skip
 
 RANKS, BATCH, STEPS = 2, 32, 14
-Make = Callable[[Iterable[Tensor]], Composed]
+Make = Callable[[Iterable[Tensor]], Composed | GaLore]
 RIGHT = {"side": "right"}
 LOW = {"lr": 1e-3, "rank": 4, "gap": 4}
+GALORE = {"lr": 1e-3, "rank": 4, "update_proj_gap": 4, "scale": 1.0, "weight_decay": 0.1}
 CALM = {"eps": 1e-4}
 """Else Adam makes as much of how a number near zero was rounded as of any other, and two runs soon differ."""
 ON_SHARDS: dict[str, Make] = {
@@ -51,6 +53,12 @@ ON_SHARDS: dict[str, Make] = {
     "fira": lambda ps: Fira(whole_row(ps), **LOW | CALM),
     "muon for stacks, from the left": lambda ps: Composed(stacks_apart(ps, rule="muon", side="left"), **LOW),
     "ldadam": lambda ps: LDAdam([{"params": ps} | RIGHT], lr=1e-4, rank=4, **CALM),
+    "galore": lambda ps: galore(ps, "std"),
+    "galore, reversed": lambda ps: galore(ps, "reverse_std"),
+    "galore, right": lambda ps: galore(ps, "right"),
+    "galore, left": lambda ps: galore(ps, "left"),
+    "galore, full": lambda ps: galore(ps, "full"),
+    "galore without a rank": lambda ps: GaLore(ps, **GALORE | CALM | {"rank": None}),
 }
 REPLICATED: dict[str, tuple[Make, torch.dtype]] = {
     "galore_warm": (lambda ps: GaLoreWarm(ps, **LOW, lazy=True), torch.float32),
@@ -70,6 +78,13 @@ def stacks_apart(params: Iterable[Tensor], **settings: Any) -> list[dict[str, An
     """Groups with settings of their own for stacks, whose matrices are whole on one rank or another."""
     known = [*params]
     return [{"params": [p for p in known if p.ndim == 3]} | settings, {"params": [p for p in known if p.ndim != 3]}]
+
+
+def galore(params: Iterable[Tensor], projection_type: str = "left") -> GaLore:
+    """The matrix of one row has no subspace: what one singular vector leaves of it is what rounding does."""
+    known = [*params]
+    groups = [{"params": known[:-2]}, {"params": known[-2:], "rank": None}]
+    return GaLore(groups, **GALORE | {"eps": 1e-2}, projection_type=projection_type)
 
 
 def warm(params: Iterable[Tensor]) -> Composed:
@@ -260,6 +275,16 @@ def shards(rank: int) -> dict[str, Any]:
     answer["moved"] = [
         name for name, tensor in everything(net, optimizer).items() if not torch.equal(tensor, before[name])
     ]
+    reference = galore(net.parameters())
+    reference.step()
+    answer["galore skipped"] = reference.skipped
+    answer["galore placements"] = {
+        projection_type: {
+            name: str(getattr(t, "placements", ""))
+            for name, t in galore(net.parameters(), projection_type).state[net[0].weight].items()
+        }
+        for projection_type in ("right", "left", "full")
+    }
     params, mesh = [*net.parameters()], init_device_mesh("cpu", (RANKS,))
     columns = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
     vector = nn.Parameter(distribute_tensor(torch.ones(4100), mesh, [Shard(0)]))
@@ -267,6 +292,7 @@ def shards(rank: int) -> dict[str, Any]:
         "side": lambda: QGaLore(params),
         "rule": lambda: Composed(params, rule="muon", rank=4),
         "columns": lambda: warm([columns]),
+        "columns of galore": lambda: GaLore([columns], rank=2),
         "vector": lambda: AdamW8bit([vector]),
         "model": lambda: project_in_backward(warm(params), model=net),
         "group": lambda: project_in_backward(warm(params), process_group=dist.group.WORLD),
@@ -289,7 +315,7 @@ def checkpoints(rank: int, run: Path) -> dict[str, Any]:
     """Saved by two and by one, taken up by two."""
     rows, half = cut(1, RANKS, rank)[0], STEPS // 2
     answer: dict[str, Any] = {}
-    for name, make in (("warm", warm), ("in bytes", in_bytes)):
+    for name, make in (("warm", warm), ("in bytes", in_bytes), ("galore", galore)):
         begun = sharded()
         optimizer = make(begun.parameters())
         train(begun, optimizer, range(half), rows)

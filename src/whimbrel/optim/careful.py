@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,12 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils import get_total_norm
 
 from whimbrel.base.errors import NoSparseGradientError
+from whimbrel.base.logging import get_logger
+from whimbrel.optim.shards import all_true, local, shard_of
 
-__all__ = ["Careful", "run_eagerly"]
+__all__ = ["Careful", "all_finite", "run_eagerly"]
+
+logger = get_logger(__name__)
 
 run_eagerly = _disable_dynamo  # as torch.compiler.disable, without importing the compiler along with this module
 """Run a function, and everything it calls, eagerly under `torch.compile`.
@@ -24,14 +29,25 @@ slots must not be traced. Little is lost: step counts are read on the host, whic
 """
 
 
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether all elements are finite, as a tensor.
+
+    The 2-norm is 20 times faster on a CPU than the maximum norm, but it overflows long before the elements do: only
+    where it is not finite are they looked at by their magnitude.
+    """
+    known = [tensor for tensor in tensors if tensor.numel()]
+    norm = get_total_norm(known, 2.0)
+    return norm.isfinite() if bool(norm.isfinite()) else get_total_norm(known, math.inf).isfinite()
+
+
 class Careful(torch.optim.Optimizer):
-    """Runs the closure with gradients on, refuses sparse gradients, and leaves out a step that has one not finite."""
+    """Runs the closure with gradients on, refuses sparse gradients, and skips a step with a non-finite gradient."""
 
     skipped: int = 0
-    """Steps that were left out since a gradient was not finite."""
+    """Steps that were skipped because a gradient was not finite; saved and loaded with the state."""
     skip_nonfinite: bool = True
-    """Whether they are left out, for which a GPU must be waited for once a step; False where the caller sees to it, as
-    the trainer does."""
+    """Whether they are skipped, which synchronizes with a GPU once a step; False where the caller checks gradients
+    itself, as the trainer does."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -44,19 +60,40 @@ class Careful(torch.optim.Optimizer):
         if any(grad.layout is not torch.strided for grad in grads):
             raise NoSparseGradientError(type(self).__name__)
         if self.skip_nonfinite and not self._finite(grads):
-            self.skipped += 1
+            self._skip()
         else:
             self._move_all()
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of every optimizer, with the number of skipped steps."""
+        return super().state_dict() | {"skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of every optimizer, with the number of skipped steps."""
+        super().load_state_dict(state_dict)
+        self.skipped = int(state_dict.get("skipped", 0))
+
+    @run_eagerly
+    def _skip(self) -> None:
+        """Count a skipped step; log the 1st, 2nd, 4th, 8th and so on, so that a diverged run does not flood the log."""
+        self.skipped += 1
+        if self.skipped & (self.skipped - 1) == 0:
+            logger.warning(
+                "%s skipped a step because a gradient is not finite (%d skipped so far)",
+                type(self).__name__, self.skipped,
+            )  # fmt: skip
 
     def _gradients(self) -> list[Tensor]:
         """All that the step goes by."""
         params = (p for group in self.param_groups for p in group["params"])
         return [p.grad for p in params if p.grad is not None and p.numel()]
 
+    @run_eagerly
     def _finite(self, grads: list[Tensor]) -> bool:
-        """Whether all of them are finite; by their largest numbers, since a norm may be beyond what 16 bits hold."""
-        return bool(get_total_norm(grads, math.inf).isfinite())
+        """Whether all gradients are finite, on all ranks that hold parts of the parameters."""
+        shards = [shard_of(p) for group in self.param_groups for p in group["params"]]
+        return all_true(all_finite(map(local, grads)), shards)
 
     @abstractmethod
     def _move_all(self) -> None:

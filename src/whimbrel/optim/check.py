@@ -129,7 +129,7 @@ def _check_together(group: Mapping[str, Any], *, linear: bool) -> None:
 
 def check_alike(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Refuse the state of a group whose numbers mean something else here, though their shapes may agree."""
-    for name in ("rule", "side"):
+    for name in ("rule", "side", "rank"):
         if own[name] != saved.get(name):
             saying = f"has {name} = {saved[name]!r}, this one {own[name]!r}" if name in saved else f"has no {name}"
             raise OptimizerError(f"the saved state is of another optimizer, which {saying}: build it as it was saved")

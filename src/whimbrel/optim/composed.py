@@ -9,17 +9,15 @@ Matrices are taken as they are; a convolution as (out, rest); three dimensions a
 from __future__ import annotations
 
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.optim.careful import Careful, run_eagerly
+from whimbrel.optim.careful import Careful, all_finite, run_eagerly
 from whimbrel.optim.check import check_alike, check_fits, check_group, check_keys, lr_of
 from whimbrel.optim.lift import Lifted, lift
 from whimbrel.optim.refresh import follow, is_due, planned, refresh
@@ -150,6 +148,9 @@ class Composed(Careful):
         for parameter, saved in pairs:
             for name, value in saved.items():
                 copy_(self.state[parameter][name], value)
+        for slot in self._slots.values():
+            slot.keep_layout()
+        self.skipped = int(state_dict.get("skipped", 0))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -217,8 +218,7 @@ class Composed(Careful):
     @run_eagerly
     def _finite(self, grads: list[Tensor]) -> bool:
         """Here, and on all ranks that have parts of a parameter."""
-        largest = get_total_norm([grad for grad in grads if grad.numel()], math.inf)
-        finite = largest.to(next(iter(self._slots)).device).isfinite()
+        finite = all_finite(grads).to(next(iter(self._slots)).device)
         return all_true(finite, (slot.shard for slot in self._slots.values()))
 
     @run_eagerly
@@ -227,6 +227,7 @@ class Composed(Careful):
         for group in self.param_groups:
             params = self._moving(group)
             for p in params:
+                self._slots[p].check_layout()
                 self._settle(self._slots[p])
             lr = lr_of(group)
             for batch in self._batches(group, params):

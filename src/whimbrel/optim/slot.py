@@ -25,6 +25,10 @@ PHASE = 0.6180339887498949
 """The golden ratio: its multiples, taken modulo 1, are spread evenly however many there are."""
 
 
+LAYOUT = ("rank", "subspace", "rule", "lift", "store", "basis_store", "side", "error_feedback")
+"""Settings of a group that the names and shapes of a state depend on."""
+
+
 class Slot:
     """A parameter and its group: its shapes, and its state, which is flat tensors, all there from the beginning."""
 
@@ -32,6 +36,7 @@ class Slot:
         if not parameter.is_floating_point():
             raise OptimizerError(f"a parameter is of {parameter.dtype}, and only real ones can be moved: leave it out")
         self.parameter, self.group, self.index = parameter, group, index
+        self.keep_layout()
         self.shard = shard_of(parameter)
         lowered = group["rank"] is not None and parameter.ndim >= 2
         self.rule_name = group["rule"] if RULES[group["rule"]].row_by_row or parameter.ndim >= 2 else "adamw"
@@ -59,6 +64,19 @@ class Slot:
             self.codecs["basis"], self.shapes["basis"] = self.basis_codec, self.basis_shape
         if self.shard is not None and not self.shard.stacked:
             self._check_rows_apart()
+
+    def keep_layout(self) -> None:
+        """Remember the settings that the state is laid out for."""
+        self.layout = {name: self.group[name] for name in LAYOUT}
+
+    def check_layout(self) -> None:
+        """Refuse a group whose settings no longer fit the state that was allocated for them."""
+        for name, value in self.layout.items():
+            if self.group[name] != value:
+                raise OptimizerError(
+                    f"the state of a parameter group was allocated for {name} = {value!r}, and the group now has "
+                    f"{name} = {self.group[name]!r}: make a new optimizer to change it"
+                )
 
     @property
     def rule(self) -> Rule:

@@ -178,6 +178,18 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_as_a_whole(steps: 
 
 
 @pytest.mark.parametrize("projection_type", TYPES)
+def test_projections_beyond_the_range_of_fp16_are_finite(projection_type: str) -> None:
+    """Gradients of 1e4 fit in fp16, their projection (1e4 * 64 at rank 1) does not."""
+    p = nn.Parameter(torch.zeros(64, 64, dtype=torch.float16))
+    optimizer = GaLore([p], lr=0.01, rank=1, projection_type=projection_type)
+    for _ in range(2):
+        p.grad = torch.full((64, 64), 1e4, dtype=torch.float16)
+        optimizer.step()
+    assert p.isfinite().all()
+    assert (p < 0).all()
+
+
+@pytest.mark.parametrize("projection_type", TYPES)
 def test_zero_and_rank_deficient_gradients(projection_type: str) -> None:
     p = nn.Parameter(random((8, 5)))
     optimizer = GaLore([p], lr=0.1, rank=4, update_proj_gap=2, projection_type=projection_type)
@@ -233,8 +245,11 @@ def test_maximize_climbs() -> None:
 
 def test_a_closure_runs_with_gradients_on_and_its_loss_is_returned() -> None:
     layer = nn.Linear(6, 4)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
     optimizer = GaLore(layer.parameters(), lr=0.05, rank=2, update_proj_gap=5)
-    x, y = random((32, 6)), random((32, 4), 1)
+    x = random((32, 6))
+    y = x @ random((6, 4), 1)
 
     def closure() -> float:
         optimizer.zero_grad()

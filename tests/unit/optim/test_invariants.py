@@ -261,3 +261,27 @@ def test_weights_of_16_bits_follow_changes_below_their_resolution(name: str, dty
     assert true.square().mean().sqrt() / steps < distance / 2
     share = float((true * rounded).sum() / (true * true).sum())
     assert abs(share - 1) < 0.2
+
+
+@every
+def test_skipped_steps_are_logged_sparingly_and_saved(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = ENTRIES[name](parameters())
+    for _ in range(5):
+        for p in params_of(optimizer):
+            p.grad = torch.full_like(p, math.nan)
+        optimizer.step()
+    kind = type(optimizer).__name__
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{kind} skipped a step because a gradient is not finite ({count} skipped so far)" for count in (1, 2, 4)
+    ]
+    twin = ENTRIES[name](parameters())
+    twin.load_state_dict(optimizer.state_dict())
+    assert twin.skipped == optimizer.skipped == 5
+
+
+@every
+def test_large_finite_gradients_are_not_skipped(name: str) -> None:
+    """Also where their squares overflow fp32."""
+    optimizer = ENTRIES[name](parameters())
+    move(optimizer, range(2), size=1e20)
+    assert optimizer.skipped == 0

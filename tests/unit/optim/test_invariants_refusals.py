@@ -77,6 +77,25 @@ def test_a_refused_group_leaves_nothing_behind(name: str) -> None:
     move(optimizer, range(2, 4))
 
 
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "muon"])
+@pytest.mark.parametrize("rank", [1, 3, 200])
+def test_changing_the_rank_of_a_live_group_is_refused(name: str, rank: int) -> None:
+    """The state is allocated for the first rank."""
+    optimizer = ENTRIES[name](parameters())
+    move(optimizer, range(2))
+    before, first = everything(optimizer), optimizer.param_groups[0]["rank"]
+    if first == rank:
+        pytest.skip("this is its rank")
+    optimizer.param_groups[0]["rank"] = rank
+    with pytest.raises(OptimizerError, match=f"was allocated for rank = {first}.* now has rank = {rank}") as caught:
+        move(optimizer, range(2, 3))
+    assert "\n" not in str(caught.value)
+    assert differences(before, everything(optimizer)) == []
+    optimizer.param_groups[0]["rank"] = first
+    move(optimizer, range(2, 3))
+    assert differences(before, everything(optimizer)) != []
+
+
 CHOICES = {
     "subspace": "power",
     "rule": "adam",

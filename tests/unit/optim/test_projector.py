@@ -48,6 +48,21 @@ def test_there_and_back_is_the_best_approximation(
         assert (back.double() - expected).norm() / expected.norm() <= bar
 
 
+@pytest.mark.parametrize("gap", [1e-2, 1e-3, 1e-5])
+@pytest.mark.parametrize("shape", [(64, 48), (48, 64)], ids=["tall", "wide"])
+@pytest.mark.parametrize("projection_type", TYPES)
+def test_nearly_equal_singular_values_do_not_mix(projection_type: str, shape: tuple[int, int], gap: float) -> None:
+    """fp32 holds them apart; vectors found in fp32 would mix by about 1e-7 / gap."""
+    generator = torch.Generator().manual_seed(0)
+    u, _, vh = torch.linalg.svd(torch.randn(shape, generator=generator, dtype=torch.float64), full_matrices=False)
+    s = torch.full((48,), 0.1, dtype=torch.float64)
+    s[:8], s[8:20] = 1.0, 1.0 - gap
+    grad = ((u * s) @ vh).float()
+    projector = GaLoreProjector(rank=8, projection_type=projection_type)
+    back, expected = projector.project_back(projector.project(grad, 0)), best(grad, 8)
+    assert (back.double() - expected).norm() / expected.norm() <= 2e-5
+
+
 @pytest.mark.parametrize(
     ("projection_type", "shape", "low", "basis"),
     [
