@@ -4,6 +4,7 @@ from whimbrel.config.overrides import apply_overrides
 from whimbrel.config.schema import (
     Setting,
     build,
+    check_choices,
     check_known,
     check_unused,
     convert,
@@ -18,6 +19,7 @@ __all__ = [
     "Setting",
     "apply_overrides",
     "build",
+    "check_choices",
     "check_known",
     "check_unused",
     "convert",

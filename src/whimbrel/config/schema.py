@@ -85,6 +85,15 @@ def check_unused(section: str, settings: object, names: Iterable[str], needs: st
             raise ConfigError(f"{_join(section, name)} = {value!r} needs {needs}: set that, or leave {name} out")
 
 
+def check_choices(section: str, settings: object) -> None:
+    """Refuse values of `Literal` fields that are not among their choices; `build` does it for tables."""
+    hints = typing.get_type_hints(type(settings))
+    for field in dataclasses.fields(cast(Any, settings)):
+        kind = hints[field.name]
+        if any(get_origin(part) is Literal for part in (kind, *get_args(kind))):
+            convert(kind, getattr(settings, field.name), _join(section, field.name))
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A half-sentence for an error message: the nearest known name, or all of them when none is near."""
     names = sorted(known)

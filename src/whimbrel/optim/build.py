@@ -22,6 +22,7 @@ from whimbrel.optim.config import LISTENS, PLAIN_ALONE, GroupConfig, OptimConfig
 from whimbrel.optim.galore import GaLore
 from whimbrel.optim.muon import Muon
 from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, QGaLore
+from whimbrel.optim.projector import matrix_shape
 from whimbrel.optim.routing import RoutedParameter
 from whimbrel.optim.store import CodedWeight
 
@@ -75,7 +76,8 @@ def _warn_of_full_ranks(config: OptimConfig, groups: Iterable[dict[str, Any]]) -
         return
     for group in groups:
         rank = group.get("rank", config.rank or DEFAULT_RANK)
-        full = [p for p in group["params"] if rank is not None and p.ndim >= 2 and min(p.flatten(1).shape) <= rank]
+        matrices = [p for p in group["params"] if rank is not None and p.ndim >= 2]
+        full = [p for p in matrices if min(matrix_shape(p.shape)[-2:]) <= rank]
         if full:
             logger.warning(
                 "rank %d is the full rank of %d parameters, one of shape %s: a subspace saves nothing there, so give a "
@@ -125,6 +127,7 @@ def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         _check_meaning(name, group, theirs[name][1])
     moments = {index: saved["state"].get(theirs[name][0]) for name, (index, _) in mine.items()}
     own["state"] = {index: state for index, state in moments.items() if state is not None}
+    own |= {name: value for name, value in saved.items() if name == "skipped"}
     optimizer.load_state_dict(own)
 
 

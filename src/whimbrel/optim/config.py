@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import build, check_unused, to_table
+from whimbrel.config import build, check_choices, check_unused, to_table
 
 __all__ = ["GroupConfig", "LISTENS", "OptimConfig", "PLAIN_ALONE", "ScheduleConfig", "Shape"]
 
@@ -107,6 +107,7 @@ class OptimConfig:
     """Settings of their own for some parameters, by name: `[[optim.groups]]` tables."""
 
     def __post_init__(self) -> None:
+        check_choices("optim", self)
         for name in ("lr", "embedding_lr", "head_lr", "scalar_lr", "eps", "weight_decay", "momentum_warmup", "scale"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -194,6 +195,7 @@ class ScheduleConfig:
     """With inverse_sqrt: the steps after which the factor has fallen by half the more; not given: warmup_steps."""
 
     def __post_init__(self) -> None:
+        check_choices("schedule", self)
         share = isinstance(self.warmup_steps, float)
         if self.warmup_steps < 0 or (share and self.warmup_steps >= 1):
             raise ConfigError(

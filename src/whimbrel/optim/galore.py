@@ -12,7 +12,7 @@ Without a rank, P and Q are identities and scale is 1: AdamW, but for eps, which
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim.careful import Careful, run_eagerly
 from whimbrel.optim.check import check_keys, check_numbers
-from whimbrel.optim.projector import GaLoreProjector, low_rank, projected_shapes, side_of
+from whimbrel.optim.projector import GaLoreProjector, low_rank, matrix_shape, projected_shapes, side_of
 from whimbrel.optim.shards import Shard, add_up, copy_, gather, local, shard_of
 
 __all__ = ["GaLore"]
@@ -174,11 +174,6 @@ class GaLore(Careful):
             _add_back_(weight, torch.div(mean, root, out=root), left, right, keep, size * group["scale"])
 
 
-def _matrices(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a matrix or of a stack of them as it is, that of a convolution as (out, rest)."""
-    return tuple(shape) if len(shape) <= 3 else (shape[0], math.prod(shape[1:]))
-
-
 def _layout(group: dict[str, Any]) -> str:
     """The settings that the names and shapes of a state depend on."""
     return f"rank = {group['rank']}, projection_type = {group['projection_type']!r}"
@@ -186,7 +181,7 @@ def _layout(group: dict[str, Any]) -> str:
 
 def _side(p: Tensor, group: dict[str, Any]) -> str | None:
     """The side that a parameter is projected from; None where it is not projected."""
-    return None if group["rank"] is None or p.ndim < 2 else side_of(group["projection_type"], _matrices(p.shape))
+    return None if group["rank"] is None or p.ndim < 2 else side_of(group["projection_type"], matrix_shape(p.shape))
 
 
 def _project(
@@ -197,7 +192,7 @@ def _project(
     A refresh under FSDP2 gathers the gradient. Between two of them, `right` needs nothing of other ranks; `left` and
     `full` sum over all rows, so over ranks.
     """
-    grad = grad.reshape(_matrices(grad.shape))
+    grad = grad.reshape(matrix_shape(grad.shape))
     keys = _basis_keys(group)
     if done % group["update_proj_gap"] == 0:
         whole = gather(grad, shard)
@@ -236,7 +231,7 @@ def _shapes(p: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shape: tuple[int, ...] = tuple(p.shape)
     bases: dict[str, tuple[int, ...]] = {}
     if _side(p, group) is not None:
-        shape, parts = projected_shapes(group["projection_type"], group["rank"], _matrices(shape))
+        shape, parts = projected_shapes(group["projection_type"], group["rank"], matrix_shape(shape))
         bases = dict(zip(_basis_keys(group), parts, strict=True))
     return {"step": (), "exp_avg": shape, "exp_avg_sq": shape} | bases
 

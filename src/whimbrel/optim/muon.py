@@ -65,6 +65,20 @@ class Muon(Careful):
         """Forget moments and steps."""
         self.state.clear()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of every optimizer, moments of fp16 parameters in fp32: torch would cast them to fp16."""
+        given: dict[str, Any] = {}
+        last = self.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        for own, saved in zip(self.param_groups, given["param_groups"], strict=True):
+            for p, index in zip(own["params"], saved["params"], strict=True):
+                for name, value in given["state"].get(index, {}).items():
+                    if p.dtype == torch.float16 and name != "step":
+                        self.state[p][name] = value.to(p.device, torch.float32, copy=True)
+
     def _move_all(self) -> None:
         for group in self.param_groups:
             (self._step_muon if group["rule"] == "muon" else self._step_adam)(group)
@@ -72,21 +86,22 @@ class Muon(Careful):
     def _step_muon(self, group: dict[str, Any]) -> None:
         splits = group.get("splits") or [()] * len(group["params"])
         stacks: dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
-        params = [(p, s) for p, s in zip(group["params"], splits, strict=True) if p.grad is not None]
+        params = [(p, s) for p, s in zip(group["params"], splits, strict=True) if p.grad is not None and p.numel()]
         if not params:
             return
         for p, _ in params:
             if not self.state[p]:
-                self.state[p] = {"step": torch.zeros((), dtype=torch.float32), "momentum": torch.zeros_like(p)}
+                self.state[p] = {"step": torch.zeros((), dtype=torch.float32), "momentum": _zeros(p)}
             self.state[p]["step"] += 1
         momentum, lr = _momentum(group, int(self.state[params[0][0]]["step"]) - 1), lr_of(group)
-        grads = [p.grad for p, _ in params]
         buffers = [self.state[p]["momentum"] for p, _ in params]
+        grads = [p.grad.to(buffer.dtype) for (p, _), buffer in zip(params, buffers, strict=True)]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         torch._foreach_mul_([p for p, _ in params], 1 - lr * group["weight_decay"])
         for (p, rows), grad, buffer in zip(params, grads, buffers, strict=True):
             for piece in zip(*(_split(tensor, rows) for tensor in (p, grad, buffer)), strict=True):
-                stacks[piece[0].shape].append(piece)
+                if piece[0].numel():
+                    stacks[piece[0].shape].append(piece)
         dtype = torch.bfloat16 if kernels_of(params[0][0]) == "cuda" else torch.float32
         for shape, pieces in stacks.items():
             scale = -lr * max(1.0, shape[0] / shape[1]) ** 0.5
@@ -99,23 +114,31 @@ class Muon(Careful):
                 torch._foreach_add_(weights, moves, alpha=scale)
 
     def _step_adam(self, group: dict[str, Any]) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
+        params = [p for p in group["params"] if p.grad is not None and p.numel()]
         if not params:
             return
         for p in params:
             if not self.state[p]:
                 step = torch.zeros((), dtype=torch.float32)
-                self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                self.state[p] = {"step": step, "exp_avg": _zeros(p), "exp_avg_sq": _zeros(p)}
             if kernels_of(p) == "cuda":  # the fused kernel wants it there, also after a state dict was loaded
                 self.state[p]["step"] = self.state[p]["step"].to(p.device)
         states = [self.state[p] for p in params]
-        fused = all(kernels_of(p) == "cuda" for p in params)
+        mixed = any(p.dtype == torch.float16 for p in params)  # fused and foreach want moments of the same dtype
+        fused = not mixed and all(kernels_of(p) == "cuda" for p in params)
+        grads = [cast(Tensor, p.grad).to(s["exp_avg"].dtype) for p, s in zip(params, states, strict=True)]
         adamw(
-            params, [cast(Tensor, p.grad) for p in params], [s["exp_avg"] for s in states],
+            params, grads, [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states],
-            fused=fused, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=lr_of(group),
+            fused=fused, foreach=False if mixed else None, amsgrad=False,
+            beta1=group["betas"][0], beta2=group["betas"][1], lr=lr_of(group),
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip
+
+
+def _zeros(p: Tensor) -> Tensor:
+    """A moment of `p` before its first update. In fp16, eps would be 0 and squares of gradients below 1e-4 too."""
+    return torch.zeros_like(p, dtype=torch.float32 if p.dtype == torch.float16 else p.dtype)
 
 
 def _momentum(group: dict[str, Any], step: int) -> float:

@@ -9,6 +9,7 @@ Just after a refresh G' is the best approximation of G of rank r. Between refres
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -18,13 +19,18 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 
-__all__ = ["Basis", "GaLoreProjector", "PROJECTION_TYPES", "low_rank", "projected_shapes", "side_of"]
+__all__ = ["Basis", "GaLoreProjector", "PROJECTION_TYPES", "low_rank", "matrix_shape", "projected_shapes", "side_of"]
 
 PROJECTION_TYPES = ("std", "reverse_std", "right", "left", "full")
 """std projects the longer side away, reverse_std the other one; the rest say the side."""
 
 Basis: TypeAlias = Tensor | tuple[Tensor, Tensor]
 """V_r^T (r x n) of right, U_r (m x r) of left, or U_r and V_r^T of full."""
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """A matrix or a stack of matrices as it is, a convolution as (out, rest)."""
+    return tuple(shape) if len(shape) <= 3 else (shape[0], math.prod(shape[1:]))
 
 
 def side_of(projection_type: str, shape: Sequence[int]) -> str:

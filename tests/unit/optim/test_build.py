@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -13,8 +14,10 @@ from torch import nn
 from whimbrel.base.errors import ConfigError, OptimizerError
 from whimbrel.config import build
 from whimbrel.optim import (
+    GaLore,
     GroupConfig,
     OptimConfig,
+    RoutedParameter,
     ScheduleConfig,
     build_optimizer,
     restore_optimizer,
@@ -314,3 +317,38 @@ def test_a_rank_that_is_no_subspace_is_told_of(caplog: pytest.LogCaptureFixture)
             f"rank {rank or 128} is the full rank of 1 parameters, one of shape (96, 64): a subspace saves nothing "
             "there, so give a smaller optim.rank"
         ] * told
+
+
+def test_full_rank_of_an_expert_stack_is_that_of_its_matrices(caplog: pytest.LogCaptureFixture) -> None:
+    """Eight experts of 16 x 4 have rank 4; as a matrix of 8 x 64 the stack would have rank 8."""
+    stack = RoutedParameter("experts", nn.Parameter(torch.zeros(8, 16, 4)), "hidden")
+    build_optimizer(OptimConfig(name="galore", rank=4), [stack])
+    assert "rank 4 is the full rank of 1 parameters" in caplog.text
+    caplog.clear()
+    few = RoutedParameter("experts", nn.Parameter(torch.zeros(2, 16, 16)), "hidden")
+    build_optimizer(OptimConfig(name="galore", rank=4), [few])
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OptimConfig(name="galoor"), r"optim.name = 'galoor' is not one of .*: did you mean 'galore'\?"),
+        (lambda: OptimConfig(name="galore", projection_type="x"), "optim.projection_type = 'x' is not one of std, .*"),
+        (lambda: OptimConfig(name="galore_warm", store="int9"), r"optim.store = 'int9' .*: did you mean 'int8'\?"),
+        (lambda: OptimConfig(decay="none"), "optim.decay = 'none' is not one of all, matrices, hidden"),
+        (lambda: ScheduleConfig(name="cosin"), r"schedule.name = 'cosin' .*: did you mean 'cosine'\?"),
+    ],
+)
+def test_unknown_choices_are_refused_by_the_constructor(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_restored_state_keeps_the_count_of_skipped_steps() -> None:
+    first, second = (build_optimizer(OptimConfig(name="galore", rank=2), route_parameters(Net(True))) for _ in range(2))
+    assert isinstance(first, GaLore)
+    assert isinstance(second, GaLore)
+    first.skipped = 3
+    restore_optimizer(second, first.state_dict())
+    assert second.skipped == 3

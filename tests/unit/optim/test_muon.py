@@ -140,6 +140,39 @@ def test_a_misspelt_key_of_a_group_is_refused_and_the_group_is_not_there() -> No
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("rule", ["muon", "adam"])
+def test_parameters_without_elements_are_passed_over(rule: str) -> None:
+    empty, full = nn.Parameter(torch.zeros(4, 0)), matrix(4, 4)
+    optimizer = Muon([empty, full], rule=rule)
+    before = full.detach().clone()
+    empty.grad, full.grad = torch.zeros(4, 0), torch.ones(4, 4)
+    optimizer.step()
+    assert not torch.equal(full, before)
+
+
+def test_splits_without_rows_are_passed_over() -> None:
+    one, other = matrix(8, 4), matrix(8, 4)
+    one.grad = other.grad = matrix(8, 4, 1).detach()
+    Muon([{"params": [one], "splits": [(4, 0, 4)]}]).step()
+    Muon([{"params": [other], "splits": [(4, 4)]}]).step()
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rule", ["muon", "adam"])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e3])
+def test_fp16_parameters_have_fp32_moments(rule: str, size: float) -> None:
+    """In fp16 eps = 1e-8 and the squares of small gradients are zero, and squares above 65504 infinite."""
+    half, single = nn.Parameter(matrix(8, 6).detach().half()), nn.Parameter(matrix(8, 6).detach().half().float())
+    for p in (half, single):
+        optimizer = Muon([p], lr=0.01, rule=rule)
+        for seed in range(4):
+            p.grad = (size * matrix(8, 6, seed).detach()).half().to(p.dtype)
+            optimizer.step()
+        moments = [tensor for name, tensor in optimizer.state[p].items() if name != "step"]
+        assert {tensor.dtype for tensor in moments} == {torch.float32}
+    torch.testing.assert_close(half.float(), single, atol=8e-3, rtol=0)  # 4 roundings of weights below 4: 4 * 2^-9
+
+
 def test_reset_forgets_moments_and_steps() -> None:
     parameter = matrix(4, 4)
     optimizer = Muon([parameter])
