@@ -44,7 +44,8 @@ class Service:
         answer_errors(self.app)
         # The gate asks for the key: this only tells the document so.
         guarded = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []
-        self.app.include_router(Routes(served, self.worker, config).router, dependencies=guarded)
+        self._routes = Routes(served, self.worker, config)
+        self.app.include_router(self._routes.router, dependencies=guarded)
         self.app.add_api_route("/metrics", self.count, dependencies=guarded, responses=FAULTS, response_class=Response)
         self.app.add_api_route("/health", self.health, responses=FAULTS)
         self.app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
@@ -60,6 +61,7 @@ class Service:
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.worker.start()
         yield
+        self._routes.close()
         await self.worker.close()
 
     async def health(self) -> Response:

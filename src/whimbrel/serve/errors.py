@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ __all__ = ["ApiError", "ErrorBody", "answer_errors", "json_response", "shown"]
 
 SHOWN = 60
 """Characters of what a client sent that are repeated to it."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxlong = 3, SHOWN, SHOWN, 10_000
+_SHORT.maxstring = _SHORT.maxother = 4 * SHOWN
 
 
 class ErrorDetail(BaseModel):
@@ -114,7 +119,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 
 def shown(given: Any) -> str:
     """What a client sent as an error repeats it: no more than its beginning."""
-    text = repr(given)
+    text = _SHORT.repr(given)  # of a list of a million values, only the first are read
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

@@ -80,9 +80,14 @@ def _read_prompts(given: Any) -> list[str | list[int]]:
     if all(isinstance(item, str) for item in given):
         return given
     lists = given if all(isinstance(item, list) and item for item in given) else [given]
-    ids = [[_whole(token) for token in item] for item in lists]
-    if all(type(token) is int for item in ids for token in item):
-        return list(ids)
+    # By the types of whole lists: to look at a million tokens one by one would keep the event loop busy.
+    kinds = [set(map(type, item)) for item in lists]
+    if all(kind == {int} for kind in kinds):
+        return list(lists)
+    if all(kind <= {int, float} for kind in kinds):
+        ids = [[_whole(token) for token in item] for item in lists]
+        if all(set(map(type, item)) == {int} for item in ids):
+            return list(ids)
     refuse(
         "invalid_value", "prompt", "prompt must hold texts only, token ids only, or lists of token ids that hold some"
     )

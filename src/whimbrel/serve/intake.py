@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whimbrel.base.logging import get_logger
+from whimbrel.serve.body import check_body
 from whimbrel.serve.config import ServeConfig
 from whimbrel.serve.errors import ApiError
 from whimbrel.serve.gate import discard_body, has_body, header, refuse, stopping
@@ -50,7 +51,7 @@ class Intake:
                     await refuse(error, scope, receive, send)
                 else:
                     if body is not None:
-                        await self._see_through(scope, body, receive, send, lease)
+                        await self._take_on(scope, body, receive, send, lease)
 
     async def _without_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the app on a request of which it reads no body. One that does not end soon ends the connection."""
@@ -97,6 +98,14 @@ class Intake:
     def _too_large(self) -> ApiError:
         most = self.config.max_body_bytes
         return ApiError(413, f"the body is larger than {most} bytes, which is all the server takes", code="too_large")
+
+    async def _take_on(self, scope: Scope, body: bytes, receive: Receive, send: Send, lease: ExitStack) -> None:
+        try:
+            check_body(body)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+        else:
+            await self._see_through(scope, body, receive, send, lease)
 
     async def _see_through(self, scope: Scope, body: bytes, receive: Receive, send: Send, lease: ExitStack) -> None:
         """Run the app on a body already read; it is cancelled as soon as the client goes away or stops reading."""

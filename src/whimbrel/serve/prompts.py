@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from whimbrel.serve.errors import ApiError, shown
 from whimbrel.serve.tokens import TokenTexts
 from whimbrel.text import Tokenizer
-from whimbrel.text.chat import ChatTemplate
+from whimbrel.text.chat import ChatTemplate, encode_up_to
 
 __all__ = ["Prompt", "PromptReader"]
 
@@ -43,7 +44,7 @@ class PromptReader:
     def converse(self, messages: Sequence[Mapping[str, str]], most: int) -> Prompt:
         """The prompt of a conversation."""
         self._check_size(sum(len(message["content"]) for message in messages), "messages", most)
-        ids = self.template.encode(self.tokenizer, messages)
+        ids = self.template.encode(self.tokenizer, messages, max_tokens=most)
         return Prompt("", tuple(_checked_length(ids, "messages", most)))
 
     def _text(self, text: str, most: int, parse_special: bool) -> Prompt:
@@ -57,13 +58,14 @@ class PromptReader:
                 param="prompt",
                 code="invalid_value",
             ) from None
-        ids, offsets = self.tokenizer.encode_prompt(text, parse_special=parse_special)
+        ids, offsets = encode_up_to(partial(self.tokenizer.encode_prompt, parse_special=parse_special), text, most)
         if not ids:
             ids, offsets = [self.bos_id], [0]
         return Prompt(text, tuple(_checked_length(ids, "prompt", most)), tuple(offsets))
 
     def _ids(self, ids: list[int], most: int) -> Prompt:
-        _checked_length(ids, "prompt", most)
+        if len(ids) > most:
+            raise _too_long(f"{len(ids)} tokens", "prompt", most)
         strange = next((token for token in ids if not 0 <= token < self.vocab_size), None)
         if strange is not None:
             raise ApiError(
@@ -76,14 +78,14 @@ class PromptReader:
         return Prompt(text, tuple(ids))
 
     def _check_size(self, characters: int, param: str, most: int) -> None:
-        """Refuse a text that no tokenizer can make short enough, before it is cut into tokens."""
-        if characters > most * self.texts.longest and not self.texts.shrinks:
+        """Refuse a text that is too long whatever its tokens are, before it is tokenized."""
+        if characters > most * self.texts.max_characters:
             raise _too_long(f"{characters} characters", param, most)
 
 
 def _checked_length(ids: list[int], param: str, most: int) -> list[int]:
     if len(ids) > most:
-        raise _too_long(f"{len(ids)} tokens", param, most)
+        raise _too_long(f"more than {most} tokens", param, most)  # how many is not known: encoding stopped early
     return ids
 
 

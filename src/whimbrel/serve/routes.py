@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
@@ -24,7 +25,11 @@ from whimbrel.serve.worker import Worker
 
 __all__ = ["Routes"]
 
+T = TypeVar("T")
+
 DRAWN_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+ENCODERS = 2
+"""Prompts of completions that are encoded at once, and as many conversations."""
 COMPLETION_TOKENS = 16
 """How many tokens a completion has at most where the request does not say."""
 
@@ -45,12 +50,20 @@ class Routes:
 
     def __init__(self, served: Served, worker: Worker, config: ServeConfig) -> None:
         self.served, self.worker, self.config = served, worker, config
+        # Few, because each may need much memory; two kinds, because a chat template may be slow.
+        self._readers = ThreadPoolExecutor(ENCODERS, "whimbrel-encode")
+        self._renderers = ThreadPoolExecutor(ENCODERS, "whimbrel-chat")
         self.router = APIRouter()
         add = self.router.add_api_route
         add("/v1/models", self.models, responses=FAULTS | {200: {"model": Models}})
         add("/v1/models/{name:path}", self.model, responses=FAULTS | {200: {"model": OneModel}})
         add("/v1/completions", self.complete, methods=["POST"], responses=_answers(CompletionAnswer))
         add("/v1/chat/completions", self.converse, methods=["POST"], responses=_answers(ChatAnswer))
+
+    def close(self) -> None:
+        """Encode no more prompts."""
+        for pool in (self._readers, self._renderers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def models(self) -> Response:
         """List the model that is served."""
@@ -67,7 +80,7 @@ class Routes:
         length = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         most = self._longest_prompt(length)
         parsed = asked.parse_special is not False
-        prompts = await asyncio.to_thread(self.served.reader.read, asked.prompt, most, parsed)
+        prompts = await self._in_thread(self._readers, self.served.reader.read, asked.prompt, most, parsed)
         sources = [Source(prompt, asked.stop or (), echo=bool(asked.echo)) for prompt in prompts]
         scored_before = asked.logprobs if asked.echo else None
         work = [self._work(asked, prompt, length, asked.logprobs, scored_before) for prompt in prompts]
@@ -81,12 +94,17 @@ class Routes:
         messages = [message.model_dump() for message in asked.messages]
         for message in messages:
             message["role"] = "system" if message["role"] == "developer" else message["role"]
-        prompt = await asyncio.to_thread(self.served.reader.converse, messages, self._longest_prompt(length))
+        prompt = await self._in_thread(
+            self._renderers, self.served.reader.converse, messages, self._longest_prompt(length)
+        )
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         shape = ChatShape(self.served.texts, scored=bool(asked.logprobs))
         work = [self._work(asked, prompt, length, logprobs)]
         stops = [*(asked.stop or ()), *self.served.template.stops]
         return await self._answer(asked, request, [Source(prompt, stops, echo=False)], work, shape)
+
+    async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, call, *arguments)
 
     async def _answer(
         self,

@@ -10,6 +10,10 @@ from whimbrel.text import Tokenizer
 __all__ = ["TokenTexts"]
 
 
+MAX_COMPOSED = 4
+"""Characters that Unicode normalization composes to one, at most. A normalizer may drop more, but no text needs it."""
+
+
 class TokenTexts:
     """The bytes of each token, and a name for it: its text, or `bytes:\\xe2\\x80` where it is no whole character."""
 
@@ -18,8 +22,9 @@ class TokenTexts:
         self.bytes_of = functools.lru_cache(maxsize=None)(amid.added_by)  # a vocabulary at most
         self.longest = max(len(self.bytes_of(token)) for token in range(tokenizer.vocab_size))
         """Bytes of the longest token."""
-        self.shrinks = tokenizer.pipeline.normalizer is not None
-        """Whether text may become shorter before it is cut into tokens."""
+        shrinks = tokenizer.pipeline.normalizer is not None
+        self.max_characters = self.longest * (MAX_COMPOSED if shrinks else 1)
+        """Characters of a prompt for each of its tokens, at most."""
 
     def name_of(self, token: int) -> str:
         """The token's text, or its bytes spelled out."""

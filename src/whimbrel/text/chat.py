@@ -21,9 +21,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
-from whimbrel.text.tokenizer import Tokenizer
+from whimbrel.text.tokenizer import EncodedPrompt, Tokenizer
 
-__all__ = ["ChatTemplate", "Message", "PLAIN", "load_chat_template", "special_token_texts"]
+__all__ = ["ChatTemplate", "Message", "PLAIN", "encode_up_to", "load_chat_template", "special_token_texts"]
 
 Message = Mapping[str, Any]
 """A turn of a conversation: its `role` (system, user, assistant), its `content`, and what else a template reads."""
@@ -39,6 +39,12 @@ NOT_ASCII = re.compile("[\x80-\ud7ff\ue000-\U0010ffff]+")
 
 DEEPEST = 64
 """Levels of lists and objects in messages, at most."""
+
+CHARACTERS_PER_TOKEN = 16
+"""Of ordinary text there are about 4; of text that has more, two parts are encoded to learn its length."""
+
+CUT_TOKENS = 256
+"""By how many tokens a text may be shorter than its beginning, whose last word was cut: no word has more."""
 
 SEARCHING = (
     *("__contains__", "__eq__", "__getitem__", "__ne__", "count", "endswith", "find", "index", "lower", "lstrip"),
@@ -73,9 +79,14 @@ class ChatTemplate:
         return self._run(messages, add_generation_prompt, {})
 
     def encode(
-        self, tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """The ids of a conversation.
+        """The ids of a conversation; of one of more than `max_tokens`, as many as show that it is too long.
 
         Special tokens are those that the template writes: one that has letters of a message in it is plain text,
         whatever became of the message on the way, so that none can end its turn or speak as another.
@@ -92,11 +103,14 @@ class ChatTemplate:
         forged = [(start, end) for start, end in spans if special.letters.keys() & set(map(ord, marked[start:end]))]
         ids: list[int] = []
         for place, (start, end) in enumerate(itertools.pairwise((0, *itertools.chain(*forged), len(text)))):
+            if max_tokens is not None and len(ids) > max_tokens:
+                break
             if place % 2:
                 ids += tokenizer.encode(text[start:end])
             else:
                 opened = place == 0 and not self.opens_text
-                ids += tokenizer.encode_prompt(text[start:end], add_special_tokens=opened).ids
+                encode = functools.partial(tokenizer.encode_prompt, add_special_tokens=opened)
+                ids += encode_up_to(encode, text[start:end], max_tokens).ids
         return ids
 
     def _run(self, messages: Any, add_generation_prompt: bool, letters: Mapping[int, str]) -> str:
@@ -108,6 +122,19 @@ class ChatTemplate:
             said = " ".join(str(error).split()).translate(letters)
             reason = said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
             raise _refused(f"the model's chat template refuses these messages: {reason}") from error
+
+
+def encode_up_to(encode: Callable[[str], EncodedPrompt], text: str, max_tokens: int | None) -> EncodedPrompt:
+    """A text encoded; of one that is far too long, only a part that has more than `max_tokens` already.
+
+    To encode takes up to a thousand times the memory of the text, so what is refused anyway is not encoded whole.
+    """
+    part = text if max_tokens is None else text[: CHARACTERS_PER_TOKEN * max(1, max_tokens)]
+    if max_tokens is not None and len(part) < len(text):
+        encoded = encode(part)
+        if len(encoded.ids) > max_tokens + CUT_TOKENS:
+            return encoded
+    return encode(text)
 
 
 def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemplate | None:

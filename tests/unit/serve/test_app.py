@@ -16,6 +16,7 @@ import torch
 from tests.unit.serve.running import running, wait_for
 
 from whimbrel.serve.prompts import PromptReader
+from whimbrel.serve.routes import ENCODERS
 from whimbrel.serve.served import Served
 from whimbrel.serve.worker import FAILURES_TO_BE_UNWELL
 from whimbrel.text import PLAIN, ChatTemplate
@@ -78,6 +79,49 @@ def test_special_tokens_in_a_prompt_are_parsed_unless_told_otherwise(served: Ser
             offsets, names = choice["logprobs"]["text_offset"][:tokens], choice["logprobs"]["tokens"][:tokens]
             assert all(text.startswith(name, at) for name, at in zip(names, offsets, strict=True))
             assert "".join(names) == text
+
+
+def test_few_prompts_are_encoded_at_once(served: Served, monkeypatch: pytest.MonkeyPatch):
+    running_now, most_at_once, lock, read = [0], [0], threading.Lock(), PromptReader.read
+    full = threading.Event()
+
+    def slow(*given):
+        with lock:
+            running_now[0] += 1
+            most_at_once[0] = max(running_now[0], most_at_once[0])
+            if running_now[0] == ENCODERS:
+                full.set()
+        full.wait(30)
+        with lock:
+            running_now[0] -= 1
+        return read(*given)
+
+    monkeypatch.setattr(PromptReader, "read", slow)
+    with running(served) as run:
+        waiting = [
+            threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": SHORT}) for _ in range(8)
+        ]
+        for each in waiting:
+            each.start()
+        for each in waiting:
+            each.join()
+    assert most_at_once[0] == ENCODERS
+
+
+def test_an_expensive_body_is_refused_before_it_is_parsed(served: Served, monkeypatch: pytest.MonkeyPatch):
+    parsed: list[int] = []
+    loads = json.loads
+
+    def note(text, *given, **named):
+        parsed.append(len(text))
+        return loads(text, *given, **named)
+
+    monkeypatch.setattr(json, "loads", note)
+    body = b'{"model": "tiny", "prompt": [' + b"[1]," * 830_000 + b"[1]]}"
+    with running(served) as run:
+        answer = run.client.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+        assert error(answer) == (400, "invalid_value")
+    assert max(parsed) < 1000
 
 
 def test_limits_are_those_it_was_told(served: Served):
