@@ -28,7 +28,7 @@ from record import record
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT, GPTConfig, preset
 from whimbrel.train import Trainer, TrainerCallback, TrainingArguments
-from whimbrel.train.callbacks import ControlCallback, DrainOnSignal, JsonLogCallback, ProgressCallback
+from whimbrel.train.callbacks import ProgressCallback
 
 SIZES = {
     "tiny": {"context_length": 64, "num_layers": 2, "embd_size": 64, "num_heads": 2},
@@ -110,10 +110,7 @@ def train(config: GPTConfig, loader: TokenDataLoader, times: Times, steps: int, 
             ),
             GPT(config),
             train_dataset=loader,
-            callbacks=[
-                JsonLogCallback(), ProgressCallback(Console(file=io.StringIO()), plain=True), DrainOnSignal(),
-                ControlCallback(), times,
-            ],
+            callbacks=[ProgressCallback(Console(file=io.StringIO()), plain=True), times],
         )  # fmt: skip
         trainer.train()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from whimbrel.base.errors import CheckpointError, ConfigError, WhimbrelError, WriteError
 from whimbrel.base.files import remove_stale
+from whimbrel.base.lock import DirectoryLock
 from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint.component import (
     DirectoryStateful,
@@ -26,7 +28,7 @@ from whimbrel.checkpoint.manifest import Manifest
 from whimbrel.checkpoint.ranks import Ranks
 from whimbrel.checkpoint.reading import absent_components, has_all_files, read_component, verify_checkpoint
 from whimbrel.checkpoint.replication import check_replication
-from whimbrel.checkpoint.retention import prune_checkpoints
+from whimbrel.checkpoint.retention import TEMPORARY, prune_checkpoints, temporary_checkpoints
 from whimbrel.checkpoint.snapshot import HostMemory
 from whimbrel.checkpoint.writing import Piece, write_checkpoint
 
@@ -49,7 +51,8 @@ class CheckpointManager:
     """The checkpoints of one run, `RUN/checkpoints/step-00000500`.
 
     Keeps the `keep` newest (None: all) and, besides them, the `best` best by metric. With `asynchronous`, a save holds
-    the caller up for the copy to host memory only; several ranks save together and always synchronously.
+    the caller up for the copy to host memory only; several ranks save together and always synchronously. Whatever
+    changes the run's checkpoints holds `lock`; a trainer holds it for its whole run.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class CheckpointManager:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value} checkpoints: give 1 or more, or None")
         self.run = Path(run)
+        self.lock = DirectoryLock(self.run)
         self._keep, self._best, self._greater_is_better = keep, best or 0, greater_is_better
         self._ranks = ranks or Ranks()
         self._groups = dict(process_groups or {})
@@ -79,6 +83,8 @@ class CheckpointManager:
         self._finished: deque[Saved] = deque()
         self._own: set[int] = set()
         self._damaged: set[Path] = set()
+        self._temporary: set[Path] = set()
+        self._reported: set[Path] = set()
 
     def reserve(self, components: Sequence[StateComponent]) -> None:
         """Take the host memory that saves will need now, so that none has to wait for it.
@@ -97,38 +103,70 @@ class CheckpointManager:
         metric: float | None = None,
         about: Mapping[str, Any] | None = None,
         path: Path | None = None,
+        temporary: bool = False,
     ) -> Path:
         """Save the state as it is now, as the checkpoint of `step` or at another `path`; say where.
 
         Waits for a save in flight, though not for what it removes afterwards. A step that was saved before, and still
         looks whole, is not written again; what else has its name (a damaged folder, a checkpoint of a course that the
-        run has left) is replaced.
+        run has left) is replaced. A `temporary` checkpoint is removed as soon as there is a later one, and `keep` does
+        not count it.
         """
         check_components(components, self._groups)
-        remembered = _plain({} if about is None else about)
+        remembered = _plain({**(about or {}), **({TEMPORARY: True} if temporary else {})})
         self._await_write()
-        target = checkpoint_path(self.run, step) if path is None else Path(path)
-        if self._ranks.broadcast(path is None and step in self._own and has_all_files(target)):
-            return target
+        if path is not None:
+            self._save(Path(path), step, components, metric, remembered)
+            return Path(path)
+        target = checkpoint_path(self.run, step)
+        self._acquire()
+        writer_releases = False
+        try:
+            saved = step in self._own and has_all_files(target) and (temporary or target not in self._temporary)
+            if not self._ranks.broadcast(saved):
+                writer_releases = self._save(target, step, components, metric, remembered)
+        finally:
+            if not writer_releases:
+                self._release()
+        return target
+
+    def _save(
+        self,
+        target: Path,
+        step: int,
+        components: Sequence[StateComponent],
+        metric: float | None,
+        about: dict[str, Any],
+    ) -> bool:
+        """Copy the state and write it, now or in the background; whether the writer thread releases the lock then."""
+        in_run = target == checkpoint_path(self.run, step)
         pieces: list[Piece] = []
-        self._ranks.together(lambda: None if path is None else _refuse_taken(target))
+        self._ranks.together(lambda: None if in_run else _refuse_taken(target))
         self._ranks.together(lambda: pieces.extend(self._take(component) for component in components))
         self._check_replication(pieces)
-        job = partial(self._write, target, step, pieces, None if metric is None else float(metric), remembered)
-        prune = partial(self._prune_after, step) if path is None else None
+        job = partial(self._write, target, step, pieces, None if metric is None else float(metric), about)
+        prune = partial(self._prune_after, step)
         self._failure = None
         if not self._background:
             self._attend(job)
-            if prune is not None:
+            if in_run:
                 self._attend(prune)
             self.wait()
-            return target
+            return False
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._flight = self._writer.submit(self._attend, job)
-        if prune is not None:
-            self._pruning = self._writer.submit(self._attend, prune)
-        return target
+        if in_run:
+            self._pruning = self._writer.submit(self._attend_and_release, prune)
+        return in_run
+
+    def _acquire(self) -> None:
+        """Take the lock of the run directory, on the first rank for all."""
+        self._ranks.together(lambda: self.lock.acquire() if self._ranks.first else None)
+
+    def _release(self) -> None:
+        if self._ranks.first:
+            self.lock.release()
 
     def finished(self) -> list[Saved]:
         """The saves that became whole and durable since the last call."""
@@ -175,10 +213,15 @@ class CheckpointManager:
     def tidy(self, step: int) -> None:
         """Clear away what a killed process left: unfinished writes, and what its save of `step` was to remove."""
         self._settle()
-        if self._ranks.first:
-            self._sweep(self.run)
-            self._sweep(self.run / "checkpoints")
-        self._prune(step)
+        self._acquire()
+        try:
+            if self._ranks.first:
+                self._temporary = temporary_checkpoints(self.run)
+                self._sweep(self.run)
+                self._sweep(self.run / "checkpoints")
+            self._prune(step)
+        finally:
+            self._release()
 
     def newest(self) -> Path | None:
         """The checkpoint of the highest step, but for those that are known to be damaged."""
@@ -186,9 +229,19 @@ class CheckpointManager:
         return found[-1] if found else None
 
     def current(self) -> Path | None:
-        """The newest checkpoint that this manager wrote or loaded: of this course, whatever else lies in the run."""
-        whole = [step for step in self._own if has_all_files(checkpoint_path(self.run, step))]
-        return checkpoint_path(self.run, max(whole)) if whole else None
+        """The newest checkpoint that this manager wrote or loaded: of this course, whatever else lies in the run.
+
+        A temporary one only where there is no other: when those are written depends on the clock.
+        """
+        own = [checkpoint_path(self.run, step) for step in sorted(self._own)]
+        whole = [path for path in own if has_all_files(path)]
+        lasting = [path for path in whole if path not in self._temporary]
+        return next(reversed(lasting or whole), None)
+
+    def forget(self, step: int) -> None:
+        """Have the next save of `step` write it again, though it was saved before."""
+        self._settle()
+        self._own.discard(step)
 
     def close(self) -> None:
         """Let the save in flight end and give all memory back. Raises nothing: `wait` is how to learn of a failure."""
@@ -219,7 +272,11 @@ class CheckpointManager:
         in_run = target == checkpoint_path(self.run, step)
         if in_run and self._ranks.first:
             self._sweep(self.run / "checkpoints")
-        attempt = partial(write_checkpoint, target, step, pieces, metric, about, self._ranks)
+
+        def attempt() -> None:
+            self._ranks.together(partial(_check_free_space, target, pieces))
+            write_checkpoint(target, step, pieces, metric, about, self._ranks)
+
         for pause in RETRY_PAUSES:
             try:
                 attempt()
@@ -232,6 +289,7 @@ class CheckpointManager:
         if in_run:
             self._own.add(step)
             self._damaged.discard(target)
+            (self._temporary.add if TEMPORARY in about else self._temporary.discard)(target)
         self._finished.append(Saved(step, target))
 
     def _prune_after(self, step: int) -> None:
@@ -241,7 +299,7 @@ class CheckpointManager:
 
     def _prune(self, newest: int) -> None:
         """Remove what need not be kept beside the checkpoint of step `newest`."""
-        if self._keep is not None and self._ranks.first:
+        if self._ranks.first and (self._keep is not None or self._temporary):
             prune_checkpoints(
                 self.run,
                 newest,
@@ -249,6 +307,8 @@ class CheckpointManager:
                 best=self._best,
                 greater_is_better=self._greater_is_better,
                 damaged=self._damaged,
+                temporary=self._temporary,
+                reported=self._reported,
             )
 
     def _sweep(self, folder: Path) -> None:
@@ -256,7 +316,9 @@ class CheckpointManager:
         try:
             remove_stale(folder)
         except OSError as error:
-            logger.warning("cannot remove what an interrupted write left: %s", error)
+            if folder not in self._reported:
+                self._reported.add(folder)
+                logger.warning("cannot remove what an interrupted write left: %s", error)
 
     def _await_write(self) -> None:
         """Wait for the save in flight: its memory is needed for the next."""
@@ -279,6 +341,12 @@ class CheckpointManager:
             self._failure = error
             logger.warning("gave up on a checkpoint: %s", error)
 
+    def _attend_and_release(self, job: Callable[[], None]) -> None:
+        try:
+            self._attend(job)
+        finally:
+            self._release()
+
     def _choose(
         self, path: Path | None, wanted: Sequence[StateComponent], optional: Collection[str]
     ) -> tuple[Path, Manifest]:
@@ -295,6 +363,19 @@ class CheckpointManager:
                 logger.warning("passed over: %s", error)
         told = f": {len(faults)} are damaged, first {faults[0]}" if faults else ""
         raise CheckpointError(f"{self.run} has no whole checkpoint{told}; begin anew with overwrite_output_dir=true")
+
+
+def _check_free_space(target: Path, pieces: Sequence[Piece]) -> None:
+    """Refuse to begin what cannot be finished: tensors are nearly all of a checkpoint, so their size is known ahead."""
+    written = (piece.snapshot for piece in pieces if piece.place.writes and piece.snapshot is not None)
+    needed = sum(tensor.nbytes for snapshot in written for tensor in snapshot.tensors.values())
+    folder = next(path for path in (target, *target.parents) if path.exists())
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:  # unknown: then the write itself shows whether there is room
+        return
+    if free < needed:
+        raise WriteError(f"cannot write {target}: it needs {needed:,} bytes and {free:,} are free on the disk")
 
 
 def _refuse_taken(target: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from whimbrel.cli.messages import show_log
 
 if TYPE_CHECKING:
     from whimbrel.models import GPT
@@ -46,20 +51,26 @@ def train(
     Any setting of the file can be given as --section.name=value, and none unsets it. A run found in the output
     directory is resumed exactly where its newest checkpoint left it; Ctrl-C finishes the step, saves and stops.
     """
-    from whimbrel.train import load_run_config
-    from whimbrel.train import train as run
-    from whimbrel.train.callbacks import ControlCallback, DrainOnSignal, JsonLogCallback, ProgressCallback
+    from whimbrel.train import RunTrainer, load_run_config
+    from whimbrel.train.callbacks import ProgressCallback
 
     del settings  # its callback has done all
+    show_log()
     loaded = load_run_config(config, context.args)
-    drain = DrainOnSignal()
-    run(
-        loaded,
-        callbacks=[JsonLogCallback(), ProgressCallback(plain=plain), drain, ControlCallback()],
-        sampler=_sampler(loaded),
-    )
-    if drain.signal is not None and exit_143:
+    trainer = RunTrainer(loaded, callbacks=[ProgressCallback(plain=plain)], sampler=_sampler(loaded))
+    trainer.train()
+    _drop_unwritten_output()
+    if trainer.received_signal is not None and exit_143:
         raise typer.Exit(143)
+
+
+def _drop_unwritten_output() -> None:
+    """A run that outlived its standard output (a full disk, `| head`) does not fail for it when the process ends."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _sampler(config: RunConfig) -> Sampler:

@@ -305,6 +305,8 @@ class TrainingArguments(BaseTrainingArguments):
     """With optimizer_in_backward: linear layers make the projection of their weight gradient and never itself."""
     compile_scope: Literal["block", "model"] = "block"
     """With torch_compile: one block once, which the rest reuse, or the whole model in one graph."""
+    save_minutes: float | None = 10.0
+    """Save also when the last save is this many minutes ago; such a checkpoint goes once there is a later one."""
     async_save: bool = True
     """Write checkpoints on a thread of their own: training waits only for the copy of its state."""
 
@@ -316,6 +318,10 @@ class TrainingArguments(BaseTrainingArguments):
             raise ConfigError(
                 f"gradient_checkpointing = True is recompute='full', and recompute = {self.recompute!r}: give one"
             )
+        if self.save_minutes is not None and self.save_minutes <= 0:
+            raise ConfigError(f"save_minutes = {self.save_minutes} must be greater than 0, or None")
+        if self.save_strategy == "no" and self.save_minutes not in (None, _default("save_minutes")):
+            logger.warning("save_minutes = %s has no effect with save_strategy='no'", self.save_minutes)
         if self.projected_linears and not self.optimizer_in_backward:
             raise ConfigError("projected_linears = True needs optimizer_in_backward=True: set it")
         if self.compile_scope != "block" and not self._compiles:

@@ -108,6 +108,13 @@ class Callbacks(Sequence[Any]):
         for callback in callbacks:
             self.add(callback)
 
+    @classmethod
+    def with_defaults(cls, defaults: Iterable[object], given: Iterable[object]) -> Callbacks:
+        """The defaults and after them those given, of which one of the same class takes the place of a default."""
+        added = list(cls(given))
+        kinds = {type(callback) for callback in added}
+        return cls([*(callback for callback in defaults if type(callback) not in kinds), *added])
+
     def __getitem__(self, place: Any) -> Any:
         return self._callbacks[place]
 

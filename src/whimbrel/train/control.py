@@ -12,6 +12,7 @@ import hmac
 import json
 import os
 import secrets
+import selectors
 import socket
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from typing import Any, Literal
 
 from whimbrel.base.errors import RequestError
 from whimbrel.base.files import PARTIAL
+from whimbrel.base.logging import get_logger
 from whimbrel.train.callback import TrainerCallback
 from whimbrel.train.state import TrainerControl
 
@@ -38,11 +40,15 @@ VERBS = {
 }
 """What can be asked of a run, and what then happens."""
 
+logger = get_logger(__name__)
+
 LOOPBACK = "127.0.0.1"
 LONGEST = 4096
 """Bytes of a request at most."""
 PATIENCE = 2.0
 """Seconds that a client has for its whole request."""
+MAX_CLIENTS = 16
+"""Connections that are open at once; another one closes the oldest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,19 +131,28 @@ def liveness(run: Path, seconds: float = 1.0) -> Literal["running", "dead", "els
 
 
 class ControlServer:
-    """Listens on a thread of its own; `answer` is called there with each verb that came with the right token."""
+    """Listens on a thread of its own; `answer` is called there with each verb that came with the right token.
+
+    All connections are read as their bytes arrive, so that a silent one delays nobody else.
+    """
 
     def __init__(self, run: Path, answer: Callable[[str], dict[str, Any]]) -> None:
         self._run = run
         self._answer = answer
         self._token = secrets.token_urlsafe(32)
         self._socket = socket.create_server((LOOPBACK, 0))
+        self._socket.settimeout(0)
+        self._clients: dict[socket.socket, _Client] = {}
+        port = self._socket.getsockname()[1]
+        self._endpoint = Endpoint(host=socket.gethostname(), port=port, token=self._token, pid=os.getpid())
+        try:
+            self._endpoint.write(run)
+        except OSError:
+            self._socket.close()
+            raise
         self._open = True
         self._thread = threading.Thread(target=self._serve, name="whimbrel-control", daemon=True)
         self._thread.start()
-        port = self._socket.getsockname()[1]
-        self._endpoint = Endpoint(host=socket.gethostname(), port=port, token=self._token, pid=os.getpid())
-        self._endpoint.write(run)
 
     def close(self) -> None:
         """Stop listening and take the file away, unless it is that of another run by now."""
@@ -151,16 +166,56 @@ class ControlServer:
         self._socket.close()
 
     def _serve(self) -> None:
-        while self._open:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # such as no file handle left: the run may need the next one more than we do
-                time.sleep(PATIENCE)
-                continue
-            with connection, contextlib.suppress(OSError):  # a client that goes away, or is slow, harms itself
-                line = _read_line(connection, time.monotonic() + PATIENCE, most=LONGEST)
-                connection.settimeout(PATIENCE)
-                connection.sendall(json.dumps(self._reply(line)).encode() + b"\n")
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while self._open:
+                now = time.monotonic()
+                for late in [own for own, client in self._clients.items() if client.deadline <= now]:
+                    self._drop(late, selector)
+                deadline = min((client.deadline for client in self._clients.values()), default=None)
+                for key, _ in selector.select(None if deadline is None else deadline - now):
+                    if key.fileobj is self._socket:
+                        self._accept(selector)
+                    elif key.fileobj in self._clients:  # not closed for a newer one just now
+                        self._hear(key.fileobj, selector)
+            for own in list(self._clients):
+                self._drop(own, selector)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except BlockingIOError:  # the client has left again
+            return
+        except OSError:  # such as no file handle left: the run may need the next one more than we do
+            for own in list(self._clients):
+                self._drop(own, selector)
+            time.sleep(PATIENCE)
+            return
+        if len(self._clients) == MAX_CLIENTS:
+            self._drop(next(iter(self._clients)), selector)
+        connection.settimeout(0)
+        self._clients[connection] = _Client(time.monotonic() + PATIENCE)
+        selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, connection: Any, selector: selectors.BaseSelector) -> None:
+        """Take what has arrived; answer a request that is complete, too long or ended by its sender."""
+        client = self._clients[connection]
+        try:
+            piece = connection.recv(LONGEST)
+            client.line += piece
+            if piece and len(client.line) <= LONGEST and not client.line.endswith(b"\n"):
+                return
+            connection.send(json.dumps(self._reply(client.line)).encode() + b"\n")  # fits into an empty buffer
+        except BlockingIOError:
+            return
+        except OSError:  # it has gone away
+            pass
+        self._drop(connection, selector)
+
+    def _drop(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
+        del self._clients[connection]
+        selector.unregister(connection)
+        connection.close()
 
     def _reply(self, line: bytes) -> dict[str, Any]:
         try:
@@ -176,6 +231,14 @@ class ControlServer:
         if not isinstance(verb, str) or verb not in VERBS:
             return {"ok": False, "error": f"the verb is none of {', '.join(VERBS)}"}
         return {"ok": True, **self._answer(verb)}
+
+
+@dataclass(slots=True)
+class _Client:
+    """A connection whose request has not all arrived."""
+
+    deadline: float
+    line: bytes = b""
 
 
 class ControlCallback(TrainerCallback):
@@ -199,7 +262,11 @@ class ControlCallback(TrainerCallback):
         if self._state.is_world_process_zero:
             self._requests.clear()
             self.drains, self.reason = False, None
-            self._server = ControlServer(Path(event["trainer"].config.output_dir), self._answer)
+            output_dir = Path(event["trainer"].config.output_dir)
+            try:
+                self._server = ControlServer(output_dir, self._answer)
+            except OSError as error:
+                logger.warning("whimbrel control cannot reach this run: %s (%s)", error, Endpoint.path(output_dir))
 
     def on_train_metrics(self, **event: Any) -> None:
         """Remember the newest numbers for whoever asks."""
@@ -215,6 +282,10 @@ class ControlCallback(TrainerCallback):
         """Do what was asked since the last step."""
         if self._requests:
             self._obey(self.decide(), event["control"])
+
+    def on_prediction_step(self, **event: Any) -> None:
+        """An evaluation need not be waited for."""
+        self.on_step_end(**event)
 
     def on_evaluate(self, **event: Any) -> None:
         """It may have been asked during an evaluation."""

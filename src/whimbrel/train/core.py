@@ -22,7 +22,9 @@ from whimbrel.train import assemble
 from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.batches import DatasetBatches, TokenBatches, collate
 from whimbrel.train.callback import Callbacks, StopRequest
+from whimbrel.train.callbacks.jsonl import JsonLog
 from whimbrel.train.device import choose_device
+from whimbrel.train.distributed import check_single_process, refuse_wrapped_model
 from whimbrel.train.log import plain
 from whimbrel.train.loop import Scheduler
 from whimbrel.train.metric import greater_is_better
@@ -30,6 +32,7 @@ from whimbrel.train.model_state import export_model, model_state
 from whimbrel.train.optimizer_state import OptimizerState, SchedulerState
 from whimbrel.train.outputs import LossFunction
 from whimbrel.train.settings import TrainerConfig
+from whimbrel.train.signals import SignalHandler
 from whimbrel.train.state import Tally, TrainerControl, TrainerState
 from whimbrel.train.translate import to_config
 
@@ -45,7 +48,8 @@ class TrainerCore:
     """The constructor, callbacks, log and checkpoints of a trainer; `BaseTrainer` adds training and evaluation.
 
     `optimizers` gives an optimizer and a scheduler as objects, by name, or (the optimizer) as a function of the
-    parameters. A `callbacks` list replaces `default_callbacks()`.
+    parameters. `callbacks` are added to `default_callbacks()`; one of the class of a default takes its place, and
+    `remove_callback` takes a default out. The log file is not among them: every run writes it.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class TrainerCore:
         compute_loss_func: LossFunction | None = None,
         optimizers: tuple[assemble.OptimizerChoice, assemble.SchedulerChoice] = (None, None),
     ) -> None:
+        check_single_process()
         _check_given(args, model, model_init, processing_class)
         self.args, self.config = args, self._make_config(args)
         if model_init is None and self.config.train.default_dtype is not None and not self._builds_model:
@@ -75,7 +80,8 @@ class TrainerCore:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class, self.loss_fn = processing_class, compute_loss_func
         self.state, self.control, self.tally = TrainerState(), TrainerControl(), Tally()
-        self.callbacks = Callbacks(self.default_callbacks() if callbacks is None else callbacks)
+        self.callbacks = Callbacks.with_defaults(self.default_callbacks(), callbacks or ())
+        self._log_file, self._signals = Callbacks([JsonLog()]), SignalHandler()
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Scheduler | None = None
         self.train_dataloader: TokenBatches | DatasetBatches | None = None
@@ -96,6 +102,8 @@ class TrainerCore:
         self._optimizers, self._placed = optimizers, False
         self._states: tuple[OptimizerState, SchedulerState] | None = None
         self._lines: list[str] = []
+        self.deferred: set[str] = set()
+        """What was due at this step ("evaluate", "save") and was put off because the run had to end at once."""
         self._last_metric: tuple[int, float] | None = None
         self.tell("on_init_end")
 
@@ -104,7 +112,7 @@ class TrainerCore:
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
-        """The callbacks of a trainer that is given none."""
+        """The callbacks that every trainer of this class has, besides those it is given."""
         return []
 
     # Callbacks
@@ -118,19 +126,20 @@ class TrainerCore:
         return self.callbacks.pop(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Take out a callback."""
+        """Take out a callback, also a default one, by exact class or by identity."""
         self.callbacks.pop(callback)
 
     def tell(self, event: str, **keywords: Any) -> TrainerControl:
         """Dispatch an event to the callbacks; the control that holds afterwards."""
-        if not self.callbacks.handles(event):
-            return self.control
-        self.control = self.callbacks.dispatch(
-            event, self.control, args=self.args, state=self.state,
-            model=None if self.model is None else self.unwrapped_model(), processing_class=self.processing_class,
-            optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, train_dataloader=self.train_dataloader,
-            eval_dataloader=self.eval_dataloader, trainer=self, **keywords,
-        )  # fmt: skip
+        for hearers in (self._log_file, self.callbacks):
+            if hearers.handles(event):
+                self.control = hearers.dispatch(
+                    event, self.control, args=self.args, state=self.state,
+                    model=None if self.model is None else self.unwrapped_model(),
+                    processing_class=self.processing_class, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
+                    train_dataloader=self.train_dataloader, eval_dataloader=self.eval_dataloader, trainer=self,
+                    **keywords,
+                )  # fmt: skip
         return self.control
 
     def log(self, logs: dict[str, Any]) -> TrainerControl:
@@ -162,21 +171,21 @@ class TrainerCore:
         target = self.config.output_dir if output_dir is None else Path(output_dir)
         export_model(self.unwrapped_model(), self.processing_class, target, overwrite=self.config.overwrite_output_dir)
 
-    def save_checkpoint(self, checkpoint_path: str | Path | None = None) -> Path:
+    def save_checkpoint(self, checkpoint_path: str | Path | None = None, *, temporary: bool = False) -> Path:
         """Save the whole state; with async_save the files follow, and `on_save` tells when they are there.
 
         The numbers of every step so far are waited for, so that nothing that is not finite is saved. A step that was
-        saved before is not saved again.
+        saved before is not saved again. A temporary checkpoint goes once there is a later one, and is never the best.
         """
         self.settle()
         metric = None
-        if self._last_metric is not None and self._last_metric[0] == self.state.global_step:
+        if self._last_metric is not None and self._last_metric[0] == self.state.global_step and not temporary:
             metric = self._last_metric[1]
         path, step = None if checkpoint_path is None else Path(checkpoint_path), self.state.global_step
-        if self.state.best_global_step == step:
+        if self.state.best_global_step == step and not temporary:
             self.state.best_model_checkpoint = str(path or find_checkpoint(self.checkpoint_manager.run, step))
         return self.checkpoint_manager.save(
-            step, self.get_state_components(), metric=metric, about=self._about(), path=path
+            step, self.get_state_components(), metric=metric, about=self._about(), path=path, temporary=temporary
         )
 
     def settle(self) -> None:
@@ -240,6 +249,8 @@ class TrainerCore:
         self._lines += [json.dumps(entry) for entry in history[len(self._lines) :]]
         state["log_history"] = "\n".join(self._lines)  # one text: a long history costs a save nothing
         state["tally"] = dataclasses.asdict(self.tally)
+        if self.deferred:
+            state["deferred"] = sorted(self.deferred)
         if self.precision.scaler is not None:
             state["grad_scaler"] = self.precision.state_dict()
         return state
@@ -251,6 +262,7 @@ class TrainerCore:
         self._lines = state.get("log_history", "").splitlines()
         self.state.log_history = [json.loads(line) for line in self._lines]
         self.tally = Tally(**state.get("tally", {}))
+        self.deferred = set(state.get("deferred", ()))
         if self.precision.scaler is not None and "grad_scaler" in state:
             self.precision.load_state_dict(state["grad_scaler"])
 
@@ -275,6 +287,8 @@ def _check_given(args: object, model: object, model_init: object, processing_cla
         raise ConfigError("a trainer needs a model: give model, or model_init, which makes one")
     if not isinstance(model, nn.Module | None):
         raise ConfigError(f"model is a {type(model).__name__}: give a torch module, as from_pretrained returns it")
+    if model is not None:
+        refuse_wrapped_model(model)
     if not (isinstance(processing_class, Tokenizer | None) or hasattr(processing_class, "save_pretrained")):
         kind = type(processing_class).__name__
         raise ConfigError(f"processing_class is a {kind}: give a tokenizer, or what has save_pretrained")

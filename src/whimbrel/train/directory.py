@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +13,6 @@ from whimbrel.base.files import atomic_file
 from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import step_folders
 from whimbrel.config import dump_toml, load_toml, to_table
-from whimbrel.train.control import liveness
 from whimbrel.train.settings import TrainerConfig
 
 __all__ = ["check_directory", "clear_directory", "events_folder", "record_settings"]
@@ -25,20 +25,19 @@ logger = get_logger(__name__)
 
 
 def check_directory(config: TrainerConfig, *, explicit: bool) -> None:
-    """A run that is alive is left alone, and one that nobody asked to go on with is neither mixed nor lost.
+    """Refuse a directory with a run in it that nobody asked to resume or to overwrite. Its lock must be held.
 
-    `explicit`: going on was asked for, so that there being nothing to go on with is worth a warning.
+    `explicit`: resuming was asked for, so that there being nothing to resume from is worth a warning.
     """
     directory, found = config.output_dir, step_folders(config.output_dir)
-    if liveness(directory) in ("running", "foreign"):
-        raise ConfigError(f"{directory} is the directory of a run that is running: name another output_dir, or stop it")
     if found and not (config.resume.latest or config.resume.path or config.overwrite_output_dir):
         raise ConfigError(
             f"{directory} holds a run at step {max(found)}: resume_from_checkpoint=True goes on with it, "
             "overwrite_output_dir=True begins anew, or name another output_dir"
         )
-    if explicit and config.resume.latest and not found:
-        logger.warning("%s holds no checkpoint to resume from: beginning at step 0", directory)
+    if config.resume.latest and not found:
+        level = logging.WARNING if explicit else logging.INFO
+        logger.log(level, "No checkpoint found in %s: starting from scratch", directory)
 
 
 def clear_directory(directory: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from whimbrel.base.errors import TrainingError
 from whimbrel.base.logging import get_logger
-from whimbrel.checkpoint import CheckpointManager
+from whimbrel.checkpoint import CheckpointManager, RNGState
 from whimbrel.optim import whole_steps
 from whimbrel.train.batches import Batches
+from whimbrel.train.callback import Callbacks, StopRequest
 from whimbrel.train.loop import Loop, NonFiniteError, StepMetrics
 from whimbrel.train.settings import TrainerConfig
 from whimbrel.train.state import Tally, TrainerControl, TrainerState
@@ -27,6 +31,10 @@ MOST_SKIPS = 100
 logger = get_logger(__name__)
 
 
+class EvaluationInterruptedError(Exception):
+    """Ends an evaluation between two batches: the run has to save and end, or to end."""
+
+
 class Driven(Protocol):
     """What a driver needs of a trainer."""
 
@@ -36,6 +44,8 @@ class Driven(Protocol):
     tally: Tally
     checkpoint_manager: CheckpointManager
     resumed_from: Path | None
+    callbacks: Callbacks
+    deferred: set[str]
 
     def tell(self, event: str, **keywords: Any) -> TrainerControl:
         """Dispatch an event."""
@@ -49,7 +59,7 @@ class Driven(Protocol):
     def compare(self, metrics: dict[str, float]) -> None:
         """Remember the best evaluation."""
 
-    def save_checkpoint(self) -> Path:
+    def save_checkpoint(self, checkpoint_path: str | Path | None = None, *, temporary: bool = False) -> Path:
         """Save."""
 
     def reserve_saves(self) -> None:
@@ -61,6 +71,10 @@ class Driven(Protocol):
     @property
     def can_evaluate(self) -> bool:
         """Whether there is anything to evaluate on."""
+
+    @property
+    def received_signal(self) -> signal.Signals | None:
+        """The signal that asked the run to save and end."""
 
     @property
     def drains(self) -> bool:
@@ -77,15 +91,21 @@ class Driver:
         self._skips = 0
         self._stepped = False
         self._rewound = False
+        self._evaluating = False
+        self._save_is_due = False
+        self._saved_at = time.monotonic()
 
     def run(self) -> None:
         """Step until the last step or until someone asks for the end."""
         state, trainer = self._trainer.state, self._trainer
-        while state.global_step < state.max_steps and not trainer.control.ends_training:
+        self._saved_at = time.monotonic()
+        if trainer.deferred:
+            self._do_deferred()
+        while self._goes_on():
             self._batches.begin(state.raw_epoch)
             trainer.control.should_epoch_stop = False
             trainer.tell("on_epoch_begin")
-            while state.global_step < state.max_steps and not trainer.control.ends_training:
+            while self._goes_on():
                 try:
                     epoch_ended = self._step()
                 except NonFiniteError as fault:
@@ -94,12 +114,31 @@ class Driver:
                 if epoch_ended:
                     break
         if self._stepped and not trainer.control.should_abort_without_save:
-            if state.global_step > state.epoch_start_step and not self._pauses:
+            if state.global_step > state.epoch_start_step and not (trainer.drains and self._before_last_step):
                 trainer.tell("on_epoch_end")  # in the middle of a pass
             try:
                 self._obey(final=True)
             except NonFiniteError as fault:
                 self._recover(fault, final=True)
+
+    def _goes_on(self) -> bool:
+        """Whether another step comes: not after the last, and not once the end was asked for."""
+        self._heed_signal("on_step_begin")
+        return self._before_last_step and not self._trainer.control.ends_training
+
+    @property
+    def _before_last_step(self) -> bool:
+        return self._trainer.state.global_step < self._trainer.state.max_steps
+
+    def _heed_signal(self, event: str) -> None:
+        """Once a signal has come, ask for a save and the end."""
+        trainer, received = self._trainer, self._trainer.received_signal
+        if received is None or trainer.control.should_abort_without_save:
+            return
+        trainer.control.should_save = trainer.control.should_training_stop = True
+        if trainer.callbacks.stopped_by is None:
+            trainer.callbacks.stopped_by = StopRequest(received.name, event, "stop")
+            logger.info("Received %s: saving, then stopping", received.name)
 
     def _step(self) -> bool:
         """One step and all that is due after it; whether a pass over the data has ended with it."""
@@ -117,6 +156,7 @@ class Driver:
             state.epoch = self._batches.epoch
             self._mark_due()
             trainer.tell("on_step_end")
+            self._heed_signal("on_step_end")
         ended = tokens is None or trainer.control.should_epoch_stop or self._batches.exhausted()
         if ended:
             self._end_epoch(tokens)
@@ -151,19 +191,15 @@ class Driver:
         self._mark_save(due(config.checkpoint.every))
 
     def _mark_save(self, due: bool) -> None:
-        """A save that is due brings the evaluation that it is measured by, also where the run pauses at this step."""
+        """A save that is due brings the evaluation that it is measured by."""
         control = self._trainer.control
         control.should_save |= due
+        self._save_is_due |= due
         control.should_evaluate |= due and self._measures_saves and self._trainer.can_evaluate
 
     @property
     def _measures_saves(self) -> bool:
         return self._trainer.config.checkpoint.evaluate or self._trainer.config.checkpoint.best is not None
-
-    @property
-    def _pauses(self) -> bool:
-        """Whether the run is to save and end before its last step; when it goes on, no trace of that is left."""
-        return self._trainer.drains and self._trainer.state.global_step < self._trainer.state.max_steps
 
     def _may_evaluate(self) -> bool:
         state, validation = self._trainer.state, self._trainer.config.validation
@@ -174,11 +210,13 @@ class Driver:
         """Log, evaluate and save, each where it was asked for and not yet done at this step."""
         trainer, config = self._trainer, self._trainer.config
         if final and not trainer.control.should_abort_without_save:
-            if not self._pauses:
+            if not (trainer.drains and self._before_last_step):  # a run that is resumed later has not ended here
                 trainer.control.should_log |= config.log.every is not None or config.log.each_epoch
                 trainer.control.should_evaluate |= config.validation.at_end and trainer.can_evaluate
+                self._save_is_due |= config.checkpoint.at_end
             trainer.control.should_save |= config.checkpoint.at_end
-        if final or trainer.control.should_log or trainer.control.should_evaluate or trainer.control.should_save:
+        asked = trainer.control.should_log or trainer.control.should_evaluate or trainer.control.should_save
+        if final or asked or self._save_is_overdue:
             self.settle()
             for act in (self._log, self._evaluate, self._save):
                 if not trainer.control.should_abort_without_save:
@@ -203,20 +241,61 @@ class Driver:
         trainer.control.should_log = False
 
     def _evaluate(self) -> None:
-        trainer, config = self._trainer, self._trainer.config.checkpoint
-        before_save = trainer.control.should_save and self._measures_saves and not self._pauses
-        if (trainer.control.should_evaluate or before_save) and trainer.can_evaluate and self._first("evaluate"):
-            trainer.compare(trainer.evaluate())
-            trainer.control.should_save |= (
-                config.when_best and trainer.state.best_global_step == trainer.state.global_step
-            )
+        trainer, control = self._trainer, self._trainer.control
+        measured = self._measures_saves and (self._save_is_due if trainer.drains else control.should_save)
+        if (control.should_evaluate or measured) and trainer.can_evaluate and self._first("evaluate"):
+            self._evaluate_or_defer()
         trainer.control.should_evaluate = False
 
-    def _save(self) -> None:
+    def _evaluate_or_defer(self) -> None:
+        """Evaluate, unless the run has to end at once: then the resumed run begins with this evaluation.
+
+        A signal ends an evaluation that is under way. What that one drew at random is taken back, so that the resumed
+        run repeats it exactly.
+        """
+        trainer, random = self._trainer, RNGState()
+        before, self._evaluating = random.state_dict(), True
+        try:
+            self.check_evaluation()
+            trainer.compare(trainer.evaluate())
+        except EvaluationInterruptedError:
+            random.load_state_dict(before)
+            if not trainer.control.should_abort_without_save:
+                trainer.deferred = {"evaluate", *(["save"] if self._save_is_due else [])}
+                self._heed_signal("on_prediction_step")
+            return
+        finally:
+            self._evaluating = False
+        best = trainer.state.best_global_step == trainer.state.global_step
+        trainer.control.should_save |= trainer.config.checkpoint.when_best and best
+
+    def check_evaluation(self) -> None:
+        """Called after each batch of an evaluation: ends it where the run has to end at once."""
+        if self._evaluating and (self._trainer.drains or self._trainer.control.should_abort_without_save):
+            raise EvaluationInterruptedError
+
+    def _do_deferred(self) -> None:
+        """Do first what was due when the run had to end; a checkpoint that was due then gets its metric now."""
         trainer = self._trainer
-        if trainer.control.should_save and trainer.state.global_step > 0 and self._first("save"):
-            trainer.save_checkpoint()
-        trainer.control.should_save = False
+        deferred, trainer.deferred = trainer.deferred, set()
+        trainer.checkpoint_manager.forget(trainer.state.global_step)
+        trainer.control.should_evaluate = "evaluate" in deferred and trainer.can_evaluate
+        self._save_is_due = trainer.control.should_save = "save" in deferred
+        self._obey(final=False)
+
+    @property
+    def _save_is_overdue(self) -> bool:
+        minutes = self._trainer.config.checkpoint.every_minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def _save(self) -> None:
+        """Save where it is due, or else where the last save is long ago: that one is temporary and not measured."""
+        trainer, asked = self._trainer, self._trainer.control.should_save
+        if (asked or self._save_is_overdue) and trainer.state.global_step > 0 and self._first("save"):
+            with contextlib.suppress(OSError):  # reported when it failed; raised at the end if it was the last save
+                trainer.save_checkpoint() if asked else trainer.save_checkpoint(temporary=True)
+            self._saved_at = time.monotonic()
+        trainer.control.should_save = self._save_is_due = False
 
     def _first(self, what: str) -> bool:
         """Whether `what` has not been done at this step yet."""
@@ -252,6 +331,8 @@ class Driver:
         self._rollbacks, self._rewound = self._rollbacks + 1, True
         step = trainer.rewind()
         trainer.control.should_log = trainer.control.should_evaluate = trainer.control.should_save = False
+        self._save_is_due = False
+        trainer.deferred = set()
         self._done.clear()
         self._loop.pause()
         logger.warning("%s: went back to step %d, and on with the data that comes next", fault, step)

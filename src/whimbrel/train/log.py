@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from whimbrel.base.errors import DataError
-from whimbrel.base.files import atomic_file
+from whimbrel.base.logging import get_logger
 
 __all__ = ["FIELDS", "last_step", "log_line", "log_of", "number", "plain", "read_log", "tokens_after", "truncate_log"]
 
@@ -23,6 +24,8 @@ FIELDS = {
 """What a line must have, by its kind. `after` is the number of steps done; `step` counts from 0, as it is printed."""
 
 BLOCK = 1 << 16
+
+logger = get_logger(__name__)
 
 
 def log_line(kind: str, after: int, fields: Mapping[str, Any]) -> str:
@@ -90,10 +93,34 @@ def tokens_after(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
 
 
 def truncate_log(path: Path, step: int) -> None:
-    """Drop what was written past `step` steps, and a line that a crash cut short; the file is there afterwards."""
-    kept = [] if not path.exists() else [line for line in read_log(path) if line["after"] <= step]
-    with atomic_file(path, "w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in kept)
+    """Drop what was written past `step` steps, and a line that a crash cut short; the file is there afterwards.
+
+    Works in place, so also on a full disk. A damaged line (of a power cut) and what follows it are dropped too, and
+    kept beside the log as `log.jsonl.damaged`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    size = 0
+    with path.open("rb") as file:
+        for count, line in enumerate(file, start=1):
+            after = _after(line)
+            if after is None and line.endswith(b"\n"):
+                aside = path.with_name(f"{path.name}.damaged")
+                logger.warning("%s:%d is damaged: the log goes on from there, and %s has the rest", path, count, aside)
+                shutil.copyfile(path, aside)
+            if after is None or after > step:
+                break
+            size += len(line)
+    os.truncate(path, size)
+
+
+def _after(line: bytes) -> int | None:
+    """How many steps were done when a line was written; None for one that is cut short or damaged."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return None if _missing(record) is not None or not isinstance(record["after"], int) else int(record["after"])
 
 
 def last_step(path: Path) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from whimbrel.train.callbacks import (
 )
 from whimbrel.train.config import RunConfig
 from whimbrel.train.device import choose_device
+from whimbrel.train.distributed import check_single_process
 from whimbrel.train.state import TrainOutput
 from whimbrel.train.trainer import Trainer
 from whimbrel.train.translate import from_config
@@ -51,7 +52,7 @@ def train(config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler:
 class RunTrainer(Trainer):
     """A trainer made from a configuration: GPT over token shards.
 
-    `callbacks` replaces those that watch any trainer; what the configuration asks for is added to them.
+    `callbacks` are added to the defaults of `Trainer`, and so are those that the configuration asks for.
     """
 
     config: RunConfig
@@ -60,7 +61,9 @@ class RunTrainer(Trainer):
     def __init__(
         self, config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: Sampler | None = None
     ) -> None:
+        check_single_process()
         device = choose_device(config.train.device)
+        self._as_given = config
         config = _with_recorded_micro_batch(config)
         model = recipe.draw_model(config)
         micro_batch = recipe.choose_micro_batch(config, model, device)
@@ -74,10 +77,7 @@ class RunTrainer(Trainer):
             train_dataset=batches,
             eval_dataset=recipe.build_validation(config, device, micro_batch),
             processing_class=tokenizer,
-            callbacks=[
-                *(self.default_callbacks() if callbacks is None else callbacks),
-                *_callbacks(config, tokenizer, sampler),
-            ],
+            callbacks=[*(callbacks or ()), *_callbacks(config, tokenizer, sampler)],
         )
 
     def _make_config(self, args: MinimalTrainingArguments) -> RunConfig:
@@ -87,6 +87,12 @@ class RunTrainer(Trainer):
 
     def _about(self) -> dict[str, Any]:
         return super()._about() | {"micro_batch": self.config.train.micro_batch}
+
+    def _resume(self) -> None:
+        micro_batch = _with_recorded_micro_batch(self._as_given).train.micro_batch
+        if micro_batch not in (None, self.config.train.micro_batch):  # another run has begun and ended since
+            raise ConfigError(f"{self.config.output_dir} changed while this run was starting: start it again")
+        super()._resume()
 
     _resumes_explicitly = False
 

@@ -173,6 +173,8 @@ class CheckpointConfig:
 
     every: int | float | None = None
     """Save after this many steps, or below 1 this share of the run; not given: at the end only."""
+    every_minutes: float | None = 10.0
+    """Save also when the last save is this many minutes ago; such a checkpoint goes once there is a later one."""
     each_epoch: bool = False
     """Save after each pass over the training data."""
     when_best: bool = False
@@ -194,7 +196,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_interval("checkpoint.every", self.every)
-        check_positive("checkpoint", self, "keep", "best")
+        check_positive("checkpoint", self, "every_minutes", "keep", "best")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

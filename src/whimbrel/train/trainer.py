@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import step_folders
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT
@@ -23,11 +23,12 @@ from whimbrel.precision import sdpa_backends, torch_switches
 from whimbrel.train import assemble
 from whimbrel.train.arguments import lone_tokenizers
 from whimbrel.train.batches import DatasetBatches, TokenBatches, held_out, make_batches
-from whimbrel.train.callbacks import ControlCallback, DrainOnSignal, JsonLogCallback, ProgressCallback
+from whimbrel.train.callbacks import ControlCallback, ProgressCallback
 from whimbrel.train.columns import drop_unused_columns
 from whimbrel.train.core import TrainerCore
 from whimbrel.train.device import Stopwatch, device_name, peak_flops, peak_memory
 from whimbrel.train.directory import check_directory, clear_directory, events_folder, record_settings
+from whimbrel.train.distributed import refuse_wrapped_model
 from whimbrel.train.driver import Driver
 from whimbrel.train.evaluation import Prediction, mean_loss, predictions
 from whimbrel.train.loop import Loop
@@ -38,8 +39,6 @@ from whimbrel.train.state import Tally, TrainerControl, TrainerState, TrainOutpu
 from whimbrel.train.summary import RunSummary, estimate_memory, features
 
 __all__ = ["BaseTrainer", "Trainer"]
-
-logger = get_logger(__name__)
 
 
 class BaseTrainer(TrainerCore):
@@ -56,10 +55,12 @@ class BaseTrainer(TrainerCore):
             path = None if latest or isinstance(resume_from_checkpoint, bool) else Path(resume_from_checkpoint)
             self.config = replace(given, resume=replace(given.resume, latest=latest, path=path))
         try:
-            check_directory(self.config, explicit=self._resumes_explicitly)
-            with self._torch_settings():
-                self._prepare(self.train_dataset, self.eval_dataset)
-                return self._train_loop()
+            with self.checkpoint_manager.lock:  # before anything in the directory is read, changed or removed
+                check_directory(self.config, explicit=self._resumes_explicitly)
+                with self._torch_settings():
+                    self._prepare(self.train_dataset, self.eval_dataset)
+                    with self._signals:
+                        return self._train_loop()
         finally:
             self.config = given
 
@@ -88,7 +89,7 @@ class BaseTrainer(TrainerCore):
         self._states = None
         self._optimizer_states()  # before a checkpoint or a step changes their settings
         self.state, self.control, self.tally = self._make_state(total), TrainerControl(), Tally()
-        self.callbacks.stopped_by, self._last_metric = None, None
+        self.callbacks.stopped_by, self._last_metric, self.deferred = None, None, set()
         self.model.train()
         self._warm_up()
         assemble.seed_everything(config.train.seed)
@@ -163,7 +164,7 @@ class BaseTrainer(TrainerCore):
             self.tell("on_save", checkpoint=saved.path, step=saved.step)
 
     def _output(self, seconds: float) -> TrainOutput:
-        """The sums, and in the log who asked for an early end."""
+        """The sums."""
         state, tally = self.state, self.tally
         loss = tally.loss / tally.steps if tally.steps else math.nan
         metrics: dict[str, Any] = {
@@ -171,9 +172,6 @@ class BaseTrainer(TrainerCore):
             "num_input_tokens_seen": state.num_input_tokens_seen, "total_flos": state.total_flos,
             "compile_seconds": self.compile_seconds, "peak_memory": peak_memory(self.device),
         }  # fmt: skip
-        if self.stopped_by is not None:
-            logger.info("%s asked for the end (%s) at %s", self.stopped_by.callback, self.stopped_by.kind,
-                        self.stopped_by.event)  # fmt: skip
         return TrainOutput(state.global_step, loss, metrics)
 
     @property
@@ -184,7 +182,21 @@ class BaseTrainer(TrainerCore):
     @property
     def drains(self) -> bool:
         """Whether the run was asked to save and end, and nothing else."""
-        return any(getattr(callback, "drains", False) for callback in self.callbacks)
+        return self.received_signal is not None or any(
+            getattr(callback, "drains", False) for callback in self.callbacks
+        )
+
+    @property
+    def received_signal(self) -> signal.Signals | None:
+        """The signal that ended the last `train()`, or is about to end it."""
+        return self._signals.received
+
+    def tell(self, event: str, **keywords: Any) -> TrainerControl:
+        """Dispatch an event to the callbacks; the control that holds afterwards."""
+        control = super().tell(event, **keywords)
+        if event == "on_prediction_step" and self._driver is not None:
+            self._driver.check_evaluation()
+        return control
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """The mean loss over held-out targets, logged, and compared with the best so far."""
@@ -271,7 +283,9 @@ class BaseTrainer(TrainerCore):
         assert self.model_init is not None
         assemble.seed_everything(self.config.train.seed)
         with torch_switches(default_dtype=self.config.train.default_dtype):
-            return self.model_init()
+            model = self.model_init()
+        refuse_wrapped_model(model)
+        return model
 
     def _make_batches(self, dataset: Any, size: int | None, *, shuffle: bool) -> TokenBatches | DatasetBatches:
         assert self.model is not None
@@ -392,9 +406,9 @@ class BaseTrainer(TrainerCore):
 
 
 class Trainer(BaseTrainer):
-    """One device. By default it shows its progress, writes `log.jsonl`, drains on a signal and can be controlled."""
+    """One device. By default it shows its progress and can be controlled while it runs."""
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
-        """Progress, log, drain and live control."""
-        return [JsonLogCallback(), ProgressCallback(), DrainOnSignal(), ControlCallback()]
+        """Progress and live control."""
+        return [ProgressCallback(), ControlCallback()]

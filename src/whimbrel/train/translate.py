@@ -76,7 +76,7 @@ def _rate_arguments(lr: float, schedule: ScheduleConfig) -> tuple[Any, ...]:
 
 
 def _intervals(
-    log: str, log_steps: Every, held_out: str, eval_steps: Every, save: str, save_steps: Every
+    log: str, log_steps: Every, held_out: str, eval_steps: Every, save: str, save_steps: Every, minutes: float | None
 ) -> tuple[Any, ...]:
     """Strategies to intervals. What is evaluated or saved at intervals is so at the end of the run too."""
     eval_steps = log_steps if eval_steps is None else eval_steps
@@ -84,12 +84,13 @@ def _intervals(
         *(log_steps if log == "steps" else None, log == "epoch"),
         *(eval_steps if held_out == "steps" else None, held_out == "epoch", held_out != "no"),
         *(save_steps if save == "steps" else None, save == "epoch", save in ("steps", "epoch"), save == "best"),
+        None if save == "no" else minutes,
     )
 
 
 def _strategies(
     log: Every, log_epoch: bool, held_out: Every, eval_epoch: bool, _eval_end: bool,
-    save: Every, save_epoch: bool, _save_end: bool, save_best: bool,
+    save: Every, save_epoch: bool, _save_end: bool, save_best: bool, minutes: float | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Intervals to strategies, of which there is one at a time: steps before epochs before best."""
 
@@ -99,7 +100,7 @@ def _strategies(
     saving, evaluating = strategy(save, save_epoch), strategy(held_out, eval_epoch)
     if save_best and saving == "no" != evaluating:
         saving = "best"
-    return strategy(log, log_epoch), log, evaluating, held_out, saving, save
+    return strategy(log, log_epoch), log, evaluating, held_out, saving, save, minutes if saving != "no" else None
 
 
 def _resume(asked: bool | str | None) -> tuple[Any, ...]:
@@ -140,11 +141,15 @@ TABLE = (
     _same("adam_epsilon", "optim.eps"),
     _as("max_grad_norm", "train.clip", lambda norm: norm or None, lambda clip: clip or 0.0),
     Row(
-        ("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps"),
+        (
+            *("logging_strategy", "logging_steps", "eval_strategy", "eval_steps"),
+            *("save_strategy", "save_steps", "save_minutes"),
+        ),
         (
             *("log.every", "log.each_epoch"),
             *("validation.every", "validation.each_epoch", "validation.at_end"),
             *("checkpoint.every", "checkpoint.each_epoch", "checkpoint.at_end", "checkpoint.when_best"),
+            "checkpoint.every_minutes",
         ),
         _intervals,
         _strategies,

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,6 +301,24 @@ def test_a_save_that_fails_for_good_costs_nothing_that_was_there(
     manager.wait()
     assert list(list_checkpoints(tmp_path)) == [3]
     manager.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_save_that_does_not_fit_on_the_disk_is_not_begun(tmp_path: Path, parts, monkeypatch, caplog) -> None:
+    manager = CheckpointManager(tmp_path, asynchronous=True)
+    manager.save(1, parts(1.0))
+    manager.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(manager_module, "write_checkpoint", lambda *given: pytest.fail("began to write"))
+        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=383))
+        manager.save(2, parts(2.0))  # 64 + 32 numbers of fp32
+        with pytest.raises(WriteError, match=r"step-00000002: it needs 384 bytes and 383 are free"):
+            manager.wait()
+    path = checkpoint_path(tmp_path, 2)
+    assert f"the save of step 2 failed: cannot write {path}: it needs 384 bytes and 383 are free" in caplog.text
+    manager.save(3, parts(3.0))
+    manager.wait()
+    assert list(list_checkpoints(tmp_path)) == [1, 3]
 
 
 def test_state_that_cannot_be_saved_is_told_at_once(tmp_path: Path, parts) -> None:

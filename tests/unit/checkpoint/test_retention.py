@@ -67,11 +67,13 @@ def test_old_checkpoints_that_cannot_be_removed_do_not_fail_a_save(tmp_path: Pat
 
     with monkeypatch.context() as patch:
         patch.setattr("whimbrel.checkpoint.retention.remove_checkpoint", stuck)
-        manager.save(2, parts(2.0))
-    assert "cannot remove the old checkpoint" in caplog.text
-    assert manager.newest() == checkpoint_path(tmp_path, 2)
-    manager.save(3, parts(3.0))
-    assert os.listdir(tmp_path / "checkpoints") == ["step-00000003"]
+        for step in (2, 3, 4):
+            manager.save(step, parts(2.0))
+    assert caplog.text.count("cannot remove the old checkpoint") == 3  # each of the three once
+    assert caplog.text.count(str(checkpoint_path(tmp_path, 1))) == 1
+    assert manager.newest() == checkpoint_path(tmp_path, 4)
+    manager.save(5, parts(3.0))
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000005"]
 
 
 def test_a_manifest_remembers_the_metric(tmp_path: Path, parts) -> None:

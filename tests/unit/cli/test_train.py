@@ -234,3 +234,35 @@ def test_a_signal_ends_the_step_saves_and_exits_0(folder: Path, number: signal.S
     newest = latest_checkpoint(folder / "run")
     assert newest is not None
     assert read_log(log)[-1]["after"] == int(newest.name.removeprefix("step-"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_standard_output_does_not_end_a_run(folder: Path) -> None:
+    words = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cannot write to <stdout>: [Errno 28] No space left on device; training goes on") == 1
+    assert "Exception ignored" not in done.stderr
+    assert list(list_checkpoints(Path("run"))) == [6]
+
+
+def test_closed_pipe_does_not_end_a_run(folder: Path) -> None:
+    words = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 0, said
+    assert said.count("Broken pipe; training goes on") == 1
+    assert list(list_checkpoints(Path("run"))) == [6]
+
+
+def test_start_from_scratch_is_said_on_the_command_line(folder: Path) -> None:
+    words = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
+    for expected in (1, 0):
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        assert done.stderr.count("No checkpoint found in run: starting from scratch") == expected

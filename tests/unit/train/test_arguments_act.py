@@ -303,7 +303,6 @@ def test_a_removed_callback_hears_nothing(args: Make, net: Make, data: Make) -> 
 
 
 def test_values_of_any_kind_are_logged_and_saved(args: Make, fit: Make) -> None:
-    from whimbrel.train.callbacks import JsonLogCallback
     from whimbrel.train.log import read_log
 
     class Measures(TrainerCallback):
@@ -311,7 +310,7 @@ def test_values_of_any_kind_are_logged_and_saved(args: Make, fit: Make) -> None:
             if event["state"].global_step == 2:
                 event["trainer"].log({"eval_accuracy": torch.tensor(0.5), "judgement": "good"})
 
-    trainer, _ = fit(args(max_steps=4, save_strategy="steps", save_steps=4), callbacks=[JsonLogCallback(), Measures()])
+    trainer, _ = fit(args(max_steps=4, save_strategy="steps", save_steps=4), callbacks=[Measures()])
     lines = read_log(Path(trainer.config.output_dir) / "log.jsonl")
     assert [line for line in lines if "judgement" in line] == [
         {"kind": "log", "after": 2, "eval_accuracy": 0.5, "judgement": "good", "epoch": pytest.approx(2 / 6)}

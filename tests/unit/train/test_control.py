@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ import pytest
 
 from whimbrel.base.errors import RequestError
 from whimbrel.train.callback import Callbacks
-from whimbrel.train.control import LONGEST, VERBS, ControlCallback, Endpoint, ask, liveness
+from whimbrel.train.control import LONGEST, MAX_CLIENTS, VERBS, ControlCallback, Endpoint, ask, liveness
 from whimbrel.train.state import TrainerControl, TrainerState
 
 
@@ -198,6 +199,19 @@ def test_oversized_silent_and_vanishing_clients_do_not_keep_others_out(
         assert silent.recv(1) == b""  # hung up on
     run.step()
     assert run.control == TrainerControl()
+
+
+def test_silent_connections_do_not_delay_a_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whimbrel.train.control.PATIENCE", 600.0)
+    endpoint = Endpoint.read(run.folder)
+    assert endpoint is not None
+    with contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", endpoint.port)
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(5)]
+        assert ask(run.folder, "status", seconds=60)["ok"]
+        silent += [stack.enter_context(socket.create_connection(address)) for _ in range(2 * MAX_CLIENTS)]
+        assert ask(run.folder, "status", seconds=60)["ok"]
+        assert silent[0].recv(1) == b""  # closed for newer ones
 
 
 def test_a_slow_client_has_a_deadline_for_the_whole_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

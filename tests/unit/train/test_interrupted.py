@@ -15,7 +15,6 @@ from whimbrel.base.errors import WriteError
 from whimbrel.base.files import PARTIAL
 from whimbrel.checkpoint import list_checkpoints, read_component
 from whimbrel.train import RunConfig, RunTrainer, TrainerCallback, read_log, train
-from whimbrel.train.callbacks import JsonLogCallback
 from whimbrel.train.model_state import GPTState
 
 MakeRun = Callable[..., RunConfig]
@@ -26,7 +25,7 @@ def names(folder: Path) -> list[str]:
 
 
 def run(config: RunConfig) -> None:
-    train(config, callbacks=[JsonLogCallback()])
+    train(config)
 
 
 def test_pruning_that_was_cut_short_after_the_last_save_is_finished(make_run: MakeRun) -> None:
@@ -110,7 +109,7 @@ def test_a_pause_leaves_no_trace(make_run: MakeRun, tmp_path: Path, step: int) -
     for name in ("whole", "paused"):
         config = make_run(output_dir=tmp_path / name, **settings)
         if name == "paused":
-            train(config, callbacks=[JsonLogCallback(), Pause(step)])
+            train(config, callbacks=[Pause(step)])
             assert max(list_checkpoints(config.output_dir)) == step
         run(config)
         lines = read_log(config.output_dir / "log.jsonl")

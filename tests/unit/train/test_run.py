@@ -23,7 +23,6 @@ from whimbrel.data import write_shard
 from whimbrel.models import GPT
 from whimbrel.text import Tokenizer, load_tokenizer
 from whimbrel.train import RunConfig, RunTrainer, TrainerCallback, read_log, train
-from whimbrel.train.callbacks import JsonLogCallback
 from whimbrel.train.summary import RunSummary
 
 MakeRun = Callable[..., RunConfig]
@@ -62,7 +61,7 @@ class Seen(TrainerCallback):
 
 def run(config: RunConfig, seen: Seen | None = None, **keywords: Any) -> Seen:
     seen = seen or Seen()
-    train(config, callbacks=[JsonLogCallback(), seen], **keywords)
+    train(config, callbacks=[seen], **keywords)
     return seen
 
 

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from whimbrel.artifacts import load_model
 from whimbrel.train import RunConfig, TrainerCallback, train
-from whimbrel.train.callbacks import ControlCallback, DrainOnSignal, JsonLogCallback
 from whimbrel.train.log import read_log
 
 TIMED = {"seconds", "peak_memory"}
@@ -29,8 +28,7 @@ class StopAt(TrainerCallback):
 
 
 def sit(config: RunConfig, *own: TrainerCallback) -> None:
-    watching = [ControlCallback(), JsonLogCallback(), DrainOnSignal()]
-    train(config, callbacks=[*watching, *own], sampler=lambda model, tokenizer, step: f"after {step}: {model.training}")
+    train(config, callbacks=own, sampler=lambda model, tokenizer, step: f"after {step}: {model.training}")
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

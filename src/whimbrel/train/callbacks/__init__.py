@@ -1,10 +1,8 @@
 """The callbacks that come with the trainer, one small file each."""
 
 from whimbrel.train.callbacks.divergence import DivergenceCallback
-from whimbrel.train.callbacks.drain import DrainOnSignal
 from whimbrel.train.callbacks.early_stopping import EarlyStoppingCallback
 from whimbrel.train.callbacks.ema import EmaCallback
-from whimbrel.train.callbacks.jsonl import JsonLogCallback
 from whimbrel.train.callbacks.memory import MemoryCallback
 from whimbrel.train.callbacks.norms import NormsCallback
 from whimbrel.train.callbacks.profiler import ProfilerCallback
@@ -17,10 +15,8 @@ from whimbrel.train.control import ControlCallback
 __all__ = [
     "ControlCallback",
     "DivergenceCallback",
-    "DrainOnSignal",
     "EarlyStoppingCallback",
     "EmaCallback",
-    "JsonLogCallback",
     "MemoryCallback",
     "NormsCallback",
     "ProfilerCallback",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from whimbrel.base.units import readable_bytes
 from whimbrel.optim import ParameterRow
 from whimbrel.train.callback import StopRequest, TrainerCallback
+from whimbrel.train.callbacks.writer import Warnings
 from whimbrel.train.device import peak_memory
 from whimbrel.train.log import number
+from whimbrel.train.signals import SIGNALS
 from whimbrel.train.summary import MemoryEstimate, RunSummary
 
 __all__ = ["ProgressCallback"]
@@ -38,6 +41,7 @@ class ProgressCallback(TrainerCallback):
         self._summary: RunSummary | None = None
         self._live: Progress | None = None
         self._drawn = 0.0
+        self._warnings = Warnings()
 
     def on_init_end(self, **event: Any) -> None:
         """One process speaks for all."""
@@ -52,7 +56,8 @@ class ProgressCallback(TrainerCallback):
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeRemainingColumn())
             self._live = Progress(*columns, console=self._console)
             self._live.add_task("starting", total=summary.total_steps, completed=summary.first_step)
-            self._live.start()
+            with self._guarded():
+                self._live.start()
 
     def on_train_metrics(self, **event: Any) -> None:
         """A line for every step, or a move of the live one."""
@@ -64,7 +69,8 @@ class ProgressCallback(TrainerCallback):
         elif metrics["step"] == summary.total_steps or time.monotonic() - self._drawn > REDRAW:
             self._drawn = time.monotonic()
             text = f"{_live_text(metrics, summary)}  {_gib(peak_memory(event['trainer'].device), 1)}"
-            self._live.update(self._live.task_ids[0], completed=metrics["step"], description=text)
+            with self._guarded():
+                self._live.update(self._live.task_ids[0], completed=metrics["step"], description=text)
 
     def on_evaluate(self, **event: Any) -> None:
         """The loss on held-out data, and what else was measured."""
@@ -86,7 +92,8 @@ class ProgressCallback(TrainerCallback):
     def on_train_end(self, **event: Any) -> None:
         """Take the line away, give the sums, and say who asked for the end; where a run failed, its error speaks."""
         if self._live is not None:
-            self._live.stop()
+            with self._guarded():
+                self._live.stop()
             self._live = None
         output, stop = event["output"], event["stopped_by"]
         if self._summary is None or output is None:
@@ -101,11 +108,16 @@ class ProgressCallback(TrainerCallback):
 
     def _say(self, text: str) -> None:
         """Above the live line, where there is one; otherwise as it is: rich would wrap it."""
-        if self._live is not None:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        elif self._shown:
-            self._console.file.write(text + "\n")
-            self._console.file.flush()
+        with self._guarded():
+            if self._live is not None:
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            elif self._shown:
+                self._console.file.write(text + "\n")
+                self._console.file.flush()
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        """A console that is full or closed (`| head`) does not end a run."""
+        return self._warnings.instead_of(OSError, ValueError, of=getattr(self._console.file, "name", "the console"))
 
 
 def _head(summary: RunSummary) -> Iterator[str]:
@@ -200,7 +212,10 @@ def _ending(
     stop: StopRequest, reason: str | None, step: int, checkpoint: Path | None, *, overwrites: bool
 ) -> Iterator[str]:
     """Who asked for the end, and what is there of the run."""
-    yield f"{stop.callback} asked to {stop.kind} ({stop.event})" + (f": {reason}" if reason else "")
+    if stop.callback in {number.name for number in SIGNALS}:
+        yield f"Interrupted by {stop.callback}"
+    else:
+        yield f"{stop.callback} asked to {stop.kind} ({stop.event})" + (f": {reason}" if reason else "")
     if stop.kind == "abort":
         saved = f"the newest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
         yield f"Aborted at step {step}, nothing saved: {saved}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whimbrel.base.errors import MissingExtraError
-from whimbrel.train.callbacks.writer import LogWriter
+from whimbrel.train.callbacks.writer import LogWriter, Warnings
 from whimbrel.train.log import number
 
 if TYPE_CHECKING:
@@ -15,11 +17,15 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorBoardCallback"]
 
+RETRY_SECONDS = 60.0
+"""How long to wait before events are tried again after a failure."""
+
 
 class TensorBoardCallback(LogWriter):
     """Every step's loss, learning rate, gradient norm and speed; evaluations, samples and logs.
 
-    A run that goes on tells TensorBoard to forget what lies past its checkpoint.
+    A resumed run tells TensorBoard to forget what lies past its checkpoint. Events that cannot be written are lost
+    with a warning; a new file is tried a minute later.
     """
 
     def __init__(self) -> None:
@@ -30,19 +36,23 @@ class TensorBoardCallback(LogWriter):
         self._writer_class = SummaryWriter
         self._writer: SummaryWriter | None = None
         self._folder: Path | None = None
+        self._warnings = Warnings()
+        self._retry_at = 0.0
 
     def on_train_begin(self, **event: Any) -> None:
         """Open the folder after the step that the run is at."""
         self._held = None
         if event["state"].is_world_process_zero:
-            self._folder = Path(event["args"].logging_dir)
-            self._open_after(event["state"].global_step)
+            self._folder, self._retry_at = Path(event["args"].logging_dir), 0.0
+            with self._guarded():
+                self._open_after(event["state"].global_step)
 
     def on_rewind(self, **event: Any) -> None:
         """Forget what was written past the step that the run went back to."""
         self.release()
         if self._writer is not None:
-            self._open_after(event["step"])
+            with self._guarded():
+                self._open_after(event["step"])
 
     def on_train_metrics(self, **event: Any) -> None:
         """The numbers of a step."""
@@ -65,21 +75,26 @@ class TensorBoardCallback(LogWriter):
 
     def on_sample(self, **event: Any) -> None:
         """A text of the model."""
-        if self._writer is not None:
-            self._writer.add_text("sample", event["text"], event["step"])
+        with self._guarded():
+            writer = self._ready(event["step"])
+            if writer is not None:
+                writer.add_text("sample", event["text"], event["step"])
 
     def on_save(self, **event: Any) -> None:
         """Have on disk what led to a checkpoint."""
         del event
         self.release()
-        if self._writer is not None:
-            self._writer.flush()
+        with self._guarded():
+            if self._writer is not None:
+                self._writer.flush()
 
     def on_train_end(self, **event: Any) -> None:
         """Let go of the file."""
         del event
         self.release()
-        self._close()
+        with self._guarded():
+            self._close()
+        self._folder = None
 
     def _open_after(self, step: int) -> None:
         self._close()
@@ -88,17 +103,36 @@ class TensorBoardCallback(LogWriter):
         self._writer = self._writer_class(str(self._folder), purge_step=step + 1)
 
     def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _ready(self, step: int) -> SummaryWriter | None:
+        """The writer, opened again for `step` where it failed a while ago."""
+        if self._writer is None and self._folder is not None and time.monotonic() >= self._retry_at:
+            self._open_after(step - 1)
+        return self._writer
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A failure of TensorBoard is a warning; its writer is of no use afterwards."""
+        with self._warnings.instead_of(Exception, of=f"TensorBoard events in {self._folder}"):
+            try:
+                yield
+            except Exception:
+                self._retry_at = time.monotonic() + RETRY_SECONDS
+                with contextlib.suppress(Exception):  # it fails for the reason that is on its way
+                    self._close()
+                raise
 
     def _write(self, panel: str, values: dict[str, Any], step: int) -> None:
         """The numbers among `values`: a curve has nothing else."""
         self.release()
-        if self._writer is not None:
+        with self._guarded():
+            writer = self._ready(step)
             for name, value in values.items():
-                if (height := number(value)) is not None:
-                    self._writer.add_scalar(f"{panel}/{name}", height, step)
+                if writer is not None and (height := number(value)) is not None:
+                    writer.add_scalar(f"{panel}/{name}", height, step)
 
 
 def _outlast(folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from whimbrel.base.errors import MissingExtraError
 from whimbrel.config import to_table
-from whimbrel.train.callbacks.writer import LogWriter
+from whimbrel.train.callbacks.writer import LogWriter, Warnings
 from whimbrel.train.log import number, plain
 
 __all__ = ["TrackerCallback"]
@@ -35,6 +35,7 @@ class TrackerCallback(LogWriter):
         self._project = project or os.environ.get(f"{kind.upper()}_PROJECT", PROJECT)
         self._id = uuid.uuid4().hex[:12]
         self._run: Any = None
+        self._warnings = Warnings()
 
     def on_train_begin(self, **event: Any) -> None:
         """Open the run, or open it again."""
@@ -63,9 +64,10 @@ class TrackerCallback(LogWriter):
         """Send or write what is left."""
         del event
         self.release()
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+        run, self._run = self._run, None
+        if run is not None:
+            with self._warnings.instead_of(Exception, of=self._kind):
+                run.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Which run it is."""
@@ -90,7 +92,8 @@ class TrackerCallback(LogWriter):
     def _log(self, values: dict[str, Any], step: int) -> None:
         self.release()
         values = {name: plain(value) if number(value) is None else number(value) for name, value in values.items()}
-        if self._run is not None and self._kind == "trackio":
-            self._run.log(values, step=step)
-        elif self._run is not None:
-            self._run.log({**values, "step": step})
+        with self._warnings.instead_of(Exception, of=self._kind):
+            if self._run is not None and self._kind == "trackio":
+                self._run.log(values, step=step)
+            elif self._run is not None:
+                self._run.log({**values, "step": step})

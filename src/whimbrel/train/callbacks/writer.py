@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from whimbrel.base.logging import get_logger
 from whimbrel.train.callback import TrainerCallback
 
-__all__ = ["LogWriter"]
+__all__ = ["LogWriter", "Warnings"]
+
+logger = get_logger(__name__)
+
+
+REMIND_SECONDS = 600.0
+"""How long after a warning an output that still fails is warned about again."""
+
+
+class Warnings:
+    """Turns the failures of an output into a warning now and then: training outlives its logs."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+
+    @contextlib.contextmanager
+    def instead_of(self, *kinds: type[Exception], of: object) -> Iterator[None]:
+        """Within the block, such an error of the output `of` is a warning, and what is left of the block is skipped."""
+        try:
+            yield
+        except kinds as error:
+            if time.monotonic() >= self._quiet_until:
+                logger.warning("cannot write to %s: %s; training goes on", of, " ".join(str(error).split()))
+                self._quiet_until = time.monotonic() + REMIND_SECONDS
 
 
 class LogWriter(TrainerCallback, ABC):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from whimbrel.train.callbacks import JsonLogCallback
+from whimbrel.train.callbacks import jsonl
+from whimbrel.train.callbacks.jsonl import JsonLog
 from whimbrel.train.log import read_log
 
 
 def go(make_run: Any, first: int, last: int) -> None:
-    run = make_run(JsonLogCallback(), steps=6).begin(first)
+    run = make_run(JsonLog(), steps=6).begin(first)
     for step in range(first, last):
         run.step(loss=3 - step / 10)
         if run.state.global_step % 2 == 0:
@@ -25,7 +30,7 @@ def go(make_run: Any, first: int, last: int) -> None:
 
 
 def test_a_line_for_every_step_evaluation_sample_and_log(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLogCallback(), steps=6).begin()
+    run = make_run(JsonLog(), steps=6).begin()
     run.step(loss=2.0)
     run.evaluate(loss=1.5, accuracy=0.0)
     run.tell("on_sample", text="Ay, me!\n", step=1)
@@ -41,7 +46,7 @@ def test_a_line_for_every_step_evaluation_sample_and_log(make_run: Any, tmp_path
 
 
 def test_a_step_that_was_skipped_says_so(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLogCallback()).begin()
+    run = make_run(JsonLog()).begin()
     run.step(loss=math.inf, skipped=True)
     run.end()
     assert read_log(tmp_path / "run" / "log.jsonl")[0]["skipped"] is True
@@ -61,7 +66,7 @@ def test_a_run_that_goes_on_has_the_log_of_one_that_never_stopped(make_run: Any,
 
 
 def test_going_back_drops_what_no_longer_holds(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLogCallback()).begin()
+    run = make_run(JsonLog()).begin()
     for loss in (3.0, 2.0, 9.0):
         run.step(loss=loss)
     run.state.global_step = 2
@@ -72,7 +77,7 @@ def test_going_back_drops_what_no_longer_holds(make_run: Any, tmp_path: Path) ->
 
 
 def test_every_line_is_json_also_where_a_loss_is_not_finite(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLogCallback()).begin()
+    run = make_run(JsonLog()).begin()
     run.step(loss=math.nan, grad_norm=math.inf)
     run.end()
 
@@ -85,14 +90,14 @@ def test_every_line_is_json_also_where_a_loss_is_not_finite(make_run: Any, tmp_p
 
 
 def test_a_line_is_there_as_soon_as_it_is_written(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLogCallback()).begin()
+    run = make_run(JsonLog()).begin()
     run.step(loss=1.0)
     assert len(read_log(tmp_path / "run" / "log.jsonl")) == 1  # the run has not ended: a kill now loses nothing
     run.fail()
 
 
 def test_one_process_writes_for_all(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLogCallback())
+    run = make_run(JsonLog())
     run.state.is_world_process_zero = False
     run.begin().step(loss=1.0)
     run.end()
@@ -100,7 +105,7 @@ def test_one_process_writes_for_all(make_run: Any, tmp_path: Path) -> None:
 
 
 def test_a_log_of_ones_own_is_written_also_under_the_names_of_an_evaluation(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLogCallback(), steps=6).begin()
+    run = make_run(JsonLog(), steps=6).begin()
     run.step(loss=2.0)
     run.log({"eval_accuracy": 0.5})
     run.evaluate(loss=1.5)
@@ -118,7 +123,7 @@ def test_a_log_of_ones_own_is_written_also_under_the_names_of_an_evaluation(make
 
 
 def test_what_is_logged_between_two_runs_is_in_neither(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLogCallback()).begin()
+    run = make_run(JsonLog()).begin()
     run.end()
     run.log({"eval_accuracy": 0.5})
     run.begin().step(loss=1.0)
@@ -127,7 +132,7 @@ def test_what_is_logged_between_two_runs_is_in_neither(make_run: Any, tmp_path: 
 
 
 def test_any_value_can_be_logged(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLogCallback()).begin()
+    run = make_run(JsonLog()).begin()
     run.log({
         "tensor": torch.tensor(0.5, requires_grad=True), "half": torch.tensor(2.0, dtype=torch.bfloat16),
         "scalar": np.float32(0.25), "count": np.int64(3), "array": np.array([1.0, math.nan]), "list": [1, math.inf],
@@ -145,8 +150,91 @@ def test_any_value_can_be_logged(make_run: Any, tmp_path: Path) -> None:
 
 
 def test_an_evaluation_need_not_have_a_loss(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLogCallback()).begin()
+    run = make_run(JsonLog()).begin()
     run.evaluate(accuracy=0.5)
     run.end()
     (line,) = read_log(tmp_path / "run" / "log.jsonl")
     assert line == {"kind": "validation", "after": 0, "loss": None, "eval_accuracy": 0.5}
+
+
+@pytest.fixture
+def fill_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """While the disk is full, a line of the log is written up to its fifth byte."""
+    full, write = [False], os.write
+
+    def limited(file: int, data: bytes) -> int:
+        if not full[0] or os.fstat(file).st_ino != (tmp_path / "run" / "log.jsonl").stat().st_ino:
+            return write(file, data)
+        if data.startswith(b"{"):
+            return write(file, data[:5])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", limited)
+
+    def fill(now: bool) -> None:
+        full[0] = now
+
+    return fill
+
+
+def test_full_disk_is_one_warning_and_no_line_is_lost(
+    make_run: Any, tmp_path: Path, fill_disk: Callable[[bool], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "run" / "log.jsonl"
+    run = make_run(JsonLog()).begin()
+    run.step(loss=3.0)
+    fill_disk(True)
+    for loss in (2.0, 1.5):
+        run.step(loss=loss)
+        run.evaluate(loss=loss)
+    assert [line["loss"] for line in read_log(log)] == [3.0]
+    (warning,) = caplog.records
+    assert f"cannot write {log}: No space left on device; training goes on" in warning.message
+    fill_disk(False)
+    run.step(loss=1.0)
+    assert [line["loss"] for line in read_log(log)] == [3.0, 2.0, 2.0, 1.5, 1.5, 1.0]
+    assert caplog.records[-1].message == f"{log} is written again"
+    run.end()
+
+
+def test_lines_that_a_full_disk_takes_are_counted(
+    make_run: Any, tmp_path: Path, fill_disk: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "MAX_PENDING", 2)
+    log = tmp_path / "run" / "log.jsonl"
+    run = make_run(JsonLog()).begin()
+    fill_disk(True)
+    for loss in (4.0, 3.0, 2.0):
+        run.step(loss=loss)
+    fill_disk(False)
+    run.step(loss=1.0)
+    assert [line["loss"] for line in read_log(log)] == [2.0, 1.0]
+    assert f"{log} is written again; 2 lines were dropped" in caplog.text
+    fill_disk(True)
+    run.step(loss=0.5)
+    run.end()
+    assert f"{log} lacks the last 1 lines: they could not be written" in caplog.text
+
+
+def test_log_that_cannot_be_opened_is_opened_later(make_run: Any, tmp_path: Path, caplog: Any) -> None:
+    log = tmp_path / "run" / "log.jsonl"
+    log.mkdir(parents=True)
+    run = make_run(JsonLog()).begin()
+    run.step(loss=3.0)
+    log.rmdir()
+    run.step(loss=2.0)
+    run.end()
+    assert [line["loss"] for line in read_log(log)] == [3.0, 2.0]
+    assert f"cannot write {log}" in caplog.text
+
+
+def test_damaged_log_is_kept_aside_and_the_run_goes_on(make_run: Any, tmp_path: Path, caplog: Any) -> None:
+    log = tmp_path / "run" / "log.jsonl"
+    go(make_run, 0, 4)
+    whole = log.read_bytes()
+    first = whole.index(b"\n") + 1
+    log.write_bytes(whole[:first] + b"\0" * 80 + b"\n" + whole[first:])
+    go(make_run, 4, 6)
+    assert f"{log}:2 is damaged" in caplog.text
+    assert log.with_name("log.jsonl.damaged").read_bytes().endswith(whole[first:])
+    assert [line["after"] for line in read_log(log) if line["kind"] == "step"] == [1, 5, 6]

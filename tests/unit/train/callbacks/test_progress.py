@@ -198,3 +198,33 @@ def test_one_process_speaks_for_all(make_run: Any) -> None:
     run.begin().step(loss=1.0)
     run.end()
     assert out.getvalue() == ""
+
+
+class Full(io.StringIO):
+    """A file on a disk that is full for a while."""
+
+    name = "<stdout>"
+    full = True
+
+    def flush(self) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_console_that_cannot_be_written_is_one_warning(make_run: Any, caplog: Any, terminal: bool) -> None:
+    file = Full()
+    run = make_run(ProgressCallback(Console(file=file, force_terminal=terminal))).begin()
+    for _ in range(3):
+        run.step(loss=1.0)
+        run.evaluate(loss=1.0)
+    (warning,) = caplog.records
+    assert warning.message == "cannot write to <stdout>: [Errno 28] No space left on device; training goes on"
+    file.full = False
+    run.step(loss=1.0)
+    file.truncate(0)
+    run.evaluate(loss=0.5)
+    assert "validation after step 4: loss 0.5000" in file.getvalue()
+    file.close()
+    run.step(loss=1.0)
+    run.end()

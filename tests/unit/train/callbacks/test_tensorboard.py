@@ -112,3 +112,29 @@ def test_many_sittings_in_quick_succession_are_read_in_their_order(make_run: Any
     assert curves(folder)["train/loss"] == [(2, 2.0)]
     seconds = [path.name.split(".")[3] for path in folder.iterdir()]
     assert len(set(seconds)) == len(seconds) == 4
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_events_that_cannot_be_written_are_one_warning_and_tried_again(
+    make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(self: RecordWriter, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("whimbrel.train.callbacks.tensorboard.RETRY_SECONDS", 0.0)
+    run = make_run(TensorBoardCallback()).begin()
+    run.step(loss=3.0)
+    run.save()
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordWriter, "write", full)
+        for _ in range(3):
+            run.step(loss=2.0)
+            run.save()
+    (warning,) = caplog.records
+    assert f"cannot write to TensorBoard events in {run.args.logging_dir}" in warning.message
+    assert "No space left on device; training goes on" in warning.message
+    run.step(loss=1.0)
+    run.end()
+    assert curves(Path(run.args.logging_dir))["train/loss"] == [(1, 3.0), (5, 1.0)]

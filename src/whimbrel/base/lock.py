@@ -1,0 +1,198 @@
+"""Exclusive use of a directory by one process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from whimbrel.base.errors import ConfigError, WriteError
+from whimbrel.base.logging import get_logger
+
+flock: ModuleType | None
+try:
+    import fcntl as flock
+except ImportError:  # Windows
+    flock = None
+
+__all__ = ["DirectoryLock", "lock_owner"]
+
+LOCK_FILE = ".lock"
+OWNER_WAIT_SECONDS = 0.5
+"""How long a refused process waits for the owner to write its name: the lock is taken a moment before."""
+LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
+"""Mount options of network file systems (NFS, Lustre) under which `flock` does not reach other hosts."""
+
+logger = get_logger(__name__)
+
+
+class DirectoryLock:
+    """Holds a directory through `flock` on its file `.lock`, so that no other process uses it meanwhile.
+
+    The kernel gives the lock back when the process ends, however it ends, and forked children do not keep it. The file
+    names the owner (pid and host), for messages; it stays in the directory, empty: to remove it would race with a
+    process that is just opening it. `acquire` may be called again by the holder; the last `release` counts. Two
+    instances exclude each other also within one process.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self._file: int | None = None
+        self._count = 0
+        self._guard = threading.Lock()
+        _ALL.add(self)
+
+    @property
+    def path(self) -> Path:
+        """The lock file."""
+        return self.directory / LOCK_FILE
+
+    def __enter__(self) -> DirectoryLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Take the lock, or raise ConfigError with the pid and host of the process that holds it. Never waits."""
+        with self._guard:
+            if self._count == 0:
+                file = self._open()
+                try:
+                    self._lock(file)
+                except BaseException:
+                    os.close(file)
+                    raise
+                self._file = file
+                _write(file, {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%FT%T%z")})
+            self._count += 1
+
+    def release(self) -> None:
+        """Give the lock back, once for each `acquire`."""
+        with self._guard:
+            self._count -= 1
+            if self._count == 0 and self._file is not None:
+                _write(self._file, None)
+                os.close(self._file)
+                self._file = None
+
+    def _open(self) -> int:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                return os.open(self.path, os.O_RDWR)
+            except FileNotFoundError:
+                return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise WriteError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+    def _lock(self, file: int) -> None:
+        try:
+            if flock is None:
+                raise OSError(errno.ENOTSUP, "this system has no flock")
+            flock.flock(file, flock.LOCK_EX | flock.LOCK_NB)
+        except BlockingIOError as error:
+            raise self._refusal(_wait_for_owner(self.path)) from error
+        except OSError as error:
+            self._go_by_owner(
+                f"{self.directory} cannot be locked ({error.strerror}): make sure that no other run uses it"
+            )
+        else:
+            if _locks_are_local(self.directory):
+                self._go_by_owner(
+                    f"locks in {self.directory} are not shared between hosts: make sure that no other host uses it"
+                )
+
+    def _go_by_owner(self, warning: str) -> None:
+        """Where the lock proves nothing, refuse what the lock file says is in use, and warn otherwise."""
+        owner = lock_owner(self.directory)
+        if owner is not None and (owner.get("host") != socket.gethostname() or _is_alive(owner.get("pid"))):
+            raise ConfigError(f"{self._refusal(owner)}; if that process has ended, remove {self.path}")
+        logger.warning(warning)
+
+    def _refusal(self, owner: dict[str, Any] | None) -> ConfigError:
+        who = "another process" if owner is None else f"process {owner.get('pid')} on {owner.get('host')}"
+        return ConfigError(f"{self.directory} is in use by {who}: stop it first, or choose another output_dir")
+
+    def _forget(self) -> None:
+        """In a forked child: the lock stays with the parent."""
+        file, self._file, self._count, self._guard = self._file, None, 0, threading.Lock()
+        if file is not None:
+            os.close(file)
+
+
+_ALL: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for lock in list(_ALL):
+        lock._forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def lock_owner(directory: Path) -> dict[str, Any] | None:
+    """Who holds a directory (`pid`, `host`, `since`), or held it when it was killed; None after a clean end."""
+    try:
+        owner = json.loads((directory / LOCK_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return owner if isinstance(owner, dict) else None
+
+
+def _wait_for_owner(path: Path) -> dict[str, Any] | None:
+    deadline = time.monotonic() + OWNER_WAIT_SECONDS
+    while (owner := lock_owner(path.parent)) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return owner
+
+
+def _write(file: int, owner: dict[str, Any] | None) -> None:
+    """Name the owner in the lock file. On a full disk the lock holds all the same, and only messages lack the name."""
+    try:
+        os.ftruncate(file, 0)
+        if owner is not None:
+            os.pwrite(file, json.dumps(owner).encode(), 0)
+    except OSError as error:
+        logger.debug("the owner of a lock is not recorded: %s", error)
+
+
+def _is_alive(pid: object) -> bool:
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _locks_are_local(directory: Path) -> bool:
+    """Whether the directory is on a network file system that is mounted with locks of this host only."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    found, options = "", set[str]()
+    resolved = str(directory.resolve())
+    for line in lines:
+        fields = line.split()
+        point = fields[4].replace("\\040", " ")
+        inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(found):
+            found, options = point, {*fields[5].split(","), *fields[-1].split(",")}
+    return not options.isdisjoint(LOCAL_LOCKS)

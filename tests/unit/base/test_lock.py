@@ -1,0 +1,166 @@
+"""A directory has one user at a time, and a dead one does not keep it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from whimbrel.base import lock as lock_module
+from whimbrel.base.errors import ConfigError, WriteError
+from whimbrel.base.lock import DirectoryLock, lock_owner
+
+HOLDER = """
+import sys, time
+from whimbrel.base.lock import DirectoryLock
+with DirectoryLock(sys.argv[1]):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+FORKER = """
+import os, sys, time
+from whimbrel.base.lock import DirectoryLock
+with DirectoryLock(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    print(child, flush=True)
+    time.sleep(600)
+"""
+
+
+def start(code: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_second_holder_is_refused_by_pid_and_host(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with start(HOLDER, folder) as holder:
+        try:
+            assert first_line(holder) == "ready"
+            message = f"{folder} is in use by process {holder.pid} on {socket.gethostname()}: stop it first"
+            with pytest.raises(ConfigError, match=message):
+                DirectoryLock(folder).acquire()
+        finally:
+            holder.kill()
+    with DirectoryLock(folder):  # a killed process keeps nothing
+        assert (lock_owner(folder) or {})["pid"] == os.getpid()
+    assert lock_owner(folder) is None
+
+
+def test_two_instances_exclude_each_other_in_one_process(tmp_path: Path) -> None:
+    with DirectoryLock(tmp_path), pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+        DirectoryLock(tmp_path).acquire()
+    with DirectoryLock(tmp_path):
+        pass
+
+
+def test_holder_may_acquire_again_and_release_elsewhere(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path)
+    lock.acquire()
+    lock.acquire()
+    thread = threading.Thread(target=lock.release)
+    thread.start()
+    thread.join()
+    with pytest.raises(ConfigError, match="in use"):
+        DirectoryLock(tmp_path).acquire()
+    lock.release()
+    with DirectoryLock(tmp_path):
+        pass
+
+
+def test_forked_child_does_not_keep_the_lock_of_a_killed_parent(tmp_path: Path) -> None:
+    """As a worker of a loader, which outlives a killed run by seconds."""
+    with start(FORKER, tmp_path) as parent:
+        child = int(first_line(parent))
+        parent.kill()
+    try:
+        os.kill(child, 0)  # is still there
+        with DirectoryLock(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def no_flock(code: int) -> Any:
+    def fail(file: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return SimpleNamespace(flock=fail, LOCK_EX=2, LOCK_NB=4)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_file_system_without_locks_is_warned_about_and_the_owner_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    monkeypatch.setattr(lock_module, "flock", no_flock(code))
+    with DirectoryLock(tmp_path):
+        assert f"{tmp_path} cannot be locked ({os.strerror(code)})" in caplog.text
+        with pytest.raises(ConfigError, match=r"in use by process .* remove .*\.lock"):
+            DirectoryLock(tmp_path).acquire()
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tmp_path / ".lock").write_text(json.dumps({"pid": dead.pid, "host": socket.gethostname()}))
+    with DirectoryLock(tmp_path):  # its owner was killed
+        pass
+
+
+def test_locks_that_other_hosts_do_not_see_do_not_free_their_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lock_module, "_locks_are_local", lambda directory: True)
+    with DirectoryLock(tmp_path):
+        assert "are not shared between hosts" in caplog.text
+    (tmp_path / ".lock").write_text(json.dumps({"pid": 7, "host": "elsewhere.example"}))
+    with pytest.raises(ConfigError, match=r"process 7 on elsewhere\.example.*remove"):
+        DirectoryLock(tmp_path).acquire()
+    assert lock_owner(tmp_path) == {"pid": 7, "host": "elsewhere.example"}
+
+
+def test_mount_options_are_those_of_the_innermost_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a b" / "c").mkdir(parents=True)
+    root = str(tmp_path).replace(" ", "\\040")
+    lines = [
+        "1 0 0:1 / / rw,relatime shared:1 - ext4 /dev/sda rw",
+        f"2 1 0:2 / {root}/a\\040b rw shared:2 - nfs4 server:/x rw,vers=3,local_lock=all",
+        f"3 2 0:3 / {root}/a\\040b/c rw shared:3 - nfs4 server:/y rw,local_lock=none",
+    ]
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda self, **how: "\n".join(lines) if str(self) == "/proc/self/mountinfo" else read(self, **how),
+    )
+    assert [lock_module._locks_are_local(tmp_path / name) for name in (".", "a b", "a b/c")] == [False, True, False]
+
+
+def test_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WriteError, match=r"cannot write .*file"):
+        DirectoryLock(tmp_path / "file").acquire()
+
+
+def test_full_disk_does_not_free_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(lock_module, "OWNER_WAIT_SECONDS", 0.0)
+    with DirectoryLock(tmp_path), pytest.raises(ConfigError, match="in use by another process"):
+        DirectoryLock(tmp_path).acquire()
