@@ -120,7 +120,8 @@ def _after(line: bytes) -> int | None:
         record = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
         return None
-    return None if _missing(record) is not None or not isinstance(record["after"], int) else int(record["after"])
+    after = record["after"] if isinstance(record, dict) and _missing(record) is None else None
+    return after if isinstance(after, int) else None
 
 
 def last_step(path: Path) -> dict[str, Any] | None:

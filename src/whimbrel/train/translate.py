@@ -56,7 +56,13 @@ def from_config(config: TrainerConfig) -> TrainingArguments:
     for row in TABLE:
         settings = row.back(*(attrgetter(name)(config) for name in row.settings))
         values |= dict(zip(row.arguments, settings, strict=True))
-    return TrainingArguments(**{name: value for name, value in values.items() if value is not None})
+    kinds = typing.get_type_hints(TrainingArguments)
+    open_ends = {name for name, value in values.items() if value is None and not _admits_none(kinds[name])}
+    return TrainingArguments(**{name: value for name, value in values.items() if name not in open_ends})
+
+
+def _admits_none(kind: Any) -> bool:
+    return type(None) in typing.get_args(kind)
 
 
 def _same(argument: str, setting: str) -> Row:

@@ -156,7 +156,7 @@ def test_what_nobody_foresaw_is_one_line_too(
     def broken(*_: object, **__: object) -> None:
         raise TypeError("two\nlines")
 
-    monkeypatch.setattr("whimbrel.train.train", broken)
+    monkeypatch.setattr("whimbrel.train.RunTrainer.train", broken)
     assert run("train", "recipe.toml") == 1
     assert capsys.readouterr().err == "whimbrel: unexpected TypeError: two lines (--trace shows where)\n"
     with pytest.raises(TypeError, match="two"):

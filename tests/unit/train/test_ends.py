@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from whimbrel.base.errors import ConfigError, TrainingError
 from whimbrel.checkpoint import list_checkpoints
 from whimbrel.train import TrainerCallback
-from whimbrel.train.callbacks import ControlCallback
 
 Make = Callable[..., Any]
 
@@ -160,11 +159,11 @@ def test_torch_switches_are_put_back(args: Make, fit: Make) -> None:
 def test_two_jobs_do_not_share_a_directory(args: Make, fit: Make) -> None:
     class Second(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
-            with pytest.raises(ConfigError, match="directory of a run that is running: name another output_dir"):
+            with pytest.raises(ConfigError, match="is in use by process .* choose another output_dir"):
                 fit(args(overwrite_output_dir=True))
 
     settings = args(max_steps=1, save_strategy="steps", save_steps=1)
-    fit(settings, callbacks=[ControlCallback(), Second()])
+    fit(settings, callbacks=[Second()])
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [1]
 
 

@@ -213,11 +213,11 @@ def test_what_a_trainer_cannot_do_is_said(args: Make, net: Make) -> None:
         args(gradient_accumulation_steps=0)
 
 
-def test_given_callbacks_replace_the_default_ones(args: Make, net: Make) -> None:
+def test_given_callbacks_add_to_the_default_ones(args: Make, net: Make) -> None:
     assert BaseTrainer.default_callbacks() == []
     names = [type(callback).__name__ for callback in Trainer(args(), net()).callbacks]
     assert names == [type(callback).__name__ for callback in Trainer.default_callbacks()] != []
-    assert len(Trainer(args(), net(), callbacks=[]).callbacks) == 0
+    assert len(Trainer(args(), net(), callbacks=[]).callbacks) == len(names)
 
 
 def test_another_dataset_does_not_take_the_place_of_the_own_one(args: Make, net: Make, data: Make) -> None:

@@ -77,6 +77,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "optimizer_in_backward": {"max_grad_norm": 0.0, "optimizer_in_backward": True},
     "projected_linears": {"optimizer_in_backward": True, "projected_linears": True},
     "compile_scope": {"torch_compile": True, "compile_scope": "model"},
+    "save_minutes": {"save_minutes": 5.0},
     "async_save": {"async_save": False},
 }
 """A change of each argument, after what must be set for it to be allowed; a switch that is off is turned on."""
