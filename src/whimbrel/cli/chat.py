@@ -154,9 +154,11 @@ def _template(source: Path, asked: str | None) -> ChatTemplate:
 
     if asked is not None and Path(asked).is_file():
         try:
-            return ChatTemplate(Path(asked).read_text(encoding="utf-8"), special_token_texts(source))
+            given = ChatTemplate(Path(asked).read_text(encoding="utf-8"), special_token_texts(source))
         except UnicodeDecodeError as error:
             raise DataError(f"{asked} is not UTF-8 at byte {error.start}: give a Jinja file") from error
+        given.check()
+        return given
     try:
         own = load_chat_template(source, "default" if asked is None else asked)
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """Chat templates: messages to the text that a model was taught to read them as.
 
-A template is a Jinja program that comes with a model, as `transformers` runs it. It runs in a sandbox, and what it
-does with messages is no fault of ours: whatever goes wrong there refuses the request.
+A template is a Jinja program that comes with a model, as `transformers` runs it. It runs in a sandbox and within limits
+(`rendering`); whatever goes wrong there refuses the request.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any, NamedTuple
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
+from whimbrel.base.logging import get_logger
+from whimbrel.text.rendering import (
+    LimitExceededError,
+    Marks,
+    RefusedError,
+    SourceError,
+    compile_here,
+    render_here,
+    renderer,
+)
 from whimbrel.text.tokenizer import EncodedPrompt, Tokenizer
 
 __all__ = ["ChatTemplate", "Message", "PLAIN", "encode_up_to", "load_chat_template", "special_token_texts"]
@@ -35,8 +39,6 @@ SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", 
 HALVES = range(0xD800, 0xE000)
 """Halves of surrogate pairs, which are in no valid text: marks, which stand in for letters of messages."""
 
-NOT_ASCII = re.compile("[\x80-\ud7ff\ue000-\U0010ffff]+")
-
 DEEPEST = 64
 """Levels of lists and objects in messages, at most."""
 
@@ -45,13 +47,6 @@ CHARACTERS_PER_TOKEN = 16
 
 CUT_TOKENS = 256
 """By how many tokens a text may be shorter than its beginning, whose last word was cut: no word has more."""
-
-SEARCHING = (
-    *("__contains__", "__eq__", "__getitem__", "__ne__", "count", "endswith", "find", "index", "lower", "lstrip"),
-    *("partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip"),
-    *("split", "splitlines", "startswith", "strip", "upper"),
-)
-"""What templates do with a message to look into it, or to take a part of it."""
 
 
 class ChatTemplate:
@@ -64,19 +59,35 @@ class ChatTemplate:
         *,
         stops: Sequence[str] = (),
         opens_text: bool = True,
+        trusted: bool = False,
     ) -> None:
-        """`stops` end an answer where no token does; a text that the template does not open, the tokenizer does."""
+        """`stops` end an answer where no token does; a text that the template does not open, the tokenizer does.
+
+        A `trusted` template runs in this process and without limits: only one that comes with this package is.
+        """
+        self._trusted = trusted
         self.source, self.stops, self.opens_text = source, tuple(stops), opens_text
         self.special_tokens = dict(special_tokens or {})
         try:
-            self._template = _environment().from_string(source)
-        except TemplateSyntaxError as error:
-            raise DataError(f"the chat template is not valid Jinja in line {error.lineno}: {error.message}") from error
+            (compile_here if trusted else renderer.compile)(source)
+        except SourceError as error:
+            raise DataError(f"the chat template is not valid Jinja {error}") from error
+        except LimitExceededError as error:
+            raise DataError(f"the chat template takes more than {error} to compile: use another") from error
+
+    def check(self) -> None:
+        """Render one short message: a template that takes more time or memory than it may for that is refused."""
+        try:
+            self._render([{"role": "user", "content": "Hello"}], add_generation_prompt=True, marks=None)
+        except LimitExceededError as error:
+            raise DataError(f"the chat template takes more than {error} for one short message: use another") from error
+        except RefusedError as error:
+            get_logger(__name__).warning("the chat template refuses a conversation of one user message: %s", error)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, up to where the assistant's answer begins unless told otherwise."""
         _check(messages)
-        return self._run(messages, add_generation_prompt, {})
+        return self._run(_each_text(list(messages), str), add_generation_prompt, None)
 
     def encode(
         self,
@@ -93,14 +104,16 @@ class ChatTemplate:
         """
         _check(messages)
         special = _special_tokens(tokenizer)
+        letters = special.marks.letters
         try:
-            marked = self._run(_each_text(list(messages), special.mark), add_generation_prompt, special.letters)
-            text = marked.translate(special.letters)
+            valid = _each_text(list(messages), _valid)
+            marked = self._run(valid, add_generation_prompt, special.marks)
+            text = marked.translate(letters)
             text.encode()
         except UnicodeEncodeError as error:
             raise _refused("a message holds half a surrogate pair: give valid Unicode") from error
         spans = [found.span() for found in special.spelled.finditer(text)]
-        forged = [(start, end) for start, end in spans if special.letters.keys() & set(map(ord, marked[start:end]))]
+        forged = [(start, end) for start, end in spans if letters.keys() & set(map(ord, marked[start:end]))]
         ids: list[int] = []
         for place, (start, end) in enumerate(itertools.pairwise((0, *itertools.chain(*forged), len(text)))):
             if max_tokens is not None and len(ids) > max_tokens:
@@ -113,15 +126,19 @@ class ChatTemplate:
                 ids += encode_up_to(encode, text[start:end], max_tokens).ids
         return ids
 
-    def _run(self, messages: Any, add_generation_prompt: bool, letters: Mapping[int, str]) -> str:
-        """What the template makes of messages; `letters` are those that stand for others, to tell of a failure."""
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+    def _run(self, messages: Any, add_generation_prompt: bool, marks: Marks | None) -> str:
+        """What the template makes of messages, whose letters are marked where `marks` are given."""
         try:
-            return self._template.render(self.special_tokens | given)
-        except Exception as error:  # a program may fail in any way
-            said = " ".join(str(error).split()).translate(letters)
-            reason = said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
+            return self._render(messages, add_generation_prompt, marks)
+        except RefusedError as error:
+            reason = str(error).translate({} if marks is None else marks.letters)
             raise _refused(f"the model's chat template refuses these messages: {reason}") from error
+        except LimitExceededError as error:
+            raise _refused(f"the model's chat template takes more than {error} for these messages") from error
+
+    def _render(self, messages: Any, add_generation_prompt: bool, marks: Marks | None) -> str:
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        return (render_here if self._trusted else renderer.render)(self.source, self.special_tokens | given, marks)
 
 
 def encode_up_to(encode: Callable[[str], EncodedPrompt], text: str, max_tokens: int | None) -> EncodedPrompt:
@@ -143,13 +160,18 @@ def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemp
     settings = _table(folder / SETTINGS_FILE)
     named = _named_templates(settings.get("chat_template"), folder / SETTINGS_FILE)
     for file in [*folder.glob(f"{TEMPLATE_FOLDER}/*.jinja"), *folder.glob(TEMPLATE_FILE)]:
-        named["default" if file.name == TEMPLATE_FILE else file.stem] = file.read_text(encoding="utf-8")
+        try:
+            named["default" if file.name == TEMPLATE_FILE else file.stem] = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file} is not UTF-8 at byte {error.start}: save it as UTF-8") from error
     if name not in named:
         if name == "default" and not named:
             return None
         raise ConfigError(f"{folder} has no chat template '{name}': it has {', '.join(sorted(named)) or 'none'}")
     try:
-        return ChatTemplate(named[name], special_token_texts(folder))
+        template = ChatTemplate(named[name], special_token_texts(folder))
+        template.check()
+        return template
     except DataError as error:
         raise DataError(f"{folder}: {error}") from error
 
@@ -208,14 +230,7 @@ class _Special(NamedTuple):
     """
 
     spelled: re.Pattern[str]
-    marks: Mapping[int, str]
-    letters: Mapping[int, str]
-
-    def mark(self, text: str) -> str:
-        """A text of a message, its letters replaced."""
-        text.encode()  # refuses what would be taken for marks
-        marked = text.translate(self.marks)
-        return text if marked == text else _Said.of(marked, self)
+    marks: Marks
 
 
 @functools.lru_cache(maxsize=8)
@@ -226,48 +241,13 @@ def _special_tokens(tokenizer: Tokenizer) -> _Special:
     # A token that is a word is made by its first letter, which a template may turn to a capital or back.
     letters = {each for token in special for each in re.findall(r"[^\w\s]", token) or token[:1] + token[:1].swapcase()}
     marks = {ord(letter): chr(half) for half, letter in zip(HALVES, sorted(letters), strict=False)}
-    return _Special(spelled, marks, {ord(mark): chr(letter) for letter, mark in marks.items()})
+    return _Special(spelled, Marks(marks, {ord(mark): chr(letter) for letter, mark in marks.items()}))
 
 
-class _Said(str):
-    """What a message says, marked: a template that looks for something in it finds it as if there were no marks."""
-
-    _special: _Special
-
-    @classmethod
-    def of(cls, text: str, special: _Special) -> _Said:
-        """A text that has marks in it already."""
-        said = cls(text)
-        said._special = special
-        return said
-
-    def __str__(self) -> str:
-        return self
-
-    def __hash__(self) -> int:
-        return hash(self.translate(self._special.letters))
-
-
-def _searching(name: str) -> Callable[..., Any]:
-    """A method of texts that looks for its first argument as it is when marked."""
-    method = getattr(str, name)
-
-    def search(self: _Said, *given: Any, **named: Any) -> Any:
-        sought = _each_text(given[:1], lambda text: text.translate(self._special.marks))
-        return _each_text(method(self, *sought, *given[1:], **named), lambda text: _Said.of(text, self._special))
-
-    return search
-
-
-for _name in SEARCHING:
-    setattr(_Said, _name, _searching(_name))
-
-
-def _joined(texts: Iterable[str]) -> str:
-    """What a block or macro gives: something that was said, where that is in it."""
-    parts = list(texts)
-    said = next((part for part in parts if isinstance(part, _Said)), None)
-    return "".join(parts) if said is None else _Said.of("".join(parts), said._special)
+def _valid(text: str) -> str:
+    """A text of a message; half a surrogate pair would be taken for a mark."""
+    text.encode()
+    return text
 
 
 def _each_text(value: Any, change: Callable[[str], str], levels: int = DEEPEST) -> Any:
@@ -284,49 +264,6 @@ def _each_text(value: Any, change: Callable[[str], str], levels: int = DEEPEST) 
     return type(value)(inner(entry) for entry in value)
 
 
-@functools.cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as templates expect it: blocks leave no blank lines, JSON is not escaped for HTML."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.concat = _joined  # type: ignore[method-assign]
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment
-
-
-class _Generation(Extension):
-    """`{% generation %}`, which marks what the assistant wrote for training: here its text and no more."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """The block as a scope of its own."""
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-    # All but the marks, which would be there to stay.
-    return NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 PLAIN = ChatTemplate(
     "{% for message in messages %}"
     "{% if message.role == 'system' %}{{ message.content }}\n\n"
@@ -335,5 +272,6 @@ PLAIN = ChatTemplate(
     "{% if add_generation_prompt %}Assistant:{% endif %}",
     stops=("\nUser:",),
     opens_text=False,
+    trusted=True,
 )
 """For models that were taught no template: a conversation as a play."""

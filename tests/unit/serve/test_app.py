@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
+import httpx
 import torch
 from tests.unit.serve.running import running, wait_for
 
@@ -79,6 +80,22 @@ def test_special_tokens_in_a_prompt_are_parsed_unless_told_otherwise(served: Ser
             offsets, names = choice["logprobs"]["text_offset"][:tokens], choice["logprobs"]["tokens"][:tokens]
             assert all(text.startswith(name, at) for name, at in zip(names, offsets, strict=True))
             assert "".join(names) == text
+
+
+def test_a_chat_template_that_does_not_end_keeps_no_completion_waiting(served: Served):
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate("{% if messages | length > 1 %}" + endless + "{% endif %}" + PLAIN.source)
+    with running(replace(served, template=template)) as run:
+        many = TALK | {"messages": TALK["messages"] * 2}
+        for _ in range(7):
+            with pytest.raises(httpx.ReadTimeout):
+                run.client.post(CHAT, json=many, timeout=0.1)
+        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+        assert run.client.get("/health").status_code == 200
+        assert run.client.post(CHAT, json=TALK, timeout=120).status_code == 200
+        answer = run.client.post(CHAT, json=many, timeout=120)
+        assert error(answer) == (400, "invalid_value")
+        assert "CPU time" in answer.json()["error"]["message"]
 
 
 def test_few_prompts_are_encoded_at_once(served: Served, monkeypatch: pytest.MonkeyPatch):
