@@ -16,7 +16,7 @@ from whimbrel.base.errors import NoSparseGradientError
 from whimbrel.base.logging import get_logger
 from whimbrel.optim.shards import all_true, local, shard_of
 
-__all__ = ["Careful", "all_finite", "run_eagerly"]
+__all__ = ["LARGEST", "Careful", "examine", "run_eagerly"]
 
 logger = get_logger(__name__)
 
@@ -28,16 +28,20 @@ so code compiled for one parameter would be applied to all others of its shape. 
 slots must not be traced. Little is lost: step counts are read on the host, which breaks the graph at every parameter.
 """
 
+LARGEST = 1e14
+"""What elements of gradients are bounded by, where their squares do not fit into fp32: a billion of such squares do."""
 
-def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether all elements are finite, as a tensor.
+
+def examine(tensors: Iterable[Tensor]) -> tuple[Tensor, bool]:
+    """Whether all elements are finite, as a tensor, and whether the sum of their squares is too large for their dtype.
 
     The 2-norm is 20 times faster on a CPU than the maximum norm, but it overflows long before the elements do: only
     where it is not finite are they looked at by their magnitude.
     """
     known = [tensor for tensor in tensors if tensor.numel()]
     norm = get_total_norm(known, 2.0)
-    return norm.isfinite() if bool(norm.isfinite()) else get_total_norm(known, math.inf).isfinite()
+    huge = not bool(norm.isfinite())
+    return (get_total_norm(known, math.inf) if huge else norm).isfinite(), huge
 
 
 class Careful(torch.optim.Optimizer):
@@ -49,6 +53,9 @@ class Careful(torch.optim.Optimizer):
     """Whether they are skipped, which synchronizes with a GPU once a step; False where the caller checks gradients
     itself, as the trainer does."""
 
+    _huge: bool = False
+    """Whether squares of the gradients of this step do not fit into fp32, though they are finite."""
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient; of none where one of them is not finite."""
@@ -59,8 +66,11 @@ class Careful(torch.optim.Optimizer):
         grads = self._gradients()
         if any(grad.layout is not torch.strided for grad in grads):
             raise NoSparseGradientError(type(self).__name__)
+        self._huge = False
         if self.skip_nonfinite and not self._finite(grads):
             self._skip()
+        elif self._huge:
+            self._move_bounded()
         else:
             self._move_all()
         return loss
@@ -93,7 +103,25 @@ class Careful(torch.optim.Optimizer):
     def _finite(self, grads: list[Tensor]) -> bool:
         """Whether all gradients are finite, on all ranks that hold parts of the parameters."""
         shards = [shard_of(p) for group in self.param_groups for p in group["params"]]
-        return all_true(all_finite(map(local, grads)), shards)
+        finite, self._huge = examine(map(local, grads))
+        return all_true(finite, shards)
+
+    @run_eagerly
+    def _move_bounded(self) -> None:
+        """Make a step by gradients whose elements are bounded; the gradients themselves stay as they are.
+
+        Where squares overflow, second moments would be infinite: codes of them are NaN, and in fp32 no later gradient
+        would ever move the weight again.
+        """
+        given = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        try:
+            for p, grad in given.items():
+                if grad.dtype != torch.float16:  # which holds nothing that large
+                    p.grad = grad.clamp(-LARGEST, LARGEST)
+            self._move_all()
+        finally:
+            for p, grad in given.items():
+                p.grad = grad
 
     @abstractmethod
     def _move_all(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.optim.careful import Careful, all_finite, run_eagerly
+from whimbrel.optim.careful import LARGEST, Careful, examine, run_eagerly
 from whimbrel.optim.check import check_alike, check_fits, check_group, check_keys, lr_of
 from whimbrel.optim.lift import Lifted, lift
 from whimbrel.optim.refresh import follow, is_due, planned, refresh
@@ -218,8 +218,15 @@ class Composed(Careful):
     @run_eagerly
     def _finite(self, grads: list[Tensor]) -> bool:
         """Here, and on all ranks that have parts of a parameter."""
-        finite = all_finite(grads).to(next(iter(self._slots)).device)
-        return all_true(finite, (slot.shard for slot in self._slots.values()))
+        finite, self._huge = examine(grads)
+        return all_true(finite.to(next(iter(self._slots)).device), (slot.shard for slot in self._slots.values()))
+
+    @run_eagerly
+    def _move_bounded(self) -> None:
+        for low in self.projected.values():
+            if low.dtype != torch.float16:
+                low.clamp_(-LARGEST, LARGEST)
+        super()._move_bounded()
 
     @run_eagerly
     def _move_all(self) -> None:
@@ -263,6 +270,8 @@ class Composed(Careful):
         if slot.rank is None:
             state["step"] += 1
             return grad
+        if grad.dtype == torch.float16:  # products of gradients exceed its range
+            grad = grad.float()
         if "error" in state:
             grad = state["error"].add_(grad)
         if is_due(state):

@@ -50,8 +50,9 @@ def project_in_backward(
 
     `accumulation` is the number of micro-batches that make a step. `model`: its linear layers whose weights move in a
     subspace compute the projection in place of the gradient. `dtype` is that of the projections that wait, by default
-    each parameter's own, in which its gradients would wait. `process_group`: ranks that each hold the whole model, over
-    which projections are averaged; nobody else may average gradients, so DDP is used under its `no_sync()`.
+    each parameter's own, but fp32 for fp16, whose range sums of gradients exceed. `process_group`: ranks that each hold
+    the whole model, over which projections are averaged; nobody else may average gradients, so DDP is used under its
+    `no_sync()`.
     """
     return ProjectInBackward(
         optimizer, accumulation=accumulation, model=model, dtype=dtype, process_group=process_group
@@ -175,7 +176,8 @@ class ProjectInBackward(InBackward):
             return
         grad = self.optimizer.matrix(parameter, parameter.grad)
         basis = self.optimizer.basis(parameter)
-        low = (grad @ basis.to(grad.dtype)).to(self.dtype or parameter.dtype)
+        grad = grad.float() if grad.dtype == torch.float16 else grad  # products of gradients exceed its range
+        low = (grad @ basis.to(grad.dtype)).to(self._dtype_of(parameter))
         if self.accumulation == 1 and parameter in self.optimizer.projected:
             raise OptimizerError(
                 f"a parameter of the shape {tuple(parameter.shape)} got a second gradient in one step: give "
@@ -225,7 +227,11 @@ class ProjectInBackward(InBackward):
     def _probe(self, weight: Tensor) -> Probe:
         slot = self.optimizer.slot(weight)
         sketch = self._sketch(slot.shape[-1], weight.device)
-        return Probe(slot, slot.stored(self.state[weight], "basis"), sketch, self.dtype or weight.dtype)
+        return Probe(slot, slot.stored(self.state[weight], "basis"), sketch, self._dtype_of(weight))
+
+    def _dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """The dtype of the projections of a parameter while they wait."""
+        return self.dtype or (torch.float32 if parameter.dtype == torch.float16 else parameter.dtype)
 
     def make_busiest(self) -> None:
         """Have bases due as in the step, of all that are planned, in which most bytes of gradients are kept whole.
@@ -275,7 +281,7 @@ class ProjectInBackward(InBackward):
         for p in [p for p, found in zip(params, here, strict=True) if not found]:
             if p in low:
                 shape = self.optimizer.slot(p).low_shape
-                projected[p] = torch.zeros(shape, dtype=self.dtype or p.dtype, device=p.device)
+                projected[p] = torch.zeros(shape, dtype=self._dtype_of(p), device=p.device)
             else:
                 p.grad = torch.zeros_like(p)
         means = [projected[p] if p in low else p.grad for p in params]

@@ -10,7 +10,7 @@ from tests.unit.optim.table import COMPOSED, ENTRIES, differences, everything, m
 from torch import nn
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.optim import Composed, Muon, Schedule, project_in_backward, step_in_backward
+from whimbrel.optim import GaLore, Muon, Schedule, project_in_backward, step_in_backward
 from whimbrel.optim.subspace import drop_rounding_
 
 every = pytest.mark.parametrize("name", ENTRIES)
@@ -119,8 +119,8 @@ def test_step_in_backward_takes_betas_as_a_list() -> None:
     """A list of two betas is not one value for each of two parameters."""
     params = [nn.Parameter(random((8, 6), seed)) for seed in range(2)]
     settings: dict[str, Any] = {"lr": 0.02, "betas": [0.8, 0.9]}
-    ours = step_in_backward(Composed(params, **settings))
-    expected = Composed([nn.Parameter(p.detach().clone()) for p in params], **settings)
+    ours = step_in_backward(GaLore(params, **settings))
+    expected = GaLore([nn.Parameter(p.detach().clone()) for p in params], **settings)
     for step in range(3):
         for place, (p, q) in enumerate(zip(params, params_of(expected), strict=True)):
             q.grad = random(p.shape, 10 * step + place)

@@ -1,0 +1,113 @@
+"""The table of optimizers x invariants: gradients that are extreme but finite give finite weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.optim.table import ENTRIES, move, parameters, params_of, random
+from torch import Tensor, nn
+
+from whimbrel.optim import GaLoreWarm, project_in_backward, step_in_backward
+
+every = pytest.mark.parametrize("name", ENTRIES)
+LARGE = [
+    (torch.float32, 1e16),
+    (torch.float32, 1e21),
+    (torch.float32, 3e38),
+    (torch.bfloat16, 1e21),
+    (torch.bfloat16, 3e38),
+    (torch.float16, 1e4),
+    (torch.float16, 65504.0),
+]
+"""Squares and sums of products of these are beyond fp32 or fp16."""
+SMALL = [
+    (torch.float32, 1e-25),
+    (torch.float32, 1e-38),
+    (torch.float32, 1e-44),
+    (torch.bfloat16, 1e-38),
+    (torch.float16, 6e-8),
+]
+"""Squares of these are zero in fp32."""
+
+
+def extreme(p: Tensor, seed: int, size: float) -> Tensor:
+    """Of this magnitude everywhere, with signs at random; in the first row all alike, so that sums are large too."""
+    signs = random(p.shape, seed).sign()
+    if p.ndim > 1:
+        signs[0] = 1.0
+    return (signs.double() * size).to(p.dtype)
+
+
+def learning_rate(name: str, dtype: torch.dtype) -> float:
+    """SGD does not normalize: at its usual rate, its updates exceed what fp16 holds, as torch's do."""
+    return 1e-6 if "sgd" in name and dtype == torch.float16 else ENTRIES[name].lr
+
+
+@every
+@pytest.mark.parametrize(("dtype", "size"), LARGE, ids=str)
+def test_large_finite_gradients_move_every_weight_to_finite_values(name: str, dtype: torch.dtype, size: float) -> None:
+    optimizer = ENTRIES[name](parameters(dtype), lr=learning_rate(name, dtype))
+    before = [p.detach().clone() for p in params_of(optimizer)]
+    gradients: list[Tensor] = []
+    for step in range(7):  # a second basis is sought on the way
+        gradients = [extreme(p, 100 * step + place, size) for place, p in enumerate(params_of(optimizer))]
+        for p, grad in zip(params_of(optimizer), gradients, strict=True):
+            p.grad = grad.clone()
+        optimizer.step()
+        for p, grad in zip(params_of(optimizer), gradients, strict=True):
+            assert torch.equal(p.grad, grad), "the gradient belongs to the caller"
+    assert optimizer.skipped == 0
+    for old, p in zip(before, params_of(optimizer), strict=True):
+        assert p.isfinite().all()
+        assert p.ndim < 2 or not torch.equal(old, p)  # few numbers may end where they began
+    for p in params_of(optimizer):
+        assert all(tensor.isfinite().all() for tensor in optimizer.state[p].values())
+    move(optimizer, range(10, 13))
+    assert all(p.isfinite().all() for p in params_of(optimizer))
+
+
+@every
+def test_one_large_gradient_does_not_stop_the_others(name: str) -> None:
+    """What is large is bounded; gradients of ordinary size are used as they are."""
+    ours, expected = ENTRIES[name](parameters()), ENTRIES[name](parameters())
+    for step in range(3):
+        for optimizer in (ours, expected):
+            for place, p in enumerate(params_of(optimizer)):
+                p.grad = random(p.shape, 100 * step + place)
+        params_of(ours)[0].grad *= 1e30
+        ours.step()
+        expected.step()
+    for p, q in list(zip(params_of(ours), params_of(expected), strict=True))[1:]:
+        assert torch.equal(p, q)
+    assert params_of(ours)[0].isfinite().all()
+
+
+@every
+@pytest.mark.parametrize(("dtype", "size"), SMALL, ids=str)
+def test_tiny_gradients_give_finite_weights(name: str, dtype: torch.dtype, size: float) -> None:
+    optimizer = ENTRIES[name](parameters(dtype))
+    for step in range(7):
+        for place, p in enumerate(params_of(optimizer)):
+            p.grad = extreme(p, 100 * step + place, size)
+        optimizer.step()
+    assert optimizer.skipped == 0
+    assert all(p.isfinite().all() for p in params_of(optimizer))
+
+
+@pytest.mark.parametrize(("dtype", "size"), LARGE, ids=str)
+@pytest.mark.parametrize("start", ["gradient", "random"])
+@pytest.mark.parametrize("wrap", [step_in_backward, project_in_backward])
+def test_large_finite_gradients_in_backward(wrap: Any, dtype: torch.dtype, size: float, start: str) -> None:
+    """Projections of the largest numbers are not finite, and their steps are skipped; all others are not."""
+    p = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
+    optimizer = wrap(GaLoreWarm([p], lr=0.01, rank=8, gap=3, start=start))
+    for step in range(5):
+        (p * extreme(p, step, size)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert p.isfinite().all()
+    if wrap is step_in_backward or size < 1e38:
+        assert optimizer.skipped == 0
+        assert p.any()
