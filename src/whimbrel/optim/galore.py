@@ -23,6 +23,7 @@ from whimbrel.optim.careful import Careful, run_eagerly
 from whimbrel.optim.check import check_keys, check_numbers
 from whimbrel.optim.projector import GaLoreProjector, low_rank, matrix_shape, projected_shapes, side_of
 from whimbrel.optim.shards import Shard, add_up, copy_, gather, local, shard_of
+from whimbrel.optim.subspace import drop_rounding_
 
 __all__ = ["GaLore"]
 
@@ -69,7 +70,7 @@ class GaLore(Careful):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Remember what the state of each group was allocated for, also in a copy."""
         super().__setstate__(state)
-        self._allocated = [_layout(group) for group in self.param_groups]
+        self._allocated = {p: _layout(group) for group in self.param_groups for p in group["params"]}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take in another group, its settings checked and its state allocated."""
@@ -86,12 +87,13 @@ class GaLore(Careful):
             self.param_groups.pop()
             raise
         self.state.update(states)
-        self._allocated = [_layout(group) for group in self.param_groups]
+        self._allocated = {p: _layout(group) for group in self.param_groups for p in group["params"]}
 
     @run_eagerly
     def _move_all(self) -> None:
-        for group, allocated in zip(self.param_groups, self._allocated, strict=True):
-            if (now := _layout(group)) != allocated:
+        for group in self.param_groups:  # those of one parameter alone, where backward steps
+            now = _layout(group)
+            for allocated in {self._allocated[p] for p in group["params"]} - {now}:
                 raise OptimizerError(
                     f"the state of a parameter group was allocated for {allocated}, and the group now has {now}: make "
                     "a new optimizer to change it"
@@ -206,7 +208,15 @@ def _project(
     parts = [state[key].to(grad.dtype) for key in keys]
     left, right = (parts[0], parts[1]) if side == "full" else (parts[0], None) if side == "left" else (None, parts[0])
     low = low_rank(grad, left, right)
-    return (low if left is None else add_up(low, shard)), left, right
+    low = low if left is None else add_up(low, shard)
+    if (
+        grad.dtype == state[keys[0]].dtype and grad.dtype.itemsize >= 4
+    ):  # a basis in 16 bits is orthonormal only roughly
+        if right is not None:
+            drop_rounding_(low, right.shape[-1])
+        if left is not None:
+            drop_rounding_(low.mT, left.shape[-2])
+    return low, left, right
 
 
 def _add_back_(

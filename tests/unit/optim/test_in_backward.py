@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.optim import InBackward, OptimConfig, Schedule, build_optimizer, route_parameters, step_in_backward
+from whimbrel.optim import (
+    GaLore,
+    InBackward,
+    OptimConfig,
+    Schedule,
+    build_optimizer,
+    route_parameters,
+    step_in_backward,
+)
 
 
 def model() -> nn.Module:
@@ -124,3 +132,17 @@ def test_what_cannot_step_alone_is_refused() -> None:
     step_in_backward(Counting(net.parameters(), lr=0.1))
     with pytest.raises(OptimizerError, match="Counting keeps state for whole groups"):
         net(torch.ones(1, 2)).sum().backward()
+
+
+def test_step_in_backward_moves_every_group_of_galore() -> None:
+    """Groups that are laid out in different ways are stepped one parameter at a time."""
+    params = [nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(i))) for i in range(2)]
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    ours, expected = (GaLore([{"params": [a], "rank": 2}, {"params": [b]}], lr=0.1) for a, b in (params, twins))
+    wrapper = step_in_backward(ours)
+    for group in (params, twins):
+        sum((p.square().sum() for p in group), torch.zeros(())).backward()
+    wrapper.step()
+    expected.step()
+    for p, q in zip(params, twins, strict=True):
+        assert torch.equal(p, q)

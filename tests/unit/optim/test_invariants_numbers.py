@@ -11,6 +11,7 @@ from torch import nn
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim import GaLore, Muon, Schedule, project_in_backward, step_in_backward
+from whimbrel.optim.projector import PROJECTION_TYPES, side_of
 from whimbrel.optim.subspace import drop_rounding_
 
 every = pytest.mark.parametrize("name", ENTRIES)
@@ -157,6 +158,28 @@ def test_update_stays_in_the_row_space_of_a_low_rank_gradient(name: str, size: f
     moved = (p.detach().mT if left else p.detach()).double()
     assert moved.abs().max() > 0
     assert (moved - moved @ space @ space.mT).norm() < 1e-3 * moved.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("projection", PROJECTION_TYPES)
+@pytest.mark.parametrize("shape", [(96, 64), (32, 64), (2, 32, 64)])
+def test_update_of_galore_stays_in_the_spaces_of_a_low_rank_gradient(
+    shape: tuple[int, ...], projection: str, dtype: torch.dtype
+) -> None:
+    """Both of its spaces are fixed here: the update of either side has to stay in one of them."""
+    *stack, rows, columns = shape
+    p = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    optimizer = GaLore([p], lr=0.02, rank=12, update_proj_gap=5, projection_type=projection)
+    left, right = random((*stack, rows, 2), 98, dtype), random((*stack, 2, columns), 99, dtype)
+    size = 1e3 if dtype == torch.float32 else 1e12  # so that rounding errors are above eps
+    for step in range(12):
+        p.grad = left @ random((*stack, 2, 2), step, dtype) @ right * size
+        optimizer.step()
+    moved = p.detach().double()
+    u, v = torch.linalg.qr(left.double()).Q, torch.linalg.qr(right.double().mT).Q
+    outside_rows, outside_columns = (moved - moved @ v @ v.mT).norm(), (moved - u @ u.mT @ moved).norm()
+    expected = {"right": outside_rows, "left": outside_columns, "full": max(outside_rows, outside_columns)}
+    assert expected[side_of(projection, shape)] < 1e-3 * moved.norm()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
