@@ -49,7 +49,7 @@ def serve(
     compile: Annotated[  # noqa: A002
         bool,
         typer.Option(
-            "--compile", help="Compile the step that draws a token: the first texts wait, all others are faster."
+            "--compile", help="Compile the step that draws a token: the server starts later, and all texts are faster."
         ),
     ] = False,
     max_batch: Annotated[int, typer.Option(help="How many texts go on at once.")] = 64,
@@ -106,7 +106,9 @@ def _run(config: ServeConfig, load: Callable[[], Served], engine: dict[str, Any]
     limits = EngineConfig(**engine)
     with bind(config) as door:
         served = load()
-        server = Server(Service(served, Engine(served.model, limits), config))
+        runs = Engine(served.model, limits)
+        runs.warm_up()  # compiles, before connections are accepted
+        server = Server(Service(served, runs, config))
         where = f"serving {served.name} at {url_of(door)} (chat page at /, API at /v1)"
         server.serve_on(door, on_ready=lambda: print(where, flush=True))
 

@@ -2,16 +2,17 @@
 
 What a small model computes for one token takes less time than Python needs to ask for it. So the step is recorded once
 for each size of batch, with fixed places for what changes (tokens, page tables, lengths), and then only replayed;
-batches in between are padded with rows of nothing. A step leaves its likeliest tokens in the places of the next, so
-that several can be replayed before anyone looks at what was drawn.
+batches in between are padded with rows of nothing. Attention reads as many pages as the block table is wide, so the
+table is only as wide as the longest row needs, not as the whole context would. A step leaves its likeliest tokens in
+the places of the next, so that several can be replayed before anyone looks at what was drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +25,19 @@ __all__ = ["DecodeGraphs"]
 WARM_UPS = 3
 """Runs before a graph is captured, in which kernels are chosen, compiled and loaded."""
 
+MIN_WIDTH = 2
+"""Pages in a block table of compiled code: torch.compile treats a size of 1 as a constant."""
+
+MIN_GRAPH_WIDTH = 16
+"""Pages in the narrowest block table of a CUDA graph: below that, attention costs too little to be worth a graph."""
+
 UNLIMITED = 2**31 - 1
 """Compilations of one function that torch bears."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recorded:
-    """The step at one size of batch. What `replay` gives stays valid until it is called again."""
+    """The step at one batch size and block-table width. What `replay` gives stays valid until it is called again."""
 
     tokens: Tensor
     tables: Tensor
@@ -38,11 +45,16 @@ class Recorded:
     counts: Tensor
     replay: Callable[[], tuple[Tensor, Tensor]]
     """Runs the step on what the places hold: the logits, and each row's likeliest token, -1 for lack of numbers."""
+    guarded: bool = False
+    """Whether compiled code has checked its guards on these tensors, so that the next calls need not."""
 
     def fill(self, tokens_B1: Tensor, batch: PagedBatch) -> None:
-        """Fill the places. Pages past those of the batch are never looked at: lengths say so."""
+        """Copy a batch to the places. A table that is too wide repeats the last page of each row, which is masked."""
         self.tokens.copy_(tokens_B1)
-        self.tables[:, : batch.tables.size(1)] = batch.tables
+        pages = batch.tables.size(1)
+        self.tables[:, :pages] = batch.tables
+        if pages < self.tables.size(1):
+            self.tables[:, pages:] = batch.tables[:, -1:]
         self.starts.copy_(batch.starts)
         self.counts.copy_(batch.counts)
 
@@ -60,44 +72,75 @@ class DecodeGraphs:
             # Calls between kernels in C++, too: on a GPU a graph leaves none.
             options: dict[str, Any] = {"size_asserts": False, "cpp_wrapper": pool.device.type == "cpu"}
             self._step = torch.compile(self._read, fullgraph=True, dynamic=False, options=options)
-        self._recorded: dict[int, Recorded] = {}
+        self._recorded: dict[tuple[int, int], Recorded] = {}
         self._memory: Any = None
 
     def padded(self, rows: int) -> int:
         """The smallest size of batch that has room for this many rows."""
         return next(size for size in self._sizes if size >= rows)
 
+    def width(self, pages: int) -> int:
+        """The width of the block table for a batch whose longest row has `pages`: attention reads no more than that.
+
+        On a GPU each width is a graph of its own, so they are powers of two; but the kernel for plain caches stops at
+        the length of each row, and one width serves all. Compiled code takes any width from 2: one is a constant.
+        """
+        if self._pool.device.type != "cuda":
+            return max(pages, MIN_WIDTH)
+        if self._pool.codec.is_plain:
+            return self._pages
+        return min(self._pages, max(MIN_GRAPH_WIDTH, 1 << (pages - 1).bit_length()))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile the step and capture the graphs that are sure to be needed, before the first request waits for them.
+
+        Compiled code on a CPU serves one row, or any number of rows from two; on a GPU there is a graph for each size.
+        """
+        sizes = self._sizes if self._pool.device.type == "cuda" else self._sizes[:2]
+        for rows in sizes:
+            with self._calling(recorded := self._at(rows, 1)):
+                recorded.replay()
+
     def __call__(self, tokens_B1: Tensor, batch: PagedBatch) -> Tensor:
         """The logits (rows, vocabulary) of what comes next in each row."""
-        recorded = self._at(len(tokens_B1))
+        recorded = self._at(len(tokens_B1), batch.tables.size(1))
         recorded.fill(tokens_B1, batch)
-        with self._unasked():
+        with self._calling(recorded):
             return recorded.replay()[0]
 
     def ahead(self, tokens_B1: Tensor, batch: PagedBatch, steps: int) -> Tensor:
         """The likeliest tokens (rows, steps) of several steps, each reading what the one before drew."""
-        recorded = self._at(len(tokens_B1))
+        recorded = self._at(len(tokens_B1), batch.tables.size(1))
         recorded.fill(tokens_B1, batch)
         drawn_BS = tokens_B1.new_empty((len(tokens_B1), steps))
-        with self._unasked():
-            for step in range(steps):
+        for step in range(steps):
+            with self._calling(recorded):
                 drawn_BS[:, step] = recorded.replay()[1]
         return drawn_BS
 
-    def _unasked(self) -> AbstractContextManager[object]:
-        """Places never change: what compiled code asks of its inputs need not be asked again. A graph asks nothing."""
+    @contextmanager
+    def _calling(self, recorded: Recorded) -> Iterator[None]:
+        """Around a replay of compiled code, which a graph is not: compile where needed, then skip the guards.
+
+        The tensors of a recorded step never change, so guards that passed once need not be evaluated again.
+        """
         if self._pool.device.type == "cuda" or not self._compiled:
-            return nullcontext()
-        return cast(AbstractContextManager[object], torch.compiler.set_stance(skip_guard_eval_unsafe=True))
+            yield
+        elif recorded.guarded:
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                yield
+        else:
+            with _unlimited_compilations():
+                yield
+            recorded.guarded = True
 
-    def _at(self, rows: int) -> Recorded:
-        if rows not in self._recorded:
-            import torch._dynamo  # which takes seconds: only where it is needed
-
-            # One compilation for each engine and size of batch is meant, not a mistake to be limited.
-            with torch._dynamo.config.patch(recompile_limit=UNLIMITED, accumulated_recompile_limit=UNLIMITED):
-                self._recorded[rows] = self._record(rows)
-        return self._recorded[rows]
+    def _at(self, rows: int, pages: int) -> Recorded:
+        key = rows, self.width(pages)
+        if key not in self._recorded:
+            with _unlimited_compilations() if self._compiled else nullcontext():
+                self._recorded[key] = self._record(*key)
+        return self._recorded[key]
 
     def _read(self, tokens: Tensor, tables: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         batch = PagedBatch(self._pool, tables, starts, counts)
@@ -107,13 +150,14 @@ class DecodeGraphs:
         starts.add_(counts)
         return logits, torch.where(highest.isfinite(), likeliest, -1)
 
-    def _record(self, rows: int) -> Recorded:
+    def _record(self, rows: int, width: int) -> Recorded:
         device = self._pool.device
-        tokens, tables = (torch.zeros(rows, width, dtype=torch.int32, device=device) for width in (1, self._pages))
+        tokens, tables = (torch.zeros(rows, columns, dtype=torch.int32, device=device) for columns in (1, width))
         starts, counts = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
         places = tokens, tables, starts, counts  # rows of nothing: they write to the scratch page
+        if self._compiled:
+            self._mark_dynamic(*places)
         if device.type != "cuda":
-            self._step(*places)
             return Recorded(*places, replay=lambda: self._step(*places))
         apart = torch.cuda.Stream(device)
         apart.wait_stream(torch.cuda.current_stream(device))
@@ -131,3 +175,20 @@ class DecodeGraphs:
             return found
 
         return Recorded(*places, replay=replay)
+
+    def _mark_dynamic(self, tokens: Tensor, tables: Tensor, starts: Tensor, counts: Tensor) -> None:
+        """Compile once for all widths of the block table, and on a CPU for all batches of two rows or more."""
+        if self._pool.device.type == "cpu" and len(tokens) > 1:
+            for tensor in (tokens, tables, starts, counts):
+                torch._dynamo.mark_dynamic(tensor, 0)
+        if self.width(1) < self._pages:
+            torch._dynamo.mark_dynamic(tables, 1)
+
+
+@contextmanager
+def _unlimited_compilations() -> Iterator[None]:
+    """Several compilations of the step, one set for each engine, are intended: torch limits them by default."""
+    import torch._dynamo  # which takes seconds: only where it is needed
+
+    with torch._dynamo.config.patch(recompile_limit=UNLIMITED, accumulated_recompile_limit=UNLIMITED):
+        yield

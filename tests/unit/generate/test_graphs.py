@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
+from whimbrel.cache.codec import find_codec
+from whimbrel.cache.paged import PagedBatch
 from whimbrel.generate import Engine, EngineConfig, Request, Sampling, generate
 from whimbrel.generate.graphs import DecodeGraphs
 from whimbrel.models import GPT, GPTConfig
@@ -77,6 +81,57 @@ def test_recorded_steps_change_nothing(kind: str, pages: int | None, ahead: int)
     assert engine.stats().preemptions > 0 or pages is None
     assert engine.stats().free_pages == engine.stats().pages
     assert engine.stats().new_tokens == 2 * sum(len(text) for text in alone(model))
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("ahead", [1, 8])
+def test_attention_reads_the_pages_that_are_filled_and_not_the_whole_context(
+    ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths = []
+
+    class Noted(PagedBatch):
+        def __init__(self, pool: Any, tables: torch.Tensor, *rest: Any, **named: Any) -> None:
+            widths.append(tables.size(1))
+            super().__init__(pool, tables, *rest, **named)
+
+    monkeypatch.setattr("whimbrel.generate.graphs.PagedBatch", Noted)
+    model = model_of("gpt2")
+    engine = Engine(model, EngineConfig(compile=True, page_size=4, ahead=ahead))
+    assert texts(engine, [[5, 6, 7]] * 6, temperature=0)[5] == generate(
+        model, [5, 6, 7], max_new_tokens=25, temperature=0
+    )
+    assert widths[0] <= 3  # of the 16 that the context of 64 tokens has
+    assert max(widths) == -(-(3 + 24) // 4)
+
+
+def test_graphs_of_coded_caches_have_widths_of_powers_of_two() -> None:
+    """So attention, which there reads all of the table, costs at most twice what is filled."""
+    model = GPT(replace(SHAPES["gpt2"], context_length=1200))
+    pool = Engine(model, EngineConfig(max_batch=1, cache="int8")).pool
+    graphs = DecodeGraphs(model, pool, max_batch=1, compile_step=False)
+    assert [graphs.width(pages) for pages in (1, 2, 17, 75)] == [2, 2, 17, 75]
+    pool.device = torch.device("cuda")
+    assert [graphs.width(pages) for pages in (1, 16, 17, 32, 33, 75)] == [16, 16, 32, 32, 64, 75]
+    pool.codec = find_codec("none")
+    assert graphs.width(1) == graphs.width(75) == 75  # the kernel stops at the length of each row
+
+
+def test_a_step_is_compiled_once_for_one_row_and_once_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounter()
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda step, options, **rest: compiled(step, backend=counter, **rest))
+    model = model_of("llama")
+    engine = Engine(model, EngineConfig(max_batch=6, compile=True, page_size=4))
+    engine.warm_up()
+    assert counter.frame_count == 2
+    drawn: list[list[list[int]]] = []
+    other = threading.Thread(target=lambda: drawn.append(texts(engine, PROMPTS, temperature=0)))
+    other.start()  # as the server does
+    other.join()
+    assert drawn == [alone(model)]
+    assert texts(engine, PROMPTS[:1], temperature=0) == alone(model)[:1]
+    assert counter.frame_count == 2  # whatever the number of rows, and of pages
 
 
 @pytest.mark.usefixtures("recorded")
