@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +49,16 @@ __all__ = [
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
+SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "temperature": ("0 or a positive number", lambda value: value >= 0),
+    "top_k": ("a whole number, 0 for off", lambda value: 0 <= value < 2**31),
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("a positive number", lambda value: value > 0),
+    "max_new_tokens": ("a whole number of at least 1", lambda value: 1 <= value < 2**31),
+}
+"""Fields of `generation_config.json` that are used: what they must be, and whether a value is."""
+
 
 class SpecialTokens(NamedTuple):
     """The tokens that open and end a text, as a model directory names them."""
@@ -86,8 +97,12 @@ def describe(directory: Path) -> Description:
 
 def model_tokenizer(source: Path, other: str | os.PathLike[str] | None = None) -> Tokenizer:
     """The tokenizer in a model directory, or another for the model; its weights are not read."""
-    if other is None and source.is_file():
-        raise ConfigError(f"the file {source} holds no tokenizer: pass --tokenizer with the one it was trained with")
+    if source.is_file():
+        _refuse_gguf(source)
+        if other is None:
+            raise ConfigError(
+                f"the file {source} holds no tokenizer: pass --tokenizer with the one it was trained with"
+            )
     if other is None:
         return load_tokenizer(source)
     tokenizer = load_tokenizer(other)
@@ -103,6 +118,14 @@ def check_size(source: Path, config: GPTConfig, files: TensorFiles) -> None:
             f"{source / CONFIG} describes {config.matrix_parameters:,} parameters, but the weight files hold only "
             f"{held:,} bytes: fetch the model again"
         )
+
+
+def _refuse_gguf(file: Path) -> None:
+    with file.open("rb") as opened:
+        if opened.read(4) == b"GGUF":
+            raise CheckpointError(
+                f"{file} is a GGUF file, which whimbrel exports but does not load: give the model directory instead"
+            )
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: GPTConfig) -> None:
@@ -128,6 +151,7 @@ def load_model(
     """
     source, recipe = model_directory(path), None if weights is None else weight_recipe("weights", weights)
     if source.is_file():
+        _refuse_gguf(source)
         model = load_llama2c(source).to(device=device, dtype=dtype)
         if recipe is not None:
             finalize(model, recipe)
@@ -207,23 +231,65 @@ def generation_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
     """How a model directory says tokens are drawn: temperature (0: the likeliest), top_k, top_p, min_p.
 
     Only what it says is there, and also where it does not draw: repetition_penalty and max_new_tokens. Where it does
-    not say whether to draw at all (`do_sample`), no more than these are.
+    not say whether to draw at all (`do_sample`), no more than these are. A field of the wrong type is refused, and
+    so is one outside its range that would be used.
     """
-    file = Path(path) / GENERATION
-    table = read_table(file) if file.is_file() else {}
+    table = _generation_table(Path(path))
     names = ["repetition_penalty", "max_new_tokens"]
     if table.get("do_sample"):
         names += ["temperature", "top_k", "top_p", "min_p"]
     held = {name: table[name] for name in names if table.get(name) is not None}
+    for name, value in held.items():
+        kind, is_valid = SETTINGS[name]
+        if not is_valid(value):
+            raise _wrong_field(Path(path) / GENERATION, name, kind, value)
     return held | ({"temperature": 0.0} if table.get("do_sample") is False else {})
 
 
 def special_tokens(path: str | os.PathLike[str]) -> SpecialTokens:
     """What a model directory says opens and ends a text: `generation_config.json` first, then `config.json`."""
     table = read_table(Path(path) / CONFIG)
-    if (Path(path) / GENERATION).is_file():
-        table |= read_table(Path(path) / GENERATION)
+    _check_special_tokens(Path(path) / CONFIG, table)
+    table |= _generation_table(Path(path))
     eos = table.get("eos_token_id")
     return SpecialTokens(
         table.get("bos_token_id"), tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    )
+
+
+def _generation_table(directory: Path) -> dict[str, Any]:
+    """What is in `generation_config.json`, the types of its fields checked; nothing where there is no such file."""
+    file = directory / GENERATION
+    if not file.is_file():
+        return {}
+    table = read_table(file)
+    do_sample = table.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise _wrong_field(file, "do_sample", "true or false", do_sample)
+    for name in SETTINGS:
+        value, whole = table.get(name), name in ("top_k", "max_new_tokens")
+        if value is None or _is_whole(value):
+            continue
+        if whole or not isinstance(value, float) or not math.isfinite(value):
+            raise _wrong_field(file, name, "a whole number" if whole else "a number", value)
+    _check_special_tokens(file, table)
+    return table
+
+
+def _check_special_tokens(file: Path, table: Mapping[str, Any]) -> None:
+    bos, eos = table.get("bos_token_id"), table.get("eos_token_id")
+    if bos is not None and not _is_whole(bos):
+        raise _wrong_field(file, "bos_token_id", "a token id", bos)
+    if eos is not None and not all(_is_whole(token) for token in (eos if isinstance(eos, list) else [eos])):
+        raise _wrong_field(file, "eos_token_id", "a token id or a list of token ids", eos)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _wrong_field(file: Path, name: str, expected: str, value: object) -> CheckpointError:
+    shown = repr(value)
+    return CheckpointError(
+        f"{file}: expected {name} to be {expected}, got {shown if len(shown) <= 60 else shown[:60] + '...'}"
     )

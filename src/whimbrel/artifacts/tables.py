@@ -21,7 +21,7 @@ def read_table(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path.parent} has no {path.name}: give a model directory as Hugging Face lays it out"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(table, dict):
         raise CheckpointError(f"{path} holds a {type(table).__name__}, not an object")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whimbrel.base.errors import ConfigError, DataError, RequestError
+from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.cli.opening import (
     Cache,
     Device,
@@ -151,12 +151,10 @@ def _say(words: str) -> None:
 def _template(source: Path, asked: str | None) -> ChatTemplate:
     """The template asked for, or the model's own, or a plain one."""
     from whimbrel.text import PLAIN, ChatTemplate, load_chat_template, special_token_texts
+    from whimbrel.text.chat import read_template
 
     if asked is not None and Path(asked).is_file():
-        try:
-            given = ChatTemplate(Path(asked).read_text(encoding="utf-8"), special_token_texts(source))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{asked} is not UTF-8 at byte {error.start}: give a Jinja file") from error
+        given = ChatTemplate(read_template(Path(asked)), special_token_texts(source))
         given.check()
         return given
     try:

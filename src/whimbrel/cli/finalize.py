@@ -102,9 +102,11 @@ def _recipe(asked: str | None, trained: str | None, *, despite_qat: bool) -> str
 
 
 def _template(file: Path) -> str:
+    from whimbrel.text.chat import read_template
+
     if not file.is_file():
         raise ConfigError(f"no chat template at {file}: give a Jinja file, as chat_template.jinja is")
-    return file.read_text(encoding="utf-8")
+    return read_template(file)
 
 
 def _generation(

@@ -43,7 +43,7 @@ Temperature = Annotated[
     float | None,
     typer.Option(help="Above 1 is wilder, below 1 tamer, 0 takes the likeliest. (default: the model's own, or 0.8)"),
 ]
-TopK = Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens only.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens only; 0 is all.")]
 TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this total probability.")]
 MinP = Annotated[float | None, typer.Option(help="Draw from tokens at least this part as likely as the likeliest.")]
 RepetitionPenalty = Annotated[

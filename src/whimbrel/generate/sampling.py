@@ -39,7 +39,7 @@ class Sampling:
     temperature: float = 1.0
     """Above 1 flattens the distribution, below 1 sharpens it; 0 takes the likeliest token."""
     top_k: int | None = None
-    """Draw from the `top_k` likeliest tokens only."""
+    """Draw from the `top_k` likeliest tokens only; None or 0, as in transformers, from all."""
     top_p: float | None = None
     """Draw from the fewest likeliest tokens that together have probability `top_p`."""
     min_p: float | None = None
@@ -56,8 +56,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise RequestError(f"temperature = {self.temperature} must be 0 (greedy) or a positive number")
-        if self.top_k is not None and self.top_k < 1:
-            raise RequestError(f"top_k = {self.top_k} must be at least 1: leave it out to draw from all tokens")
+        if self.top_k is not None and self.top_k < 0:
+            raise RequestError(f"top_k = {self.top_k} must be at least 0: 0 draws from all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise RequestError(f"top_p = {self.top_p} must be above 0 and at most 1")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
@@ -256,7 +256,7 @@ def _restricted(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     temperatures = torch.tensor([max(lowest, sampling.temperature) for sampling in samplings], device=logits_RV.device)
     # The largest is 0: no temperature, however low, makes infinities of it.
     scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperatures[:, None]
-    limited = {row: sampling.top_k for row, sampling in enumerate(samplings) if sampling.top_k is not None}
+    limited = {row: sampling.top_k for row, sampling in enumerate(samplings) if sampling.top_k}
     if limited:
         rows = torch.tensor(list(limited), device=logits_RV.device)
         scaled_RV[rows] = _keep_count(scaled_RV[rows], list(limited.values()))

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.models.config import GPTConfig
 from whimbrel.models.layers import MLP, Attention, InOrder, KVStore, Norm, Past, PlainStore, RopeTable
 from whimbrel.models.masks import attention_mask
@@ -180,7 +180,16 @@ class GPT(nn.Module):
         normed: Tensor = self.transformer["ln_f"](x)
         return normed
 
+    def _check_ids(self, idx: Tensor) -> None:
+        """Refuse ids of the padding rows, which the embedding would look up; on a GPU, looking would make it wait."""
+        if type(idx) is not Tensor or idx.device.type != "cpu" or torch.compiler.is_compiling() or not idx.numel():
+            return
+        largest, vocab_size = int(idx.max()), self.config.vocab_size
+        if largest >= vocab_size:
+            raise DataError(f"token id {largest} is outside the vocabulary: ids run from 0 to {vocab_size - 1}")
+
     def _embed(self, idx: Tensor, positions: Tensor) -> Tensor:
+        self._check_ids(idx)
         x: Tensor = self.token_embedding(idx)
         if self.config.position == "learned":
             x = x + self.transformer["wpe"](positions.clamp(min=0))

@@ -83,8 +83,8 @@ class Drawing(Strict):
     """0 takes the likeliest token. (default: the model's own, or 1)"""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Draw from the fewest likeliest tokens of this total probability."""
-    top_k: Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE] | None = None
-    """Draw from this many likeliest tokens only."""
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = None
+    """Draw from this many likeliest tokens only; 0 draws from all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Draw from tokens that have at least this part of the likeliest one's probability."""
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None

@@ -27,7 +27,15 @@ from whimbrel.text.rendering import (
 )
 from whimbrel.text.tokenizer import EncodedPrompt, Tokenizer
 
-__all__ = ["ChatTemplate", "Message", "PLAIN", "encode_up_to", "load_chat_template", "special_token_texts"]
+__all__ = [
+    "ChatTemplate",
+    "Message",
+    "PLAIN",
+    "encode_up_to",
+    "load_chat_template",
+    "read_template",
+    "special_token_texts",
+]
 
 Message = Mapping[str, Any]
 """A turn of a conversation: its `role` (system, user, assistant), its `content`, and what else a template reads."""
@@ -160,10 +168,7 @@ def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemp
     settings = _table(folder / SETTINGS_FILE)
     named = _named_templates(settings.get("chat_template"), folder / SETTINGS_FILE)
     for file in [*folder.glob(f"{TEMPLATE_FOLDER}/*.jinja"), *folder.glob(TEMPLATE_FILE)]:
-        try:
-            named["default" if file.name == TEMPLATE_FILE else file.stem] = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{file} is not UTF-8 at byte {error.start}: save it as UTF-8") from error
+        named["default" if file.name == TEMPLATE_FILE else file.stem] = read_template(file)
     if name not in named:
         if name == "default" and not named:
             return None
@@ -174,6 +179,14 @@ def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemp
         return template
     except DataError as error:
         raise DataError(f"{folder}: {error}") from error
+
+
+def read_template(file: Path) -> str:
+    """The text of a Jinja file."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 at byte {error.start}: give a Jinja file") from error
 
 
 def _named_templates(given: object, file: Path) -> dict[str, str]:
@@ -192,9 +205,17 @@ def _named_templates(given: object, file: Path) -> dict[str, str]:
 
 def special_token_texts(directory: str | Path) -> dict[str, str]:
     """What templates call `bos_token`, `eos_token` and the like, as a model directory names them."""
-    settings = _table(Path(directory) / TOKENS_FILE) | _table(Path(directory) / SETTINGS_FILE)
-    named = {name: settings[name] for name in SPECIAL_TOKENS if settings.get(name)}
-    return {name: str(token["content"] if isinstance(token, dict) else token) for name, token in named.items()}
+    texts = {}
+    for file in (Path(directory) / TOKENS_FILE, Path(directory) / SETTINGS_FILE):
+        settings = _table(file)
+        for name in SPECIAL_TOKENS:
+            token = settings.get(name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if token is not None and not isinstance(text, str):
+                raise DataError(f"{file}: expected {name} to be a token's text or null, got {str(token)[:60]}")
+            if text:
+                texts[name] = text
+    return texts
 
 
 def _table(file: Path) -> dict[str, Any]:
@@ -203,7 +224,7 @@ def _table(file: Path) -> dict[str, Any]:
         return {}
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(table, dict):
         raise DataError(f"{file} holds a {type(table).__name__}, not an object")

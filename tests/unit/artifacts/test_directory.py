@@ -10,9 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.unit.text.bytewise import byte_tokenizer
 
-from whimbrel.artifacts import load_model, load_weights, save_model, special_tokens
+from whimbrel.artifacts import (
+    generation_settings,
+    load_model,
+    load_weights,
+    model_tokenizer,
+    save_model,
+    special_tokens,
+)
 from whimbrel.base.errors import CheckpointError, ConfigError, WriteError
+from whimbrel.generate import Sampling
 from whimbrel.models import GPT, GPTConfig, preset, preset_names
 from whimbrel.models.families import canonical, config_from_hf, config_to_hf
 from whimbrel.models.names import places
@@ -279,4 +288,69 @@ def test_a_config_that_describes_more_than_the_files_hold_is_refused_at_once(sav
 def test_a_deeply_nested_config_is_one_clear_error(saved: Path) -> None:
     (saved / "config.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="nested too deeply"):
+        load_model(saved)
+
+
+def write_generation(directory: Path, **fields: object) -> None:
+    (directory / "generation_config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"])
+@pytest.mark.parametrize("value", ["0.7", [1], {"a": 1}, True, float("nan"), float("inf"), "x" * 10_000], ids=str)
+def test_a_generation_setting_of_the_wrong_type_is_refused(saved, field, value):
+    for do_sample in (True, False, None):
+        write_generation(saved, do_sample=do_sample, **{field: value})
+        for read in (generation_settings, special_tokens):
+            with pytest.raises(CheckpointError, match=f"generation_config.json: expected {field} to be") as refused:
+                read(saved)
+            assert "\n" not in str(refused.value)
+            assert len(str(refused.value)) < 300 + len(str(saved))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -1), ("top_k", -1), ("top_k", 1.5), ("top_p", 0), ("top_p", 1.5), ("min_p", 2)]
+    + [("repetition_penalty", 0), ("max_new_tokens", 0), ("do_sample", "yes")],
+)
+def test_a_generation_setting_out_of_range_is_refused_where_it_would_be_used(saved, field, value):
+    write_generation(saved, **{"do_sample": True, field: value})
+    with pytest.raises(CheckpointError, match=f"generation_config.json: expected {field} to be"):
+        generation_settings(saved)
+    write_generation(saved, do_sample=False, temperature=-1, top_k=-1, top_p=0)  # which greedy decoding does not use
+    assert generation_settings(saved) == {"temperature": 0.0}
+
+
+def test_a_top_k_of_0_is_off(saved):
+    write_generation(saved, do_sample=True, top_k=0, temperature=0.7)
+    assert not generation_settings(saved)["top_k"]
+    Sampling(**generation_settings(saved))
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("fields", [{"bos_token_id": "1"}, {"eos_token_id": [1, "2"]}, {"eos_token_id": {"a": 1}}])
+def test_special_token_ids_of_the_wrong_type_are_refused(saved, file, fields):
+    edit(saved / file, lambda table: table.update(fields))
+    with pytest.raises(CheckpointError, match=rf"/{file}: expected {next(iter(fields))} to be a token id"):
+        special_tokens(saved)
+
+
+def test_the_opener_is_the_bos_token_of_the_model_else_of_the_tokenizer(saved):
+    tokenizer = byte_tokenizer()
+    for bos_id, opener in ((5, 5), (None, tokenizer.bos_id), (50256, tokenizer.bos_id)):
+        edit(saved / "generation_config.json", lambda table, bos_id=bos_id: table.update(bos_token_id=bos_id))
+        assert special_tokens(saved).opener(tokenizer) == opener
+
+
+def test_a_gguf_file_is_named_as_one(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
+    for other in (None, "gpt2"):
+        with pytest.raises(CheckpointError, match="is a GGUF file"):
+            model_tokenizer(tmp_path / "model.gguf", other)
+    with pytest.raises(CheckpointError, match="is a GGUF file"):
+        load_model(tmp_path / "model.gguf")
+
+
+def test_deep_json_in_a_config_is_refused(saved):
+    (saved / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(CheckpointError, match="config.json is not readable JSON"):
         load_model(saved)

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from tests.unit.text.bytewise import byte_tokenizer
 from typer.testing import CliRunner
 
 from whimbrel.artifacts import save_model
@@ -94,3 +95,14 @@ def test_every_option_reaches_the_engine_and_the_server(tmp_path: Path, monkeypa
     assert (config.max_prompt_tokens, config.max_body_bytes, config.drain_seconds) == (6, 7, 8)
     asked = {"name": "n", "tokenizer": Path("gpt2"), "device": "cpu", "weights": "int4"}
     assert (load.args, load.keywords) == ((tmp_path,), asked)
+
+
+def test_the_engine_is_warm_before_connections_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("fastapi", reason="needs the extra `serve`")
+    shape = {"context_length": 16, "vocab_size": 257, "num_layers": 1, "embd_size": 16, "num_heads": 2}
+    save_model(GPT(GPTConfig(**shape)), tmp_path / "model", byte_tokenizer())
+    done: list[str] = []
+    monkeypatch.setattr("whimbrel.generate.Engine.warm_up", lambda self: done.append("warm"))
+    monkeypatch.setattr("whimbrel.serve.server.Server.serve_on", lambda *_, **__: done.append("serving"))
+    serve(tmp_path / "model", port=0, device="cpu")
+    assert done == ["warm", "serving"]

@@ -138,7 +138,7 @@ def test_a_cache_that_is_not_known_is_refused(model):
         ([1], {"temperature": float("nan")}, "temperature = nan"),
         ([1], {"seed": -1}, "seed = -1"),
         ([1], {"seed": 2**70}, "from 0 to 2"),
-        ([1], {"top_k": 0}, "top_k = 0"),
+        ([1], {"top_k": -1}, "top_k = -1"),
         ([1], {"top_p": 1.5}, "top_p = 1.5"),
         ([1], {"logit_bias": {50: 1.0}}, "logit_bias of token 50"),
         ([1], {"stops": ["x"]}, "pass tokenizer too"),

@@ -135,6 +135,7 @@ def test_tokens_come_as_often_as_their_probability_says(settings):
     [
         ({}, [0.1, 0.2, 0.3, 0.4]),
         ({"temperature": 0.5}, [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
+        ({"top_k": 0}, [0.1, 0.2, 0.3, 0.4]),
         ({"top_k": 2}, [0, 0, 3 / 7, 4 / 7]),
         ({"top_p": 0.65}, [0, 0, 3 / 7, 4 / 7]),
         ({"top_p": 0.75}, [0, 2 / 9, 3 / 9, 4 / 9]),
@@ -257,7 +258,7 @@ def test_a_model_that_diverged_is_refused(number):
     [
         ({"temperature": -1.0}, "temperature = -1.0"),
         ({"temperature": math.inf}, "temperature = inf"),
-        ({"top_k": 0}, "top_k = 0"),
+        ({"top_k": -1}, "top_k = -1"),
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"min_p": 1.1}, "min_p = 1.1 must be from 0 to 1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0"),

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.cache import DynamicCache
 from whimbrel.models import GPT, GPTConfig, preset
 
@@ -176,6 +176,13 @@ def test_documents_do_not_see_each_other(kind):
     for row, cut in enumerate((8, 13)):
         apart = [model(part).logits[0] for part in x[row : row + 1].tensor_split([cut], dim=1)]
         torch.testing.assert_close(together[row], torch.cat(apart), atol=1e-4, rtol=1e-4)
+
+
+def test_ids_of_padding_rows_are_refused():
+    model = GPT(TINY)
+    assert model.config.padded_vocab_size > model.config.vocab_size
+    with pytest.raises(DataError, match=f"token id {TINY.vocab_size} is outside the vocabulary"):
+        model(torch.tensor([[0, TINY.vocab_size]]))
 
 
 def test_what_cannot_be_read_is_refused():

@@ -320,3 +320,29 @@ def test_settings_that_hold_no_template_are_refused(settings, message, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises(DataError, match=re.escape(message)):
         load_chat_template(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tools.jinja"])
+def test_a_template_file_that_is_not_utf8_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"{{ messages }}\xff")
+    with pytest.raises(DataError, match=rf"{Path(name).name} is not UTF-8 at byte 14"):
+        load_chat_template(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "is not readable JSON"),
+        ('{"bos_token": 5}', "expected bos_token to be a token's text or null, got 5"),
+        ('{"bos_token": {"x": 1}}', "expected bos_token to be"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_named(name: str, content: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=fault) as refused:
+        load_chat_template(tmp_path)
+    assert name in str(refused.value)
+    assert "\n" not in str(refused.value)
