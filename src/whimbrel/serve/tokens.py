@@ -20,7 +20,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         amid = Characters(tokenizer, [tokenizer.eot_id], specials=True)  # after any token, a space is kept
         self.bytes_of = functools.lru_cache(maxsize=None)(amid.added_by)  # a vocabulary at most
-        self.longest = max(len(self.bytes_of(token)) for token in range(tokenizer.vocab_size))
+        self.longest = max(map(len, map(self.bytes_of, set(tokenizer.pipeline.get_vocab().values()))))
         """Bytes of the longest token."""
         shrinks = tokenizer.pipeline.normalizer is not None
         self.max_characters = self.longest * (MAX_COMPOSED if shrinks else 1)

@@ -296,7 +296,11 @@ def write_generation(directory: Path, **fields: object) -> None:
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"])
-@pytest.mark.parametrize("value", ["0.7", [1], {"a": 1}, True, float("nan"), float("inf"), "x" * 10_000], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    ["0.7", [1] * 1000, {"a": 1}, True, float("nan"), float("inf")],
+    ids=["text", "list", "object", "bool", "nan", "inf"],
+)
 def test_a_generation_setting_of_the_wrong_type_is_refused(saved, field, value):
     for do_sample in (True, False, None):
         write_generation(saved, do_sample=do_sample, **{field: value})

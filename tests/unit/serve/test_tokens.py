@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
+from whimbrel.generate.text import Characters
 from whimbrel.serve.tokens import TokenTexts
-from whimbrel.text import Tokenizer, load_tokenizer
+from whimbrel.text import Tokenizer, load_tokenizer, train_tokenizer
 
 TEXT = "Hello naïve 北京 🙂 <|endoftext|>"
 
@@ -28,3 +31,15 @@ def test_bytes_of_a_tokenizer_of_pieces(sentencepiece: Tokenizer):
     assert b"".join(texts.bytes_of(token) for token in sentencepiece.encode("ab é")) == " ab é".encode()
     assert texts.name_of(3 + 0xC3) == r"bytes:\xc3"
     assert texts.name_of(1) == "<s>"
+
+
+def test_only_ids_that_tokens_have_are_looked_at(monkeypatch: pytest.MonkeyPatch):
+    content = json.loads(train_tokenizer(["a b"], 257).to_json())
+    content["model"]["vocab"]["zz"] = 100_000
+    seen = []
+    added_by = Characters.added_by
+    monkeypatch.setattr(Characters, "added_by", lambda self, token: seen.append(token) or added_by(self, token))
+    tokenizer = Tokenizer.from_json(json.dumps(content))
+    TokenTexts(tokenizer)
+    assert tokenizer.vocab_size == 100_001
+    assert len(set(seen)) == len(tokenizer.pipeline.get_vocab())
