@@ -30,6 +30,7 @@ from whimbrel.cli.opening import (
     draft_maker,
     open_model,
 )
+from whimbrel.cli.words import escaped, show
 
 if TYPE_CHECKING:
     from whimbrel.generate import Conversation, Draft
@@ -109,7 +110,7 @@ def _answer(talk: Conversation, line: str, draft: Draft | None) -> None:
         for piece in pieces:
             shown = piece if begun else piece.lstrip()
             begun = begun or bool(shown)
-            print(shown, end="", flush=True)
+            show(shown)
             if interrupted():
                 break
     print("\n")
@@ -145,7 +146,7 @@ def _ask() -> str | None:
 
 def _say(words: str) -> None:
     """A word of the program itself, apart from those of the model."""
-    typer.echo(words, err=True)
+    typer.echo(escaped(words), err=True)
 
 
 def _template(source: Path, asked: str | None) -> ChatTemplate:

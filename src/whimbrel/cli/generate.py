@@ -27,6 +27,7 @@ from whimbrel.cli.opening import (
     draft_maker,
     open_model,
 )
+from whimbrel.cli.words import show
 
 __all__ = ["generate"]
 
@@ -87,9 +88,9 @@ def generate(
         ]
     for number, tokens in enumerate(texts):
         pieces = stream_text(opened.tokenizer, prompt, tokens, stops)
-        print("\n" * bool(number) + text, end="", flush=True)
+        show("\n" * bool(number) + text)
         for piece in pieces:
-            print(piece, end="", flush=True)
+            show(piece)
         print()
 
 
