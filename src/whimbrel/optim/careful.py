@@ -16,7 +16,7 @@ from whimbrel.base.errors import NoSparseGradientError
 from whimbrel.base.logging import get_logger
 from whimbrel.optim.shards import all_true, local, shard_of
 
-__all__ = ["LARGEST", "Careful", "examine", "run_eagerly"]
+__all__ = ["Careful", "LARGEST", "examine", "run_eagerly"]
 
 logger = get_logger(__name__)
 
