@@ -76,7 +76,7 @@ def test_their_early_stopping_stops_ours(tmp_path: Path) -> None:
     values = iter([0.9, 0.8, 0.85, 0.84, 0.1])
 
     class Scripted(BaseTrainer):
-        def _eval_loop(self, dataset: Any) -> dict[str, float]:
+        def _eval_loop(self) -> dict[str, float]:
             return {"eval_loss": next(values)}
 
     arguments = SETTINGS | {"save_strategy": "steps", "save_steps": 1, "max_steps": 9}

@@ -24,11 +24,11 @@ from whimbrel.checkpoint.component import (
     check_skipped,
 )
 from whimbrel.checkpoint.layout import checkpoint_path, list_checkpoints, place_of, step_folders
-from whimbrel.checkpoint.manifest import Manifest
+from whimbrel.checkpoint.manifest import MANIFEST, Manifest
 from whimbrel.checkpoint.ranks import Ranks
 from whimbrel.checkpoint.reading import absent_components, has_all_files, read_component, verify_checkpoint
 from whimbrel.checkpoint.replication import check_replication
-from whimbrel.checkpoint.retention import TEMPORARY, prune_checkpoints, temporary_checkpoints
+from whimbrel.checkpoint.retention import TEMPORARY, best_first, prune_checkpoints, temporary_checkpoints
 from whimbrel.checkpoint.snapshot import HostMemory
 from whimbrel.checkpoint.writing import Piece, write_checkpoint
 
@@ -181,19 +181,59 @@ class CheckpointManager:
             raise self._failure
 
     def load(
-        self, components: Sequence[StateComponent], path: Path | None = None, *, skip: Collection[str] = ()
+        self,
+        components: Sequence[StateComponent],
+        path: Path | None = None,
+        *,
+        skip: Collection[str] = (),
+        check: Callable[[Path, Manifest], None] | None = None,
     ) -> Manifest:
         """Put every component into the state of a checkpoint, of which every file has been verified before.
 
-        Without a path: the whole one of the highest step; those past it that are damaged are warned about.
+        Without a path: the whole one of the highest step; those past it that are damaged, or that vanish while they
+        are read, are warned about. `check` may refuse the checkpoint before anything is changed.
         """
         check_components(components, self._groups)
         check_skipped(skip, components)
         self._settle()
         wanted = [component for component in components if component.key not in skip]
         optional = [component.key for component in components if not component.required]
-        choose = partial(self._choose, path, wanted, optional)
-        chosen, manifest = self._ranks.together(lambda: choose() if self._ranks.first else None)[0]  # type: ignore[misc]
+        while True:
+            choose = partial(self._choose, path, wanted, optional)
+            chosen, manifest = self._ranks.together(lambda: choose() if self._ranks.first else None)[0]  # type: ignore[misc] # noqa: B023
+            try:
+                if check is not None:
+                    check(chosen, manifest)
+                self._take_over(chosen, manifest, wanted)
+                break
+            except CheckpointError as error:
+                vanished = not (chosen / MANIFEST).is_file()
+                if path is not None or not self._ranks.broadcast(vanished):
+                    raise
+                self._damaged.add(chosen)
+                logger.warning("passed over: %s was removed while it was loaded (%s)", chosen, error)
+        if chosen.parent == checkpoint_path(self.run, 0).parent:
+            self._own = {step for step in self._own if step < manifest.step} | {manifest.step}
+        return manifest
+
+    def load_component(self, component: StateComponent, path: Path) -> None:
+        """Put one component into the state of a checkpoint, without making that the course of the run."""
+        self._settle()
+        _verify(path, [component], ())
+        _load(component, path, place_of(component, self._ranks, self._groups).stem)
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best metric; None where none has one."""
+        self._settle()
+        found = best_first(self.run, greater_is_better=self._greater_is_better)
+        return found[0][1] if found else None
+
+    def settle(self) -> None:
+        """Return when nothing is in flight, also where a save failed: `wait` is how to learn of that."""
+        self._settle()
+
+    def _take_over(self, chosen: Path, manifest: Manifest, wanted: Sequence[StateComponent]) -> None:
+        """Put the components into the state of the checkpoint."""
         stems = {component.key: place_of(component, self._ranks, self._groups).stem for component in wanted}
         absent = absent_components(chosen, manifest, stems)
         self._ranks.together(partial(_refuse_absent, chosen, manifest, wanted, absent))
@@ -206,9 +246,6 @@ class CheckpointManager:
                     _load(component, chosen, stems[component.key])
 
         self._ranks.together(take_over)
-        if chosen.parent == checkpoint_path(self.run, 0).parent:
-            self._own = {step for step in self._own if step < manifest.step} | {manifest.step}
-        return manifest
 
     def tidy(self, step: int) -> None:
         """Clear away what a killed process left: unfinished writes, and what its save of `step` was to remove."""

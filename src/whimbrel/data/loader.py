@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -65,7 +66,7 @@ class TokenDataLoader:
             raise ConfigError(f"block={block} does not go with documents='pack', which shuffles rows: leave block out")
         self.B, self.T, self.rank, self.world_size, self.documents = B, T, rank, world_size, documents
         stream, self.eot_id = open_stream(data_root, split, vocab_size, eot_id, verify=verify)
-        self.total_tokens = len(stream)
+        self.root, self.stream, self.total_tokens = Path(data_root), stream, len(stream)
         if documents == "mask":
             _warn_without_documents(stream, self.eot_id)
         self.position = 0

@@ -26,13 +26,14 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.base.logging import get_logger
 from whimbrel.config import convert
 from whimbrel.precision import backend_names
-from whimbrel.train.elsewhere import CheckedNames
+from whimbrel.train.elsewhere import HELD, CheckedNames, respelled
 from whimbrel.train.metric import greater_is_better
 from whimbrel.train.settings import Fp8Recipe, QatRecipe, SdpaBackend
 
 __all__ = [
     "BaseTrainingArguments",
     "MinimalTrainingArguments",
+    "REPORTERS",
     "TrainingArguments",
     "lone_tokenizers",
 ]
@@ -40,6 +41,7 @@ __all__ = [
 logger = get_logger(__name__)
 
 DEFAULT_OUTPUT_DIR = "trainer_output"
+REPORTERS = ("tensorboard", "wandb", "trackio")
 Interval = Literal["no", "steps", "epoch"]
 
 
@@ -87,6 +89,12 @@ class MinimalTrainingArguments(metaclass=CheckedNames):
     """Log the first step too."""
     logging_dir: str | None = None
     """Where TensorBoard's events go; None: a new folder in output_dir/runs."""
+    report_to: str | list[str] | None = "none"
+    """Where to log besides: tensorboard, wandb, trackio, one or a list; none: nowhere."""
+    run_name: str | None = None
+    """The name of the run for wandb and trackio; None: that of output_dir."""
+    disable_tqdm: bool | None = None
+    """Do not show progress."""
     eval_strategy: Interval = "no"
     """When to evaluate."""
     eval_steps: int | float | None = None
@@ -101,6 +109,16 @@ class MinimalTrainingArguments(metaclass=CheckedNames):
     """How many of the newest checkpoints stay; None: all."""
     seed: int = 42
     """Seed of the initial weights, of the order of a dataset, and of whatever else is drawn."""
+    data_seed: int | None = None
+    """Seed of the order of a dataset; None: seed."""
+    full_determinism: bool = False
+    """Use only kernels that give the same bits every time, which a bit-exact resume on a GPU needs; slower."""
+    train_sampling_strategy: Literal["random", "sequential"] = "random"
+    """The order of the training examples: new in each pass, or that of the dataset."""
+    remove_unused_columns: bool = True
+    """Leave out the columns of a `datasets` dataset that the model's forward does not take."""
+    label_names: list[str] | None = None
+    """The inputs that are labels; None: arguments of the model's forward with label in their names."""
     dataloader_num_workers: int = 0
     """Processes that fetch batches; 0: the training process itself."""
     dataloader_pin_memory: bool = True
@@ -128,6 +146,21 @@ class MinimalTrainingArguments(metaclass=CheckedNames):
         self._folder = f"{time.time_ns()}_{socket.gethostname()}"
         self._filled: dict[str, tuple[Any, Any]] = {}
         self.check()
+
+    def __getattr__(self, name: str) -> Any:
+        """What callbacks written for `transformers` ask: arguments that have another name here, or one value."""
+        if name in ("bf16", "fp16"):
+            return getattr(self, "mixed_precision", None) == name
+        if name in HELD and HELD[name].values:
+            return HELD[name].values[0]
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign; an argument of `transformers` is taken or refused as in the constructor."""
+        fields, own = type(self).__dataclass_fields__, getattr(type(self), name, None)
+        found = None if name in fields or own is not None else respelled(type(self).__name__, name, value)
+        for key, given in {name: value}.items() if found is None else found.items():
+            super().__setattr__(key, given)
 
     def check(self) -> None:
         """Refuse what cannot be used, convert what is another form of an allowed value, and fill the defaults.
@@ -166,8 +199,9 @@ class MinimalTrainingArguments(metaclass=CheckedNames):
                 raise ConfigError(f"{name} = {getattr(self, name)} must be at least 0 and below 1")
         if self.num_train_epochs <= 0:
             raise ConfigError(f"num_train_epochs = {self.num_train_epochs} must be greater than 0")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed = {self.seed} must be at least 0 and below 2**63")
+        for name in ("seed", "data_seed"):
+            if (seed := getattr(self, name)) is not None and not 0 <= seed < 2**63:
+                raise ConfigError(f"{name} = {seed} must be at least 0 and below 2**63")
         self._check_intervals()
         if self.dataloader_prefetch_factor is not None and not self.dataloader_num_workers:
             raise ConfigError(
@@ -224,7 +258,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     max_eval_steps: int = -1
     """How many batches are evaluated at most; -1: all."""
     preserve_best_model: bool = False
-    """Keep the best checkpoints, whatever save_total_limit says."""
+    """Keep the best checkpoints, whatever save_total_limit says, and load the best when training ends."""
     best_model_metric: str = "loss"
     """What best is measured by: a metric of evaluation, with or without eval_ before it."""
     best_model_greater_is_better: bool | None = None
@@ -266,7 +300,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
 
     @property
     def load_best_model_at_end(self) -> bool:
-        """The name by which callbacks of `transformers` ask for preserve_best_model: the best is kept, not loaded."""
+        """What `transformers` calls preserve_best_model: the best is kept, and loaded when training ends."""
         return self.preserve_best_model
 
     def _check_values(self) -> None:
@@ -305,6 +339,8 @@ class TrainingArguments(BaseTrainingArguments):
     """With optimizer_in_backward: linear layers make the projection of their weight gradient and never itself."""
     compile_scope: Literal["block", "model"] = "block"
     """With torch_compile: one block once, which the rest reuse, or the whole model in one graph."""
+    resume_skip: tuple[str, ...] | None = None
+    """Components of a checkpoint that a resume leaves as they are: optimizer, scheduler, dataset, rng, callbacks."""
     save_minutes: float | None = 10.0
     """Save also when the last save is this many minutes ago; such a checkpoint goes once there is a later one."""
     async_save: bool = True
@@ -373,11 +409,33 @@ def _converted(cls: type, name: str, value: Any) -> Any:
         value = os.fspath(value)
     if name == "lr_scheduler_kwargs":
         return _keywords(value)
+    if name == "report_to":
+        return _reporters(value)
+    if name == "label_names":
+        return _names(value)
     if name.endswith("_steps") and isinstance(value, float) and value >= 1 and value.is_integer():
         value = int(value)
     if name.endswith("_dir") and isinstance(value, str):
         value = str(Path(value).expanduser())
     return convert(_hints(cls)[name], value, name)
+
+
+def _reporters(value: Any) -> str | list[str] | None:
+    """Where to log, as it was given, once every name is known."""
+    given = [value] if isinstance(value, str) else list(value or ())
+    for one in given:
+        if one not in (*REPORTERS, "none") or (one == "none" and len(given) > 1):
+            raise ConfigError(
+                f"report_to = {value!r}: expected none, or some of {', '.join(REPORTERS)}, got {one!r}; for other "
+                "trackers give the callbacks of transformers.integrations"
+            )
+    return value if isinstance(value, str | None) else given
+
+
+def _names(value: Any) -> list[str] | None:
+    if value is None or (isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value)):
+        return None if value is None else list(value)
+    raise ConfigError(f"label_names = {value!r}: expected a list of names, or None")
 
 
 def _keywords(value: Any) -> dict[str, Any] | None:

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.seeds import derive_seed
-from whimbrel.data import TokenDataLoader
+from whimbrel.data import TokenDataLoader, read_manifest
 from whimbrel.models import IGNORE_INDEX
 from whimbrel.train.passes import IndexedPass, StreamedPass, seeded, state_is_exact
 from whimbrel.train.settings import LoaderConfig
 
-__all__ = ["Batches", "DatasetBatches", "TokenBatches", "collate", "held_out", "make_batches", "token_count"]
+__all__ = [
+    "Batches",
+    "DatasetBatches",
+    "LoaderBatches",
+    "TokenBatches",
+    "collate",
+    "held_out",
+    "make_batches",
+    "token_count",
+]
 
 Collate = Callable[[list[Any]], Any]
+SAMPLED_TOKENS = 65536
+"""How many tokens of each end tell one stream from another."""
+SAMPLED = 8
+"""How many examples tell one dataset from another."""
+DEFAULT_BATCH_SIZE = 8
+"""Of the training arguments: where it is left as it is, a ready DataLoader's own size holds."""
 
 
 class Batches(Protocol):
@@ -81,12 +99,32 @@ class TokenBatches:
         return self.loader.position / self.loader.total_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's cursor."""
-        return self.loader.state_dict()
+        """The loader's cursor, and what tells its tokens from others."""
+        return self.loader.state_dict() | self._identity
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a cursor of the same stream."""
+        kinds = {"tokenizer": "shards of another tokenizer", "tokens": "shards with other tokens"}
+        for name, kind in kinds.items():
+            theirs, ours = state.get(name), self._identity[name]
+            if theirs is not None and ours is not None and theirs != ours:
+                raise DataError(
+                    f"{self.loader.root} has {kind} than the checkpoint was trained on ({name} {ours[:12]}, there "
+                    f"{theirs[:12]}): resume with the same data, or name another output_dir"
+                )
         self.loader.load_state_dict(state)
+
+    @cached_property
+    def _identity(self) -> dict[str, str | None]:
+        """Hashes of the tokenizer, where a manifest names it, and of the tokens at both ends of the stream."""
+        stream, manifest = self.loader.stream, read_manifest(self.loader.root)
+        count, digest = min(SAMPLED_TOKENS, len(stream)), hashlib.sha256()
+        for start in (0, len(stream) - count):
+            tokens = np.empty(count, stream.dtype)
+            stream.copy(start, tokens)
+            digest.update(tokens.astype(np.uint32).tobytes())
+        tokenizer = None if manifest is None else manifest.tokenizer.fingerprint
+        return {"tokenizer": tokenizer, "tokens": digest.hexdigest()}
 
 
 class DatasetBatches:
@@ -105,7 +143,7 @@ class DatasetBatches:
             hasattr(dataset, name) for name in ("__getitem__", "__len__")
         )
         self._collate, self._seed, self._shuffle, self._loader = collate, seed, shuffle, loader
-        self._epoch, self._taken = 0, 0
+        self._epoch, self._taken, self._iterated = 0, 0, 0
         self._batches: Iterator[Any] | None = None
         self._ahead: list[Any] = []
         self._cursor: dict[str, Any] | None = None
@@ -119,16 +157,17 @@ class DatasetBatches:
                 f"an iterable dataset gives each of {loader.workers} workers every example: set dataloader_num_workers "
                 "(loader.workers) to 0 or 1, or give one that shards itself and says so by num_shards"
             )
-        if self._sized and len(self) == 0:
+        if self.sized and len(self) == 0:
             remedy = "turn dataloader_drop_last off, or give more" if len(dataset) else "give some"
             raise DataError(f"the dataset has {len(dataset)} examples, less than one batch of {batch_size}: {remedy}")
 
     @property
-    def _sized(self) -> bool:
+    def sized(self) -> bool:
+        """Whether the length of a pass is known."""
         return hasattr(self.dataset, "__len__")
 
     def __len__(self) -> int:
-        if not self._sized:
+        if not self.sized:
             raise TypeError(f"a {type(self.dataset).__name__} has no length")
         count, rest = divmod(len(self.dataset), self.batch_size)
         return count + (rest > 0 and not self._loader.drop_last)
@@ -136,6 +175,7 @@ class DatasetBatches:
     def __iter__(self) -> Iterator[Any]:
         """One pass from its start."""
         self.rewind()
+        self.begin(self._iterated)
         while (batch := self.next_batch()) is not None:
             yield batch
 
@@ -145,6 +185,10 @@ class DatasetBatches:
             return None
         with seeded(derive_seed(self._seed, "first")):
             return self.dataset[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the pass that iterating gives, as for a DistributedSampler."""
+        self._iterated = epoch
 
     def rewind(self) -> None:
         """Go to the start of the first pass."""
@@ -174,29 +218,35 @@ class DatasetBatches:
 
     def steps_for(self, epochs: float, accumulation: int) -> int:
         """Optimizer steps of so many passes; what is left over at the end of a pass makes a step too."""
-        if not self._sized:
+        if not self.sized:
             raise ConfigError("the length of an iterable dataset is not known: give max_steps (train.steps)")
         return max(1, -int(-epochs * -(-len(self) // accumulation) // 1))
 
     @property
     def epoch(self) -> float:
         """Passes done and the part of this one; only whole passes where the length is not known."""
-        return self._epoch + (self._taken / len(self) if self._sized else 0.0)
+        return self._epoch + (self._taken / len(self) if self.sized else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Which pass, how many batches of it were used, and the dataset's own state where it has one."""
-        state = {"epoch": self._epoch, "taken": self._taken, "batch_size": self.batch_size, **self._identity()}
+        state: dict[str, Any] = {"epoch": self._epoch, "taken": self._taken, "batch_size": self.batch_size}
+        state |= self._identity()
+        if self._fingerprint is not None:
+            state["fingerprint"] = self._fingerprint
         own = self._cursor if self._ahead else self._dataset_state()
         return state if own is None else state | {"dataset": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a cursor; another batch size is taken up at the example where the saved one stopped, or refused."""
+        remedy = "resume with the same data and seed, or with resume_skip=('dataset',) (--resume.skip=dataset)"
         for name, value in self._identity().items():
             if state.get(name, value) != value:
                 raise DataError(
-                    f"the checkpoint's dataset has {name} = {state[name]} and this one {value}: go on with the same "
-                    "data and seed, or leave the cursor out (resume.skip)"
+                    f"expected a dataset with {name} = {state[name]} as in the checkpoint, got {value}: {remedy}"
                 )
+        theirs, ours = state.get("fingerprint"), self._fingerprint
+        if theirs is not None and ours is not None and theirs != ours:
+            raise DataError(f"the examples of this dataset are not those that the checkpoint was trained on: {remedy}")
         examples = state["taken"] * state["batch_size"]
         if examples % self.batch_size:
             raise DataError(
@@ -211,6 +261,23 @@ class DatasetBatches:
     def _identity(self) -> dict[str, int]:
         """What the order of a pass follows from; a cursor means another place where it differs."""
         return {"examples": len(self.dataset), "seed": self._seed} if self.indexed else {"seed": self._seed}
+
+    @cached_property
+    def _fingerprint(self) -> str | None:
+        """A hash of a few examples, evenly spread; None where they cannot be read ahead, or differ when read again.
+
+        Random numbers that an example draws from the global generators are seeded here.
+        """
+        if not self.indexed:
+            return None
+        last, digests = len(self.dataset) - 1, []
+        places = sorted({round(last * part / (SAMPLED - 1)) for part in range(SAMPLED)})
+        for _ in range(2):
+            with seeded(derive_seed(self._seed, "fingerprint")):
+                digests.append([_digest(self.dataset[place]) for place in places])
+        if digests[0] != digests[1] or None in digests[0]:
+            return None
+        return hashlib.sha256("".join(map(str, digests[0])).encode()).hexdigest()[:16]
 
     @property
     def _keeps_state(self) -> bool:
@@ -254,6 +321,88 @@ class DatasetBatches:
         return [order[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self))]
 
 
+class LoaderBatches(DatasetBatches):
+    """A ready DataLoader, or any object that gives the batches of a pass each time it is iterated.
+
+    Its order is its own. Where it has no generator, it is seeded for each pass and batch, so that a resume repeats the
+    order; where it has one, that generator's state is in the cursor. A resume reads and drops the batches already used.
+    """
+
+    def __init__(self, batches: Any, device: torch.device, *, seed: int) -> None:
+        if isinstance(batches, Iterator) or not hasattr(batches, "__iter__"):
+            raise ConfigError(
+                f"expected a DataLoader, or an object that can be iterated once for each pass, got "
+                f"{type(batches).__name__}: return a torch.utils.data.DataLoader"
+            )
+        self.dataset, self.device, self.indexed = batches, device, False
+        self.batch_size = getattr(batches, "batch_size", None) or 1
+        self._seed, self._loader = seed, LoaderConfig()
+        self._epoch, self._taken, self._iterated = 0, 0, 0
+        self._batches, self._ahead, self._cursor = None, [], None
+        self._start: list[Tensor] = []
+        if self.sized and len(self) == 0:
+            raise DataError(f"expected batches, got a {type(batches).__name__} of length 0: give more data")
+
+    @property
+    def sized(self) -> bool:
+        """Whether it says how many batches it has."""
+        try:
+            len(self.dataset)
+        except TypeError:
+            return False
+        return True
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, and the state that the loader's own generators had when the pass began."""
+        begun = self._start if self._batches is not None else [one.get_state() for one in self._generators()]
+        return super().state_dict() | ({"generators": begun} if begun else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a cursor."""
+        super().load_state_dict(state)
+        for generator, begun in zip(self._generators(), state.get("generators", ()), strict=True):
+            generator.set_state(torch.as_tensor(begun, dtype=torch.uint8))
+
+    def _identity(self) -> dict[str, int]:
+        return {"batches": len(self), "seed": self._seed} if self.sized else {"seed": self._seed}
+
+    _fingerprint = None  # what it gives is known only by reading it
+
+    @property
+    def _keeps_state(self) -> bool:
+        return False
+
+    def _open(self) -> Iterator[Any]:
+        """Batches from the cursor on."""
+        self._start = [generator.get_state() for generator in self._generators()]
+        for part in (self.dataset, *(getattr(self.dataset, name, None) for name in ("dataset", "sampler"))):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self._epoch)
+        self._batches = itertools.islice(self._seeded_pass(), self._taken, None)
+        return self._batches
+
+    def _seeded_pass(self) -> Iterator[Any]:
+        seed = derive_seed(self._seed, "batches", self._epoch)
+        with seeded(seed):
+            batches = iter(self.dataset)
+        for number in itertools.count():
+            with seeded(derive_seed(seed, number)):
+                found = list(itertools.islice(batches, 1))
+            if not found:
+                return
+            yield found[0]
+
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that a DataLoader and its samplers were given, each once."""
+        sampler = getattr(self.dataset, "sampler", None)
+        holders = (self.dataset, sampler, getattr(self.dataset, "batch_sampler", None))
+        found = [getattr(holder, "generator", None) for holder in holders]
+        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+
 def make_batches(
     dataset: Any, batch_size: int | None, device: torch.device, *,
     collate: Collate, seed: int, shuffle: bool, loader: LoaderConfig,
@@ -265,21 +414,29 @@ def make_batches(
                 f"the token loader gives batches of B = {dataset.B} and the batch size is set to {batch_size}: make "
                 "them equal"
             )
-        for field in fields(LoaderConfig):
-            if (value := getattr(loader, field.name)) != field.default:
-                raise ConfigError(
-                    f"loader.{field.name} = {value} has no effect on a token loader, which reads ahead by itself: "
-                    "leave it out"
-                )
+        _refuse_settings(loader, "a token loader, which reads ahead by itself")
         return TokenBatches(dataset, device)
     assert batch_size is not None
     if isinstance(dataset, DataLoader):
-        raise ConfigError("a DataLoader batches already: give its dataset, and its batch size in the arguments")
+        own = dataset.batch_size
+        if own is not None and batch_size not in (own, DEFAULT_BATCH_SIZE):
+            raise ConfigError(
+                f"the DataLoader gives batches of {own} and the batch size is set to {batch_size}: make them equal"
+            )
+        if shuffle:
+            _refuse_settings(loader, "a DataLoader, which has its own")
+        return LoaderBatches(dataset, device, seed=seed)
     if isinstance(dataset, Mapping) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         raise ConfigError(
             f"a {type(dataset).__name__} is no dataset: give a TokenDataLoader, a sequence or an iterable of dicts"
         )
     return DatasetBatches(dataset, batch_size, device, collate=collate, seed=seed, shuffle=shuffle, loader=loader)
+
+
+def _refuse_settings(loader: LoaderConfig, kind: str) -> None:
+    for field in fields(LoaderConfig):
+        if (value := getattr(loader, field.name)) != field.default:
+            raise ConfigError(f"loader.{field.name} = {value} has no effect on {kind}: leave it out")
 
 
 def held_out(batches: TokenBatches, tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -305,6 +462,24 @@ def collate(examples: list[Any]) -> Any:
             raise DataError(f"an example has {len(odd[0])} parts: give dicts, pairs (x, y), or a data_collator")
         return tuple(_stack(list(column), name) for name, column in zip("xy", zip(*examples, strict=True), strict=True))
     raise DataError(f"an example is a {type(first).__name__}: give dicts or pairs of tensors, or a data_collator")
+
+
+def _digest(value: Any) -> str | None:
+    """A hash of an example; None where it holds something else than numbers, texts, and lists and dicts of them."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous().numpy() if value.dtype != torch.bfloat16 else value.float().numpy()
+    if isinstance(value, np.ndarray | np.generic):
+        return hashlib.sha256(repr((str(value.dtype), np.shape(value))).encode() + value.tobytes()).hexdigest()
+    if isinstance(value, Mapping):
+        value = [part for key in value for part in (str(key), value[key])]
+    if isinstance(value, list | tuple):
+        if all(isinstance(part, int | float) for part in value):
+            return hashlib.sha256(repr(value).encode()).hexdigest()
+        parts = [_digest(part) for part in value]
+        return None if None in parts else hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()
+    if isinstance(value, str | int | float | bytes | None):
+        return hashlib.sha256(repr(value).encode()).hexdigest()
+    return None
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -63,7 +63,11 @@ class TrainerCallback:
         """A prediction is done: `metrics`."""
 
     def on_save(self, **event: Any) -> TrainerControl | None:
-        """A checkpoint is whole and on disk: `checkpoint` (its path) and `step` (which it holds)."""
+        """A checkpoint is complete and on disk: `checkpoint` (its path) and `step`.
+
+        `state` is that of the saved step. With `async_save` the run, and with it `model`, may be some steps further;
+        callbacks that do not derive from this class are called before the next step.
+        """
 
     def on_log(self, **event: Any) -> TrainerControl | None:
         """Something was logged: `logs`."""
@@ -142,6 +146,15 @@ class Callbacks(Sequence[Any]):
     def handles(self, event: str) -> bool:
         """Whether anyone would hear `event`."""
         return bool(self._of(event))
+
+    def of(self, event: str) -> list[object]:
+        """The callbacks that handle `event`."""
+        return [callback for callback, _ in self._of(event)]
+
+    @property
+    def expect_saved_model(self) -> bool:
+        """Whether a callback was written for another trainer, in which on_save comes before the next step."""
+        return any(not isinstance(callback, TrainerCallback) for callback in self.of("on_save"))
 
     def dispatch(self, event: str, control: TrainerControl, **keywords: Any) -> TrainerControl:
         """Tell everyone in turn; the control that holds afterwards.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -15,17 +16,18 @@ __all__ = ["drop_unused_columns"]
 LABELS = ("label", "label_ids", "labels")
 
 
-def drop_unused_columns(dataset: Any, model: nn.Module) -> Any:
+def drop_unused_columns(dataset: Any, model: nn.Module, labels: Sequence[str] = ()) -> Any:
     """The dataset without the columns that `forward` does not name, before any collator sees them, as people know it.
 
-    A `forward` that names nothing (`**batch`) may use every column, and datasets of other kinds are left as they are.
+    `labels` are kept besides. A `forward` that names nothing (`**batch`) may use every column, and datasets of other
+    kinds are left as they are.
     """
     names = getattr(dataset, "column_names", None)
     parameters = inspect.signature(model.forward).parameters.values()
     wanted = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if not isinstance(names, list) or not hasattr(dataset, "remove_columns") or not wanted:
         return dataset
-    unused = [name for name in names if name not in wanted and name not in LABELS]
+    unused = [name for name in names if name not in wanted and name not in (*LABELS, *labels)]
     if unused and len(unused) == len(names):
         raise DataError(
             f"none of the columns ({', '.join(names)}) is an argument of {type(model).__name__} "

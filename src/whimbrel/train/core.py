@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +15,30 @@ import torch
 from torch import nn
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.checkpoint import CheckpointManager, RNGState, SharingPattern, StateComponent
+from whimbrel.checkpoint import CheckpointManager, RNGState, Saved, SharingPattern, StateComponent
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
-from whimbrel.config import to_table
+from whimbrel.config import nearest, to_table
 from whimbrel.precision import PrecisionPlan
 from whimbrel.text import Tokenizer
 from whimbrel.train import assemble
 from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.batches import DatasetBatches, TokenBatches, collate
 from whimbrel.train.callback import Callbacks, StopRequest
+from whimbrel.train.callbacks import ProgressCallback, TensorBoardCallback, TrackerCallback
 from whimbrel.train.callbacks.jsonl import JsonLog
 from whimbrel.train.device import choose_device
 from whimbrel.train.distributed import check_single_process, refuse_wrapped_model
+from whimbrel.train.elsewhere import TRAINER_ELSEWHERE
+from whimbrel.train.evaluation import EvalPrediction
+from whimbrel.train.identity import check_model, model_identity
 from whimbrel.train.log import plain
 from whimbrel.train.loop import Scheduler
 from whimbrel.train.metric import greater_is_better
 from whimbrel.train.model_state import export_model, model_state
 from whimbrel.train.optimizer_state import OptimizerState, SchedulerState
 from whimbrel.train.outputs import LossFunction
-from whimbrel.train.settings import TrainerConfig
+from whimbrel.train.overrides import check_overrides, missing_method, overrides
+from whimbrel.train.settings import LogConfig, TrainerConfig
 from whimbrel.train.signals import SignalHandler
 from whimbrel.train.state import Tally, TrainerControl, TrainerState
 from whimbrel.train.translate import to_config
@@ -64,9 +71,15 @@ class TrainerCore:
         model_init: Callable[[], nn.Module] | None = None,
         callbacks: Iterable[Any] | None = None,
         compute_loss_func: LossFunction | None = None,
+        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         optimizers: tuple[assemble.OptimizerChoice, assemble.SchedulerChoice] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        **unknown: Any,
     ) -> None:
         check_single_process()
+        _refuse_unknown(type(self), unknown)
+        check_overrides(self)
         _check_given(args, model, model_init, processing_class)
         self.args, self.config = args, self._make_config(args)
         if model_init is None and self.config.train.default_dtype is not None and not self._builds_model:
@@ -81,13 +94,23 @@ class TrainerCore:
         self.processing_class, self.loss_fn = processing_class, compute_loss_func
         self.state, self.control, self.tally = TrainerState(), TrainerControl(), Tally()
         self.callbacks = Callbacks.with_defaults(self.default_callbacks(), callbacks or ())
+        for callback in _reporters(self.config.log):
+            self.callbacks.add(callback)
+        if not self.config.log.progress:
+            self.callbacks.pop(ProgressCallback)
         self._log_file, self._signals = Callbacks([JsonLog()]), SignalHandler()
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Scheduler | None = None
         self.train_dataloader: TokenBatches | DatasetBatches | None = None
         self.eval_dataloader: TokenBatches | DatasetBatches | None = None
         self.precision = PrecisionPlan(self.config.train.precision, self.device)
-        self.is_local_process_zero, self.is_world_process_zero, self.num_processes = True, True, 1
+        self.is_local_process_zero, self.is_world_process_zero = ProcessFlag(1), ProcessFlag(1)
+        self.num_processes = 1
+        self.accelerator = Accelerator(self.precision)
+        if compute_metrics is not None:
+            self.compute_metrics = compute_metrics
+        if preprocess_logits_for_metrics is not None:
+            self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.resumed_from: Path | None = None
         self.compile_seconds = 0.0
         checkpoint = self.config.checkpoint
@@ -99,14 +122,23 @@ class TrainerCore:
             asynchronous=checkpoint.asynchronous,
             process_groups=self.get_process_groups(),
         )
-        self._optimizers, self._placed = optimizers, False
+        self._optimizers, self._placed = _chosen(self, optimizers, optimizer_cls_and_kwargs), False
         self._states: tuple[OptimizerState, SchedulerState] | None = None
         self._lines: list[str] = []
         self.deferred: set[str] = set()
         """What was due at this step ("evaluate", "save") and was put off because the run had to end at once."""
         self._last_metric: tuple[int, float] | None = None
+        self._saving: dict[int, TrainerState] = {}
+        self._check_metric()
         self.tell("on_init_end")
 
+    def _check_metric(self) -> None:
+        """Refuse a metric for the best model that no evaluation will have."""
+
+    compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None
+    """Metrics of predictions and labels; given to the constructor, or a method of a subclass."""
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
+    """Makes predictions of the logits of a batch before they are gathered, such as their argmax."""
     _builds_model = False
     """Whether the trainer makes its model itself, without model_init."""
 
@@ -129,12 +161,12 @@ class TrainerCore:
         """Take out a callback, also a default one, by exact class or by identity."""
         self.callbacks.pop(callback)
 
-    def tell(self, event: str, **keywords: Any) -> TrainerControl:
-        """Dispatch an event to the callbacks; the control that holds afterwards."""
+    def tell(self, event: str, *, state: TrainerState | None = None, **keywords: Any) -> TrainerControl:
+        """Dispatch an event to the callbacks, with the state as it is or another; the control that holds afterwards."""
         for hearers in (self._log_file, self.callbacks):
             if hearers.handles(event):
                 self.control = hearers.dispatch(
-                    event, self.control, args=self.args, state=self.state,
+                    event, self.control, args=self.args, state=state or self.state,
                     model=None if self.model is None else self.unwrapped_model(),
                     processing_class=self.processing_class, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
                     train_dataloader=self.train_dataloader, eval_dataloader=self.eval_dataloader, trainer=self,
@@ -142,8 +174,13 @@ class TrainerCore:
                 )  # fmt: skip
         return self.control
 
-    def log(self, logs: dict[str, Any]) -> TrainerControl:
-        """Add to the history and tell the callbacks."""
+    def tell_saved(self, saved: Saved) -> None:
+        """Dispatch `on_save`, with the state that was saved: training may be further by now."""
+        self.tell("on_save", state=self._saving.pop(saved.step, None), checkpoint=saved.path, step=saved.step)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> TrainerControl:
+        """Add to the history and tell the callbacks. `start_time` is there for overrides that pass it on."""
+        del start_time
         entry = {**plain(logs), "epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append(entry)
         return self.tell("on_log", logs={**logs, "epoch": self.state.epoch})
@@ -166,6 +203,10 @@ class TrainerCore:
             raise ConfigError("there is no model yet: model_init makes it when training or evaluation begins")
         return getattr(self.model, "_orig_mod", self.model)
 
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of `transformers.Trainer` that are not here: say what to use."""
+        raise missing_method(self, name)
+
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write weights and processing_class alone; over files of their names only with overwrite_output_dir."""
         target = self.config.output_dir if output_dir is None else Path(output_dir)
@@ -184,9 +225,15 @@ class TrainerCore:
         path, step = None if checkpoint_path is None else Path(checkpoint_path), self.state.global_step
         if self.state.best_global_step == step and not temporary:
             self.state.best_model_checkpoint = str(path or find_checkpoint(self.checkpoint_manager.run, step))
-        return self.checkpoint_manager.save(
+        while len(self._saving) > 3:  # of saves that failed
+            del self._saving[min(self._saving)]
+        self._saving[step] = dataclasses.replace(self.state, log_history=list(self.state.log_history))
+        saved = self.checkpoint_manager.save(
             step, self.get_state_components(), metric=metric, about=self._about(), path=path, temporary=temporary
         )
+        if self.callbacks.expect_saved_model:
+            self.checkpoint_manager.settle()
+        return saved
 
     def settle(self) -> None:
         """Wait for the numbers of every step so far; for callbacks that do something slow or print something."""
@@ -194,7 +241,10 @@ class TrainerCore:
     def load_checkpoint(self, checkpoint_path: str | Path | None = None) -> Path:
         """Load the whole state; None: the newest whole checkpoint. What does not fit stops with its name."""
         manager, path = self.checkpoint_manager, None if checkpoint_path is None else Path(checkpoint_path)
-        manifest = manager.load(self.get_state_components(), path, skip=self.config.resume.skip)
+        manifest = manager.load(
+            self.get_state_components(), path, skip=self.config.resume.skip,
+            check=partial(check_model, self.unwrapped_model()),
+        )  # fmt: skip
         self.resumed_from = path or find_checkpoint(manager.run, manifest.step)
         return self.resumed_from
 
@@ -273,7 +323,59 @@ class TrainerCore:
     def _about(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the run."""
         settings = json.dumps(to_table(self.config), sort_keys=True)
-        return {"config_hash": hashlib.sha256(settings.encode()).hexdigest()}
+        digest = hashlib.sha256(settings.encode()).hexdigest()
+        return {"config_hash": digest, "model": model_identity(self.unwrapped_model())}
+
+
+class ProcessFlag(int):
+    """A truth value that can be called too: `is_world_process_zero` is an attribute here, a method in transformers."""
+
+    def __call__(self) -> bool:
+        return bool(self)
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+class Accelerator:
+    """What an override of `training_step` calls for its backward pass, by the name it has in transformers."""
+
+    def __init__(self, precision: PrecisionPlan) -> None:
+        self._precision = precision
+        self.called = False
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward, with the loss scaled under fp16."""
+        self.called = True
+        self._precision.scale(loss).backward()
+
+
+def _reporters(log: LogConfig) -> list[Any]:
+    """The callbacks that log where the settings say."""
+    trackers: list[Any] = [TrackerCallback(kind) for kind in ("wandb", "trackio") if getattr(log, kind)]
+    return [TensorBoardCallback(), *trackers] if log.tensorboard else trackers
+
+
+def _refuse_unknown(cls: type, unknown: Mapping[str, Any]) -> None:
+    """Refuse keywords that no trainer takes, with what to give instead."""
+    for name in unknown:
+        known = [key for key in inspect.signature(TrainerCore.__init__).parameters if key not in ("self", "unknown")]
+        hint = f": give {TRAINER_ELSEWHERE[name]}" if name in TRAINER_ELSEWHERE else nearest(name, known)
+        raise ConfigError(f"{cls.__name__} has no argument '{name}'{hint}")
+
+
+def _chosen(trainer: object, optimizers: tuple[Any, Any], given: tuple[Any, dict[str, Any]] | None) -> tuple[Any, Any]:
+    """The optimizer and scheduler asked for, in whichever way; two ways at once are refused."""
+    optimizer, scheduler = optimizers
+    if given is not None and optimizer is not None:
+        raise ConfigError("optimizers and optimizer_cls_and_kwargs both name an optimizer: give one")
+    for method, choice in {"create_optimizer": optimizer or given, "create_scheduler": scheduler}.items():
+        if choice is not None and overrides(trainer, method, "create_optimizer_and_scheduler"):
+            raise ConfigError(f"{method} is overridden and optimizers gives another: leave one out")
+    if given is None:
+        return optimizer, scheduler
+    kind, keywords = given
+    return lambda parameters: kind(parameters, **keywords), scheduler
 
 
 def _check_given(args: object, model: object, model_init: object, processing_class: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 
 from whimbrel.base.errors import TrainingError
 from whimbrel.base.logging import get_logger
-from whimbrel.checkpoint import CheckpointManager, RNGState
+from whimbrel.checkpoint import CheckpointManager, RNGState, Saved
 from whimbrel.optim import whole_steps
 from whimbrel.train.batches import Batches
 from whimbrel.train.callback import Callbacks, StopRequest
@@ -49,6 +50,9 @@ class Driven(Protocol):
 
     def tell(self, event: str, **keywords: Any) -> TrainerControl:
         """Dispatch an event."""
+
+    def tell_saved(self, saved: Saved) -> None:
+        """Dispatch `on_save`."""
 
     def log(self, logs: dict[str, Any]) -> TrainerControl:
         """Log something."""
@@ -124,7 +128,7 @@ class Driver:
     def _goes_on(self) -> bool:
         """Whether another step comes: not after the last, and not once the end was asked for."""
         self._heed_signal("on_step_begin")
-        return self._before_last_step and not self._trainer.control.ends_training
+        return self._before_last_step and not self._passes_are_done and not self._trainer.control.ends_training
 
     @property
     def _before_last_step(self) -> bool:
@@ -139,6 +143,17 @@ class Driver:
         if trainer.callbacks.stopped_by is None:
             trainer.callbacks.stopped_by = StopRequest(received.name, event, "stop")
             logger.info("Received %s: saving, then stopping", received.name)
+
+    @property
+    def _passes_are_done(self) -> bool:
+        """Whether a run whose length is in epochs has begun them all, of which callbacks may have ended some early.
+
+        A rollback repeats steps with later data, so there the steps alone count.
+        """
+        train = self._trainer.config.train
+        if train.epochs is None or train.on_nonfinite == "rollback":
+            return False
+        return self._trainer.state.raw_epoch >= math.ceil(train.epochs)
 
     def _step(self) -> bool:
         """One step and all that is due after it; whether a pass over the data has ended with it."""
@@ -225,7 +240,7 @@ class Driver:
             self._loop.settle(1, self._report)
         for saved in trainer.checkpoint_manager.finished():
             self._rollbacks = 0
-            trainer.tell("on_save", checkpoint=saved.path, step=saved.step)
+            trainer.tell_saved(saved)
 
     def settle(self) -> None:
         """Wait for the numbers of every step so far: something else than a step comes next."""

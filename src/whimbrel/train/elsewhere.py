@@ -1,43 +1,172 @@
-"""Arguments of `transformers` that are spelled otherwise here, and what is said to those who give them."""
+"""Arguments of `transformers` that are spelled otherwise here: translated, accepted where they say what is done anyway,
+or refused with what to give instead.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import nearest
 
-__all__ = ["CheckedNames"]
+__all__ = ["CheckedNames", "HELD", "Held", "TRAINER_ELSEWHERE", "TRANSLATED", "respelled"]
 
-ELSEWHERE = {
-    "bf16": "mixed_precision='bf16'",
-    "eval_accumulation_steps": "nothing: evaluation keeps sums, not logits",
-    "fp16": "mixed_precision='fp16'",
-    "greater_is_better": "best_model_greater_is_better",
-    "load_best_model_at_end": "preserve_best_model, which keeps the best checkpoint",
-    "metric_for_best_model": "best_model_metric",
-    "no_cuda": "use_cpu",
-    "optim": "optimizers=(NAME, None) of the trainer",
-    "optim_args": "optimizers=(OptimConfig(name=NAME, ...), None) of the trainer",
-    "optim_target_modules": "optimizers=(OptimConfig(name=NAME, groups=(GroupConfig(...),)), None) of the trainer",
-    "report_to": "callbacks=[...] of the trainer, from whimbrel.train.callbacks",
-    "tf32": "float32_matmul_precision='high'",
-    "warmup_ratio": "warmup_steps, which below 1 is a share of the run",
+
+class Held(NamedTuple):
+    """An argument that has no counterpart: values that say what is done anyway (the default of transformers first),
+    and what to give instead of another.
+    """
+
+    values: tuple[Any, ...]
+    hint: str
+
+
+def _precision(kind: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda on: {"mixed_precision": kind} if on else {}
+
+
+TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "bf16": _precision("bf16"),
+    "fp16": _precision("fp16"),
+    "greater_is_better": lambda value: {"best_model_greater_is_better": value},
+    "ignore_data_skip": lambda on: {"resume_skip": ("dataset",)} if on else {},
+    "load_best_model_at_end": lambda value: {"preserve_best_model": value},
+    "metric_for_best_model": lambda name: {} if name is None else {"best_model_metric": name},
+    "tf32": lambda on: {} if on is None else {"float32_matmul_precision": "high" if on else "highest"},
+    "warmup_ratio": lambda share: {"warmup_steps": share} if share else {},
 }
-"""What to give instead."""
+"""Other names for arguments of ours."""
+
+_NO_HUB = "upload the directory that save_model writes with huggingface_hub"
+_ONE_PROCESS = "leave it out: the trainer runs in one process"
+_OPTIMIZER = "use optimizers=(OptimConfig(name=NAME, ...), None) of the trainer"
+_SCRIPT = "use a flag of your own script: the trainer does what train(), evaluate() and predict() ask"
+_SHARDING = "leave it out: the trainer uses one device"
+_TRACKER = "use callbacks=[TrackerCallback('trackio', project=...)] of the trainer"
+
+HELD: dict[str, Held] = {
+    "accelerator_config": Held((None,), _ONE_PROCESS),
+    "auto_find_batch_size": Held((False,), "use per_device_train_batch_size; `whimbrel train` finds it by itself"),
+    "average_tokens_across_devices": Held((True, False), _ONE_PROCESS),
+    "batch_eval_metrics": Held((False,), "use compute_metrics over all batches, with preprocess_logits_for_metrics"),
+    "bf16_full_eval": Held((False,), "use mixed_precision='bf16', or model.to(torch.bfloat16)"),
+    "data_parallel": Held((None,), _ONE_PROCESS),
+    "dataloader_in_order": Held((True,), "leave it out: batches keep their order, so that a resume is exact"),
+    "dataloader_multiprocessing_context": Held((None,), "use a DataLoader of your own as train_dataset"),
+    "dataloader_persistent_workers": Held((False,), "use a DataLoader of your own as train_dataset"),
+    "ddp_backend": Held((None,), _ONE_PROCESS),
+    "ddp_broadcast_buffers": Held((None,), _ONE_PROCESS),
+    "ddp_bucket_cap_mb": Held((None,), _ONE_PROCESS),
+    "ddp_find_unused_parameters": Held((None, False), _ONE_PROCESS),
+    "ddp_static_graph": Held((None,), _ONE_PROCESS),
+    "ddp_timeout": Held((1800,), _ONE_PROCESS),
+    "debug": Held(("", []), "use detect_anomaly=True to find the operation that makes a NaN"),
+    "deepspeed": Held((None,), _SHARDING),
+    "do_eval": Held((False,), _SCRIPT),
+    "do_predict": Held((False,), _SCRIPT),
+    "do_train": Held((False,), _SCRIPT),
+    "enable_jit_checkpoint": Held((False, True), "leave it out: SIGTERM always saves"),
+    "eval_accumulation_steps": Held((None, 1), "leave it out: predictions go to the host after each batch"),
+    "eval_do_concat_batches": Held((True,), "use an override of evaluate"),
+    "eval_on_start": Held((False,), "use trainer.evaluate() before trainer.train()"),
+    "eval_use_gather_object": Held((False,), _ONE_PROCESS),
+    "evaluation_strategy": Held((), "use eval_strategy"),
+    "fp16_full_eval": Held((False,), "use mixed_precision='fp16', or model.half()"),
+    "fsdp": Held((None, "", []), _SHARDING),
+    "fsdp_config": Held((None,), _SHARDING),
+    "gradient_checkpointing_kwargs": Held(
+        (None, {}, {"use_reentrant": False}), "use recompute='full' or 'selective'; it is never reentrant"
+    ),
+    "group_by_length": Held((False,), "use a DataLoader of your own as train_dataset, with such a sampler"),
+    "hub_always_push": Held((False,), _NO_HUB),
+    "hub_model_id": Held((None,), _NO_HUB),
+    "hub_private_repo": Held((None, False), _NO_HUB),
+    "hub_revision": Held((None,), _NO_HUB),
+    "hub_strategy": Held(("every_save",), _NO_HUB),
+    "hub_token": Held((None,), _NO_HUB),
+    "include_for_metrics": Held(([], ()), "use an override of prediction_step that adds them to the predictions"),
+    "include_inputs_for_metrics": Held(
+        (False,), "use an override of prediction_step that adds them to the predictions"
+    ),
+    "include_num_input_tokens_seen": Held(
+        ("no", False), "use trainer.state.num_input_tokens_seen, which is always counted"
+    ),
+    "include_tokens_per_second": Held((False,), "use an on_train_metrics callback, which gets tokens and seconds"),
+    "jit_mode_eval": Held((False,), "use torch_compile=True"),
+    "label_smoothing_factor": Held((0.0,), "use compute_loss_func with torch's label_smoothing"),
+    "length_column_name": Held(("length",), "use a DataLoader of your own as train_dataset, with such a sampler"),
+    "liger_kernel_config": Held((None,), "use a model to which liger_kernel was applied"),
+    "local_rank": Held((-1, 0), _ONE_PROCESS),
+    "log_level": Held(("passive",), "use logging.getLogger('whimbrel').setLevel(...)"),
+    "log_level_replica": Held(("warning",), _ONE_PROCESS),
+    "log_on_each_node": Held((True, False), _ONE_PROCESS),
+    "logging_nan_inf_filter": Held((True,), "use on_nonfinite: a step that is not finite never enters the logged loss"),
+    "neftune_noise_alpha": Held((None,), "use a forward hook on the model's embedding"),
+    "no_cuda": Held((), "use use_cpu"),
+    "optim": Held(("adamw_torch_fused", "adamw_torch"), "use optimizers=(NAME, None) of the trainer"),
+    "optim_args": Held((None,), _OPTIMIZER),
+    "optim_target_modules": Held((None,), "use optimizers=(OptimConfig(name=NAME, groups=(GroupConfig(...),)), None)"),
+    "parallelism_config": Held((None,), _ONE_PROCESS),
+    "prediction_loss_only": Held((False,), "leave compute_metrics out: then evaluate() gives the loss only"),
+    "project": Held(("huggingface",), _TRACKER),
+    "push_to_hub": Held((False,), _NO_HUB),
+    "restore_callback_states_from_checkpoint": Held(
+        (False, True), "leave it out: callbacks with state_dict are restored (resume_skip=('callbacks',): not)"
+    ),
+    "save_on_each_node": Held((False, True), _ONE_PROCESS),
+    "save_only_model": Held((False,), "use save_strategy='no' and save_model, or an on_save callback"),
+    "save_safetensors": Held((True,), "leave it out: weights are always written as safetensors"),
+    "skip_memory_metrics": Held((True,), "use callbacks=[MemoryCallback()] of the trainer"),
+    "torch_empty_cache_steps": Held((None,), "use an on_step_end callback that calls torch.cuda.empty_cache()"),
+    "trackio_bucket_id": Held((None,), _TRACKER),
+    "trackio_space_id": Held((None,), _TRACKER),
+    "trackio_static_space_id": Held((None,), _TRACKER),
+    "use_cache": Held((False,), "use model.config.use_cache"),
+    "use_ipex": Held((False,), "use torch_compile=True"),
+    "use_liger_kernel": Held((False,), "use a model to which liger_kernel was applied"),
+    "use_mps_device": Held((), "leave it out: the best device is found, and use_cpu=True avoids it"),
+}
+"""The other arguments of transformers, also of earlier versions."""
+
+TRAINER_ELSEWHERE = {
+    "peft_config": "the model that get_peft_model returns as model",
+    "tokenizer": "processing_class",
+}
+"""Arguments of trainers elsewhere, and what to give here instead."""
+
+
+def respelled(owner: str, name: str, value: Any) -> dict[str, Any] | None:
+    """What an argument of `transformers` is here: arguments of ours, or nothing where it holds anyway.
+
+    None: it is not an argument of `transformers`.
+    """
+    if name in TRANSLATED:
+        return TRANSLATED[name](value)
+    if name not in HELD:
+        return None
+    held, plain = HELD[name], value.value if isinstance(value, Enum) else value
+    if any(plain == one and isinstance(plain, bool) == isinstance(one, bool) for one in held.values):
+        return {}
+    raise ConfigError(f"{owner} has no argument '{name}': {held.hint} (got {plain!r})")
 
 
 class CheckedNames(type):
-    """Makes classes that refuse an unknown argument by name, with what to give instead."""
+    """Makes classes that know the arguments of `transformers`, and refuse an unknown one with what to give instead."""
 
     def __call__(cls, *args: Any, **named: Any) -> Any:
         """Construct, once every name is known."""
         known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+        given = {name: value for name, value in named.items() if name in known}
         for name in (name for name in named if name not in known):
-            if name in ELSEWHERE:
-                raise ConfigError(f"{cls.__name__} has no argument '{name}': use {ELSEWHERE[name]}")
-            near = nearest(name, known)
-            hint = near if "?" in near else ": leave it out (docs/trainer.md lists what there is)"
-            raise ConfigError(f"{cls.__name__} has no argument '{name}'{hint}")
-        return super().__call__(*args, **named)
+            found = respelled(cls.__name__, name, named[name])
+            if found is None or not found.keys() <= set(known):
+                near = nearest(name, known)
+                hint = near if "?" in near else ": leave it out (docs/trainer.md lists what there is)"
+                raise ConfigError(f"{cls.__name__} has no argument '{name}'{hint}")
+            for own, value in found.items():
+                if given.setdefault(own, value) != value:
+                    raise ConfigError(f"{name} = {named[name]!r} and {own} = {given[own]!r} contradict: give one")
+        return super().__call__(*args, **given)

@@ -77,6 +77,8 @@ class Loop:
     """Tells the callbacks of an event inside a step."""
     lr: Callable[[], float]
     """The learning rate to report."""
+    training_step: Callable[[Any, Tensor], Tensor] | None = None
+    """Forward and backward of a micro-batch as a subclass of the trainer does them, given the targets of the step."""
     clip: float | None = None
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     _parameters: list[nn.Parameter] = field(init=False)
@@ -99,10 +101,7 @@ class Loop:
         total = torch.stack(counts).sum().clamp(min=1)
         loss = torch.zeros((), device=total.device)
         for index, (batch, count) in enumerate(zip(micro_batches, counts, strict=True), start=1):
-            with self.precision.autocast():
-                part = self.objective.loss(batch, total, count)
-            self.precision.scale(part).backward()
-            loss += part.detach()
+            loss += self._pass(batch, total, count)
             if index < len(micro_batches):
                 self.tell("on_substep_end")
         norm = self._finish_gradients()
@@ -137,6 +136,15 @@ class Loop:
     def pause(self) -> None:
         """Something else than a step comes next: its time is not the next step's."""
         self._mark = None
+
+    def _pass(self, batch: Any, total: Tensor, count: Tensor) -> Tensor:
+        """Forward and backward of a micro-batch; its share of the loss of the step."""
+        if self.training_step is not None:
+            return self.training_step(batch, total)
+        with self.precision.autocast():
+            part = self.objective.loss(batch, total, count)
+        self.precision.scale(part).backward()
+        return part.detach()
 
     def _finish_gradients(self) -> Tensor:
         """Unscale, measure and clip."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from whimbrel.base.errors import ConfigError
 
-__all__ = ["find_metric", "greater_is_better"]
+__all__ = ["find_metric", "greater_is_better", "has_metric"]
 
 
 def find_metric(metrics: Mapping[str, Any], name: str) -> float:
@@ -16,6 +16,11 @@ def find_metric(metrics: Mapping[str, Any], name: str) -> float:
         if key in metrics:
             return float(metrics[key])
     raise ConfigError(f"the evaluation has no metric '{name}': it has {', '.join(sorted(metrics))}")
+
+
+def has_metric(metrics: Container[str], name: str) -> bool:
+    """Whether there is a metric of that name, with or without `eval_` before it."""
+    return name in metrics or f"eval_{name}" in metrics
 
 
 def greater_is_better(name: str, given: bool | None = None) -> bool:

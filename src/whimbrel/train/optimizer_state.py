@@ -38,7 +38,8 @@ class OptimizerState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore moments and counters. Another class, or other parameters, are refused."""
-        remedy = "name another output_dir, or leave its state out with --resume.skip=optimizer"
+        skip = "leave its state out with --resume.skip=optimizer (resume_skip=('optimizer',) in Python)"
+        remedy = f"name another output_dir, or {skip}"
         _check_class("optimizer", state["class"], _class_name(self.optimizer), remedy)
         saved = {"state": state["state"], "param_groups": state["param_groups"]}
         try:
@@ -87,7 +88,8 @@ class SchedulerState:
 
         A torch scheduler computes each rate from the one before, so its settings cannot change in the middle.
         """
-        remedy = "give that one, name another output_dir, or leave its state out with --resume.skip=scheduler"
+        skip = "leave its state out with --resume.skip=scheduler (resume_skip=('scheduler',) in Python)"
+        remedy = f"give that one, name another output_dir, or {skip}"
         _check_class("scheduler", state["class"], _class_name(self.scheduler), remedy)
         self.scheduler.load_state_dict(state["state"])
         if isinstance(self.scheduler, Schedule):

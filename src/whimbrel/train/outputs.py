@@ -90,6 +90,11 @@ class Objective:
         undecided = takes_labels and self._shifts is None and self.compute is None
         self._makes_loss = None if undecided else not takes_labels
 
+    @property
+    def decided(self) -> bool:
+        """Whether targets can be counted without running the model."""
+        return self._makes_loss is not None
+
     def count(self, batch: Batch) -> Tensor:
         """Number of targets, or of samples where the batch has none. Call it under autocast.
 
@@ -113,12 +118,16 @@ class Objective:
         """The sum over this batch's `count` targets, divided by the `total` of the step."""
         return self._share(*self._forward(batch, total), total, count)
 
-    def scored(self, batch: Batch, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The logits of a batch, and where it has labels these and their loss."""
-        labels = batch.get("labels") if isinstance(batch, Mapping) else _pair(batch)[1]
-        outputs, scored, divided = self._forward(batch, total, **self._wants_logits())
-        loss = None if labels is None else self._share(outputs, scored, divided, total, count)
-        return logits_from_outputs(outputs), labels, loss
+    def scored(
+        self, batch: Batch, total: Tensor, count: Tensor, *, labeled: bool, logits: bool = True
+    ) -> tuple[Any, Tensor | None]:
+        """The model's outputs for a batch, and their loss where it is `labeled` or the outputs name one.
+
+        `logits`: the outputs hold logits too, which a model may leave out to save memory.
+        """
+        outputs, scored, divided = self._forward(batch, total, **(self._wants_logits() if logits else {}))
+        has_loss = labeled or _part(outputs, "loss") is not None
+        return outputs, self._share(outputs, scored, divided, total, count) if has_loss else None
 
     def _forward(self, batch: Batch, total: Tensor, **wanted: bool) -> tuple[Any, Tensor | None, bool]:
         """The outputs, the labels for a loss made from them, and whether theirs is divided by the total already."""
@@ -183,6 +192,11 @@ class Objective:
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The fp32 sum over targets that are not -100."""
+    if targets.is_floating_point():
+        raise DataError(
+            f"expected integer class ids as labels of a model that returns logits alone, got {targets.dtype}: return a "
+            "loss from the model, or give compute_loss_func"
+        )
     if logits.shape[:-1] != targets.shape:
         raise DataError(f"logits of shape {list(logits.shape)} do not go with labels of shape {list(targets.shape)}")
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

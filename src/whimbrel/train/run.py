@@ -26,8 +26,6 @@ from whimbrel.train.callbacks import (
     NormsCallback,
     ProfilerCallback,
     SampleCallback,
-    TensorBoardCallback,
-    TrackerCallback,
 )
 from whimbrel.train.config import RunConfig
 from whimbrel.train.device import choose_device
@@ -181,7 +179,4 @@ def _callbacks(config: RunConfig, tokenizer: Tokenizer | None, sampler: Sampler 
         found.append(NormsCallback(log.norms))
     if log.profile is not None:
         found.append(ProfilerCallback(*log.profile))
-    if log.tensorboard:
-        found.append(TensorBoardCallback())
-    found += [TrackerCallback(kind) for kind in ("wandb", "trackio") if getattr(log, kind)]
     return found

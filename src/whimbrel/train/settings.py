@@ -217,6 +217,10 @@ class LogConfig:
     """Log to Weights & Biases, if it is installed."""
     trackio: bool = False
     """Log to trackio, if it is installed."""
+    run_name: str | None = None
+    """The name of the run for Weights & Biases and trackio; not given: that of the run directory."""
+    progress: bool = True
+    """Show the progress of the run, where the trainer does so by default."""
     norms: int | None = None
     """Log the norm of each parameter and its gradient every so many steps; not given: never."""
     profile: tuple[int, int] | None = None
@@ -253,9 +257,19 @@ class LoaderConfig:
     """Batches that each worker fetches ahead; not given: 2."""
     drop_last: bool = False
     """Leave out a last batch that is not full."""
+    shuffle: bool = True
+    """Train on the examples in a new order in each pass; false: in the order of the dataset."""
+    seed: int | None = None
+    """Seed of the order of a dataset; not given: train.seed."""
+    remove_unused_columns: bool = True
+    """Leave out the columns of a `datasets` dataset that the model's forward does not take."""
+    label_names: tuple[str, ...] | None = None
+    """The inputs that are labels; not given: arguments of the model's forward with label in their names."""
 
     def __post_init__(self) -> None:
         check_positive("loader", self, "prefetch_factor")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ConfigError(f"loader.seed = {self.seed} must be at least 0 and below 2**63")
         if self.workers < 0:
             raise ConfigError(f"loader.workers = {self.workers} must not be negative")
         if self.prefetch_factor is not None and not self.workers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -11,58 +12,80 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.base.logging import get_logger
+from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.checkpoint import step_folders
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT
-from whimbrel.optim import InBackward, parameter_table, whole_steps
+from whimbrel.optim import parameter_table, whole_steps
 from whimbrel.parallel import memory_budget, offload_activations
 from whimbrel.precision import sdpa_backends, torch_switches
 from whimbrel.train import assemble
 from whimbrel.train.arguments import lone_tokenizers
-from whimbrel.train.batches import DatasetBatches, TokenBatches, held_out, make_batches
+from whimbrel.train.batches import DatasetBatches, TokenBatches, held_out
 from whimbrel.train.callbacks import ControlCallback, ProgressCallback
-from whimbrel.train.columns import drop_unused_columns
-from whimbrel.train.core import TrainerCore
 from whimbrel.train.device import Stopwatch, device_name, peak_flops, peak_memory
 from whimbrel.train.directory import check_directory, clear_directory, events_folder, record_settings
-from whimbrel.train.distributed import refuse_wrapped_model
 from whimbrel.train.driver import Driver
-from whimbrel.train.evaluation import Prediction, mean_loss, predictions
+from whimbrel.train.evaluation import Evaluation, Prediction, computed_metrics, evaluate_batches
+from whimbrel.train.hooks import TrainerHooks
 from whimbrel.train.loop import Loop
-from whimbrel.train.metric import find_metric
-from whimbrel.train.outputs import Objective
+from whimbrel.train.metric import find_metric, has_metric
+from whimbrel.train.overrides import check_overrides, overrides
 from whimbrel.train.settings import TrainerConfig
 from whimbrel.train.state import Tally, TrainerControl, TrainerState, TrainOutput
 from whimbrel.train.summary import RunSummary, estimate_memory, features
 
 __all__ = ["BaseTrainer", "Trainer"]
 
+logger = get_logger(__name__)
 
-class BaseTrainer(TrainerCore):
+_OVERRIDDEN = object()
+"""Stands for the training data of a trainer without train_dataset, whose class overrides get_train_dataloader."""
+
+
+class BaseTrainer(TrainerHooks):
     """Assembles parts and runs them: dataloaders, model, optimizer, schedule, checkpoints, callbacks."""
 
     _driver: Driver | None = None
+    _ignore_keys: list[str] | None = None
 
-    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
-        """Run to the last step, or until someone asks for the end. Resume: None, True or "latest", or a path."""
+    def train(
+        self,
+        resume_from_checkpoint: bool | str | Path | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Run to the last step, or until someone asks for the end. Resume: None, True or "latest", or a path.
+
+        `ignore_keys_for_eval`: outputs of the model that evaluations during training leave out of the predictions.
+        """
+        if trial is not None:
+            raise ConfigError("expected trial=None: construct and train one Trainer for each trial")
+        check_overrides(self)
         self._check_datasets()
-        given = self.config
+        given, self._ignore_keys = self.config, ignore_keys_for_eval
         if resume_from_checkpoint is not None:
             latest = resume_from_checkpoint in (True, "latest")
-            path = None if latest or isinstance(resume_from_checkpoint, bool) else Path(resume_from_checkpoint)
+            path = None if latest or isinstance(resume_from_checkpoint, bool) else self._named(resume_from_checkpoint)
             self.config = replace(given, resume=replace(given.resume, latest=latest, path=path))
         try:
             with self.checkpoint_manager.lock:  # before anything in the directory is read, changed or removed
                 check_directory(self.config, explicit=self._resumes_explicitly)
                 with self._torch_settings():
-                    self._prepare(self.train_dataset, self.eval_dataset)
+                    self._prepare(_OVERRIDDEN if self.train_dataset is None else self.train_dataset, self.eval_dataset)
                     with self._signals:
                         return self._train_loop()
         finally:
-            self.config = given
+            self.config, self._ignore_keys = given, None
+
+    def _named(self, path: str | Path) -> Path:
+        """A checkpoint by its path, or as `transformers` would name it: `output_dir/checkpoint-500`."""
+        given, run = Path(path), self.config.output_dir
+        found = re.fullmatch(r"checkpoint-(\d+)", given.name)
+        ours = None if found is None else find_checkpoint(run, int(found[1]))
+        return ours if ours is not None and not given.exists() and ours.exists() and given.parent == run else given
 
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Make every part that the given datasets call for; a model that exists is never made again."""
@@ -70,22 +93,20 @@ class BaseTrainer(TrainerCore):
         if config.train.compile:
             assemble.keep_compiled()
         if self.model is None:
-            self.model = self._make_model()
+            self.model = self.call_model_init()
         if not self._placed:
             assemble.place_model(self.model, config, self.device)
             self._placed = True
-        if eval_dataset is not None:
+        if eval_dataset is not None and not isinstance(eval_dataset, Mapping):
             self.eval_dataloader = self._make_batches(eval_dataset, config.validation.micro_batch, shuffle=False)
         if train_dataset is None:
             return
-        self.train_dataloader = self._make_batches(train_dataset, config.train.micro_batch, shuffle=True)
-        if isinstance(self.optimizer, InBackward):
-            self.optimizer.remove()  # of an earlier train()
-        self.optimizer = assemble.build_optimizer_of(
-            self.unwrapped_model(), config, self._optimizers[0], accumulation=self._accumulation()
-        )
+        if overrides(self, "get_train_dataloader"):
+            self.train_dataloader = self._as_batches(self.get_train_dataloader())
+        else:
+            self.train_dataloader = self._make_batches(train_dataset, config.train.micro_batch, shuffle=True)
         total = self._total_steps(self.train_dataloader)
-        self.lr_scheduler = assemble.build_scheduler(self.optimizer, config, total, self._optimizers[1])
+        self._make_optimizer(total)
         self._states = None
         self._optimizer_states()  # before a checkpoint or a step changes their settings
         self.state, self.control, self.tally = self._make_state(total), TrainerControl(), Tally()
@@ -106,6 +127,7 @@ class BaseTrainer(TrainerCore):
             self.tell("on_train_begin", summary=self._summary())
             driver.run()
             self._finish_saves()
+            self._load_best()
             output = self._output(time.perf_counter() - start)
             ended = True
         finally:
@@ -120,7 +142,8 @@ class BaseTrainer(TrainerCore):
     def reserve_saves(self) -> None:
         """Take the pinned memory of asynchronous saves now that the optimizer has its state: no save pays for it."""
         if self.config.checkpoint.asynchronous and self.device.type == "cuda":
-            self.checkpoint_manager.reserve(self.get_state_components())
+            parts = [part for part in self.get_state_components() if part.key != "save_model"]
+            self.checkpoint_manager.reserve(parts)
 
     def settle(self) -> None:
         """Wait for the numbers of every step so far; for callbacks that do something slow or print something."""
@@ -133,6 +156,7 @@ class BaseTrainer(TrainerCore):
         assert self.lr_scheduler is not None
         assert self.train_dataloader is not None
         config, scheduler = self.config, self.lr_scheduler
+        objective = self._objective(self.train_dataloader)
         peaks = [group.get("peak_lr") for group in self.optimizer.param_groups]
         reported = peaks.index(config.optim.lr) if config.optim.lr in peaks else 0
         return Loop(
@@ -140,7 +164,8 @@ class BaseTrainer(TrainerCore):
             optimizer=self.optimizer,
             scheduler=scheduler,
             batches=self.train_dataloader,
-            objective=self._objective(self.train_dataset),
+            objective=self._counting_objective(objective, "training_step"),
+            training_step=self._overridden_step(objective),
             precision=self.precision,
             accumulation=self._accumulation(),
             stopwatch=Stopwatch(self.device),
@@ -150,18 +175,22 @@ class BaseTrainer(TrainerCore):
             on_nonfinite=config.train.on_nonfinite,
         )
 
-    def _objective(self, dataset: Any) -> Objective:
-        """How a batch of `dataset` becomes a loss."""
-        assert self.model is not None
-        if isinstance(dataset, TokenDataLoader) and dataset.documents != "join":
-            return Objective(self.model, self.loss_fn, lambda x: {"documents": dataset.documents_of(x)})
-        return Objective(self.model, self.loss_fn)
-
     def _finish_saves(self) -> None:
         """Wait until the last save is on disk, and tell of it."""
         self.checkpoint_manager.wait()
         for saved in self.checkpoint_manager.finished():
-            self.tell("on_save", checkpoint=saved.path, step=saved.step)
+            self.tell_saved(saved)
+
+    def _load_best(self) -> None:
+        """Load the weights of the best checkpoint, where the best are kept; a run that pauses is to be resumed."""
+        pauses = self.drains and self.state.global_step < self.state.max_steps
+        if self.config.checkpoint.best is None or self.control.should_abort_without_save or pauses:
+            return
+        best = self.checkpoint_manager.best()
+        if best is not None and best != find_checkpoint(self.checkpoint_manager.run, self.state.global_step):
+            logger.info("Loading the best model from %s", best)
+            (model,) = (part for part in self.get_state_components() if part.key == "model")
+            self.checkpoint_manager.load_component(model, best)
 
     def _output(self, seconds: float) -> TrainOutput:
         """The sums."""
@@ -177,7 +206,11 @@ class BaseTrainer(TrainerCore):
     @property
     def can_evaluate(self) -> bool:
         """Whether there is anything to evaluate on."""
-        return self.eval_dataloader is not None
+        return self.eval_dataloader is not None or self._has_eval_data
+
+    @property
+    def _has_eval_data(self) -> bool:
+        return self.eval_dataset is not None or overrides(self, "get_eval_dataloader")
 
     @property
     def drains(self) -> bool:
@@ -198,58 +231,106 @@ class BaseTrainer(TrainerCore):
             self._driver.check_evaluation()
         return control
 
-    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """The mean loss over held-out targets, logged, and compared with the best so far."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The mean loss over held-out targets and what compute_metrics adds, logged.
+
+        Of a dict of datasets each is evaluated by itself, with its name in the metrics: `eval_NAME_loss`. A name alone
+        means that one of the trainer's. `ignore_keys`: outputs of the model that are no predictions.
+        """
+        dataset = self._eval_dataset(eval_dataset)
+        if dataset is None and not overrides(self, "get_eval_dataloader"):
             raise ConfigError("evaluate() needs eval_dataset: give it here or to the trainer")
-        with self._batches_of(dataset):
-            metrics = self._eval_loop(dataset)
+        if isinstance(dataset, Mapping):
+            found: dict[str, float] = {}
+            for name, one in dataset.items():
+                part = name if eval_dataset is None else one
+                found |= self.evaluate(part, ignore_keys=ignore_keys, metric_key_prefix=f"{metric_key_prefix}_{name}")
+            return found
+        with self._batches_of(dataset, eval_dataset, ignore_keys):
+            measured = self._eval_loop()
+        metrics = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in measured.items()}
         self.log(metrics)
         self.tell("on_evaluate", metrics=metrics)
         return metrics
 
     @contextlib.contextmanager
-    def _batches_of(self, dataset: Any) -> Iterator[None]:
+    def _batches_of(self, dataset: Any, given: Any, ignore_keys: list[str] | None) -> Iterator[None]:
         """Have the batches of `dataset` ready to be evaluated; the trainer's own are there again afterwards."""
-        own, ready = self.eval_dataloader, dataset is self.eval_dataset and self.eval_dataloader is not None
+        own, ignored = self.eval_dataloader, self._ignore_keys
+        ready = dataset is self.eval_dataset and own is not None
         with self._torch_settings():
-            if not ready:
+            self._prepare(None, None)
+            if overrides(self, "get_eval_dataloader"):
+                self.eval_dataloader = self._as_batches(self.get_eval_dataloader(given))
+            elif not ready:
                 self._prepare(None, dataset)
+            self._ignore_keys = ignored if ignore_keys is None else ignore_keys
             try:
                 yield
             finally:
+                self._ignore_keys = ignored
                 if dataset is not self.eval_dataset:
                     self.eval_dataloader = own
 
-    def _eval_loop(self, dataset: Any) -> dict[str, float]:
-        """What is measured on the prepared batches."""
-        batches = self.eval_dataloader
+    def _eval_loop(self) -> dict[str, float]:
+        """What is measured on the prepared batches, under names that begin with `eval_`."""
+        batches, config = self.eval_dataloader, self.config.validation
         assert batches is not None
-        held = held_out(batches, self.config.validation.tokens) if isinstance(batches, TokenBatches) else batches
-        loss = mean_loss(
-            self._objective(dataset), held, self.precision, self.config.validation.batches,
-            lambda: self.tell("on_prediction_step"),
-        )  # fmt: skip
-        return {"eval_loss": loss}
+        held = held_out(batches, config.tokens) if isinstance(batches, TokenBatches) else batches
+        found = self._evaluated(held, batches, gather=self.compute_metrics is not None, limit=config.batches)
+        metrics = {} if found.loss is None else {"eval_loss": found.loss}
+        if self.compute_metrics is not None:
+            if found.predictions is None or found.label_ids is None:
+                missing = "predictions" if found.predictions is None else f"labels ({', '.join(self.label_names)})"
+                raise DataError(f"compute_metrics needs predictions and labels, and the batches gave no {missing}")
+            metrics |= computed_metrics(self.compute_metrics, found)
+        return metrics
 
-    def predict(self, test_dataset: Any) -> Prediction:
-        """Logits and labels of a dataset, in its order, and the loss where it has labels."""
+    def _evaluated(self, held: Any, batches: Any, *, gather: bool, limit: int | None = None) -> Evaluation:
+        """Evaluate `held` batches of `batches`, through prediction_step where predictions are wanted."""
+        objective = self._objective(batches)
+        model = objective.model
+
+        def step(batch: Any) -> tuple[Any, Any, Any]:
+            return self.prediction_step(model, batch, not gather, ignore_keys=self._ignore_keys)
+
+        return evaluate_batches(
+            self._counting_objective(objective, "prediction_step"), held, self.precision,
+            tell=lambda: self.tell("on_prediction_step"), limit=limit, gather=gather,
+            step=step if gather or overrides(self, "prediction_step") else None,
+            preprocess=self.preprocess_logits_for_metrics,
+        )  # fmt: skip
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> Prediction:
+        """Logits and labels of a dataset, in its order, and the loss and metrics where it has labels."""
         if isinstance(test_dataset, TokenDataLoader):
             raise ConfigError("predict() takes a dataset: the logits of a whole token stream would not fit in memory")
-        with self._batches_of(test_dataset):
-            assert isinstance(self.eval_dataloader, DatasetBatches)
-            logits, labels, loss = predictions(
-                self._objective(test_dataset), self.eval_dataloader, self.precision,
-                lambda: self.tell("on_prediction_step"),
-            )  # fmt: skip
-            metrics = {} if loss is None else {"test_loss": loss}
+        own, ignored = self.eval_dataloader, self._ignore_keys
+        with self._torch_settings():
+            self._prepare(None, None)
+            try:
+                self.eval_dataloader = self._as_batches(self.get_test_dataloader(test_dataset))
+                self._ignore_keys = ignore_keys
+                found = self._evaluated(self.eval_dataloader, self.eval_dataloader, gather=True)
+            finally:
+                self.eval_dataloader, self._ignore_keys = own, ignored
+        metrics = {} if found.loss is None else {"loss": found.loss}
+        if self.compute_metrics is not None and found.predictions is not None and found.label_ids is not None:
+            metrics |= computed_metrics(self.compute_metrics, found)
+        metrics = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in metrics.items()}
         self.tell("on_predict", metrics=metrics)
-        return Prediction(logits, labels, metrics)
+        return Prediction(found.predictions, found.label_ids, metrics)
 
     def compare(self, metrics: dict[str, float]) -> None:
         """Remember the metric that best is measured by, and whether it is the best so far."""
-        value = find_metric(metrics, self.config.checkpoint.metric)
+        checkpoint = self.config.checkpoint
+        if not has_metric(metrics, checkpoint.metric) and checkpoint.best is None and not checkpoint.when_best:
+            return  # several datasets may have no metric of that name, and nothing asks for it
+        value = find_metric(metrics, checkpoint.metric)
         self._last_metric = self.state.global_step, value
         best = self.state.best_metric
         better = best is None or (value > best if self._greater_is_better else value < best)
@@ -279,28 +360,6 @@ class BaseTrainer(TrainerCore):
             stack.enter_context(lone_tokenizers(self.config.loader.workers))
             yield
 
-    def _make_model(self) -> nn.Module:
-        assert self.model_init is not None
-        assemble.seed_everything(self.config.train.seed)
-        with torch_switches(default_dtype=self.config.train.default_dtype):
-            model = self.model_init()
-        refuse_wrapped_model(model)
-        return model
-
-    def _make_batches(self, dataset: Any, size: int | None, *, shuffle: bool) -> TokenBatches | DatasetBatches:
-        assert self.model is not None
-        if isinstance(dataset, TokenDataLoader):
-            size = dataset.B if not shuffle or size is None else size
-        return make_batches(
-            drop_unused_columns(dataset, self.unwrapped_model()),
-            size or self.config.train.micro_batch or 1,
-            self.device,
-            collate=self.data_collator,
-            seed=self.config.train.seed,
-            shuffle=shuffle,
-            loader=self.config.loader if shuffle else replace(self.config.loader, drop_last=False),
-        )
-
     def _make_state(self, total: int) -> TrainerState:
         config = self.config
         return TrainerState(
@@ -311,19 +370,16 @@ class BaseTrainer(TrainerCore):
             save_steps=whole_steps(config.checkpoint.every, total) if config.checkpoint.every else 0,
             train_batch_size=config.train.micro_batch or 0,
             max_eval_steps=config.validation.batches or -1,
-            is_local_process_zero=self.is_local_process_zero,
-            is_world_process_zero=self.is_world_process_zero,
+            is_local_process_zero=bool(self.is_local_process_zero),
+            is_world_process_zero=bool(self.is_world_process_zero),
         )
 
     def _epochs_in(self, steps: int) -> float:
         """Passes that so many steps begin; 0 where the length of a pass is not known."""
         batches = self.train_dataloader
-        if batches is None or (isinstance(batches, DatasetBatches) and not hasattr(batches.dataset, "__len__")):
+        if batches is None or (isinstance(batches, DatasetBatches) and not batches.sized):
             return 0.0
         return float(math.ceil(steps / batches.steps_for(1.0, self._accumulation())))
-
-    def _accumulation(self) -> int:
-        return self.config.train.accumulation or 1
 
     def _total_steps(self, batches: TokenBatches | DatasetBatches) -> int:
         train = self.config.train
@@ -334,7 +390,7 @@ class BaseTrainer(TrainerCore):
 
     def _check_datasets(self) -> None:
         """Refuse to train without data, and to be asked for evaluations without any."""
-        if self.train_dataset is None:
+        if self.train_dataset is None and not overrides(self, "get_train_dataloader"):
             raise ConfigError("train() needs train_dataset: give it to the trainer")
         validation, checkpoint = self.config.validation, self.config.checkpoint
         asked = {
@@ -343,8 +399,29 @@ class BaseTrainer(TrainerCore):
             "checkpoint.best (preserve_best_model)": checkpoint.best is not None,
             "checkpoint.when_best (save_strategy='best')": checkpoint.when_best,
         }
-        for name in (name for name, on in asked.items() if on and self.eval_dataset is None):
+        for name in (name for name, on in asked.items() if on and not self._has_eval_data):
             raise ConfigError(f"{name} asks for evaluations and there is nothing to evaluate on: give eval_dataset")
+
+    def _check_metric(self) -> None:
+        """Refuse a metric for the best model that no evaluation will have, as far as that is known beforehand."""
+        validation, checkpoint, metric = self.config.validation, self.config.checkpoint, self.config.checkpoint.metric
+        compared = (
+            checkpoint.best is not None or checkpoint.when_best or self.config.early_stopping.patience is not None
+        )
+        evaluates = validation.every is not None or validation.each_epoch or checkpoint.evaluate
+        own = [
+            type(callback).__module__.partition(".")[0] == "whimbrel" for callback in self.callbacks.of("on_evaluate")
+        ]
+        known = not overrides(self, "evaluate", "_eval_loop") and self.compute_metrics is None and all(own)
+        if not known or not (compared or (evaluates and metric != "loss")):
+            return
+        datasets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+        measured = [f"eval_{name}_loss" for name in datasets] or ["eval_loss"]
+        if not has_metric(measured, metric):
+            raise ConfigError(
+                f"best_model_metric (checkpoint.metric) = {metric!r}: expected one that evaluation gives "
+                f"({', '.join(measured)}); give compute_metrics, or override evaluate"
+            )
 
     def _begins_anew(self) -> bool:
         """Whether the run in the directory is to be removed: not where someone asked to go on with it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whimbrel.optim import ScheduleConfig
-from whimbrel.train.arguments import DEFAULT_OUTPUT_DIR, MinimalTrainingArguments, TrainingArguments
+from whimbrel.train.arguments import DEFAULT_OUTPUT_DIR, REPORTERS, MinimalTrainingArguments, TrainingArguments
 from whimbrel.train.schedules import schedule_arguments, schedule_settings
 from whimbrel.train.settings import TrainerConfig
 
@@ -114,6 +114,15 @@ def _resume(asked: bool | str | None) -> tuple[Any, ...]:
     return None if latest or not asked else Path(str(asked)), latest
 
 
+def _reporters(asked: str | list[str] | None) -> tuple[Any, ...]:
+    names = [asked] if isinstance(asked, str) else asked or []
+    return tuple(name in names for name in REPORTERS)
+
+
+def _reported(*on: bool) -> tuple[Any, ...]:
+    return ([name for name, asked in zip(REPORTERS, on, strict=True) if asked] or "none",)
+
+
 def _path(value: str | None) -> Path | None:
     return None if value is None else Path(value)
 
@@ -162,6 +171,9 @@ TABLE = (
     ),
     _same("logging_first_step", "log.first"),
     _as("logging_dir", "log.dir", _path, _text),
+    Row(("report_to",), tuple(f"log.{name}" for name in REPORTERS), _reporters, _reported),
+    _same("run_name", "log.run_name"),
+    _as("disable_tqdm", "log.progress", lambda off: not off, lambda on: None if on else True),
     _same("eval_delay", "validation.delay"),
     _as("max_eval_steps", "validation.batches", lambda n: None if n < 0 else n, lambda n: n),
     _same("save_total_limit", "checkpoint.keep"),
@@ -181,7 +193,18 @@ TABLE = (
         _resume,
         lambda path, latest: (_text(path) or ("latest" if latest else None),),
     ),
+    _as("resume_skip", "resume.skip", lambda keys: keys or (), lambda keys: keys or None),
     _same("seed", "train.seed"),
+    _same("data_seed", "loader.seed"),
+    _same("full_determinism", "train.deterministic"),
+    _as(
+        "train_sampling_strategy",
+        "loader.shuffle",
+        lambda kind: kind == "random",
+        lambda shuffle: "random" if shuffle else "sequential",
+    ),
+    _same("remove_unused_columns", "loader.remove_unused_columns"),
+    _as("label_names", "loader.label_names", lambda n: None if n is None else tuple(n), lambda n: n and list(n)),
     _as("use_cpu", "train.device", lambda cpu: "cpu" if cpu else None, lambda device: device == "cpu"),
     _same("dataloader_num_workers", "loader.workers"),
     _same("dataloader_pin_memory", "loader.pin_memory"),
@@ -218,7 +241,6 @@ TABLE = (
 UNEXPRESSED = {
     **dict.fromkeys(("train.tokens", "train.tokens_per_step"), "arguments count steps and micro-batches, not tokens"),
     **dict.fromkeys(("validation.path", "validation.tokens"), "a trainer is handed the held-out dataset"),
-    "train.deterministic": "arguments have no such switch",
     "train.weights": "a trainer may be handed a model with such weights (whimbrel.precision.prepare)",
     "optim.name": "arguments mean AdamW; a trainer may be handed another optimizer, by name or with settings",
     "optim.decay": "arguments mean matrices and embeddings, as transformers does: not biases, not norms",
@@ -232,9 +254,8 @@ UNEXPRESSED = {
          "optim.projection_type"),
         "arguments mean AdamW; a trainer may be handed an OptimConfig",
     ),
-    "resume.skip": "deleting a component's file does the same",
     **dict.fromkeys(
-        ("log.tensorboard", "log.wandb", "log.trackio", "log.norms", "log.profile", "early_stopping", "ema",
+        ("log.norms", "log.profile", "early_stopping", "ema",
          "divergence"),
         "a trainer is handed callbacks",
     ),

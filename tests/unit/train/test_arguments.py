@@ -22,6 +22,7 @@ from whimbrel.train.arguments import (
     TrainingArguments,
     lone_tokenizers,
 )
+from whimbrel.train.elsewhere import HELD, TRANSLATED
 
 CLASSES = [MinimalTrainingArguments, BaseTrainingArguments, TrainingArguments]
 
@@ -29,6 +30,14 @@ CLASSES = [MinimalTrainingArguments, BaseTrainingArguments, TrainingArguments]
 def hf_fields() -> dict[str, Any]:
     transformers = pytest.importorskip("transformers")
     return {field.name: field.default for field in dataclasses.fields(transformers.TrainingArguments)}
+
+
+def hf_names() -> list[str]:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return []
+    return sorted(hf_fields())
 
 
 def test_names_and_defaults_are_those_of_transformers() -> None:
@@ -224,14 +233,91 @@ def test_whole_floats_are_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "value", "message"),
     [
-        ("learning_rat", "TrainingArguments has no argument 'learning_rat': did you mean 'learning_rate'"),
-        ("bf16", "has no argument 'bf16': use mixed_precision='bf16'"),
-        ("report_to", "has no argument 'report_to': use callbacks="),
-        ("push_to_hub", "has no argument 'push_to_hub': leave it out"),
+        ("learning_rat", 1.0, "TrainingArguments has no argument 'learning_rat': did you mean 'learning_rate'"),
+        ("optim", "adafactor", r"has no argument 'optim': use optimizers=\(NAME, None\)"),
+        ("push_to_hub", True, "has no argument 'push_to_hub': upload the directory"),
+        ("evaluation_strategy", "steps", "has no argument 'evaluation_strategy': use eval_strategy"),
+        ("qqqqqqqqqqqq", 1, "has no argument 'qqqqqqqqqqqq': leave it out"),
     ],
 )
-def test_unknown_arguments_are_refused_with_what_to_give(name: str, message: str) -> None:
+def test_unknown_arguments_are_refused_with_what_to_give(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TrainingArguments(output_dir="out", **{name: True})
+        TrainingArguments(output_dir="out", **{name: value})
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "accelerator_config": {"split_batches": True}, "ddp_timeout": 60, "debug": "underflow_overflow",
+    "deepspeed": "config.json", "eval_accumulation_steps": 4, "fsdp": "full_shard", "fsdp_config": {"a": 1},
+    "gradient_checkpointing_kwargs": {"use_reentrant": True}, "hub_strategy": "end", "include_for_metrics": ["loss"],
+    "include_num_input_tokens_seen": "all", "label_smoothing_factor": 0.1, "length_column_name": "size",
+    "liger_kernel_config": {"rope": True}, "local_rank": 3, "log_level": "debug", "log_level_replica": "debug",
+    "neftune_noise_alpha": 5.0, "optim": "adafactor", "optim_args": "a=1", "project": "mine",
+    "torch_empty_cache_steps": 4, "ddp_bucket_cap_mb": 25, "hub_token": "x", "hub_model_id": "x", "hub_revision": "x",
+    "dataloader_multiprocessing_context": "spawn", "ddp_backend": "gloo", "optim_target_modules": ["q"],
+    "trackio_space_id": "x", "trackio_bucket_id": "x", "trackio_static_space_id": "x", "parallelism_config": "x",
+}  # fmt: skip
+"""Values other than the default, of arguments that are not switches."""
+
+
+@pytest.mark.parametrize("name", hf_names())
+def test_every_argument_of_transformers_is_taken_or_refused_with_a_hint(name: str) -> None:
+    """A new version's argument is in none of the tables, and fails here."""
+    ours = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert [name in ours, name in TRANSLATED, name in HELD].count(True) == 1
+    if name in ours:
+        return  # test_translate has them all
+    default = hf_fields()[name]
+    if default is dataclasses.MISSING:
+        default = []
+    assert TrainingArguments(**{name: default}).to_dict() == TrainingArguments().to_dict()
+    if name in TRANSLATED:
+        value = "accuracy" if name == "metric_for_best_model" else True
+        assert TrainingArguments(**{name: value}).to_dict() != TrainingArguments().to_dict()
+        return
+    assert getattr(TrainingArguments(), name) == default  # for callbacks that read it
+    if {True, False} <= {one for one in HELD[name].values if isinstance(one, bool)}:
+        return  # both mean the same here
+    value = OTHER_VALUES.get(name, not default)
+    with pytest.raises(ConfigError, match=f"has no argument '{name}': (use|leave|upload) ") as refused:
+        TrainingArguments(**{name: value})
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ConfigError, match=f"has no argument '{name}': "):
+        setattr(TrainingArguments(), name, value)
+
+
+def test_other_names_are_translated() -> None:
+    args = TrainingArguments(
+        bf16=True, fp16=False, tf32=True, load_best_model_at_end=True, metric_for_best_model="eval_accuracy",
+        greater_is_better=True, ignore_data_skip=True, optim="adamw_torch",
+    )  # type: ignore[call-arg] # fmt: skip
+    assert (args.mixed_precision, args.float32_matmul_precision, args.bf16, args.fp16) == ("bf16", "high", True, False)
+    assert (args.preserve_best_model, args.best_model_metric, args.load_best_model_at_end) == (
+        True,
+        "eval_accuracy",
+        True,
+    )
+    assert (args.best_model_greater_is_better, args.resume_skip) == (True, ("dataset",))
+    args.bf16 = False
+    args.fp16 = True
+    assert args.mixed_precision == "fp16"
+    with pytest.raises(ConfigError, match="fp16 = True and mixed_precision = 'bf16' contradict: give one"):
+        TrainingArguments(bf16=True, fp16=True)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="MinimalTrainingArguments has no argument 'bf16'"):
+        MinimalTrainingArguments(bf16=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"report_to": "all"}, "report_to = 'all': expected none, or some of tensorboard, wandb, trackio, got 'all'"),
+        ({"report_to": ["none", "wandb"]}, "got 'none'"),
+        ({"label_names": "labels"}, "label_names = 'labels': expected a list of names"),
+        ({"data_seed": -1}, "data_seed = -1 must be at least 0"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy = 'group_by_length' is not one of"),
+    ],
+)
+def test_wrong_reporters_labels_and_orders_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainingArguments(**given)

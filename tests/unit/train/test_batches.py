@@ -363,7 +363,7 @@ def test_another_batch_size_is_taken_up_where_it_fits() -> None:
 def test_what_cannot_be_batched_is_refused() -> None:
     with pytest.raises(DataError, match="less than one batch of 4"):
         make(listed(3), drop_last=True)
-    with pytest.raises(ConfigError, match="a DataLoader batches already: give its dataset"):
+    with pytest.raises(ConfigError, match="the DataLoader gives batches of 1 and the batch size is set to 4"):
         make_batches(torch.utils.data.DataLoader(listed(4)), 4, CPU, **KEYWORDS)
     with pytest.raises(DataError, match="the dataset has 0 examples, less than one batch of 4: give some"):
         make_batches([], 4, CPU, **KEYWORDS)
@@ -394,5 +394,7 @@ def test_collate() -> None:
 def test_a_cursor_of_other_data_is_refused() -> None:
     batches = make(listed(12))
     take(batches, 2)
-    with pytest.raises(DataError, match="dataset has examples = 12 and this one 20: go on with the same data"):
+    with pytest.raises(
+        DataError, match="expected a dataset with examples = 12 as in the checkpoint, got 20: resume with the same"
+    ):
         make(listed(20)).load_state_dict(batches.state_dict())

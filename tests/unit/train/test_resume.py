@@ -116,7 +116,7 @@ def test_the_best_checkpoint_is_kept_and_named(args: Make, net: Make, data: Make
     values = iter([0.5, 0.0, 0.7, 0.3])
 
     class Scripted(BaseTrainer):
-        def _eval_loop(self, dataset: Any) -> dict[str, float]:
+        def _eval_loop(self) -> dict[str, float]:
             return {"eval_loss": next(values)}
 
     settings = args(

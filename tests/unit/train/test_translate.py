@@ -79,6 +79,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "compile_scope": {"torch_compile": True, "compile_scope": "model"},
     "save_minutes": {"save_minutes": 5.0},
     "async_save": {"async_save": False},
+    "data_seed": {"data_seed": 1},
+    "label_names": {"label_names": ["start", "end"]},
+    "remove_unused_columns": {"remove_unused_columns": False},
+    "report_to": {"report_to": ["tensorboard"]},
+    "resume_skip": {"resume_skip": ("optimizer",)},
+    "run_name": {"run_name": "first"},
+    "train_sampling_strategy": {"train_sampling_strategy": "sequential"},
 }
 """A change of each argument, after what must be set for it to be allowed; a switch that is off is turned on."""
 

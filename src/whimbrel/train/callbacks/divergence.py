@@ -6,6 +6,8 @@ import math
 from collections import deque
 from typing import Any
 
+from whimbrel.base.errors import ConfigError
+from whimbrel.config import build
 from whimbrel.train.callback import TrainerCallback
 from whimbrel.train.settings import DivergenceConfig
 
@@ -18,9 +20,14 @@ class DivergenceCallback(TrainerCallback):
     ema: a mean that follows the loss fast is far above one that follows it slowly. Both are corrected for their first
     steps, so that each is a weighted mean of the losses there were and a young run raises no alarm.
     window: the mean of the last steps is far above that of the best such window before.
+
+    Give keywords as in the section [divergence] (`action` is "stop" unless given), or such a section as `config`.
     """
 
-    def __init__(self, config: DivergenceConfig) -> None:
+    def __init__(self, config: DivergenceConfig | None = None, **settings: Any) -> None:
+        if config is not None and settings:
+            raise ConfigError("DivergenceCallback takes a config or keywords: give one of them")
+        config = config or build(DivergenceConfig, {"action": "stop", **settings}, "divergence")
         self._config = config
         self._seen = 0
         self._fast = 0.0

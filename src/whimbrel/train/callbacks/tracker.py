@@ -19,7 +19,7 @@ PROJECT = "whimbrel"
 
 
 class TrackerCallback(LogWriter):
-    """Every step's numbers, evaluations and logs, under the name of the run directory.
+    """Every step's numbers, evaluations and logs, under `run_name` or the name of the run directory.
 
     A run that goes on is the same run there: its id is in the checkpoint. Without an account nothing is sent:
     Weights & Biases then writes into the run directory, and trackio always keeps its own files.
@@ -42,7 +42,7 @@ class TrackerCallback(LogWriter):
         self._held = None
         if event["state"].is_world_process_zero:
             config = event["trainer"].config
-            self._run = self._open(Path(config.output_dir), to_table(config))
+            self._run = self._open(Path(config.output_dir), config.log.run_name, to_table(config))
 
     def on_train_metrics(self, **event: Any) -> None:
         """The numbers of a step."""
@@ -77,13 +77,14 @@ class TrackerCallback(LogWriter):
         """Be that run."""
         self._id = state["id"]
 
-    def _open(self, output_dir: Path, settings: dict[str, Any]) -> Any:
+    def _open(self, output_dir: Path, name: str | None, settings: dict[str, Any]) -> Any:
+        name = name or output_dir.name
         if self._kind == "trackio":
-            name = f"{output_dir.name}-{self._id}"
-            return self._module.init(project=self._project, name=name, config=settings, resume="allow", embed=False)
+            unique = f"{name}-{self._id}"
+            return self._module.init(project=self._project, name=unique, config=settings, resume="allow", embed=False)
         signed_in = self._module.api.api_key is not None
         run = self._module.init(
-            project=self._project, name=output_dir.name, id=self._id, resume="allow", config=settings,
+            project=self._project, name=name, id=self._id, resume="allow", config=settings,
             dir=str(output_dir), mode=os.environ.get("WANDB_MODE") or ("online" if signed_in else "offline"),
         )  # fmt: skip
         run.define_metric("*", step_metric="step")  # its own counter refuses to go back, and a resumed run does
