@@ -71,6 +71,7 @@ class GPT(nn.Module):
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = nn.Linear(config.embd_size, config.padded_vocab_size, bias=False)
         self.tie_head()
+        self.register_load_state_dict_post_hook(_tie_again)
         self.reset_parameters()
 
     @property
@@ -222,6 +223,11 @@ class GPT(nn.Module):
         keys = sum(num_tokens if window is None else min(window, num_tokens) for window in config.windows)
         multiplied = self.num_parameters() - looked_up * config.embd_size
         return 6 * multiplied + 12 * config.num_heads * config.head_width * keys
+
+
+def _tie_again(model: GPT, _incompatible: object) -> None:
+    """After `load_state_dict(..., assign=True)`, which gives embedding and head a parameter each."""
+    model.tie_head()
 
 
 def _attend_past(

@@ -15,6 +15,12 @@ __all__ = ["Choice", "HEAD", "choose_linears"]
 HEAD = ("lm_head",)
 """What is left out unless it is asked for: the last layer, whose errors nothing evens out."""
 
+COMPUTED = (
+    "its weight is computed from other parameters (a parametrization, weight norm, spectral norm or pruning): remove "
+    "that first"
+)
+"""Why a layer cannot be taken whose `weight` is no parameter: what is put in its place would be computed anew."""
+
 logger = get_logger(__name__)
 
 
@@ -48,7 +54,10 @@ def choose_linears(
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        if id(module.weight) in embeddings:
+        if "weight" not in module._parameters:
+            left[name] = COMPUTED
+            unfitting.append(name)
+        elif id(module.weight) in embeddings:
             left[name] = "its weight is the embedding's too"
         elif any(name == end or name.endswith(f".{end}") for end in ends) or (module is head and HEAD[0] in ends):
             left[name] = "it is left out by its name"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from whimbrel.base.errors import PrecisionError
 from whimbrel.precision.formats import WeightFormat, weight_format
@@ -84,18 +85,22 @@ def quantize_(
         _check_free(linear.weight, name)
     for name, linear in choice.taken.items():
         if not isinstance(linear.weight, QuantizedWeight):  # else it is that of another layer too
-            moved = trainable and linear.weight.requires_grad
-            _swap(linear.weight, name, _parameter(QuantizedWeight.quantize(linear.weight, form), moved))
+            free = linear.weight.requires_grad
+            _swap(linear.weight, name, _parameter(QuantizedWeight.quantize(linear.weight, form), trainable and free))
+            linear.weight.frozen = not free  # type: ignore[assignment]
         keep_kind(linear)
     return choice
 
 
 @torch.no_grad()
 def dequantize_(model: nn.Module) -> None:
-    """Plain weights in place of quantised ones, with the numbers that these stand for."""
+    """Plain weights in place of quantised ones, with the numbers that these stand for.
+
+    They can be trained again, but for those that were frozen before they were quantised.
+    """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, QuantizedWeight):
-            _swap(parameter, name, _parameter(parameter.dequantize(), parameter.requires_grad))
+            _swap(parameter, name, _parameter(parameter.dequantize(), not getattr(parameter, "frozen", False)))
 
 
 @torch.no_grad()
@@ -141,22 +146,45 @@ def _hindrance(error: BaseException | None) -> str | None:
 
 
 def keep_kind(module: nn.Module) -> None:
-    """See to it that `load_state_dict(..., assign=True)`, too, leaves the weight of a layer quantised."""
-    module.register_load_state_dict_pre_hook(_keep_kind)
+    """See to it that `load_state_dict(..., assign=True)`, too, leaves the weights of a layer quantised.
+
+    A layer that is given a quantised weight as an attribute calls this by itself.
+    """
+    hooks = module._load_state_dict_pre_hooks.values()
+    if not any(getattr(hook, "hook", None) is _keep_kind for hook in hooks):
+        module.register_load_state_dict_pre_hook(_keep_kind)
 
 
+def _keep_kind_of_registered(module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+    """Called by torch for each parameter that any module registers."""
+    if isinstance(parameter, QuantizedWeight):
+        keep_kind(module)
+
+
+register_module_parameter_registration_hook(_keep_kind_of_registered)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
 def _keep_kind(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
     """Quantise what arrives plain, before torch looks at it: with `assign=True` it would take the place of ours.
 
-    The dict is torch's own copy, so whoever called keeps theirs. Without `assign` it is copied into ours, which do it.
+    It is put behind our own parameter, which torch then assigns to the place where it is already: whoever holds it,
+    a tied layer or an optimizer, still does. The dict is torch's own copy, so whoever called keeps theirs. Without
+    `assign` the numbers are copied into ours, which quantises them.
     """
-    own, key = module.weight, prefix + "weight"
-    arriving = state_dict.get(key)
-    if not isinstance(own, QuantizedWeight) or not isinstance(arriving, Tensor) or arriving.shape != own.shape:
-        return
-    if not arriving.is_floating_point():
-        raise PrecisionError(f"'{key}' arrives as {arriving.dtype}: give a checkpoint with weights of a float dtype")
-    if metadata.get("assign_to_params_buffers"):
-        state_dict[key] = own.module_load(arriving, assign=True)  # type: ignore[no-untyped-call]
+    for name, own in module._parameters.items():
+        key = prefix + name
+        arriving = state_dict.get(key)
+        if not isinstance(own, QuantizedWeight) or not isinstance(arriving, Tensor) or arriving.shape != own.shape:
+            continue
+        if not arriving.is_floating_point():
+            raise PrecisionError(
+                f"'{key}' arrives as {arriving.dtype}: give a checkpoint with weights of a float dtype"
+            )
+        if metadata.get("assign_to_params_buffers"):
+            made = own.module_load(arriving, assign=True)  # type: ignore[no-untyped-call]
+            if made is not own:
+                _swap(own, key, _parameter(made, own.requires_grad))
+            state_dict[key] = own

@@ -143,6 +143,11 @@ class QuantizedWeight(Tensor):
             return _linear(*args, **kwargs)
         if func is Tensor.module_load:
             return _module_load(*args, **kwargs)
+        if func is Tensor.storage:  # what safetensors asks for, after untyped_storage has failed
+            raise PrecisionError(
+                f"a weight of {args[0].format.name} codes has no storage of its own and safetensors cannot hold it: "
+                "save a GPT with whimbrel.save_model, save weight.codes and weight.scales, or dequantize_ the model"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -253,8 +258,30 @@ def _to_copy(_func: Any, weight: QuantizedWeight, **changes: Any) -> QuantizedWe
             "dequantize() first"
         )
     changes.pop("memory_format", None)
-    codes, scales = ATEN._to_copy(weight.codes, **changes), ATEN._to_copy(weight.scales, dtype=dtype, **changes)
+    codes, scales = _fit_scales(weight, dtype)
+    codes, scales = ATEN._to_copy(codes, **changes), ATEN._to_copy(scales, dtype=dtype, **changes)
     return QuantizedWeight(codes, scales, weight.format, weight.turned)
+
+
+def _fit_scales(weight: QuantizedWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and scales for a dtype of a smaller range: groups whose scale would vanish there are rounded again.
+
+    All other codes stay as they are. A scale that is too large is refused.
+    """
+    codes, scales, limits = weight.codes, weight.scales, torch.finfo(dtype)
+    narrower = limits.smallest_normal > torch.finfo(scales.dtype).smallest_normal
+    if not narrower or scales.device.type == "meta" or torch.compiler.is_compiling():
+        return codes, scales
+    if bool((scales > limits.max).any()):
+        raise PrecisionError(
+            f"the scales of a weight of {weight.format.name} codes exceed the range of {dtype}: use torch.bfloat16"
+        )
+    small = scales < limits.smallest_normal
+    if not bool(small.any()):
+        return codes, scales
+    step = limits.smallest_normal * limits.eps  # of subnormal numbers; rounded up, so that no code is cut off
+    raised = torch.where(small, (scales.float() / step).ceil().clamp(min=1) * step, scales.float())
+    return weight.format.encode(weight.format.decode(codes, scales.float()), scales=raised)
 
 
 def _copy_(_func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

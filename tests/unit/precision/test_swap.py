@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from whimbrel.base.errors import PrecisionError
 from whimbrel.models import GPT, GPTConfig
@@ -70,6 +71,43 @@ def test_plain_into_quantised_is_never_plain(swapping: bool, assign: bool, devic
         assert {id(parameter) for parameter in model.parameters()} == before
     assert all(state[key] is tensor and type(tensor) is torch.Tensor for key, tensor in kept.items())
     assert flag() == swapping
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_quantised_weight_set_by_hand_is_never_made_plain(swapping: bool, device: str) -> None:
+    source, layer = nn.Linear(64, 128), nn.Linear(64, 128, device=device)
+    layer.weight = nn.Parameter(QuantizedWeight.quantize(layer.weight, "int8"), requires_grad=False)
+    layer.load_state_dict(source.state_dict(), assign=True)
+    assert torch.equal(layer.weight, QuantizedWeight.quantize(source.weight, "int8"))
+    assert isinstance(layer.weight, nn.Parameter)
+    layer.register_parameter("other", nn.Parameter(QuantizedWeight.quantize(torch.ones(4, 8), "int8"), False))
+    layer.load_state_dict(source.state_dict() | {"other": torch.zeros(4, 8)}, assign=True)
+    assert isinstance(layer.other, QuantizedWeight)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tied_weights_stay_tied_when_assigned(swapping: bool, device: str) -> None:
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    quantize_(model, "int8")
+    held = model[0].weight
+    source = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    source[1].weight = source[0].weight
+    model.load_state_dict(source.state_dict(), assign=True)
+    assert model[0].weight is model[1].weight is held
+    assert torch.equal(held, QuantizedWeight.quantize(source[0].weight, "int8"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_head_of_a_gpt_stays_tied_when_assigned(device: str) -> None:
+    config = GPTConfig(num_layers=1, embd_size=32, num_heads=2, vocab_size=64, context_length=8)
+    source = GPT(config)
+    with torch.device(device):
+        model = GPT(config)
+    model.load_state_dict(source.state_dict(), assign=True)
+    assert model.lm_head.weight is model.token_embedding.weight
+    assert torch.equal(model.lm_head.weight, source.lm_head.weight)
 
 
 @pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
@@ -154,6 +192,45 @@ def test_what_is_frozen_stays_frozen() -> None:
     model[0].weight.requires_grad_(False)
     quantize_(model, "int8", trainable=True)
     assert [parameter.requires_grad for parameter in model.parameters()] == [False, True, True, True]
+
+
+def test_dequantised_weights_can_be_trained_again() -> None:
+    """But for those that were frozen before."""
+    model = net()
+    model[0].weight.requires_grad_(False)
+    for trainable in (False, True):
+        quantize_(model, "int8", trainable=trainable)
+        dequantize_(copy.deepcopy(model))
+        dequantize_(model)
+        assert [parameter.requires_grad for parameter in model.parameters()] == [False, True, True, True]
+
+
+def computed(kind: str) -> nn.Sequential:
+    """A model whose last linear computes its weight from other parameters."""
+    model = net()
+    wrap = {
+        "parametrization": lambda linear: parametrize.register_parametrization(linear, "weight", nn.Identity()),
+        "spectral norm": nn.utils.parametrizations.spectral_norm,
+        "old spectral norm": nn.utils.spectral_norm,
+        "weight norm": nn.utils.parametrizations.weight_norm,
+        "pruning": lambda linear: prune.l1_unstructured(linear, "weight", amount=0.3),
+    }
+    wrap[kind](model[2])
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["parametrization", "spectral norm", "old spectral norm", "weight norm", "pruning"])
+def test_a_linear_that_computes_its_weight_is_reported_as_left_out(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = computed(kind).eval(), torch.randn(3, 128)
+    before = model[2](x)
+    choice = quantize_(model, "int8")
+    assert list(choice.taken) == ["0"]
+    assert "computed from other parameters" in choice.left["2"]
+    assert "leaves 1 of 2 linear layers plain, first 2: its weight is computed from other parameters" in caplog.text
+    assert torch.equal(model[2](x), before)
+    with pytest.raises(PrecisionError, match="finds no linear layer.*computed from other parameters"):
+        quantize_(computed(kind)[2:], "int8")
 
 
 def test_shapes_that_differ_are_torchs_to_tell() -> None:

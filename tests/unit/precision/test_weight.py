@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save, save_file, save_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -56,6 +59,34 @@ def test_floats_change_scales_and_leave_codes(name: str) -> None:
     assert torch.allclose(parts(linear.weight)[1], before.scales, rtol=2e-2)
     linear.to(torch.float64)
     assert linear.weight.dtype == linear.weight.dequantize().dtype == torch.float64
+
+
+@every_format
+def test_half_keeps_weights_whose_scales_fp16_cannot_hold(name: str) -> None:
+    """Within the steps of fp16's smallest numbers, as a plain weight would; codes of other rows stay."""
+    plain = drawn(64, 256) * 0.02
+    plain[0] *= 1e-5
+    plain[1] = 0
+    weight = QuantizedWeight.quantize(plain, name)
+    half = weight.half()
+    error = (half.dequantize().float() - weight.dequantize()).abs()
+    assert float(weight.dequantize()[0].abs().max()) > 5e-7
+    assert float(error[0].max()) <= 2**-23
+    assert float(error[1].max()) == 0
+    assert torch.equal(half.codes[2:].view(torch.uint8), weight.codes[2:].view(torch.uint8))
+    with pytest.raises(PrecisionError, match=r"exceed the range of torch.float16: use torch.bfloat16"):
+        QuantizedWeight.quantize(plain * 1e12, name).half()
+
+
+@pytest.mark.parametrize(
+    "write", [lambda m, f: save_file(m.state_dict(), f), save_model, lambda m, f: save(m.state_dict())]
+)
+def test_safetensors_refuses_it_in_one_line(write: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(layer("int8"))
+    with pytest.raises(PrecisionError, match=r"safetensors cannot hold it.*whimbrel.save_model") as refused:
+        write(model, str(tmp_path / "model.safetensors"))
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 @every_format
