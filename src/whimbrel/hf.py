@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whimbrel.artifacts.quantized import CODES, METHOD, QUANTIZATION, SCALES, stored_format
+from whimbrel.artifacts.quantized import CODES, METHOD, QUANTIZATION, SCALES, WEIGHTS_FILE, stored_format
 from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
 from whimbrel.config import build, to_table
 from whimbrel.models import GPT, IGNORE_INDEX, GPTConfig
@@ -170,6 +170,15 @@ class WhimbrelQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> list[WeightConverter]:
         """Two stored tensors to one parameter."""
         return [WeightConverter([f"weight{CODES}", f"weight{SCALES}"], "weight", [_Join(self)])]
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Let the weights be found under their usual names: without us, this entry makes `transformers` refuse them.
+
+        Of what transformers asks a quantizer, this alone comes before it looks for files and is given the config.
+        """
+        if getattr(config, WEIGHTS_FILE, None) is not None:
+            setattr(config, WEIGHTS_FILE, None)
+        return config
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         """Layers that are quantised stay so, whatever is loaded into them later."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import transformers
 
 import whimbrel.hf
 from whimbrel.artifacts import load_model, save_model
+from whimbrel.artifacts.plain import export_hf
 from whimbrel.base.errors import ConfigError
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import FORMATS, QuantizedWeight
@@ -75,6 +78,22 @@ def test_a_plain_state_leaves_their_layers_quantised(plain, directory):
     assert before
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     assert all(type(after[name]) is QuantizedWeight for name in before)
+
+
+LOAD = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+
+
+@pytest.mark.parametrize("plain", ["llama", "gpt2"], indirect=True)
+@pytest.mark.parametrize("shard", [5 * 10**9, 9000])
+def test_transformers_alone_refuses_a_quantised_directory(plain, directory, shard):
+    """It would initialize the weights at random. A plain copy of it opens."""
+    save_model(load_model(plain, weights="int8"), directory, max_shard_size=shard)
+    alone = subprocess.run([sys.executable, "-c", LOAD, directory], capture_output=True, text=True, check=False)
+    assert alone.returncode != 0
+    assert "import whimbrel.hf first" in alone.stderr
+    export_hf(directory, directory.parent / "copy")
+    assert "transformers_weights" not in json.loads((directory.parent / "copy/config.json").read_text())
+    transformers.AutoModelForCausalLM.from_pretrained(directory.parent / "copy")
 
 
 def test_what_cannot_be_is_refused(plain, directory):

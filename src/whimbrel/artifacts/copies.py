@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from whimbrel.artifacts.directory import CONFIG, GENERATION
-from whimbrel.artifacts.quantized import QUANTIZATION, format_of, quantization_table, weight_state
+from whimbrel.artifacts.quantized import QUANTIZATION, WEIGHTS_FILE, format_of, quantization_entries, weight_state
 from whimbrel.artifacts.tables import read_table, write_table
 from whimbrel.artifacts.tensors import write_tensor_files
 from whimbrel.artifacts.weights import tensors_at
@@ -33,10 +33,9 @@ def write_copy(source: Path, model: GPT, folder: Path, *, max_shard_size: int = 
     """Fill `folder` with a directory like `source`, the weights being those of `model` as they are now."""
     form, dtype = format_of(model), model.token_embedding.weight.dtype
     table = read_table(source / CONFIG) | {"dtype": str(dtype).removeprefix("torch.")}
-    for left_behind in (QUANTIZATION, "torch_dtype"):
+    for left_behind in (QUANTIZATION, WEIGHTS_FILE, "torch_dtype"):
         table.pop(left_behind, None)
-    if form is not None:
-        table[QUANTIZATION] = quantization_table(form)
+    table |= quantization_entries(form)
     write_table(folder / CONFIG, table)
     for name in CARRIED:
         if (source / name).is_file():

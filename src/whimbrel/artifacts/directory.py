@@ -16,7 +16,7 @@ from whimbrel.artifacts.llama2c import load_llama2c, read_llama2c_config
 from whimbrel.artifacts.quantized import (
     QUANTIZATION,
     format_of,
-    quantization_table,
+    quantization_entries,
     stored_format,
     weight_recipe,
     weight_state,
@@ -216,8 +216,7 @@ def save_model(
     parameters = weight_state(model) if state is None else state
     weights, form = parameters["transformer.wte.weight"].dtype, format_of(model)
     table = config_to_hf(config) | special | {"dtype": str(weights).removeprefix("torch.")}
-    if form is not None:
-        table[QUANTIZATION] = quantization_table(form)
+    table |= quantization_entries(form)
     tensors = tensors_at(places(table["model_type"], config), parameters)
     with atomic_directory(path) as folder:
         write_table(folder / CONFIG, table)

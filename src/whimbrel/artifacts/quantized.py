@@ -16,7 +16,9 @@ __all__ = [
     "METHOD",
     "QUANTIZATION",
     "SCALES",
+    "WEIGHTS_FILE",
     "format_of",
+    "quantization_entries",
     "quantization_table",
     "stored_format",
     "weight_recipe",
@@ -27,6 +29,18 @@ QUANTIZATION = "quantization_config"
 METHOD, VERSION = "whimbrel", 1
 CODES, SCALES = ".codes", ".scales"
 """How the two parts of a quantised weight are called, after the name that the plain weight would have."""
+
+
+WEIGHTS_FILE = "transformers_weights"
+REFUSAL = "import whimbrel.hf first: these weights are quantized by whimbrel"
+"""`transformers` skips a `quant_method` that it does not know and initializes the weights at random. Here it expects
+the name of a file, and raises an error that quotes this text. `whimbrel.hf` takes the entry out again.
+"""
+
+
+def quantization_entries(form: WeightFormat | None) -> dict[str, Any]:
+    """What a `config.json` says of weights of this format; nothing where they are plain."""
+    return {} if form is None else {QUANTIZATION: quantization_table(form), WEIGHTS_FILE: REFUSAL}
 
 
 def quantization_table(form: WeightFormat) -> dict[str, Any]:
