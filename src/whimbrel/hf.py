@@ -174,11 +174,15 @@ class WhimbrelQuantizer(HfQuantizer):
     def update_attn_implementation(self, config: Any) -> Any:
         """Let the weights be found under their usual names: without us, this entry makes `transformers` refuse them.
 
-        Of what transformers asks a quantizer, this alone comes before it looks for files and is given the config.
+        Of what transformers asks a quantizer, this comes before it looks for files and is given the config.
         """
         if getattr(config, WEIGHTS_FILE, None) is not None:
             setattr(config, WEIGHTS_FILE, None)
         return config
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """The same for versions of transformers that do not ask for the attention yet."""
+        return self.update_attn_implementation(config)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         """Layers that are quantised stay so, whatever is loaded into them later."""
@@ -222,6 +226,7 @@ class _Join(ConversionOps):
         codes, scales = (input_dict[name][0] for name in source_patterns)
         module = model.get_submodule(full_layer_name.rpartition(".")[0])
         form, dtype = self.hf_quantizer.quantization_config.form, module.weight.dtype
+        form = form.fitted(form.shape_of(codes))
         weight = QuantizedWeight(codes, scales.to(dtype), form, turned=isinstance(module, Conv1D))
         return {full_layer_name: nn.Parameter(weight, requires_grad=False)}
 

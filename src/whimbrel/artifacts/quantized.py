@@ -80,14 +80,21 @@ def weight_recipe(argument: str, name: str) -> Recipe:
 
 def format_of(model: nn.Module) -> WeightFormat | None:
     """The one format of a model's quantised weights; None where all are plain. A directory can say no more than one."""
-    forms = {weight.format for weight in model.parameters() if isinstance(weight, QuantizedWeight)}
-    strange = sorted(form.name for form in forms if FORMATS.get(form.name) != form)
+    weights = [weight for weight in model.parameters() if isinstance(weight, QuantizedWeight)]
+    strange = sorted(weight.format.name for weight in weights if not _is_known(weight))
+    forms = {FORMATS[weight.format.name] for weight in weights if not strange}
     if strange:
         raise CheckpointError(f"weights of the format {strange[0]} cannot be written: use one of {', '.join(FORMATS)}")
     if len(forms) > 1:
         names = " and ".join(sorted(form.name for form in forms))
         raise CheckpointError(f"the model has weights of the formats {names}: quantise all to one before it is written")
     return next(iter(forms), None)
+
+
+def _is_known(weight: QuantizedWeight) -> bool:
+    """Whether its format, with the group that its shape calls for, is one that a name stands for."""
+    form = FORMATS.get(weight.format.name)
+    return form is not None and weight.format == form.fitted(weight.format.shape_of(weight.codes))
 
 
 def weight_state(model: nn.Module) -> dict[str, Tensor]:

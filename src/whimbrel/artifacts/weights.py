@@ -119,6 +119,7 @@ def _read_floats(files: TensorFiles, name: str) -> Tensor:
 
 def _read_codes(files: TensorFiles, name: str, form: WeightFormat, rows: Tensor) -> QuantizedWeight:
     """What is stored for rows of a parameter that is itself of this format, or plain."""
+    form = form.fitted(rows.shape)
     if isinstance(rows, QuantizedWeight) and rows.format != form:
         raise CheckpointError(
             f"{files.directory} holds '{name}' as {form.name} and the model has it as {rows.format.name}: "

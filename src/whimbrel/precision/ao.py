@@ -60,11 +60,15 @@ def to_fake_quantized(linears: Iterable[nn.Linear], form: WeightFormat) -> dict[
     qat = _torchao("torchao.quantization.qat")
     whole = {"scale_precision": None}  # that of the numbers themselves
     tokens = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False, **whole)
-    settings = {
-        "activation_config": None if form.activations is None else tokens,
-        "weight_config": qat.IntxFakeQuantizeConfig(_INT4, group_size=form.group, is_symmetric=True, **whole),
-    }
-    return {linear: _instead(linear, partial(qat.FakeQuantizedLinear, **settings)) for linear in linears}
+    made = {}
+    for linear in linears:
+        group = form.fitted(linear.weight.shape).group
+        settings = {
+            "activation_config": None if form.activations is None else tokens,
+            "weight_config": qat.IntxFakeQuantizeConfig(_INT4, group_size=group, is_symmetric=True, **whole),
+        }
+        made[linear] = _instead(linear, partial(qat.FakeQuantizedLinear, **settings))
+    return made
 
 
 def is_stand_in(module: nn.Module) -> bool:

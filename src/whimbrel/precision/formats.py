@@ -7,7 +7,7 @@ Rows never share anything, so a weight can be cut, joined and shared out by rows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -21,6 +21,8 @@ __all__ = ["FORMATS", "FP8", "WeightFormat", "code_tokens", "weight_format"]
 FP8 = torch.float8_e4m3fn
 LIMITS = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0), "fp8": (-448.0, 448.0)}
 """The least and the largest code of each kind."""
+SMALLER_GROUPS = (64, 32)
+"""Groups for weights whose columns a larger one does not divide, such as the 576 of SmolLM2 135M by 128."""
 ROOM, SMALL = 1.05, 0.5
 """How much larger a group may grow before it gets another scale, and the part of it below which it does too."""
 
@@ -32,7 +34,7 @@ class WeightFormat:
     name: str
     codes: Literal["int8", "int4", "fp8"]
     group: int | None = None
-    """Columns that share a scale; None: the whole row."""
+    """Columns that share a scale; None: the whole row. A weight that it does not divide gets a smaller one."""
     activations: Literal["int8", "int8-asymmetric", "fp8"] | None = None
     """What each token is rounded to, with scales of its own; None: nothing."""
 
@@ -46,12 +48,20 @@ class WeightFormat:
         """What the number of columns must divide by."""
         return self.group or {"int8": 1, "int4": 2, "fp8": 16}[self.codes]
 
+    def fitted(self, shape: torch.Size | tuple[int, ...]) -> WeightFormat:
+        """This format for a weight of `shape`: where its group does not divide the columns, with a smaller one."""
+        if self.group is None or len(shape) != 2 or shape[1] % self.group == 0:
+            return self
+        group = next((size for size in SMALLER_GROUPS if size < self.group and shape[1] % size == 0), None)
+        return self if group is None else replace(self, group=group)
+
     def unfit(self, shape: torch.Size | tuple[int, ...]) -> str | None:
         """Why a weight of this shape cannot have this format; None where it can."""
         if len(shape) != 2:
             return f"it has {len(shape)} dimensions and {self.name} is for matrices"
-        if shape[1] % self.multiple:
-            return f"its {shape[1]} columns are no multiple of {self.multiple}, as {self.name} wants them"
+        if shape[1] % self.fitted(shape).multiple:
+            least = self.multiple if self.group is None else min(self.group, *SMALLER_GROUPS)
+            return f"its {shape[1]} columns are no multiple of {least}, as {self.name} wants them"
         if self.codes == "fp8" and shape[0] % 16:
             return f"its {shape[0]} rows are no multiple of 16, as {self.name} wants them"
         if self.activations == "int8" and (shape[0] % 8 or shape[1] % 8):

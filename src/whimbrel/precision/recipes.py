@@ -220,7 +220,8 @@ def _put(model: nn.Module, made: Mapping[nn.Linear, nn.Linear]) -> None:
 
 def _has(model: nn.Module, form: WeightFormat) -> bool:
     """Whether the weights have this format already, as trained ones have."""
-    return any(isinstance(weight, QuantizedWeight) and weight.format == form for weight in model.parameters())
+    weights = (weight for weight in model.parameters() if isinstance(weight, QuantizedWeight))
+    return any(weight.format == form.fitted(weight.format.shape_of(weight.codes)) for weight in weights)
 
 
 def _check_untouched(model: nn.Module, recipe: Recipe) -> None:

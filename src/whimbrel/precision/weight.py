@@ -55,7 +55,7 @@ class QuantizedWeight(Tensor):
     @torch.no_grad()
     def quantize(cls, weight: Tensor, form: str | WeightFormat) -> QuantizedWeight:
         """The nearest codes of a plain matrix; scales, and what it looks like, have its dtype."""
-        form = weight_format(form)
+        form = weight_format(form).fitted(weight.shape)
         if (reason := form.unfit(weight.shape)) is not None:
             raise PrecisionError(f"a weight of shape {tuple(weight.shape)} cannot be {form.name}: {reason}")
         if not weight.is_floating_point():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from whimbrel.base.errors import PrecisionError
-from whimbrel.precision import FORMATS, WeightFormat, weight_format
+from whimbrel.precision import FORMATS, QuantizedWeight, WeightFormat, weight_format
 from whimbrel.precision.formats import code_tokens
 
 NAMES = list(FORMATS)
@@ -98,7 +98,7 @@ def test_scales_stay_while_a_row_fits_them(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "reason"),
     [
-        ("int4", (64, 192), "192 columns are no multiple of 128"),
+        ("int4", (64, 80), "80 columns are no multiple of 32"),
         ("int8-dynamic-act-int4-weight", (64, 48), "48 columns are no multiple of 32"),
         ("fp8", (64, 24), "24 columns are no multiple of 16"),
         ("fp8", (24, 64), "24 rows are no multiple of 16"),
@@ -108,6 +108,17 @@ def test_scales_stay_while_a_row_fits_them(dtype: torch.dtype) -> None:
 )
 def test_what_does_not_fit_is_told(name: str, shape: tuple[int, ...], reason: str) -> None:
     assert reason in str(FORMATS[name].unfit(shape))
+
+
+@pytest.mark.parametrize(("columns", "group"), [(256, 128), (576, 64), (96, 32)])
+def test_int4_takes_the_largest_group_that_divides_the_columns(columns: int, group: int) -> None:
+    form, weight = FORMATS["int4"], torch.randn(8, columns, generator=torch.Generator().manual_seed(0))
+    assert form.unfit(weight.shape) is None
+    assert form.fitted(weight.shape).group == group
+    quantized = QuantizedWeight.quantize(weight, "int4")
+    assert quantized.scales.shape == (8, columns // group)
+    largest = weight.unflatten(-1, (-1, group)).abs().amax(-1, keepdim=True).expand(-1, -1, group).flatten(-2)
+    assert ((quantized.dequantize() - weight).abs() <= largest / 7.5 * 0.501).all()
 
 
 def test_every_matrix_fits_int8() -> None:
