@@ -71,7 +71,7 @@ class GPT(nn.Module):
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = nn.Linear(config.embd_size, config.padded_vocab_size, bias=False)
         self.tie_head()
-        self.register_load_state_dict_post_hook(_tie_again)
+        self.register_load_state_dict_post_hook(_tie_again)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     @property

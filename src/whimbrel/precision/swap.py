@@ -86,8 +86,9 @@ def quantize_(
     for name, linear in choice.taken.items():
         if not isinstance(linear.weight, QuantizedWeight):  # else it is that of another layer too
             free = linear.weight.requires_grad
-            _swap(linear.weight, name, _parameter(QuantizedWeight.quantize(linear.weight, form), trainable and free))
-            linear.weight.frozen = not free  # type: ignore[assignment]
+            made: Any = _parameter(QuantizedWeight.quantize(linear.weight, form), trainable and free)
+            made.frozen = not free
+            _swap(linear.weight, name, made)
         keep_kind(linear)
     return choice
 
@@ -100,7 +101,7 @@ def dequantize_(model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, QuantizedWeight):
-            _swap(parameter, name, _parameter(parameter.dequantize(), not getattr(parameter, "frozen", False)))
+            _swap(parameter, name, _parameter(parameter.dequantize(), not parameter.frozen))
 
 
 @torch.no_grad()
@@ -155,13 +156,13 @@ def keep_kind(module: nn.Module) -> None:
         module.register_load_state_dict_pre_hook(_keep_kind)
 
 
-def _keep_kind_of_registered(module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+def _keep_kind_of_registered(module: nn.Module, _name: str, parameter: Tensor | None) -> None:
     """Called by torch for each parameter that any module registers."""
     if isinstance(parameter, QuantizedWeight):
         keep_kind(module)
 
 
-register_module_parameter_registration_hook(_keep_kind_of_registered)  # type: ignore[no-untyped-call]
+register_module_parameter_registration_hook(_keep_kind_of_registered)
 
 
 @torch.no_grad()
@@ -174,7 +175,8 @@ def _keep_kind(
     a tied layer or an optimizer, still does. The dict is torch's own copy, so whoever called keeps theirs. Without
     `assign` the numbers are copied into ours, which quantises them.
     """
-    for name, own in module._parameters.items():
+    held: Mapping[str, Any] = module._parameters  # of any kind of tensor
+    for name, own in held.items():
         key = prefix + name
         arriving = state_dict.get(key)
         if not isinstance(own, QuantizedWeight) or not isinstance(arriving, Tensor) or arriving.shape != own.shape:

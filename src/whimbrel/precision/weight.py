@@ -38,6 +38,8 @@ class QuantizedWeight(Tensor):
     scales: Tensor
     format: WeightFormat
     turned: bool
+    frozen: bool = False
+    """Whether it was frozen before it was quantised."""
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, form: WeightFormat, turned: bool = False) -> QuantizedWeight:
