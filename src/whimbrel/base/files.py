@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
+import platform
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,9 @@ __all__ = ["PARTIAL", "atomic_directory", "atomic_file", "parse_json", "remove_s
 
 PARTIAL = ".partial-"
 """What the temporary name of an unfinished file or folder starts with."""
+REPLACED = "-replaced"
+"""What the temporary name of a folder that is being replaced ends with."""
+_swept: set[Path] = set()
 CHUNK = 4 * 2**20
 """Bytes read at a time: few, so that a thread that hashes seldom asks for the interpreter."""
 
@@ -25,9 +31,10 @@ CHUNK = 4 * 2**20
 def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a temporary neighbour of `path` for writing; it takes the name `path` only once it is whole and on disk."""
     target = Path(path)
-    temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{target.name}")
+    temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{_host()}-{target.name}")
     try:
         _make_folder(target.parent)
+        _sweep(target.parent)
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
@@ -48,17 +55,21 @@ def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> 
     It replaces nothing, or, with `replace`, a folder that stays in its place until the new one is ready.
     """
     target = Path(path)
-    temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{target.name}")
+    temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{_host()}-{target.name}")
     try:
         if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise WriteError(f"{target} exists and is not empty: name another directory or remove it first")
         if temporary.exists():
             shutil.rmtree(temporary)
         _make_folder(target.parent)
+        _sweep(target.parent)
         temporary.mkdir()
         yield temporary
         _fsync_tree(temporary)
         _take_place(temporary, target)
+        for aside in _left_by_dead(target.parent, REPLACED):  # of older replacements, which this one supersedes
+            if aside.name.endswith(f"-{_host()}-{target.name}{REPLACED}"):
+                shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         raise _write_error(target, error, temporary) from error
     finally:
@@ -90,6 +101,40 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left half-written in `folder`; looks once per process."""
+    if folder in _swept:
+        return
+    _swept.add(folder)
+    for path in _left_by_dead(folder):
+        if not path.name.endswith(REPLACED):  # which may be the only whole copy
+            with contextlib.suppress(OSError):  # it is only in the way
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _left_by_dead(folder: Path, ending: str = "") -> list[Path]:
+    """Temporary files and folders in `folder` of processes of this machine that no longer run."""
+    named = re.compile(rf"{re.escape(PARTIAL)}(\d{{1,10}})-{_host()}-.*{re.escape(ending)}", re.DOTALL)
+    found = ((path, named.fullmatch(path.name)) for path in folder.iterdir())
+    return [path for path, match in found if match and not _runs(int(match[1]))]
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it runs, and is another user's
+        return True
+    return True
+
+
+@functools.cache
+def _host() -> str:
+    """This machine in the names of temporary files: on a shared disk, a process id says nothing about another's."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
 def _make_folder(folder: Path) -> None:
     """Make a folder and those above it that are missing, each of them to stay."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -100,7 +145,7 @@ def _make_folder(folder: Path) -> None:
 
 def _take_place(temporary: Path, target: Path) -> None:
     """Rename a finished folder to `target`; what was there stays until then, and comes back where the rename fails."""
-    aside = temporary.with_name(f"{temporary.name}-replaced")
+    aside = temporary.with_name(f"{temporary.name}{REPLACED}")
     if target.is_dir() and any(target.iterdir()):
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(target, aside)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,51 @@ def test_a_fault_deep_inside_names_the_folder_as_the_user_knows_it(tmp_path: Pat
     with pytest.raises(WriteError) as caught, atomic_directory(tmp_path / "made") as folder:
         raise WriteError(f"cannot write {folder / 'model'}: full")
     assert str(caught.value) == f"cannot write {tmp_path / 'made' / 'model'}: full"
+
+
+KILLED = """
+import os, signal, sys
+from whimbrel.base.files import atomic_directory, atomic_file
+with atomic_directory(sys.argv[1] + "/model") as folder, atomic_file(sys.argv[1] + "/model.gguf") as file:
+    (folder / "weights").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_a_later_write_removes_what_a_killed_one_left(tmp_path: Path):
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    left = list(tmp_path.glob(".partial-*"))
+    assert len(left) == 2
+    running = tmp_path / left[0].name.replace(left[0].name.split("-")[1], str(os.getppid()))
+    elsewhere = tmp_path / ".partial-999999999-0123abcd-model"
+    for other in (running, elsewhere):
+        other.mkdir()
+    with atomic_directory(tmp_path / "model") as folder:
+        (folder / "weights").write_text("whole")
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "model", running, elsewhere])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_what_was_replaced_is_kept_until_there_is_another(tmp_path: Path):
+    killed = """
+import os, signal, sys
+from whimbrel.base import files
+with files.atomic_directory(sys.argv[1]) as folder:
+    (folder / "weights").write_text("old")
+replace = os.replace
+def once(source, target):
+    replace(source, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.replace = once
+with files.atomic_directory(sys.argv[1], replace=True) as folder:
+    (folder / "weights").write_text("new")
+"""
+    subprocess.run([sys.executable, "-c", killed, str(tmp_path / "model")], check=False)
+    [kept] = tmp_path.glob(".partial-*-replaced")
+    with atomic_file(tmp_path / "other", "w") as file:
+        file.write("x")
+    assert (kept / "weights").read_text() == "old"
+    with atomic_directory(tmp_path / "model", replace=True) as folder:
+        (folder / "weights").write_text("newer")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other"]
