@@ -22,6 +22,7 @@ from whimbrel.base.errors import OptimizerError
 from whimbrel.optim.careful import Careful, run_eagerly
 from whimbrel.optim.check import check_keys, check_numbers
 from whimbrel.optim.projector import GaLoreProjector, low_rank, matrix_shape, projected_shapes, side_of
+from whimbrel.optim.rules import MIN_EPS
 from whimbrel.optim.shards import Shard, add_up, copy_, gather, local, shard_of
 from whimbrel.optim.subspace import drop_rounding_
 
@@ -167,7 +168,7 @@ class GaLore(Careful):
         square.mul_(beta2).addcmul_(low, low, value=1 - beta2)
         state["step"] += 1
 
-        root = square.sqrt().add_(group["eps"])
+        root = square.sqrt().add_(max(group["eps"], MIN_EPS))
         size = lr * math.sqrt(1 - beta2 ** (done + 1)) / (1 - beta1 ** (done + 1)) * (1 if group["maximize"] else -1)
         keep = 1 - lr * group["weight_decay"]
         if side is None:

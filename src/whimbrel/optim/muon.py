@@ -19,6 +19,7 @@ from whimbrel.base.errors import OptimizerError
 from whimbrel.ops import kernels_of, orthogonalise
 from whimbrel.optim.careful import Careful
 from whimbrel.optim.check import check_keys, check_numbers, lr_of
+from whimbrel.optim.rules import MIN_EPS
 from whimbrel.optim.store import CodedWeight
 
 __all__ = ["Muon"]
@@ -132,7 +133,7 @@ class Muon(Careful):
             [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states],
             fused=fused, foreach=False if mixed else None, amsgrad=False,
             beta1=group["betas"][0], beta2=group["betas"][1], lr=lr_of(group),
-            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            weight_decay=group["weight_decay"], eps=max(group["eps"], MIN_EPS), maximize=False,
         )  # fmt: skip
 
 

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from whimbrel.ops import orthogonalise
 
-__all__ = ["Moments", "RULES", "Rule"]
+__all__ = ["MIN_EPS", "Moments", "RULES", "Rule"]
+
+MIN_EPS = 1e-22
+"""What eps is at least, so that eps = 0 does not divide zero by zero: about the root of the smallest square in fp32."""
 
 Moments = Mapping[str, list[Tensor]]
 Update = Callable[[list[Tensor], Moments, Sequence[int], Mapping[str, Any]], list[Tensor]]
@@ -49,7 +52,7 @@ def _adamw(grads: list[Tensor], moments: Moments, steps: Sequence[int], settings
     torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
     below = torch._foreach_sqrt(second)
     torch._foreach_div_(below, [(1 - beta2**t) ** 0.5 for t in steps])
-    torch._foreach_add_(below, settings["eps"])
+    torch._foreach_add_(below, max(settings["eps"], MIN_EPS))
     torch._foreach_mul_(below, [1 - beta1**t for t in steps])
     return list(torch._foreach_div(first, below))
 

@@ -45,6 +45,11 @@ def learning_rate(name: str, dtype: torch.dtype) -> float:
     return 1e-6 if "sgd" in name and dtype == torch.float16 else ENTRIES[name].lr
 
 
+def takes_eps(name: str) -> bool:
+    defaults = ENTRIES[name]([nn.Parameter(random((8, 6)))]).defaults
+    return name == "muon" or defaults.get("rule", "adamw") == "adamw"
+
+
 @every
 @pytest.mark.parametrize(("dtype", "size"), LARGE, ids=str)
 def test_large_finite_gradients_move_every_weight_to_finite_values(name: str, dtype: torch.dtype, size: float) -> None:
@@ -91,6 +96,21 @@ def test_tiny_gradients_give_finite_weights(name: str, dtype: torch.dtype, size:
     for step in range(7):
         for place, p in enumerate(params_of(optimizer)):
             p.grad = extreme(p, 100 * step + place, size)
+        optimizer.step()
+    assert optimizer.skipped == 0
+    assert all(p.isfinite().all() for p in params_of(optimizer))
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if takes_eps(name)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_eps_of_zero_gives_finite_weights(name: str, dtype: torch.dtype) -> None:
+    """Gradients of rank 1, and of zeros in every other row and in the first step."""
+    optimizer = ENTRIES[name](parameters(dtype), eps=0.0)
+    for step in range(7):
+        for p in params_of(optimizer):
+            p.grad = torch.full_like(p, float(step))
+            if p.ndim:
+                p.grad[::2] = 0
         optimizer.step()
     assert optimizer.skipped == 0
     assert all(p.isfinite().all() for p in params_of(optimizer))
