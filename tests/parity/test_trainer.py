@@ -167,3 +167,158 @@ def test_another_architecture_or_size_is_refused_by_name(tmp_path: Path) -> None
     wider = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=2, n_head=2))
     with pytest.raises(CheckpointError, match=r"another size .* is .96. there and .192. here"):
         fit(wider, max_steps=13)
+
+
+def both(
+    tmp_path: Path,
+    *,
+    mixin: type | None = None,
+    callbacks: Any = (),
+    keywords: dict[str, Any] | None = None,
+    **changes: Any,
+) -> tuple[BaseTrainer, TheirTrainer]:
+    """Our trainer and theirs after the same run, with the methods of `mixin` in both."""
+    arguments = SETTINGS | {"max_steps": 4} | changes
+    mixins = () if mixin is None else (mixin,)
+    own_class, their_class = type("Own", (*mixins, BaseTrainer), {}), type("Their", (*mixins, TheirTrainer), {})
+    shared = {"train_dataset": rows(), "eval_dataset": rows(6), **(keywords or {})}
+    own = own_class(
+        TrainingArguments(output_dir=str(tmp_path / "ours"), **arguments), model(), callbacks=list(callbacks), **shared
+    )
+    quiet = {"report_to": [], "disable_tqdm": True}
+    their_args = TheirArguments(output_dir=str(tmp_path / "theirs"), **quiet, **arguments)
+    their = their_class(model(), their_args, callbacks=list(callbacks), **shared)
+    own.train()
+    their.train()
+    return own, their
+
+
+def assert_same_weights(own: BaseTrainer, their: TheirTrainer) -> None:
+    for (name, a), b in zip(own.unwrapped_model().named_parameters(), their.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-3), name
+
+
+class SmoothedLoss:
+    """A loss that the model does not make by itself, as users write it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.3)
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnOptimizer:
+    """SGD, whatever the arguments say."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        return self.optimizer
+
+
+class DoubledStep:
+    """Counts and calls the step of the trainer."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class FirstRows:
+    """Trains on the first rows only, in one batch."""
+
+    def get_train_dataloader(self) -> Any:
+        dataset = self.train_dataset.remove_columns("name").with_format("torch")
+        return torch.utils.data.DataLoader(dataset.select(range(5)), batch_size=5)
+
+
+@pytest.mark.parametrize("mixin", [SmoothedLoss, OwnOptimizer, DoubledStep, FirstRows])
+def test_the_same_overrides_train_the_same_model(tmp_path: Path, mixin: type) -> None:
+    own, their = both(tmp_path, mixin=mixin)
+    assert_same_weights(own, their)
+    if mixin is not FirstRows:
+        untouched, _ = both(tmp_path / "plain")
+        moved = zip(own.unwrapped_model().parameters(), untouched.unwrapped_model().parameters(), strict=True)
+        assert mixin is DoubledStep or any(not torch.allclose(a, b, atol=1e-3) for a, b in moved)
+    assert getattr(own, "steps", 4) == getattr(their, "steps", 4) == 4
+    assert own.evaluate()["eval_loss"] == pytest.approx(their.evaluate()["eval_loss"], rel=0.1)
+
+
+def test_metrics_and_predictions_are_those_of_transformers(tmp_path: Path) -> None:
+    def argmax(logits: Any, labels: Any) -> Any:
+        return logits.argmax(-1)
+
+    def measure(found: Any) -> dict[str, float]:
+        predictions, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
+        return {"accuracy": float((predictions == labels)[labels != -100].mean()), "count": float(labels.size)}
+
+    keywords = {"compute_metrics": measure, "preprocess_logits_for_metrics": argmax}
+    own, their = both(tmp_path, keywords=keywords, eval_strategy="steps", eval_steps=2)
+    for prefix in ("eval", "held"):
+        ours = own.evaluate(rows(9), ignore_keys=None, metric_key_prefix=prefix)
+        theirs = their.evaluate(rows(9), ignore_keys=None, metric_key_prefix=prefix)
+        assert ours[f"{prefix}_count"] == theirs[f"{prefix}_count"]
+        assert ours[f"{prefix}_accuracy"] == pytest.approx(theirs[f"{prefix}_accuracy"], abs=0.02)
+    several = {"a": rows(4), "b": rows(7)}
+    assert {key for key in their.evaluate(several) if "loss" in key} == {"eval_a_loss", "eval_b_loss"}
+    assert set(own.evaluate(several)) >= {"eval_a_loss", "eval_b_loss", "eval_b_accuracy"}
+    ours, theirs = own.predict(rows(5)), their.predict(rows(5))
+    assert tuple(ours.predictions.shape) == theirs.predictions.shape
+    assert tuple(ours.label_ids.shape) == theirs.label_ids.shape
+
+
+def test_epochs_that_a_callback_ends_are_as_long_as_theirs(tmp_path: Path) -> None:
+    class EndEpoch(TheirCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_epoch_stop = state.global_step % 2 == 0
+            return control
+
+    changes = {"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 2}
+    own, their = both(tmp_path, callbacks=[EndEpoch()], **changes)
+    assert own.state.global_step == their.state.global_step == 6
+
+
+def test_the_best_model_is_loaded_as_theirs_is(tmp_path: Path) -> None:
+    """A rate so high that the loss rises after the first steps: the best is not the last."""
+    changes = {
+        "learning_rate": 0.3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
+        "load_best_model_at_end": True, "lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": 3,
+    }  # fmt: skip
+    own, their = both(tmp_path, **changes)
+    for trainer in (own, their):
+        measured = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+        assert measured.index(min(measured)) < len(measured) - 1
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(min(measured), rel=1e-5)
+
+
+def test_their_callback_finds_the_saved_step_and_weights(tmp_path: Path) -> None:
+    found: list[tuple[int, str]] = []
+
+    class Upload(TheirCallback):
+        def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            stored = GPT2LMHeadModel.from_pretrained(kwargs["checkpoint"] / "model")
+            assert all(torch.equal(a, b) for a, b in zip(stored.parameters(), model.parameters(), strict=True))
+            found.append((state.global_step, kwargs["checkpoint"].name))
+
+    arguments = SETTINGS | {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    BaseTrainer(
+        TrainingArguments(output_dir=str(tmp_path), **arguments), model(), train_dataset=rows(), callbacks=[Upload()]
+    ).train()
+    assert found == [(step, f"step-{step:08}") for step in (2, 4, 5)]
+
+
+def test_another_number_of_heads_is_not_resumed(tmp_path: Path) -> None:
+    def fit(heads: int, steps: int) -> None:
+        network = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=heads))
+        settings = SETTINGS | {"save_strategy": "steps", "save_steps": 2, "max_steps": steps}
+        arguments = TrainingArguments(output_dir=str(tmp_path), **settings)
+        BaseTrainer(arguments, network, train_dataset=rows()).train(resume_from_checkpoint=True)
+
+    fit(2, 2)
+    with pytest.raises(CheckpointError, match="holds a model of n_head = 2; this one has 4"):
+        fit(4, 3)
+    fit(2, 3)

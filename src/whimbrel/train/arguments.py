@@ -409,6 +409,11 @@ def _converted(cls: type, name: str, value: Any) -> Any:
         value = os.fspath(value)
     if name == "lr_scheduler_kwargs":
         return _keywords(value)
+    if name == "qat_recipe" and isinstance(value, str) and ("fp8" in value or "float8" in value):
+        raise ConfigError(
+            f"qat_recipe = {value!r} is not one of {', '.join(typing.get_args(QatRecipe))}: fake quantization to fp8 "
+            "zeroes nearly all of a weight's gradient (docs/precision.md); train with fp8_recipe instead"
+        )
     if name == "report_to":
         return _reporters(value)
     if name == "label_names":

@@ -143,6 +143,7 @@ def test_changed_arguments_are_checked_again_and_keep_their_folder() -> None:
         ({"fp8_recipe": "rowwise", "qat_recipe": "int4-weight-only"}, "fp8_recipe = 'rowwise' and qat_recipe = "),
         ({"fp8_recipe": "rowise"}, r"fp8_recipe = 'rowise' is not one of tensorwise, .*did you mean 'rowwise'\?"),
         ({"qat_recipe": "fp8"}, "qat_recipe = 'fp8' is not one of int8-dynamic-act-int4-weight, int4-weight-only"),
+        ({"qat_recipe": "float8-weight-only"}, "zeroes nearly all of a weight's gradient .* fp8_recipe instead"),
         ({"fp8_dim_alignment": 0}, "fp8_dim_alignment = 0 must be at least 1"),
         ({"fp8_dim_alignment": 32}, "fp8_dim_alignment = 32 is for fp8_recipe"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite = 'ignore' is not one of stop, skip, rollback"),

@@ -18,8 +18,11 @@ from torch.utils.data import DataLoader
 
 from whimbrel.base.errors import CheckpointError, ConfigError, DataError
 from whimbrel.checkpoint import CheckpointManager, list_checkpoints
+from whimbrel.data import TokenDataLoader, read_shard, write_shard
+from whimbrel.data.prepare import prepare
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.train import BaseTrainer, Trainer, TrainerCallback
+from whimbrel.text import train_tokenizer
+from whimbrel.train import BaseTrainer, RunTrainer, Trainer, TrainerCallback
 from whimbrel.train.callbacks import DivergenceCallback, ProgressCallback, TensorBoardCallback
 
 Make = Callable[..., Any]
@@ -429,3 +432,48 @@ def test_divergence_callback_takes_keywords() -> None:
     assert control.should_abort_without_save
     with pytest.raises(ConfigError, match="divergence.windo"):
         DivergenceCallback(windo=3)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "tokenizer"])
+def test_shards_of_another_tokenizer_or_text_are_not_resumed(
+    kind: str, make_run: Make, shards: Path, shakespeare: str, tmp_path: Path
+) -> None:
+    def refuse(folder: Path, words: str) -> None:
+        with pytest.raises(DataError, match=f"has {words} than the checkpoint was trained on .*: resume with the same"):
+            RunTrainer(make_run(train__steps=4, data__path=str(folder))).train()
+
+    RunTrainer(make_run(train__steps=3)).train()
+    if kind == "tokenizer":
+        text = tmp_path / "text.txt"
+        text.write_text(shakespeare[:40_000])
+        tokenizer = train_tokenizer([shakespeare[40_000:80_000]], 300)
+        prepare([str(text)], tmp_path / "other", tokenizer, name="tiny", separator="\n\n", val_tokens=1500)
+        refuse(tmp_path / "other", "shards of another tokenizer")
+        return
+    for path in shards.iterdir():
+        if path.name != "manifest.json":
+            (tmp_path / "other").mkdir(exist_ok=True)
+            (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
+    (changed,) = (tmp_path / "other").glob("*_train_*.bin")
+    tokens = read_shard(changed).copy()
+    tokens[1:200] = tokens[200:399]
+    changed.unlink()
+    write_shard(changed, tokens)
+    refuse(tmp_path / "other", "shards with other tokens")
+
+
+def test_compute_loss_gets_pairs_of_token_shards(args: Make, shards: Path) -> None:
+    class Child(BaseTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
+            assert isinstance(inputs, tuple)
+            return 0.5 * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def losses(kind: type[BaseTrainer]) -> list[float]:
+        torch.manual_seed(0)
+        network = GPT(GPTConfig(vocab_size=300, context_length=16, num_layers=1, embd_size=16, num_heads=2))
+        loader = TokenDataLoader(shards, B=4, T=16, documents="mask")
+        trainer = kind(args(max_steps=2, logging_steps=1, learning_rate=0.0), network, train_dataset=loader)
+        trainer.train()
+        return [line["loss"] for line in trainer.state.log_history]
+
+    assert losses(Child) == pytest.approx([0.5 * loss for loss in losses(BaseTrainer)], rel=1e-6)
