@@ -1,6 +1,7 @@
 """Kills a training run again and again until it has finished: `python killing.py KILLS SEED` prints what it saw.
 
-It works in the current folder, which holds a `recipe.toml` that writes to `run`. The first run is left in peace and
+It works in the current folder, which holds a `recipe.toml` that writes to `run`, or, with a third argument, runs that
+script, which has to write to `run` and to define STEPS, EVERY and main(). The first run is left in peace and
 becomes `whole`. The next is killed at random instants, four of ten inside a save (the folder that a save is written in
 has appeared and is still there), looked at, and begun again with the same command; once finished it becomes `broken-0`.
 If there are kills left, another run follows it.
@@ -14,11 +15,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import runpy
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -35,6 +39,7 @@ from whimbrel.train import load_run_config
 from whimbrel.train.control import Endpoint, liveness
 
 RECIPE, RUN, OUTPUT = Path("recipe.toml"), Path("run"), Path("output.txt")
+SCRIPT = sys.argv[3] if len(sys.argv) > 3 else None
 AIMED, LATE = 0.4, 0.1
 """Shares of the kills that are aimed inside a save, and between the last save and the end."""
 FRESH = 0.1
@@ -51,6 +56,7 @@ class Attempt:
     def __init__(self, *, fresh: bool = False) -> None:
         self.code: int | None = None
         """Its exit code, once it has one."""
+        self._said = OUTPUT.stat().st_size if OUTPUT.exists() else 0
         self.pid = _spawn() if fresh else _fork()
         if fresh:  # loading torch is no part of a run's life
             for _ in self.watch():
@@ -83,13 +89,20 @@ class Attempt:
         return endpoint is not None and endpoint.pid == self.pid
 
     @property
+    def steps(self) -> list[int]:
+        """The steps that it has told of, in order, as their number when they are done."""
+        with OUTPUT.open("rb") as file:
+            file.seek(self._said)
+            return [int(step) + 1 for step in re.findall(rb"^step:(\d+)/", file.read(), re.MULTILINE)]
+
+    @property
     def save(self) -> Path | None:
         """The folder of a save that it has begun and not finished."""
         return next((RUN / "checkpoints").glob(f"{PARTIAL}{self.pid}-*"), None)
 
 
 def _spawn() -> int:
-    words = [sys.executable, "-m", "whimbrel", "train", str(RECIPE)]
+    words = [sys.executable, *([SCRIPT] if SCRIPT else ["-m", "whimbrel", "train", str(RECIPE)])]
     output = (os.POSIX_SPAWN_OPEN, 1, OUTPUT, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     return os.posix_spawn(sys.executable, words, os.environ, file_actions=[output, (os.POSIX_SPAWN_DUP2, 1, 2)])
 
@@ -102,6 +115,9 @@ def _fork() -> int:
         output = os.open(OUTPUT, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        if SCRIPT:
+            runpy.run_path(SCRIPT)["main"]()
+            sys.exit(0)
         command_line(["train", str(RECIPE)])
     except SystemExit as end:
         sys.stdout.flush()
@@ -159,9 +175,9 @@ class Killer:
             if time.monotonic() >= instant:
                 return
 
-    def inside_a_save(self, attempt: Attempt) -> None:
-        """While a save is under way, not always the first."""
-        left, instant, before = self.chance.randrange(LIFE), 0.0, None
+    def inside_a_save(self, attempt: Attempt, first: int | None = None) -> None:
+        """While a save is under way, not always the first: after `first` others."""
+        left, instant, before = self.chance.randrange(LIFE) if first is None else first, 0.0, None
         for _ in attempt.watch():
             now, save = time.monotonic(), attempt.save
             if save is not None and save != before:
@@ -187,12 +203,12 @@ class Killer:
             pass
 
     def plan(self, kills: int) -> list[Callable[[Attempt], None]]:
-        """How each kill is aimed."""
-        aimed, late = round(AIMED * kills), round(LATE * kills)
-        plan = [self.inside_a_save] * aimed + [self.after_the_last_save] * late
+        """How each kill is aimed; the last leaves a checkpoint to go on from."""
+        aimed, late = round(AIMED * kills), max(1, round(LATE * kills))
+        plan: list[Callable[[Attempt], None]] = [self.inside_a_save] * (aimed - 1) + [self.after_the_last_save] * late
         plan += [self.anywhere] * (kills - aimed - late)
         self.chance.shuffle(plan)
-        return plan
+        return [*plan, partial(self.inside_a_save, first=1)]
 
 
 @dataclass
@@ -206,16 +222,24 @@ class Seen:
     """Kills of processes that were not forked."""
     runs: int = 0
     """Runs that got to their end."""
+    resumed: int = 0
+    """Attempts that were seen to go on from a checkpoint."""
     newest: list[int] = field(default_factory=list)
     """The step of the newest checkpoint after each kill."""
     faults: list[str] = field(default_factory=list)
 
-    def look(self, before: int) -> int:
-        """After a kill: what counts as a checkpoint is whole, none is lost, and the run is known to be dead."""
+    def look(self, before: int, steps: list[int], at_risk: int) -> int:
+        """After a kill: what counts as a checkpoint is whole, none is lost, and the run is known to be dead.
+
+        The attempt went on from the newest checkpoint, and at most `at_risk` of its steps are lost.
+        """
         found = list_checkpoints(RUN)
         newest = max(found, default=0)
         if newest < before:
             self.faults.append(f"kill {self.kills}: step {before} had a checkpoint; now there are {list(found)}")
+        self.follow(before, steps)
+        if steps and steps[-1] - newest > at_risk:
+            self.faults.append(f"kill {self.kills}: step {steps[-1]} was done and the newest checkpoint is {newest}")
         for path in found.values():
             try:
                 verify_checkpoint(path)
@@ -226,6 +250,12 @@ class Seen:
         self.newest.append(newest)
         return newest
 
+    def follow(self, before: int, steps: list[int]) -> None:
+        """An attempt does all steps after the checkpoint that it found, and no others."""
+        if steps and steps != list(range(before + 1, steps[-1] + 1)):
+            self.faults.append(f"after kill {self.kills}: the checkpoint was at {before}, and the steps were {steps}")
+        self.resumed += bool(steps) and before > 0
+
 
 def main() -> None:
     """Kill, look, begin again."""
@@ -233,11 +263,18 @@ def main() -> None:
     torch.set_num_threads(1)
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("a process with threads cannot fork itself safely")
-    last = load_run_config(RECIPE).train.steps or 0
+    if SCRIPT:
+        names = runpy.run_path(SCRIPT)
+        last, at_risk = names["STEPS"], 2 * names["EVERY"]
+    else:
+        config = load_run_config(RECIPE)
+        last, every = config.train.steps or 0, int(config.checkpoint.every or 0)
+        # one save may be under way while training goes on to the next, where it waits
+        at_risk = 2 * every if config.checkpoint.asynchronous else every
     times = run_unbroken(last)
     RUN.rename("whole")
     killer, seen, newest = Killer(chance, times, last), Seen(), 0
-    plan, fresh = killer.plan(kills), set(chance.sample(range(kills), round(FRESH * kills)))
+    plan, fresh = killer.plan(kills), set(chance.sample(range(kills), max(1, round(FRESH * kills))))
     while seen.kills < kills or RUN.exists():
         attempt = Attempt(fresh=seen.kills in fresh)
         wait = plan[seen.kills] if seen.kills < kills else killer.never
@@ -247,8 +284,9 @@ def main() -> None:
             seen.inside += attempt.save is not None
             seen.fresh += seen.kills in fresh
             seen.kills += 1
-            newest = seen.look(newest)
+            newest = seen.look(newest, attempt.steps, at_risk)
         elif attempt.code == 0:
+            seen.follow(newest, attempt.steps)
             RUN.rename(f"broken-{seen.runs}")
             seen.runs, newest = seen.runs + 1, 0
         else:
