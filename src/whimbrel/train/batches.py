@@ -20,6 +20,7 @@ from whimbrel.data import TokenDataLoader, read_manifest
 from whimbrel.models import IGNORE_INDEX
 from whimbrel.train.passes import IndexedPass, StreamedPass, seeded, state_is_exact
 from whimbrel.train.settings import LoaderConfig
+from whimbrel.train.translate import TABLE
 
 __all__ = [
     "Batches",
@@ -434,9 +435,10 @@ def make_batches(
 
 
 def _refuse_settings(loader: LoaderConfig, kind: str) -> None:
+    names = {row.settings[0].removeprefix("loader."): row.arguments[0] for row in TABLE}
     for field in fields(LoaderConfig):
         if (value := getattr(loader, field.name)) != field.default:
-            raise ConfigError(f"loader.{field.name} = {value} has no effect on {kind}: leave it out")
+            raise ConfigError(f"loader.{field.name} = {value} has no effect on {kind}: leave {names[field.name]} out")
 
 
 def held_out(batches: TokenBatches, tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.checkpoint import CheckpointManager, RNGState, Saved, SharingPattern, StateComponent
@@ -81,6 +82,7 @@ class TrainerCore:
         _refuse_unknown(type(self), unknown)
         check_overrides(self)
         _check_given(args, model, model_init, processing_class)
+        _check_collator(data_collator, train_dataset, eval_dataset)
         self.args, self.config = args, self._make_config(args)
         if model_init is None and self.config.train.default_dtype is not None and not self._builds_model:
             raise ConfigError(
@@ -207,8 +209,12 @@ class TrainerCore:
         """Attributes of `transformers.Trainer` that are not here: say what to use."""
         raise missing_method(self, name)
 
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write weights and processing_class alone; over files of their names only with overwrite_output_dir."""
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Write weights and processing_class alone; over files of their names only with overwrite_output_dir.
+
+        `_internal_call` is there for overrides that pass it on.
+        """
+        del _internal_call
         target = self.config.output_dir if output_dir is None else Path(output_dir)
         export_model(self.unwrapped_model(), self.processing_class, target, overwrite=self.config.overwrite_output_dir)
 
@@ -348,6 +354,13 @@ class Accelerator:
         """Backward, with the loss scaled under fp16."""
         self.called = True
         self._precision.scale(loss).backward()
+
+
+def _check_collator(data_collator: object, *datasets: object) -> None:
+    """Refuse a collator that nothing would use."""
+    given = [dataset for dataset in datasets if dataset is not None]
+    if data_collator is not None and given and all(isinstance(dataset, DataLoader) for dataset in given):
+        raise ConfigError("data_collator has no effect on a DataLoader, which has its collate_fn: leave it out")
 
 
 def _reporters(log: LogConfig) -> list[Any]:

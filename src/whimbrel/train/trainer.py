@@ -68,7 +68,7 @@ class BaseTrainer(TrainerHooks):
         given, self._ignore_keys = self.config, ignore_keys_for_eval
         if resume_from_checkpoint is not None:
             latest = resume_from_checkpoint in (True, "latest")
-            path = None if latest or isinstance(resume_from_checkpoint, bool) else self._named(resume_from_checkpoint)
+            path = None if latest or isinstance(resume_from_checkpoint, bool) else Path(resume_from_checkpoint)
             self.config = replace(given, resume=replace(given.resume, latest=latest, path=path))
         try:
             with self.checkpoint_manager.lock:  # before anything in the directory is read, changed or removed
@@ -80,9 +80,9 @@ class BaseTrainer(TrainerHooks):
         finally:
             self.config, self._ignore_keys = given, None
 
-    def _named(self, path: str | Path) -> Path:
+    def _named(self, given: Path) -> Path:
         """A checkpoint by its path, or as `transformers` would name it: `output_dir/checkpoint-500`."""
-        given, run = Path(path), self.config.output_dir
+        run = self.config.output_dir
         found = re.fullmatch(r"checkpoint-(\d+)", given.name)
         ours = None if found is None else find_checkpoint(run, int(found[1]))
         return ours if ours is not None and not given.exists() and ours.exists() and given.parent == run else given
@@ -434,7 +434,7 @@ class BaseTrainer(TrainerHooks):
         """Load the checkpoint that was asked for, or remove what is to be begun anew; write down the settings."""
         config = self.config
         if config.resume.path is not None:
-            self.load_checkpoint(config.resume.path)
+            self.load_checkpoint(self._named(config.resume.path))
         elif self._begins_anew():
             clear_directory(config.output_dir)
         elif step_folders(config.output_dir):

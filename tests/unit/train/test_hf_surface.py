@@ -180,7 +180,9 @@ def test_a_ready_dataloader_is_trained_on_and_resumed_exactly(
     assert trainer.state.epoch == pytest.approx(8 / 3)
     with pytest.raises(ConfigError, match="batches of 4 and the batch size is set to 5: make them equal"):
         fit(args(per_device_train_batch_size=5, overwrite_output_dir=True), train_dataset=loader())
-    with pytest.raises(ConfigError, match=r"loader.workers = 1 has no effect on a DataLoader"):
+    with pytest.raises(ConfigError, match="data_collator has no effect on a DataLoader"):
+        fit(args(), train_dataset=loader(), data_collator=list)
+    with pytest.raises(ConfigError, match=r"loader.workers = 1 has no effect on a DataLoader.* dataloader_num_workers"):
         fit(args(dataloader_num_workers=1, overwrite_output_dir=True), train_dataset=loader())
 
     class Once(BaseTrainer):
@@ -346,8 +348,11 @@ def test_on_save_has_the_state_of_the_saved_step(
 def test_a_checkpoint_is_found_by_the_name_it_has_in_transformers(args: Make, fit: Make) -> None:
     settings = {"save_strategy": "steps", "save_steps": 4}
     fit(args(**settings))
-    trainer, losses = fit(args(**settings, max_steps=9), resume=str(Path(args().output_dir) / "checkpoint-4"))
+    name = str(Path(args().output_dir) / "checkpoint-4")
+    _, losses = fit(args(**settings, max_steps=9), resume=name)
     assert len(losses.values) == 5
+    trainer, losses = fit(args(**settings, max_steps=6, resume_from_checkpoint=name))
+    assert len(losses.values) == 2
     assert trainer.resumed_from.name == "step-00000004"
 
 

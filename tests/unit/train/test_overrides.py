@@ -132,9 +132,11 @@ def ragged_rows() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["mean", "sum"])
 def test_a_loss_that_is_a_mean_and_one_that_divides_by_num_items_weigh_targets_alike(kind: str, args: Make) -> None:
     """Four micro-batches with unequal numbers of targets are the step over one large batch."""
+    calls: list[int] = []
 
     class Own(BaseTrainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
+            calls.append(1)
             logits = model(inputs["x"]).flatten(0, 1)
             targets = inputs["labels"].flatten()
             if kind == "mean":
@@ -151,6 +153,7 @@ def test_a_loss_that_is_a_mean_and_one_that_divides_by_num_items_weigh_targets_a
         return trainer.model.layer.weight.detach()
 
     assert torch.allclose(weights(8), weights(2), atol=1e-5)
+    assert len(calls) == 3 * 1 + 3 * 4
 
 
 def test_compute_loss_may_call_that_of_the_trainer(args: Make, net: Make, data: Make, fit: Make) -> None:
@@ -332,7 +335,7 @@ def test_save_model_of_a_subclass_is_called_for_checkpoints_too(
 ) -> None:
     class Child(BaseTrainer):
         def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
-            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            super().save_model(output_dir, _internal_call)
             (Path(output_dir) / "mine.txt").write_text(str(self.state.global_step))
 
     trainer = Child(args(save_strategy="steps", save_steps=4), net(), train_dataset=data())
