@@ -210,7 +210,8 @@ def test_signals_end_a_run_that_goes_on_as_if_never_ended(folder: Path) -> None:
 
 def test_a_second_signal_kills_and_the_run_counts_as_dead(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process = start("--train.accumulation=1300")  # a step of seconds
-    wait_until(process, lambda: Path("run/endpoint.json").exists())
+    wait_until(process, lambda: steps_logged() >= 1)
+    time.sleep(0.2)  # the next step is under way
     process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     assert process.poll() is None
