@@ -25,11 +25,8 @@ __all__ = ["DecodeGraphs"]
 WARM_UPS = 3
 """Runs before a graph is captured, in which kernels are chosen, compiled and loaded."""
 
-MIN_WIDTH = 2
-"""Pages in a block table of compiled code: torch.compile treats a size of 1 as a constant."""
-
-MIN_GRAPH_WIDTH = 16
-"""Pages in the narrowest block table of a CUDA graph: below that, attention costs too little to be worth a graph."""
+MIN_TOKENS = 256
+"""Tokens in the narrowest block table: attention over fewer costs too little to be worth another width."""
 
 UNLIMITED = 2**31 - 1
 """Compilations of one function that torch bears."""
@@ -83,13 +80,14 @@ class DecodeGraphs:
         """The width of the block table for a batch whose longest row has `pages`: attention reads no more than that.
 
         On a GPU each width is a graph of its own, so they are powers of two; but the kernel for plain caches stops at
-        the length of each row, and one width serves all. Compiled code takes any width from 2: one is a constant.
+        the length of each row, and one width serves all. Compiled code on a CPU takes any width.
         """
-        if self._pool.device.type != "cuda":
-            return max(pages, MIN_WIDTH)
-        if self._pool.codec.is_plain:
+        least = -(-MIN_TOKENS // self._pool.page_size)
+        cuda = self._pool.device.type == "cuda"
+        if self._pages <= max(least, 1) or (cuda and self._pool.codec.is_plain):
             return self._pages
-        return min(self._pages, max(MIN_GRAPH_WIDTH, 1 << (pages - 1).bit_length()))
+        # From 2: torch.compile treats a size of 1 as a constant.
+        return min(self._pages, max(2, least, 1 << (pages - 1).bit_length() if cuda else pages))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -99,41 +97,43 @@ class DecodeGraphs:
         """
         sizes = self._sizes if self._pool.device.type == "cuda" else self._sizes[:2]
         for rows in sizes:
-            with self._calling(recorded := self._at(rows, 1)):
-                recorded.replay()
+            for _ in self._replays(self._at(rows, 1), 1):
+                pass
 
     def __call__(self, tokens_B1: Tensor, batch: PagedBatch) -> Tensor:
         """The logits (rows, vocabulary) of what comes next in each row."""
         recorded = self._at(len(tokens_B1), batch.tables.size(1))
         recorded.fill(tokens_B1, batch)
-        with self._calling(recorded):
-            return recorded.replay()[0]
+        [(logits_BV, _)] = self._replays(recorded, 1)
+        return logits_BV
 
     def ahead(self, tokens_B1: Tensor, batch: PagedBatch, steps: int) -> Tensor:
         """The likeliest tokens (rows, steps) of several steps, each reading what the one before drew."""
         recorded = self._at(len(tokens_B1), batch.tables.size(1))
         recorded.fill(tokens_B1, batch)
         drawn_BS = tokens_B1.new_empty((len(tokens_B1), steps))
-        for step in range(steps):
-            with self._calling(recorded):
-                drawn_BS[:, step] = recorded.replay()[1]
+        for step, (_, likeliest_B) in enumerate(self._replays(recorded, steps)):
+            drawn_BS[:, step] = likeliest_B
         return drawn_BS
 
-    @contextmanager
-    def _calling(self, recorded: Recorded) -> Iterator[None]:
-        """Around a replay of compiled code, which a graph is not: compile where needed, then skip the guards.
+    def _replays(self, recorded: Recorded, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """What each of `count` steps gives. Compiled code is compiled, and its guards evaluated, in the first of all.
 
-        The tensors of a recorded step never change, so guards that passed once need not be evaluated again.
+        The tensors of a recorded step never change, so guards that passed once need not be evaluated again; a CUDA
+        graph has none.
         """
-        if self._pool.device.type == "cuda" or not self._compiled:
-            yield
-        elif recorded.guarded:
+        if self._compiled and self._pool.device.type != "cuda":
+            if not recorded.guarded:
+                with _unlimited_compilations():
+                    first = recorded.replay()
+                recorded.guarded, count = True, count - 1
+                yield first
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-                yield
+                for _ in range(count):
+                    yield recorded.replay()
         else:
-            with _unlimited_compilations():
-                yield
-            recorded.guarded = True
+            for _ in range(count):
+                yield recorded.replay()
 
     def _at(self, rows: int, pages: int) -> Recorded:
         key = rows, self.width(pages)
