@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from whimbrel.base.errors import DataError
 from whimbrel.ops.kernels import kernels_of
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
@@ -51,7 +52,10 @@ def linear_cross_entropy(
     """Sum of the cross-entropy over the targets that are not `ignore_index`, a 0-d fp32 tensor.
 
     Rows of `weight` from `vocab_size` on are padding: they take no part. Under autocast the products are in its dtype.
+    Targets outside the vocabulary raise `DataError` on a CPU; on a GPU they fail a device-side assertion, as in
+    `torch.nn.functional.cross_entropy`, so that nothing waits for the device.
     """
+    _check_targets(targets_N, vocab_size, ignore_index)
     device = hidden_NC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
     wanted = torch.is_grad_enabled()
@@ -60,6 +64,21 @@ def linear_cross_entropy(
         hidden_NC, weight_VC, targets_N, vocab_size, softcap, ignore_index, dtype, wants
     )
     return cast(Tensor, loss)
+
+
+def _check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Refuse ids that have no logit: the padding's would give an infinite loss, and those beyond it any number."""
+    if targets.is_meta or getattr(targets, "fake_mode", None) is not None:
+        return
+    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
+        if bool(wrong.any()):
+            raise DataError(
+                f"expected target ids from 0 to vocab_size - 1 = {vocab_size - 1}, or {ignore_index} to ignore a "
+                f"position, got {int(targets[wrong][0])}: use the model's tokenizer"
+            )
+    else:
+        torch._assert_async(~wrong.any(), f"a target id is outside the vocabulary of {vocab_size} tokens")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

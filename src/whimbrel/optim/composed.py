@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
+from whimbrel.ops import kernels_of
 from whimbrel.optim.careful import LARGEST, Careful, examine, run_eagerly
 from whimbrel.optim.check import check_alike, check_fits, check_group, check_keys, lr_of
 from whimbrel.optim.lift import Lifted, lift
@@ -31,6 +32,8 @@ __all__ = ["Composed"]
 
 AT_ONCE = 1 << 24
 """Numbers that one batch of work takes on, so that what it needs beside the state stays small."""
+IN_CACHE = 1 << 18
+"""The same on a CPU for rules that go element by element: temporaries stay in its cache, and are not mapped anew."""
 
 
 class Piece(NamedTuple):
@@ -250,7 +253,7 @@ class Composed(Careful):
             low = self._project(slot)
             for rows in _cuts(slot):
                 piece = Piece(slot, low[rows] if rows else low, rows)
-                apart = not group["foreach"] or size + piece.low.numel() > AT_ONCE
+                apart = not group["foreach"] or size + piece.low.numel() > _at_once(slot)
                 if batch and (apart or batch[-1].low.device != low.device):
                     yield batch
                     batch, size = [], 0
@@ -397,11 +400,17 @@ def _add_product_(total: Tensor, low: Tensor, basis: Tensor | None, scale: float
         total.baddbmm_(low, basis.mT, beta=keep, alpha=scale)
 
 
+def _at_once(slot: Slot) -> int:
+    """How many numbers of a parameter and others like it are worked on together."""
+    return min(AT_ONCE, IN_CACHE) if kernels_of(slot.parameter) == "cpu" and slot.rule.row_by_row else AT_ONCE
+
+
 def _cuts(slot: Slot) -> list[slice | None]:
     """Rows that are worked on at a time: all (None) where they are few, or where rule or lift needs them together."""
-    if slot.low_shape.numel() <= AT_ONCE or slot.low_shape[0] < 2 or not slot.row_by_row:
+    at_once = _at_once(slot) if slot.rank is None and slot.moment_store == "int8" else AT_ONCE
+    if slot.low_shape.numel() <= at_once or slot.low_shape[0] < 2 or not slot.row_by_row:
         return [None]
-    rows = max(1, AT_ONCE * slot.low_shape[0] // slot.low_shape.numel())
+    rows = max(1, at_once * slot.low_shape[0] // slot.low_shape.numel())
     return [slice(start, start + rows) for start in range(0, slot.low_shape[0], rows)]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim.rules import RULES, Rule
 from whimbrel.optim.shards import local, shard_of
-from whimbrel.optim.store import BLOCK, CodedWeight, codec
+from whimbrel.optim.store import BLOCK, CodedWeight, codec, uniform
 
 __all__ = ["ON_HOST", "Slot"]
 
@@ -200,14 +200,18 @@ class Slot:
         """For a moment that changes by less than a level from step to step, and so is rounded by chance."""
         if self.codecs[name].dtype == torch.float32 or self.rule.moments[name] == "signed":
             return None
-        generator = self.generator(state, salt=1 << 40 | self.first(rows))
-        return torch.rand(shape, generator=generator, device=self.parameter.device)
+        start = self.first(rows) * torch.Size(shape[1:]).numel()
+        return uniform(shape, self.seed(state, salt=1 << 40) >> 31, start, self.parameter.device)
 
     def generator(self, state: State, salt: int, step: int | None = None) -> torch.Generator:
         """Random numbers of the parameter, its step and `salt` alone, so that a resumed run draws the same."""
+        return torch.Generator(self.parameter.device).manual_seed(self.seed(state, salt, step))
+
+    def seed(self, state: State, salt: int, step: int | None = None) -> int:
+        """63 bits of the parameter, its step and `salt`."""
         step = int(state["step"]) if step is None else step
         seed = int(state["seed"]) * 0x9E3779B97F4A7C15 + step * 0xC2B2AE3D27D4EB4F + salt * 0x165667B19E3779F9
-        return torch.Generator(self.parameter.device).manual_seed(seed % 2**63)
+        return seed % 2**63
 
     def describe(self) -> str:
         """What the parameter got, in a few words."""

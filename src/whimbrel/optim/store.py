@@ -8,7 +8,7 @@ orders of magnitude and whose roots divide.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -17,11 +17,13 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 
-__all__ = ["BLOCK", "Codec", "CodedWeight", "Store", "add_rounded_", "codec", "round_to_bfloat16"]
+__all__ = ["BLOCK", "Codec", "CodedWeight", "Store", "add_rounded_", "codec", "round_to_bfloat16", "uniform"]
 
 Store = Literal["fp32", "bf16", "int8", "int4"]
 BLOCK = 256
 """Numbers that share a scale, at most."""
+GOLDEN = 0x9E3779B1
+"""2^32 divided by the golden ratio: multiples of it are spread evenly over 32 bits."""
 
 
 @runtime_checkable
@@ -73,24 +75,33 @@ class Codec:
         if self.packed:
             codes = _unpack(codes)[..., :width].to(torch.int16) - 8
         x = codes.float().div_(self.levels)
-        if self.power > 1:
-            x = x * x.abs() if self.power == 2 else x.square_().square_()
-        return x.mul_(_spread(scales, width))
+        if self.power == 2:
+            x.mul_(x.abs())
+        elif self.power == 4:
+            x.square_().square_()
+        return _by_block_(Tensor.mul_, x, scales)
 
     def encode_(self, stored: Sequence[Tensor], numbers: Tensor, noise: Tensor | None = None) -> None:
-        """Store `numbers`. With `noise`, uniform in [0, 1), they are rounded up as often as they should be."""
+        """Store `numbers`. With `noise`, uniform in [0, 1), they are rounded up as often as they should be.
+
+        The division by the largest magnitude of a block leaves at most 1, so no code is out of range: not with noise
+        either, which is below 1 - 2^-16 (see `uniform`).
+        """
         if self.levels is None:
             if stored[0] is not numbers:
                 stored[0].copy_(numbers if noise is None else _cut_to_bfloat16(numbers, (noise * (1 << 16)).int()))
             return
         codes, scales = stored
-        scales.copy_(_largest(numbers))
-        share = numbers / _spread(scales, numbers.shape[-1]).clamp_(min=torch.finfo(torch.float32).tiny)
-        if self.power > 1:
-            share = share.sign() * share.abs().pow_(1 / self.power)
+        unsigned = codes.dtype == torch.uint8 and not self.packed
+        share = numbers.clone() if unsigned else numbers.abs()
+        scales.copy_(_largest(share))
+        _by_block_(Tensor.div_, share, scales.clamp(min=torch.finfo(torch.float32).tiny))
+        for _ in range(self.power // 2):  # the square root, or the fourth
+            share.sqrt_()
         share *= self.levels
         rounded = share.round_() if noise is None else share.add_(noise).floor_()
-        rounded = rounded.clamp_(0 if codes.dtype == torch.uint8 and not self.packed else -self.levels, self.levels)
+        if not unsigned:
+            rounded.copysign_(numbers)
         codes.copy_(_pack((rounded + 8).to(torch.uint8)) if self.packed else rounded)
 
 
@@ -106,6 +117,27 @@ def codec(store: str, kind: Literal["basis", "signed", "positive"]) -> Codec:
         return Codec(torch.int8, levels=127, power=1 if kind == "basis" else 2)
     allowed = "fp32, bf16, int8, int4" if kind == "basis" else "fp32, bf16, int8"
     raise OptimizerError(f"{'basis_store' if kind == 'basis' else 'store'} = {store!r} is not one of {allowed}")
+
+
+def uniform(shape: Sequence[int], seed: int, start: int, device: torch.device) -> Tensor:
+    """Numbers in [0, 1), in steps of 2^-16: a hash of `seed` and of each element's index, which counts from `start`.
+
+    For rounding, where a `torch.Generator` would take longer than the rest of a step: on a CPU it draws one number
+    after the other. Elements keep their numbers however a tensor is cut or sharded. The hash is a multiplicative one
+    with two rounds of xor-shift and multiplication, of which the high half is kept.
+    """
+    x = torch.arange(torch.Size(shape).numel(), dtype=torch.int32, device=device)
+    x.mul_(_signed(GOLDEN)).add_(_signed(start * GOLDEN + seed))
+    shifted = torch.empty_like(x)
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_((1 << 32 - shift) - 1)).mul_(_signed(factor))  # >> keeps the sign
+    return x.bitwise_right_shift_(16).float().mul_(2**-16).add_(0.5).view(tuple(shape))
+
+
+def _signed(number: int) -> int:
+    """The int32 with the last 32 bits of a number."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def add_rounded_(weight: Tensor, change: Tensor, generator: torch.Generator) -> None:
@@ -139,18 +171,24 @@ def _round_to_float16(numbers: Tensor, generator: torch.Generator) -> Tensor:
     return ((numbers / step).add_(noise).floor_() * step).half()
 
 
-def _spread(scales: Tensor, width: int) -> Tensor:
-    """Each scale over its block, in rows of `width`; a new tensor."""
-    return scales.repeat_interleave(min(BLOCK, width), dim=-1)[..., :width].contiguous()
-
-
-def _largest(numbers: Tensor) -> Tensor:
-    """The largest magnitude of each block."""
+def _by_block_(change: Callable[[Tensor, Tensor], Tensor], numbers: Tensor, scales: Tensor) -> Tensor:
+    """`change` numbers in place by the scale of their block."""
     width = numbers.shape[-1]
     block = min(BLOCK, width)
+    if width % block == 0:
+        change(numbers.unflatten(-1, (-1, block)), scales[..., None])
+    else:
+        change(numbers, scales.repeat_interleave(block, dim=-1)[..., :width])
+    return numbers
+
+
+def _largest(magnitudes: Tensor) -> Tensor:
+    """The largest magnitude of each block."""
+    width = magnitudes.shape[-1]
+    block = min(BLOCK, width)
     if short := -width % block:
-        numbers = torch.nn.functional.pad(numbers, (0, short))
-    largest: Tensor = numbers.unflatten(-1, (-1, block)).abs().amax(dim=-1)
+        magnitudes = torch.nn.functional.pad(magnitudes, (0, short))
+    largest: Tensor = magnitudes.unflatten(-1, (-1, block)).amax(dim=-1)
     return largest
 
 

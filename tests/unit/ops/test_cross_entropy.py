@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
+from whimbrel.base.errors import DataError
 from whimbrel.ops import cross_entropy, linear_cross_entropy, linear_cross_entropy_reference
 
 N, C, V, PADDED = 300, 32, 1000, 1024
@@ -83,6 +87,47 @@ def test_all_targets_ignored_gives_zero() -> None:
     loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), vocab_size=V)
     assert loss.item() == 0
     assert all(g.abs().max() == 0 for g in torch.autograd.grad(loss, (hidden, weight)))
+
+
+@pytest.mark.parametrize("target", [V, PADDED - 1, PADDED, -1])
+def test_targets_outside_the_vocabulary_are_refused(target: int) -> None:
+    hidden, weight, targets = case()
+    targets[3] = target
+    with pytest.raises(DataError, match=f"expected target ids from 0 to vocab_size - 1 = {V - 1}, .* got {target}"):
+        linear_cross_entropy(hidden, weight, targets, vocab_size=V)
+
+
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # dynamo does it
+def test_compiled_loss_refuses_targets_outside_the_vocabulary() -> None:
+    """Without a graph break."""
+    hidden, weight, targets = case()
+    loss = torch.compile(
+        lambda h, w, t: linear_cross_entropy(h, w, t, vocab_size=V), backend="aot_eager", fullgraph=True
+    )
+    torch.testing.assert_close(
+        loss(hidden, weight, targets), linear_cross_entropy(hidden, weight, targets, vocab_size=V)
+    )
+    targets[3] = V
+    with pytest.raises(RuntimeError, match=f"outside the vocabulary of {V} tokens"):
+        loss(hidden, weight, targets)
+
+
+@pytest.mark.gpu
+def test_targets_outside_the_vocabulary_fail_on_the_device() -> None:
+    """In a process of its own: a device-side assertion ends a CUDA context."""
+    code = (
+        "import torch; from whimbrel.ops import linear_cross_entropy as f\n"
+        "h, w = torch.ones(8, 4, device='cuda'), torch.ones(16, 4, device='cuda')\n"
+        "t = torch.full((8,), 12, device='cuda')\n"
+        "torch.cuda.set_sync_debug_mode('error')\n"
+        "f(h, w, t - 1, vocab_size=12), print('inside', flush=True)\n"
+        "f(h, w, t, vocab_size=12)\n"
+        "torch.cuda.set_sync_debug_mode('default'); torch.cuda.synchronize(); print('outside')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "inside\n"
+    assert done.returncode != 0
+    assert "device-side assert" in done.stderr
 
 
 def test_autocast_keeps_weights_gradients_in_fp32() -> None:

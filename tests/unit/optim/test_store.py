@@ -8,7 +8,7 @@ from tests.unit.optim.table import random
 from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.optim.store import Codec, add_rounded_, codec, round_to_bfloat16
+from whimbrel.optim.store import Codec, add_rounded_, codec, round_to_bfloat16, uniform
 
 WIDTHS = [1, 2, 7, 64, 255, 256, 257, 700]
 KINDS = [
@@ -150,6 +150,26 @@ def test_weights_of_32_bits_take_changes_as_they_are() -> None:
     weight = torch.ones(4)
     add_rounded_(weight, torch.full((4,), 1e-6), torch.Generator())
     assert torch.equal(weight, torch.ones(4) + 1e-6)
+
+
+@pytest.mark.parametrize("start", [0, 1 << 20, (1 << 32) - 7])
+def test_noise_is_uniform_and_uncorrelated(start: int) -> None:
+    """Along a row, down a column of any width, and from step to step (successive seeds)."""
+    count, device = 1 << 16, torch.device("cpu")
+    x, later = (uniform((count,), 12345 + step * 0x61559F6A, start, device).double() for step in (0, 1))
+    assert x.min() >= 0
+    assert x.max() <= 1 - 2**-16
+    assert abs(float(x.mean()) - 0.5) < 5 * (1 / 12 / count) ** 0.5
+    found = torch.histc(x, 64, 0, 1)
+    assert float(((found - count / 64) ** 2 / (count / 64)).sum()) < 63 + 5 * (2 * 63) ** 0.5  # chi squared
+    for other in (later, *(x.roll(step) for step in (1, 2, 3, 7, 64, 255, 256, 512, 4096))):
+        assert abs(float(((x - 0.5) * (other - 0.5)).mean()) * 12) < 5 / count**0.5
+
+
+def test_noise_does_not_depend_on_how_a_tensor_is_cut() -> None:
+    device = torch.device("cpu")
+    whole = uniform((6, 10), 7, 0, device)
+    assert torch.equal(uniform((2, 10), 7, 40, device), whole[4:])
 
 
 def test_stores_that_there_are_not() -> None:
