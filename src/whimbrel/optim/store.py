@@ -8,7 +8,7 @@ orders of magnitude and whose roots divide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -74,18 +74,18 @@ class Codec:
         codes, scales = stored
         if self.packed:
             codes = _unpack(codes)[..., :width].to(torch.int16) - 8
-        x = codes.float().div_(self.levels)
+        x = _by_block_(codes.float(), _root(scales.clone(), self.power) / self.levels)
         if self.power == 2:
             x.mul_(x.abs())
         elif self.power == 4:
             x.square_().square_()
-        return _by_block_(Tensor.mul_, x, scales)
+        return x
 
     def encode_(self, stored: Sequence[Tensor], numbers: Tensor, noise: Tensor | None = None) -> None:
         """Store `numbers`. With `noise`, uniform in [0, 1), they are rounded up as often as they should be.
 
-        The division by the largest magnitude of a block leaves at most 1, so no code is out of range: not with noise
-        either, which is below 1 - 2^-16 (see `uniform`).
+        Codes up to `levels` need no bounds: rounded to the nearest, half a level is left for rounding errors, and noise
+        ends 2^-16 below 1 (see `uniform`), so that 255 stays below 256 after a division that leaves 1 at most.
         """
         if self.levels is None:
             if stored[0] is not numbers:
@@ -95,14 +95,14 @@ class Codec:
         unsigned = codes.dtype == torch.uint8 and not self.packed
         share = numbers.clone() if unsigned else numbers.abs()
         scales.copy_(_largest(share))
-        _by_block_(Tensor.div_, share, scales.clamp(min=torch.finfo(torch.float32).tiny))
-        for _ in range(self.power // 2):  # the square root, or the fourth
-            share.sqrt_()
-        share *= self.levels
-        rounded = share.round_() if noise is None else share.add_(noise).floor_()
+        least = scales.clamp(min=torch.finfo(torch.float32).tiny)
+        if noise is None:
+            _by_block_(_root(share, self.power), self.levels / _root(least, self.power)).round_()
+        else:
+            _root(_by_block_(share, least, divide=True), self.power).mul_(self.levels).add_(noise).floor_()
         if not unsigned:
-            rounded.copysign_(numbers)
-        codes.copy_(_pack((rounded + 8).to(torch.uint8)) if self.packed else rounded)
+            share.copysign_(numbers)
+        codes.copy_(_pack((share + 8).to(torch.uint8)) if self.packed else share)
 
 
 def codec(store: str, kind: Literal["basis", "signed", "positive"]) -> Codec:
@@ -171,14 +171,23 @@ def _round_to_float16(numbers: Tensor, generator: torch.Generator) -> Tensor:
     return ((numbers / step).add_(noise).floor_() * step).half()
 
 
-def _by_block_(change: Callable[[Tensor, Tensor], Tensor], numbers: Tensor, scales: Tensor) -> Tensor:
-    """`change` numbers in place by the scale of their block."""
+def _by_block_(numbers: Tensor, scales: Tensor, *, divide: bool = False) -> Tensor:
+    """Numbers times the scale of their block, or divided by it, in place."""
     width = numbers.shape[-1]
     block = min(BLOCK, width)
+    blocks = numbers
     if width % block == 0:
-        change(numbers.unflatten(-1, (-1, block)), scales[..., None])
+        blocks, scales = numbers.unflatten(-1, (-1, block)), scales[..., None]
     else:
-        change(numbers, scales.repeat_interleave(block, dim=-1)[..., :width])
+        scales = scales.repeat_interleave(block, dim=-1)[..., :width]
+    blocks.div_(scales) if divide else blocks.mul_(scales)
+    return numbers
+
+
+def _root(numbers: Tensor, power: int) -> Tensor:
+    """The square root or the fourth root, in place; with power 1 the numbers."""
+    for _ in range(power // 2):
+        numbers = numbers.sqrt_()
     return numbers
 
 
