@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -63,7 +64,8 @@ def test_second_run_is_refused_and_touches_nothing(
 ) -> None:
     run, go = tmp_path / "run", tmp_path / "go"
     first = subprocess.Popen([sys.executable, "-c", FIRST, str(run), str(go)])
-    with first:
+    with first, contextlib.ExitStack() as stack:
+        stack.callback(go.touch)  # also where an assertion fails
         wait_until(lambda: 2 in list_checkpoints(run), first)
         time.sleep(0.2)  # the third step
         before = contents(run)
@@ -80,7 +82,6 @@ def test_second_run_is_refused_and_touches_nothing(
         with pytest.raises(ConfigError, match=message):
             Trainer(args(), net(), train_dataset=data()).save_checkpoint()
         assert contents(run) == before
-        go.touch()
     assert first.returncode == 0
     assert list(list_checkpoints(run)) == [1, 2, 3, 4, 5]
     assert lock_owner(run) is None
