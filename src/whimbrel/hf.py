@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from whimbrel.artifacts.quantized import CODES, METHOD, QUANTIZATION, SCALES, WEIGHTS_FILE, stored_format
 from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
+from whimbrel.cache import Cache, DynamicLayer
 from whimbrel.config import build, to_table
 from whimbrel.models import GPT, IGNORE_INDEX, GPTConfig
 from whimbrel.precision import QuantizedWeight, WeightFormat
@@ -24,6 +25,7 @@ try:
         AutoConfig,
         AutoModelForCausalLM,
         DynamicCache,
+        EncoderDecoderCache,
         GenerationMixin,
         PretrainedConfig,
         PreTrainedModel,
@@ -37,7 +39,32 @@ try:
 except ImportError as error:
     raise MissingExtraError("whimbrel.hf", "transformers", "hf") from error
 
-__all__ = ["WhimbrelConfig", "WhimbrelForCausalLM", "WhimbrelQuantization", "WhimbrelQuantizer"]
+__all__ = ["CrossAttentionCache", "WhimbrelConfig", "WhimbrelForCausalLM", "WhimbrelQuantization", "WhimbrelQuantizer"]
+
+
+class CrossAttentionCache(EncoderDecoderCache):
+    """Two of our caches as the `past_key_values` of an encoder-decoder model.
+
+    `EncoderDecoderCache` itself takes only caches of `transformers`. Models read the keys of the encoder from the
+    layers of `cross_attention_cache` as they are stored, so these can have no codec.
+    """
+
+    def __init__(self, self_attention_cache: Cache, cross_attention_cache: Cache) -> None:
+        make = cross_attention_cache.layer_class_to_replicate
+        for layer in [*cross_attention_cache.layers, *(() if make is None else (make(),))]:
+            if not isinstance(layer, DynamicLayer) or not layer.codec.is_plain:
+                raise ConfigError(
+                    f"cross_attention_cache: expected layers of type DynamicLayer without a codec, got {layer!r}"
+                )
+        super().__init__(DynamicCache(), DynamicCache())
+        self.self_attention_cache: Any = self_attention_cache
+        self.cross_attention_cache: Any = cross_attention_cache
+        self.is_updated = {
+            index: layer.get_seq_length() > 0 for index, layer in enumerate(cross_attention_cache.layers)
+        }
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Our caches refuse by themselves what they cannot do."""
 
 
 class WhimbrelConfig(PretrainedConfig):

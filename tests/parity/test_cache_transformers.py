@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 
@@ -12,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from whimbrel.base.errors import CacheError
-from whimbrel.cache import Cache, DynamicCache, SinkLayer, StaticCache
-from whimbrel.hf import WhimbrelConfig, WhimbrelForCausalLM
+from whimbrel.base.errors import CacheError, ConfigError
+from whimbrel.cache import Cache, DynamicCache, SinkLayer, SlidingLayer, StaticCache
+from whimbrel.hf import CrossAttentionCache, WhimbrelConfig, WhimbrelForCausalLM
 
 WINDOW = 7
 SHAPE = {
@@ -305,8 +306,9 @@ def test_a_cache_is_used_again_after_a_reset(model: Model, texts: Tensor):
 
 
 def test_a_static_cache_writes_their_text_and_says_when_it_is_full(model: Model, texts: Tensor):
-    past = StaticCache(model.config, max_cache_len=32)
-    alike(write(model, texts[:, :10], past), write(model, texts[:, :10], theirs(model.config)))
+    past, expected = StaticCache(model.config, max_cache_len=32), write(model, texts[:, :10], theirs(model.config))
+    alike(write(model, texts[:, :10], past), expected)
+    alike(write(model, texts[:, :10], StaticCache(max_cache_len=32)), expected)
     full = past.is_sliding.index(False) if False in past.is_sliding else None
     if full is None:
         return  # windows are never full
@@ -316,6 +318,64 @@ def test_a_static_cache_writes_their_text_and_says_when_it_is_full(model: Model,
         layer.update(*torch.zeros(2, 2, before.size(1), 4, before.size(3)))
     assert layer.get_seq_length() == 29
     assert torch.equal(layer.keys, before)
+
+
+COMPILED = {
+    "static": lambda config: StaticCache(config, max_cache_len=40),
+    "static int8": lambda config: StaticCache(config, max_cache_len=40, codec="int8"),
+    "dynamic": ours,
+    "lazy int4": lambda config: DynamicCache(codec="int4"),
+    "sliding": lambda config: Cache(layer_class_to_replicate=partial(SlidingLayer, 12)),
+    "sinks": lambda config: Cache(layer_class_to_replicate=partial(SinkLayer, 2, 6), padding=[0, 0]),
+}
+
+
+def step_by_step(model: Callable[..., object], prompt: Tensor, past: object, tokens: int = 6) -> Tensor:
+    """Greedy text from plain calls of a model."""
+    text, new = [], prompt
+    for _ in range(tokens):
+        new = model(new, past_key_values=past).logits[:, -1:].argmax(-1)
+        text.append(new)
+    return torch.cat(text, dim=1)
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+def test_a_compiled_model_writes_the_same(texts: Tensor, kind: str):
+    torch._dynamo.reset()
+    model, past = build("llama"), COMPILED[kind](build("llama").config)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    expected = step_by_step(model, texts[:, :10], COMPILED[kind](model.config))
+    assert torch.equal(step_by_step(compiled, texts[:, :10], past), expected)
+    assert past.get_seq_length() == 15
+    assert past.is_compileable is kind.startswith("static")
+
+
+def test_a_static_cache_takes_as_many_graphs_as_theirs(texts: Tensor):
+    model, counts = build("llama"), []
+    for past in (
+        transformers.StaticCache(config=model.config, max_cache_len=40),
+        StaticCache(model.config, max_cache_len=40),
+    ):
+        torch._dynamo.reset()
+        graphs: list[object] = []
+
+        def count(graph: torch.fx.GraphModule, _: object, graphs: list[object] = graphs) -> object:
+            graphs.append(graph)
+            return graph
+
+        step_by_step(torch.compile(model, backend=count), texts[:, :10], past)
+        counts.append(len(graphs))
+    assert counts[0] == counts[1]
+
+
+def test_layers_that_are_compiled_one_by_one_read_a_static_cache(texts: Tensor):
+    """Masks are then made outside of compiled code, and have to fit what compiled code hands back."""
+    torch._dynamo.reset()
+    expected = step_by_step(build("llama"), texts[:, :10], COMPILED["static"](build("llama").config))
+    model = copy.deepcopy(build("llama"))
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    assert torch.equal(step_by_step(model, texts[:, :10], COMPILED["static"](model.config)), expected)
 
 
 @pytest.mark.parametrize(("codec", "most"), [("int8", 0.02), ("fp8", 0.1), ("int4", 0.3)])
@@ -345,3 +405,74 @@ def test_our_own_models_write_the_same_inside_transformers(texts: Tensor, make: 
     assert torch.equal(got, write(model, prompt, theirs(model.config), **beams).sequences)
     drafted = write(model, prompt[:1], make(model.config), assistant_model=model, suppress_tokens=[0])
     assert torch.equal(drafted.sequences, expected.sequences[:1])
+
+
+@few("llama", "mistral", "gemma3")
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_a_cache_is_rebuilt_from_what_iterating_gives(model: Model, texts: Tensor, codec: str):
+    past, peer = DynamicCache(model.config, codec=codec), theirs(model.config)
+    for each in (past, peer):
+        read(model, texts[:, :6], each, [6])
+    windows = [None if window is None else int(window) for _, _, window in past]
+    assert windows == [None if window is None else int(window) for _, _, window in peer]
+    if codec == "none":
+        for ours_entry, their_entry in zip(past, peer, strict=True):
+            for got, expected in zip(ours_entry[:2], their_entry[:2], strict=True):
+                torch.testing.assert_close(got[:, :, -expected.size(2) :], expected)
+    expected = read(model, texts[:, 6:12], past.fork(), [4, 2])
+    rebuilt = (
+        DynamicCache(past),
+        DynamicCache(ddp_cache_data=[entry[:2] for entry in past], config=model.config),
+        transformers.DynamicCache(past),
+    )
+    close = CLOSE if codec == "none" else {"atol": 0.1 * expected.std().item(), "rtol": 0}  # later tokens have no codes
+    for other in rebuilt:
+        assert other.get_seq_length() == 6
+        torch.testing.assert_close(read(model, texts[:, 6:12], other, [4, 2]), expected, **close)
+
+
+def test_a_cache_built_of_entries_that_cannot_be_is_refused():
+    states = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ConfigError, match=r"expected \(keys, values\) or \(keys, values, window\).*got 1 items"):
+        DynamicCache([(states,)])
+    with pytest.raises(ConfigError, match="got the keys and values of layers twice"):
+        DynamicCache([(states, states)], ddp_cache_data=[(states, states)])
+    assert list(DynamicCache(build("llama").config)) == [(None, None, None)] * 4
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_an_encoder_decoder_model_writes_what_it_writes_with_theirs(beams: int):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, decoder_start_token_id=0)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    texts = torch.randint(2, 99, (2, 9))
+    options = {"max_new_tokens": 10, "min_new_tokens": 10, "num_beams": beams, "do_sample": False}
+    expected = model.generate(texts, **options)
+    past = CrossAttentionCache(DynamicCache(), DynamicCache())
+    assert torch.equal(model.generate(texts, past_key_values=past, **options), expected)
+    assert past.self_attention_cache.get_seq_length() == 10
+    assert past.cross_attention_cache.get_seq_length() == 9
+    with pytest.raises(
+        ConfigError, match="cross_attention_cache: expected layers of type DynamicLayer without a codec"
+    ):
+        CrossAttentionCache(DynamicCache(), DynamicCache(codec="int8"))
+
+
+@pytest.mark.parametrize("kind", ["linear_attention", "hybrid", "conv"])
+def test_layers_without_keys_and_values_are_refused(kind: str):
+    config = transformers.LlamaConfig(**SHAPE)
+    config.layer_types = ["full_attention", kind] * 2
+    for make in (DynamicCache, partial(StaticCache, max_cache_len=9)):
+        with pytest.raises(ConfigError, match=f"got '{kind}', whose state is not keys and values: use transformers"):
+            make(config)
+
+
+def test_a_static_cache_of_theirs_is_refused_by_our_models():
+    shape = {"num_layers": 2, "vocab_size": 99, "embd_size": 48, "num_heads": 4, "context_length": 64}
+    model = WhimbrelForCausalLM(WhimbrelConfig(gpt=shape)).eval()
+    past = transformers.StaticCache(config=model.config, max_cache_len=20)
+    with pytest.raises(ConfigError, match="got 20 slots for 3 tokens: use whimbrel.cache.StaticCache"):
+        model(torch.tensor([[5, 6, 7]]), past_key_values=past)

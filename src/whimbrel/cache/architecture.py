@@ -45,7 +45,10 @@ def _only_type(text: Any) -> str:
 
 def _window(text: Any, kind: str) -> int | None:
     if kind not in WINDOW_NAMES:
-        raise ConfigError(f"layers of type {kind!r} keep no keys and values: known are {', '.join(WINDOW_NAMES)}")
+        raise ConfigError(
+            f"layer_types: expected {', '.join(WINDOW_NAMES)}, got {kind!r}, whose state is not keys and values: "
+            "use transformers.DynamicCache for this model"
+        )
     name = WINDOW_NAMES[kind]
     if name is None:
         return None

@@ -121,13 +121,14 @@ class Cache(TransformersSpelling):
             return view
         positions, seen = view.key_positions, layer.get_seq_length()
         if positions is None:
-            positions = torch.arange(seen - view.keys.size(2), seen, device=key_states.device)
+            slots = view.keys.size(2)
+            positions = torch.arange(slots, device=key_states.device) + (seen - slots)
         return replace(view, key_positions=self._unpadded(positions))
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """Where the next tokens stand: (tokens,), or (batch, tokens) with padding, which is negative."""
         seen = self.get_seq_length()
-        return self._unpadded(torch.arange(seen, seen + tokens, device=device))
+        return self._unpadded(torch.arange(tokens, device=device) + seen)  # `seen` is a tensor in compiled code
 
     def _unpadded(self, positions: Tensor) -> Tensor:
         if self._padding is None:
@@ -150,9 +151,13 @@ class Cache(TransformersSpelling):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """How many keys the next `query_length` tokens will be handed, and the position of the first of them."""
         query_length, layer_idx = checked_int("query_length", query_length), checked_int("layer_idx", layer_idx)
-        if layer_idx >= len(self.layers):
-            return query_length, 0
-        return self.layers[layer_idx].get_mask_sizes(query_length)
+        if layer_idx < len(self.layers):
+            return self.layers[layer_idx].get_mask_sizes(query_length)
+        coming = self._coming_layers()
+        return coming[0].get_mask_sizes(query_length) if coming else (query_length, 0)
+
+    def _coming_layers(self) -> list[CacheLayerMixin]:
+        return [] if self.layer_class_to_replicate is None else [self.layer_class_to_replicate()]
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,7 @@ class CacheLayerMixin(ABC):
     """
 
     keys: Tensor | None = None
-    """As stored, codes where the layer has a codec; None before the first update."""
+    """As stored, codes where the layer has a codec; None before the layer is initialized."""
     values: Tensor | None = None
     """As `keys`."""
     dtype: torch.dtype | None = None
@@ -37,7 +37,7 @@ class CacheLayerMixin(ABC):
     is_croppable: bool = False
     """Whether the newest tokens can always be taken back, once `activate_past_recording` was called."""
     is_compileable: bool = False
-    """Whether `transformers` should compile a model around this layer; not where lengths are host numbers."""
+    """Whether `generate` of `transformers` may compile a model around this layer: shapes and addresses never change."""
     token_major: bool = False
     """Whether memory goes token by token: a cache asks it of layers whose first tokens are no torch tensors."""
     padding: tuple[int, ...] | None = None

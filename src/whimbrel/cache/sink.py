@@ -108,7 +108,8 @@ class SinkLayer(SlidingLayer):
         rows = slots.keys.size(0)
         starts = self.padding or (0,) * rows
         saved = self._saved or [False] * rows
-        due = [start <= total - self._span for start in starts]
+        # Not the comparison itself: compiled code would keep it as a symbol, which cannot be held against a bool.
+        due = [True if start <= total - self._span else False for start in starts]  # noqa: SIM210
         if due == saved or not any(due):
             return
         offset = total - slots.number

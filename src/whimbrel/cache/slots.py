@@ -32,6 +32,11 @@ class Slots(NamedTuple):
         return cls(keys, values, key_scales, value_scales)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Keys, values and the scales there are."""
+        return [tensor for tensor in self if tensor is not None]
+
+    @property
     def number(self) -> int:
         """How many slots there are."""
         return self.keys.size(2)
@@ -39,12 +44,12 @@ class Slots(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of memory that are kept alive, a tensor that others share included."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors())
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
     @property
     def requires_grad(self) -> bool:
         """Whether autograd follows any of the tensors."""
-        return any(tensor.requires_grad for tensor in self._tensors())
+        return any(tensor.requires_grad for tensor in self.tensors)
 
     def narrow(self, start: int, end: int) -> Slots:
         """The slots from `start` to `end`, in place."""
@@ -52,8 +57,18 @@ class Slots(NamedTuple):
 
     def write(self, start: int, new: Slots) -> None:
         """Copy `new` into the slots from `start` on."""
-        for mine, theirs in zip(self._tensors(), new._tensors(), strict=True):
+        for mine, theirs in zip(self.tensors, new.tensors, strict=True):
             mine.narrow(2, start, theirs.size(2)).copy_(theirs)
+
+    def write_at(self, slots: Tensor, new: Slots) -> None:
+        """Copy `new` into the slots of these numbers."""
+        for mine, theirs in zip(self.tensors, new.tensors, strict=True):
+            mine.index_copy_(2, slots, theirs)
+
+    def clear(self) -> None:
+        """Write zeros to every slot."""
+        for tensor in self.tensors:
+            tensor.zero_()
 
     def enlarged(self, slots: int) -> Slots:
         """A copy with room for `slots`; what lies past these is undefined."""
@@ -77,13 +92,13 @@ class Slots(NamedTuple):
 
     def joined(self, new: Slots) -> Slots:
         """Both, one after the other, without writing to any tensor: what autograd can follow."""
-        pairs = zip(self._tensors(), new._tensors(), strict=True)
+        pairs = zip(self.tensors, new.tensors, strict=True)
         return type(self)(*(torch.cat(pair, dim=2) for pair in pairs))
 
     def where(self, rows: Sequence[bool], other: Slots) -> Slots:
         """These slots in the rows that are named, and as many of `other` in the rest."""
         chosen = torch.tensor(rows, device=self.keys.device)[:, None, None, None]
-        theirs = iter(other._tensors())
+        theirs = iter(other.tensors)
         return self._copied(lambda tensor: torch.where(chosen, tensor, next(theirs)))
 
     def run(self, starts: Sequence[int], slots: int) -> Slots:
@@ -92,9 +107,6 @@ class Slots(NamedTuple):
         index = torch.tensor(starts, device=device)[:, None] + torch.arange(slots, device=device)
         return self._copied(lambda tensor: tensor.take_along_dim(index[:, None, :, None], dim=2))
 
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for tensor in self if tensor is not None]
-
     def _copied(self, change: Callable[[Tensor], Tensor]) -> Slots:
         """What `change` makes of each tensor, as tensors that can be written to outside of inference mode too."""
         follows = torch.is_grad_enabled()  # leaving inference mode would turn it on
@@ -102,7 +114,7 @@ class Slots(NamedTuple):
             return self._each(lambda tensor: change(tensor if follows else tensor.detach()))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Slots:
-        return type(self)(*map(change, self._tensors()))
+        return type(self)(*map(change, self.tensors))
 
 
 class TokenMajorSlots(Slots):

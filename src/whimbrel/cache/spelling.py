@@ -22,6 +22,10 @@ class TransformersSpelling(ABC):
         """How many tokens a layer was given."""
 
     @abstractmethod
+    def _coming_layers(self) -> list[CacheLayerMixin]:
+        """A layer like those that a model will add, if it can add any."""
+
+    @abstractmethod
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Make row i what row `index[i]` is."""
 
@@ -64,8 +68,11 @@ class TransformersSpelling(ABC):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `transformers` should compile a model around this cache."""
-        return bool(self.layers) and all(layer.is_compileable for layer in self.layers)
+        """Whether `generate` of `transformers` may compile a model around this cache, and masks every single query.
+
+        One layer is enough: it hands back slots without tokens, which have to be masked.
+        """
+        return any(layer.is_compileable for layer in self.layers or self._coming_layers())
 
     @property
     def is_croppable(self) -> bool:

@@ -51,6 +51,7 @@ class StoredLayer(CacheLayerMixin):
         none = key_states[:, :, :0], (key_states if value_states is None else value_states)[:, :, :0]
         self._buffer = self._encoded(*none).empty(0)
         self._form, self.dtype, self.device, self.is_initialized = form, form.dtype, form.device, True
+        self._expose()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: dict[str, Any] | None = None
@@ -60,8 +61,7 @@ class StoredLayer(CacheLayerMixin):
 
     def append(self, key_states: Tensor, value_states: Tensor) -> View:
         """Append tokens and say what attention may read of the layer now; valid until the next change."""
-        self._admit(form_of(key_states, value_states))
-        self._check_gradient(key_states, value_states)
+        self._check(key_states, value_states)
         self.check_room(key_states.size(2))
         new = self._encoded(key_states, value_states)
         if self._form is None:
@@ -77,11 +77,11 @@ class StoredLayer(CacheLayerMixin):
             raise CacheError(f"{self!r} has no tokens to show: append some first")
         return self._view(self._held())
 
-    def _view(self, shown: Slots) -> View:
+    def _view(self, shown: Slots, key_positions: Tensor | None = None) -> View:
         return View(
             shown.keys,
             shown.values,
-            self._key_positions(shown.number),
+            self._key_positions(shown.number) if key_positions is None else key_positions,
             key_scales=shown.key_scales,
             value_scales=shown.value_scales,
             codec=None if self.codec.is_plain else self.codec,
@@ -90,11 +90,12 @@ class StoredLayer(CacheLayerMixin):
     def _encoded(self, key_states: Tensor, value_states: Tensor) -> Slots:
         return (TokenMajorSlots if self.token_major else Slots).encoded(key_states, value_states, self.codec)
 
-    def _check_gradient(self, *states: Tensor) -> None:
-        """Refuse tokens whose gradient would be lost."""
+    def _check(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Refuse tokens that are not like those before, or whose gradient would be lost."""
+        self._admit(form_of(key_states, value_states))
         if self.passes_gradients and self.codec.is_plain:
             return
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states):
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             what = repr(self) if self.codec.is_plain else f"{self!r} with codec {self.codec.name!r}"
             raise CacheError(
                 f"{what} passes no gradients to the keys and values it stores: run under torch.no_grad(), "
@@ -185,7 +186,7 @@ class StoredLayer(CacheLayerMixin):
 
     def _expose(self) -> None:
         """Let `keys` and `values` show what is held."""
-        if self._buffer is not None and (self._seen or self.keys is not None):
+        if self._buffer is not None:
             held = self._held()
             self.keys, self.values = held.keys, held.values
 

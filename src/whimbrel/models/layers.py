@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from whimbrel.base.errors import ConfigError
 from whimbrel.models.config import GPTConfig
 from whimbrel.models.rope import rotate
 from whimbrel.ops import View
@@ -58,7 +59,13 @@ class InOrder:
 
     def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
         """Everything the layer holds."""
-        return View(*self.store.update(key_states, value_states, layer_idx))
+        keys, values = self.store.update(key_states, value_states, layer_idx)
+        if keys.size(2) > int(self.get_seq_length()):
+            raise ConfigError(
+                f"expected a cache that hands back the tokens it holds, got {keys.size(2)} slots for "
+                f"{int(self.get_seq_length())} tokens: use whimbrel.cache.StaticCache"
+            )
+        return View(keys, values)
 
     def get_seq_length(self) -> int:
         """How many tokens are stored."""

@@ -53,10 +53,10 @@ def test_a_layer_is_nothing_before_its_first_update_and_then_like_it(kind: str):
     assert (layer.is_initialized, layer.get_seq_length(), layer.nbytes, layer.batch_size) == (False, 0, 0, None)
     new = states(3).to(torch.bfloat16)
     keys, values = layer.update(new, -new)
-    assert torch.equal(keys, new)
-    assert torch.equal(values, -new)
+    assert torch.equal(keys[:, :, :3], new)
+    assert torch.equal(values[:, :, :3], -new)
     assert (layer.dtype, layer.device) == (torch.bfloat16, new.device)
-    assert layer.keys.shape == (2, 3, 3, 4)
+    assert layer.keys.shape == layer.values.shape == keys.shape == (2, 3, 64 if kind == "StaticLayer" else 3, 4)
     assert (layer.is_initialized, layer.get_seq_length(), layer.batch_size) == (True, 3, 2)
 
 
@@ -69,11 +69,13 @@ def test_the_mixin_is_abstract():
 def test_lazy_initialization_says_what_may_come(kind: str):
     layer = KINDS[kind]()
     layer.lazy_initialization(states(7))
-    assert (layer.dtype, layer.get_seq_length(), layer.keys) == (torch.float32, 0, None)
+    assert (layer.dtype, layer.get_seq_length(), layer.is_initialized) == (torch.float32, 0, True)
+    assert layer.keys.shape == layer.values.shape == (2, 3, 64 if kind == "StaticLayer" else 0, 4)
+    assert not layer.keys.any()
     with pytest.raises(CacheError, match="2 rows"):
         layer.update(states(1, batch=4), states(1, batch=4))
     keys, _ = layer.update(new := states(2), states(2))
-    assert torch.equal(keys, new)
+    assert torch.equal(keys[:, :, :2], new)
 
 
 def test_keys_and_values_may_have_different_heads(kind: str):
@@ -139,11 +141,52 @@ def test_a_static_layer_never_moves():
         layer.gather(torch.tensor([1, 0]))
         layer.crop(-2)
     layer.reset()
-    assert layer.keys.size(2) == 0
+    assert layer.get_seq_length() == 0
+    assert not layer.keys.any()
     keys, values = layer.update(states(64), states(64))
     assert {(keys.data_ptr(), values.data_ptr())} == addresses
     assert layer.nbytes == 2 * keys.nbytes
     assert layer.get_max_length() == 64
+
+
+def test_a_static_layer_hands_back_its_memory_and_shows_what_is_filled():
+    layer, tokens = StaticLayer(8), states(6)
+    assert layer.get_mask_sizes(6) == (8, 0)
+    keys, values = layer.update(tokens, -tokens)
+    assert torch.equal(keys[:, :, :6], tokens)
+    assert torch.equal(values[:, :, :6], -tokens)
+    assert not keys[:, :, 6:].any()
+    assert torch.equal(layer.view().keys, tokens)
+    view = layer.append(tokens[:, :, :1], tokens[:, :, :1])
+    assert (view.keys.size(2), view.key_positions) == (7, None)
+    layer.update(torch.full_like(tokens[:, :, :1], float("nan")), tokens[:, :, :1])
+    layer.crop(3)
+    assert not layer.keys[:, :, 3:].any()  # masked numbers must be finite, or what is masked would not be
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_compiled_code_advances_the_length_of_a_static_layer(codec: str):
+    torch._dynamo.reset()
+    layer, peer, tokens = StaticLayer(16, codec=codec), StaticLayer(16, codec=codec), states(12)
+    update = torch.compile(lambda new: layer.update(new, -new), backend="eager", fullgraph=True)
+    append = torch.compile(lambda new: layer.append(new, -new), backend="eager", fullgraph=True)
+    for start, step in ((0, layer.update), (5, update), (6, update), (7, append), (8, layer.append), (9, update)):
+        new = tokens[:, :, start : start + 1] if start else tokens[:, :, :5]
+        step(new) if step in (update, append) else step(new, -new)
+        peer.update(new, -new)
+    assert torch.equal(layer.keys, peer.keys)
+    assert layer.fork().get_seq_length() == layer.get_seq_length() == peer.get_seq_length() == 10
+    layer.crop(-3)
+    peer.crop(-3)
+    keys, values = update(tokens[:, :, 10:11])
+    for got, expected in zip((keys, values), peer.update(tokens[:, :, 10:11], -tokens[:, :, 10:11]), strict=True):
+        assert torch.equal(got, expected)
+    positions = append(tokens[:, :, 11:]).key_positions
+    assert positions.tolist() == [*range(9), *[-1] * 7]
+    with pytest.raises(CacheError, match="holds 9 of 16 tokens and was given 8 more"):
+        layer.update(states(8), states(8))
+    layer.reset()
+    assert layer.get_seq_length() == 0
 
 
 def test_a_window_slides_over_long_and_short_updates_alike():
