@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whimbrel.cache.codec import SCALE_DTYPE, Codec, find_codec
+from whimbrel.cache.codec import Codec, find_codec
 from whimbrel.cache.pages import SCRATCH, Pages
 from whimbrel.ops import View, store
 
@@ -173,6 +173,6 @@ def _widths(head_width: int, dtype: torch.dtype, codec: Codec) -> dict[str, tupl
     codes = codec.code_width(head_width), codec.code_dtype or dtype
     widths = {"keys": codes, "values": codes}
     if not codec.is_plain:
-        scales = codec.groups(head_width), SCALE_DTYPE
+        scales = codec.scale_width(head_width), codec.scale_dtype
         widths |= {_scales_of("keys"): scales, _scales_of("values"): scales}
     return widths
