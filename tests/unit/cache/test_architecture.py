@@ -64,7 +64,7 @@ def test_without_a_config_layers_appear_and_take_the_codec():
         (SimpleNamespace(), "SimpleNamespace has no num_hidden_layers"),
         (
             SimpleNamespace(num_hidden_layers=1, layer_types=["mamba"]),
-            "type 'mamba' keep no keys and values: known are",
+            "got 'mamba', whose state is not keys and values: use transformers.DynamicCache",
         ),
         (SimpleNamespace(num_hidden_layers=2, layer_types=["full_attention"]), "names 1 layers and the model has 2"),
         (

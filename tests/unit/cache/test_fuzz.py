@@ -124,14 +124,14 @@ class Operations(RuleBasedStateMachine):
             states = torch.randn(self.batch, HEADS, tokens, SIZE, generator=self.generator)
             if full:
                 with pytest.raises(CacheError, match=f"of {ROOM} tokens"):
-                    self.now.cache.update(states, -states, 0)
+                    self.now.cache.update(states, 2 * states, 0)
                 continue
             sizes = self.now.cache.get_mask_sizes(tokens, layer)
-            keys, values = self.now.cache.update(states, -states, layer)
+            keys, values = self.now.cache.update(states, 2 * states, layer)
             expected = lists.append(list(through(find_codec(self.codec), states).unbind(2)))
             static, filled = self.kind == "static" and layer == 0, expected.size(2)
             assert torch.equal(keys[:, :, :filled], expected)
-            assert torch.equal(values[:, :, :filled], -expected)
+            assert torch.equal(values[:, :, :filled], 2 * expected)
             assert not keys[:, :, filled:].any()
             assert sizes == ((ROOM, 0) if static else (filled, lists.seen - filled))
             assert keys.size(2) == values.size(2) == sizes[0]
@@ -201,7 +201,7 @@ class Operations(RuleBasedStateMachine):
                     expected = lists.shown(lists.held, lists.seen)
                     keys, values = layer.view().dense(torch.float32)
                     assert torch.equal(keys, expected)
-                    assert torch.equal(values, -expected)
+                    assert torch.equal(values, 2 * expected)
                     assert layer.keys is not None
                     held = ROOM if isinstance(layer, StaticLayer) else expected.size(2)
                     assert layer.keys.shape[:3] == (*expected.shape[:2], held)
