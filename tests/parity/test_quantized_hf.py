@@ -81,6 +81,17 @@ def test_a_plain_state_leaves_their_layers_quantised(plain, directory):
     assert all(type(after[name]) is QuantizedWeight for name in before)
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_they_look_tokens_up_in_a_quantised_embedding(plain, directory, form, ids, logits):
+    ours = load_model(plain, weights=form, quantize_embeddings=True)
+    save_model(ours, directory)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    torch.testing.assert_close(logits(theirs, ids), logits(ours, ids), atol=2e-5, rtol=0)
+    assert type(theirs.get_input_embeddings().weight) is QuantizedWeight
+    assert type(theirs.lm_head.weight) is QuantizedWeight
+    assert (theirs.lm_head.weight is theirs.get_input_embeddings().weight) == ours.config.tied_head
+
+
 LOAD = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from whimbrel.artifacts.llama2c import load_llama2c, read_llama2c_config
 from whimbrel.artifacts.quantized import (
     QUANTIZATION,
+    SCALES,
     format_of,
     quantization_entries,
     stored_format,
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+EMBEDDING = "transformer.wte.weight"
 
 SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("0 or a positive number", lambda value: value >= 0),
@@ -142,14 +144,19 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     weights: str | None = None,
+    quantize_embeddings: bool = False,
 ) -> GPT:
     """The model of a run (its newest checkpoint), in a Hugging Face directory, or in a llama2.c `.bin` file.
 
     Weights keep the dtype they are stored in, and stay on the CPU, unless told otherwise. With `weights` (int8,
     int8-dynamic, int4 or fp8) the linears of a plain model are quantised as they are read, one at a time and on the
-    device, so that the plain model is never in memory. A quantised directory is loaded as what it is.
+    device, so that the plain model is never in memory; with `quantize_embeddings` the token embedding and the head too.
+    A quantised directory is loaded as what it is.
     """
-    source, recipe = model_directory(path), None if weights is None else weight_recipe("weights", weights)
+    source = model_directory(path)
+    recipe = None if weights is None else weight_recipe("weights", weights, embeddings=quantize_embeddings)
+    if quantize_embeddings and recipe is None:
+        raise ConfigError("quantize_embeddings = True needs a format for them: give weights, such as int8")
     if source.is_file():
         _refuse_gguf(source)
         model = load_llama2c(source).to(device=device, dtype=dtype)
@@ -166,7 +173,10 @@ def load_model(
         model = GPT(config)
     model.to(dtype or stored_dtype(files, found))
     if stored is not None:
-        recipe = replace(RECIPES[stored.name], skip=stored_plain(model, files, found))
+        coded = any(quantized and place.ours == EMBEDDING for place, _, quantized in found)
+        if quantize_embeddings and not coded:
+            raise CheckpointError(f"{source} holds its embedding plain: leave quantize_embeddings out")
+        recipe = replace(RECIPES[stored.name], skip=stored_plain(model, files, found), embeddings=coded)
 
     def read(_: nn.Module) -> None:
         model.zero_padding()
@@ -214,7 +224,8 @@ def save_model(
     end_of_text = None if tokenizer is None else tokenizer.eot_id
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     parameters = weight_state(model) if state is None else state
-    weights, form = parameters["transformer.wte.weight"].dtype, format_of(model)
+    form = format_of(model)
+    weights = parameters[EMBEDDING if EMBEDDING in parameters else EMBEDDING + SCALES].dtype
     table = config_to_hf(config) | special | {"dtype": str(weights).removeprefix("torch.")}
     table |= quantization_entries(form)
     tensors = tensors_at(places(table["model_type"], config), parameters)

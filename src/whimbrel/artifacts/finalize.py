@@ -34,6 +34,7 @@ def finalize_model(
     out: str | os.PathLike[str],
     *,
     recipe: str | None = None,
+    embeddings: bool = False,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     chat_template: str | None = None,
@@ -43,11 +44,14 @@ def finalize_model(
 ) -> Finalized:
     """Write the model of a run, a checkpoint or a model directory as a directory to publish, whole or not at all.
 
-    `recipe` quantises its linears, after `dtype` has converted it. `generation` is added to its generation settings,
-    and `settings`, of the run that trained it, to its model card. `measure` is asked for the loss of the model as it
-    was and of the one that was written, as it is read back from its files.
+    `recipe` quantises its linears, and with `embeddings` its embedding and head, after `dtype` has converted it.
+    `generation` is added to its generation settings, and `settings`, of the run that trained it, to its model card.
+    `measure` is asked for the loss of the model as it was and of the one that was written, as it is read back from its
+    files.
     """
-    chosen = None if recipe is None else weight_recipe("quantize", recipe)
+    chosen = None if recipe is None else weight_recipe("quantize", recipe, embeddings=embeddings)
+    if embeddings and chosen is None:
+        raise ConfigError("embeddings are quantised as the linears are: give --quantize, such as int8")
     directory = model_directory(source)
     if directory.is_file():
         raise ConfigError(f"{directory} is a file: finalize takes a run, a checkpoint or a model directory")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError
 from whimbrel.config import nearest
-from whimbrel.precision import FORMATS, RECIPES, QuantizedWeight, Recipe, WeightFormat
+from whimbrel.precision import FORMATS, RECIPES, QuantizedWeight, Recipe, WeightFormat, with_embeddings
 
 __all__ = [
     "CODES",
@@ -69,13 +69,16 @@ def stored_format(table: Mapping[str, Any]) -> WeightFormat | None:
     return form
 
 
-def weight_recipe(argument: str, name: str) -> Recipe:
-    """The recipe of this name, if it is one whose models have quantised weights; `argument` is how it was asked for."""
+def weight_recipe(argument: str, name: str, *, embeddings: bool = False) -> Recipe:
+    """The recipe of this name, if it is one whose models have quantised weights; `argument` is how it was asked for.
+
+    With `embeddings` it takes the token embedding and the head too.
+    """
     known = {recipe.name: recipe for recipe in RECIPES.values() if recipe.finalize is not None}
     if name not in known:
         hint = nearest(str(name), known)
         raise PrecisionError(f"{argument} = {name!r} is not one of {', '.join(known)}{hint if '?' in hint else ''}")
-    return known[name]
+    return with_embeddings(known[name]) if embeddings else known[name]
 
 
 def format_of(model: nn.Module) -> WeightFormat | None:

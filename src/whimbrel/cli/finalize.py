@@ -30,6 +30,9 @@ def finalize(
             "for, else nothing; none: nothing."
         ),
     ] = None,
+    quantize_embeddings: Annotated[
+        bool, typer.Option("--quantize-embeddings", help="Quantize the token embedding and the head too.")
+    ] = False,
     checkpoint: Annotated[str | None, typer.Option(help="Of a run: latest, best or a step. (default: latest)")] = None,
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Of what is not quantised, and of scales.")
@@ -74,6 +77,7 @@ def finalize(
         directory,
         out,
         recipe=recipe,
+        embeddings=quantize_embeddings,
         dtype={None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype],
         device=choose_device(device),
         chat_template=None if chat_template is None else _template(chat_template),

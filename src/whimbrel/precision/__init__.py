@@ -4,7 +4,7 @@ from whimbrel.precision.amp import PrecisionPlan
 from whimbrel.precision.attention import backend_names, sdpa_backends
 from whimbrel.precision.formats import FORMATS, WeightFormat, weight_format
 from whimbrel.precision.linears import Choice
-from whimbrel.precision.recipes import RECIPES, Recipe, finalize, load_into, prepare, recipe_names
+from whimbrel.precision.recipes import RECIPES, Recipe, finalize, load_into, prepare, recipe_names, with_embeddings
 from whimbrel.precision.swap import dequantize_, load_state, materialise_, quantize_, swap_on_conversion
 from whimbrel.precision.switches import torch_switches
 from whimbrel.precision.weight import QuantizedWeight
@@ -30,4 +30,5 @@ __all__ = [
     "swap_on_conversion",
     "torch_switches",
     "weight_format",
+    "with_embeddings",
 ]

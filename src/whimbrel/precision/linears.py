@@ -10,7 +10,7 @@ from torch import nn
 from whimbrel.base.errors import PrecisionError
 from whimbrel.base.logging import get_logger
 
-__all__ = ["Choice", "HEAD", "choose_linears"]
+__all__ = ["Choice", "HEAD", "choose_linears", "token_embedding"]
 
 HEAD = ("lm_head",)
 """What is left out unless it is asked for: the last layer, whose errors nothing evens out."""
@@ -32,6 +32,17 @@ class Choice:
     left: dict[str, str]
 
 
+def token_embedding(model: nn.Module) -> nn.Embedding:
+    """The table that a model looks tokens up in; ours and those of transformers name it."""
+    named = getattr(model, "get_input_embeddings", None)
+    table = getattr(model, "token_embedding", None) if named is None else named()
+    if not isinstance(table, nn.Embedding):
+        raise PrecisionError(
+            f"this {type(model).__name__} does not say which its token embedding is: give it get_input_embeddings()"
+        )
+    return table
+
+
 def choose_linears(
     model: nn.Module,
     what: str,
@@ -39,12 +50,14 @@ def choose_linears(
     *,
     skip: Iterable[str] = HEAD,
     only: Collection[str] | None = None,
+    tied: bool = False,
 ) -> Choice:
     """The linear layers for `what`, a recipe; says once which were left out. None at all is an error.
 
     Each is told with its reason; that some do not fit, which nobody asked for, is a warning.
     `skip` names layers by the end of their name; lm_head is also what a Hugging Face model calls its own. `only`
-    names, in full, those that may be taken. One whose weight is an embedding's too is never taken.
+    names, in full, those that may be taken. One whose weight is an embedding's too is never taken; with `tied`, where
+    the caller takes the embedding, it is not reported as left out.
     """
     named = getattr(model, "get_output_embeddings", None)
     head = None if named is None else named()
@@ -57,6 +70,8 @@ def choose_linears(
         if "weight" not in module._parameters:
             left[name] = COMPUTED
             unfitting.append(name)
+        elif tied and id(module.weight) in embeddings:
+            continue  # it becomes what the embedding does
         elif id(module.weight) in embeddings:
             left[name] = "its weight is the embedding's too"
         elif any(name == end or name.endswith(f".{end}") for end in ends) or (module is head and HEAD[0] in ends):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -24,7 +24,17 @@ from whimbrel.precision.linears import HEAD, Choice, choose_linears
 from whimbrel.precision.swap import materialise_, quantize_
 from whimbrel.precision.weight import QuantizedWeight
 
-__all__ = ["Needs", "RECIPES", "Recipe", "finalize", "find_recipe", "load_into", "prepare", "recipe_names"]
+__all__ = [
+    "Needs",
+    "RECIPES",
+    "Recipe",
+    "finalize",
+    "find_recipe",
+    "load_into",
+    "prepare",
+    "recipe_names",
+    "with_embeddings",
+]
 
 logger = get_logger(__name__)
 
@@ -68,6 +78,8 @@ class Recipe:
     """The format that plain weights get as they are read; None: they stay plain."""
     skip: tuple[str, ...] = HEAD
     """Layers that are left out unless asked for, by the end of their name."""
+    embeddings: bool = False
+    """Whether the token embedding is quantised too, and a head that is tied to it."""
     needs: Needs = Needs()
 
     @property
@@ -113,6 +125,16 @@ RECIPES = {
 def recipe_names(kind: Kind) -> tuple[str, ...]:
     """The recipes of a kind."""
     return tuple(recipe.name for recipe in RECIPES.values() if recipe.kind == kind)
+
+
+def with_embeddings(recipe: str | Recipe) -> Recipe:
+    """A recipe that quantises the token embedding and the head too."""
+    recipe = find_recipe(recipe)
+    if recipe.kind != "ptq":
+        raise PrecisionError(
+            f"{recipe.label} leaves embedding and head plain, as they were trained: leave the option out"
+        )
+    return replace(recipe, embeddings=True, skip=())
 
 
 def find_recipe(name: str | Recipe) -> Recipe:
@@ -186,7 +208,7 @@ def finalize(model: nn.Module, recipe: str | Recipe, *, skip: Iterable[str] | No
     if skip is None:
         skip = () if stand_ins else recipe.skip
     _emulates(recipe, next(iter(model.parameters())).device)
-    quantize_(model, recipe.finalize, skip=skip, only=stand_ins or None)
+    quantize_(model, recipe.finalize, skip=skip, only=stand_ins or None, embeddings=recipe.embeddings)
     return model
 
 
@@ -205,7 +227,7 @@ def load_into(
         )
     _emulates(recipe, torch.device(device))
     if recipe.load is not None:
-        quantize_(model, recipe.load, skip=recipe.skip)
+        quantize_(model, recipe.load, skip=recipe.skip, embeddings=recipe.embeddings)
     materialise_(model, device)
     reader(model)
     return model

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from whimbrel.base.errors import PrecisionError
 from whimbrel.precision.formats import WeightFormat, weight_format
-from whimbrel.precision.linears import HEAD, Choice, choose_linears
+from whimbrel.precision.linears import HEAD, Choice, choose_linears, token_embedding
 from whimbrel.precision.weight import QuantizedWeight
 
 __all__ = ["dequantize_", "keep_kind", "load_state", "materialise_", "quantize_", "swap_on_conversion"]
@@ -64,12 +64,14 @@ def quantize_(
     skip: Iterable[str] = HEAD,
     only: Collection[str] | None = None,
     trainable: bool = False,
+    embeddings: bool = False,
 ) -> Choice:
     """Store the weights of linear layers in a format, in place; says which were taken and why others were not.
 
     Whoever holds one of the parameters (optimizer, mean of weights, tied module) holds the quantised one afterwards.
     `trainable` is for formats whose weights an optimizer is to move, by rounding up or down by chance;
-    what was frozen stays frozen. `only` names, in full, the layers that may be taken.
+    what was frozen stays frozen. `only` names, in full, the layers that may be taken. `embeddings` also takes the token
+    embedding, and with it a head that is tied to it; an untied head is taken where `skip` does not name it.
     """
     form = weight_format(form)
     if trainable and form.codes != "int8":
@@ -79,17 +81,25 @@ def quantize_(
             f"this {type(model).__name__} is quantised already: load it plain, or dequantize_ it first"
         )
     choice = choose_linears(
-        model, f"weights = {form.name}", lambda linear: form.unfit(linear.weight.shape), skip=skip, only=only
-    )
-    for name, linear in choice.taken.items():
-        _check_free(linear.weight, name)
-    for name, linear in choice.taken.items():
-        if not isinstance(linear.weight, QuantizedWeight):  # else it is that of another layer too
-            free = linear.weight.requires_grad
-            made: Any = _parameter(QuantizedWeight.quantize(linear.weight, form), trainable and free)
+        model, f"weights = {form.name}", lambda linear: form.unfit(linear.weight.shape), skip=skip, only=only,
+        tied=embeddings,
+    )  # fmt: skip
+    layers: dict[str, nn.Linear | nn.Embedding] = dict(choice.taken)
+    if embeddings:
+        layers["the token embedding"] = table = token_embedding(model)
+        if (reason := form.unfit(table.weight.shape)) is not None:
+            raise PrecisionError(f"the token embedding cannot be {form.name}: {reason}")
+    for name, layer in layers.items():
+        _check_free(layer.weight, name)
+    for name, layer in layers.items():
+        if not isinstance(layer.weight, QuantizedWeight):  # else it is that of another layer too
+            free = layer.weight.requires_grad
+            made: Any = _parameter(QuantizedWeight.quantize(layer.weight, form), trainable and free)
             made.frozen = not free
-            _swap(linear.weight, name, made)
-        keep_kind(linear)
+            _swap(layer.weight, name, made)
+    for module in model.modules():
+        if any(isinstance(weight, QuantizedWeight) for weight in module.parameters(recurse=False)):
+            keep_kind(module)
     return choice
 
 

@@ -240,8 +240,20 @@ def _mm(_func: Any, left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(_plain(left), _plain(right))
 
 
+def _mm_out(_func: Any, left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+    return out.copy_(_mm(None, left, right))
+
+
 def _addmm(_func: Any, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return bias * beta + _mm(None, left, right) * alpha
+
+
+def _embedding(_func: Any, weight: QuantizedWeight, indices: Tensor, *_settings: Any) -> Tensor:
+    """The numbers of some rows; padding_idx and the like say something of gradients alone."""
+    if weight.turned:
+        raise PrecisionError("the transpose of a quantised weight cannot be looked up by rows: transpose it back first")
+    codes = weight.codes.view(torch.uint8)[indices].view(weight.codes.dtype)  # of fp8 no rows can be taken
+    return weight.format.decode(codes, weight.scales[indices])
 
 
 def _linear_operation(_func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -299,6 +311,11 @@ def _copy_(_func: Any, target: Tensor, source: Tensor, non_blocking: bool = Fals
     target.codes.copy_(codes, non_blocking)
     target.scales.copy_(scales, non_blocking)
     return target
+
+
+def _zero_(_func: Any, weight: QuantizedWeight) -> Tensor:
+    """Zero, whatever the numbers were: memory that was never written may hold scales that are not finite."""
+    return _copy_(None, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
 
 
 def _same(func: Any, weight: QuantizedWeight, *_args: Any, **settings: Any) -> QuantizedWeight:
@@ -394,7 +411,9 @@ def _module_load(self: Tensor, other: Tensor, assign: bool = False) -> Tensor:
 for _operations, _handler in (
     ((ATEN.linear.default,), _linear_operation),
     ((ATEN.mm.default,), _mm),
+    ((ATEN.mm.out,), _mm_out),
     ((ATEN.addmm.default,), _addmm),
+    ((ATEN.embedding.default,), _embedding),
     ((ATEN._to_copy.default,), _to_copy),
     ((ATEN.copy_.default,), _copy_),
     ((ATEN.detach.default, ATEN.clone.default, ATEN.alias.default, ATEN.empty_like.default), _same),
@@ -408,7 +427,8 @@ for _operations, _handler in (
     ((ATEN.view.default, ATEN._unsafe_view.default, ATEN.reshape.default), _view),
     ((ATEN.slice.Tensor,), _slice),
     ((ATEN.split.Tensor, ATEN.split_with_sizes.default), _split),
-    ((ATEN.add_.Tensor, ATEN.sub_.Tensor, ATEN.mul_.Tensor, ATEN.div_.Tensor, ATEN.zero_.default), _step_),
+    ((ATEN.add_.Tensor, ATEN.sub_.Tensor, ATEN.mul_.Tensor, ATEN.div_.Tensor), _step_),
+    ((ATEN.zero_.default,), _zero_),
     ((ATEN.addcdiv_.default, ATEN.addcmul_.default, ATEN.lerp_.Scalar, ATEN.addmm_.default), _step_),
     ([getattr(torch.ops._c10d_functional, name).default for name in GATHERS], _by_part),
 ):

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import whimbrel
 from whimbrel.artifacts import load_model, load_weights, save_model, weight_state
-from whimbrel.base.errors import CheckpointError, PrecisionError
+from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.precision import FORMATS, QuantizedWeight, WeightFormat, quantize_
+from whimbrel.precision import FORMATS, QuantizedWeight, WeightFormat, dequantize_, quantize_
 from whimbrel.train.model_state import model_state
 
 LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
@@ -76,6 +76,43 @@ def test_what_is_read_back_or_quantised_on_the_way_is_bit_equal(shape, form, tmp
         linears = [m for m in loaded.modules() if isinstance(m, torch.nn.Linear) and m is not loaded.lm_head]
         assert all(isinstance(linear.weight, QuantizedWeight) for linear in linears)
         assert (loaded.lm_head.weight is loaded.token_embedding.weight) == model.config.tied_head
+
+
+@pytest.mark.parametrize("form", ["int8", "int8-dynamic", "int4", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_embedding_and_head_are_quantised_on_request(shape, form, tmp_path):
+    model = drawn(SHAPES[shape])
+    save_model(model, tmp_path / "plain")
+    quantize_(model, form, skip=(), embeddings=True)
+    save_model(model, tmp_path / "coded")
+    quantize_(only_linears := drawn(SHAPES[shape]), form)
+    held, more = (sum(p.nbytes for p in m.parameters()) for m in (model, only_linears))
+    assert held < more
+    x = torch.randint(50, (1, 9))
+    for loaded in (
+        load_model(tmp_path / "coded"),
+        load_model(tmp_path / "plain", weights=form, quantize_embeddings=True),
+    ):
+        assert bits(weight_state(loaded)) == bits(weight_state(model))
+        assert torch.equal(loaded(x).logits, model(x).logits)
+        assert torch.equal(loaded(x, x).loss, model(x, x).loss)
+        tables = [loaded.token_embedding.weight, loaded.lm_head.weight]
+        assert all(isinstance(table, QuantizedWeight) for table in tables)
+        assert (tables[0] is tables[1]) == model.config.tied_head
+    dequantize_(model)
+    reference = drawn(SHAPES[shape]).token_embedding.weight[:50].detach()
+    assert torch.allclose(model.token_embedding.weight[:50], reference, atol=float(reference.abs().max()) / 7.5)
+
+
+def test_embeddings_are_quantised_where_that_means_something(saved, tmp_path):
+    with pytest.raises(ConfigError, match="quantize_embeddings = True needs a format"):
+        load_model(saved, quantize_embeddings=True)
+    with pytest.raises(CheckpointError, match="holds its embedding plain"):
+        load_model(saved, weights="int8", quantize_embeddings=True)
+    with pytest.raises(PrecisionError, match="leaves embedding and head plain, as they were trained"):
+        load_model(saved, weights="int4-weight-only", quantize_embeddings=True)
+    with pytest.raises(PrecisionError, match="does not say which its token embedding is"):
+        quantize_(torch.nn.Sequential(torch.nn.Linear(8, 8)), "int8", embeddings=True)
 
 
 def test_shards_part_codes_from_scales(tmp_path):

@@ -90,6 +90,24 @@ def test_safetensors_refuses_it_in_one_line(write: Any, tmp_path: Path) -> None:
 
 
 @every_format
+def test_zeroed_rows_are_zero_whatever_they_held(name: str) -> None:
+    """Also memory that was never written, with scales that are zero or not finite."""
+    weight = made(name)
+    weight.scales[0], weight.scales[1] = 0.0, torch.nan
+    weight[:32].zero_()
+    assert torch.equal(weight[:32], QuantizedWeight.quantize(torch.zeros(32, 256), name))
+    assert torch.equal(weight[32:], made(name)[32:])
+
+
+@every_format
+def test_rows_are_looked_up_as_in_an_embedding(name: str) -> None:
+    weight, ids = made(name), torch.tensor([[3, 0, 63], [3, 7, 7]])
+    assert torch.equal(F.embedding(ids, weight), F.embedding(ids, weight.dequantize()))
+    with pytest.raises(PrecisionError, match="transpose it back"):
+        F.embedding(ids, weight.t())
+
+
+@every_format
 def test_to_empty_and_meta_keep_the_layout(name: str) -> None:
     linear = layer(name)
     same, shapes = linear.weight, [part.shape for part in parts(linear.weight)]
