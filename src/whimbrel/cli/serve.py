@@ -13,6 +13,7 @@ import typer
 
 from whimbrel.base.errors import MissingExtraError
 from whimbrel.cli.opening import Cache, Device, Model, TokenizerPath, Weights
+from whimbrel.cli.words import show
 
 if TYPE_CHECKING:
     from whimbrel.serve import ServeConfig
@@ -110,7 +111,7 @@ def _run(config: ServeConfig, load: Callable[[], Served], engine: dict[str, Any]
         runs.warm_up()  # compiles, before connections are accepted
         server = Server(Service(served, runs, config))
         where = f"serving {served.name} at {url_of(door)} (chat page at /, API at /v1)"
-        server.serve_on(door, on_ready=lambda: print(where, flush=True))
+        server.serve_on(door, on_ready=lambda: show(where, "\n"))
 
 
 def _load(model: Path, *, name: str | None, tokenizer: Path | None, device: str | None, weights: str | None) -> Served:

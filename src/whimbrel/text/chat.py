@@ -90,7 +90,7 @@ class ChatTemplate:
         except LimitExceededError as error:
             raise DataError(f"the chat template takes more than {error} for one short message: use another") from error
         except RefusedError as error:
-            get_logger(__name__).warning("the chat template refuses a conversation of one user message: %s", error)
+            get_logger(__name__).warning("the chat template refuses a conversation of one user message: %r", str(error))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, up to where the assistant's answer begins unless told otherwise."""

@@ -74,9 +74,9 @@ def test_limits_refuse_a_request_and_a_model_directory(tmp_path: Path):
 
 
 def test_a_template_that_refuses_a_plain_message_is_loaded_with_a_warning(tmp_path: Path, caplog):
-    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only tools') }}")
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only\x1btools') }}")
     assert load_chat_template(tmp_path) is not None
-    assert "refuses a conversation of one user message: only tools" in caplog.text
+    assert "refuses a conversation of one user message: 'only\\x1btools'" in caplog.text
 
 
 def test_a_template_that_is_not_utf8_is_named(tmp_path: Path):
