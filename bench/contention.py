@@ -52,7 +52,7 @@ def step_seconds(data: Path, steps: int, changes: dict[str, str]) -> float:
             env=environment(changes), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         times = [line["seconds"] for line in read_log(Path(folder) / "run/log.jsonl") if line["kind"] == "step"]
-    return statistics.median(times[SKIPPED:])
+    return float(statistics.median(times[SKIPPED:]))
 
 
 def main() -> None:
