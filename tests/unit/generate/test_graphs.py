@@ -238,7 +238,7 @@ def test_a_compiled_step_draws_the_same_at_any_width_of_the_block_table(monkeypa
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # inductor's advice; fp32 here stays exact
-@pytest.mark.parametrize(("cache", "compiled"), [("none", False), ("none", True), ("int8", False)])
+@pytest.mark.parametrize(("cache", "compiled"), [("none", False), ("none", True), ("int8", False), ("int4", False)])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_graphs_on_a_gpu(kind: str, cache: str, compiled: bool) -> None:
     model = model_of(kind, "cuda")
