@@ -12,7 +12,7 @@ import pytest
 PRINTED = [
     "(1, 1, 100) 4 [DynamicLayer, DynamicLayer]\n",
     "11 10\n",
-    "none 4194304\nfp8 2162688\nint4 1179648\n1000 64 1000\n",
+    "none 4194304\nfp8 2162688\nint4 1671168\n1000 64 1000\n",
     "True [[4], [2]]\n",
     "ndarray (1, 2, 5, 4)\n",
 ]
