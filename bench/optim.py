@@ -309,7 +309,7 @@ def candidates() -> dict[str, list[dict[str, Any]]]:
     return {
         "adamw": [shared | {"name": "adamw", "lr": lr} for lr in (2.5e-4, 5e-4, 1e-3)],
         "galore": [low | {"name": "galore", "lr": lr} for lr in (4e-3, 8e-3, 16e-3)],
-        "galore_warm": [low | {"name": "galore_warm", "lr": lr} for lr in (1e-3, 2e-3, 4e-3)],
+        "galore_warm": [low | {"name": "galore_warm", "lr": lr} for lr in (1e-3, 2e-3, 4e-3, 8e-3)],
     }
 
 

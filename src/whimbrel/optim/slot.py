@@ -165,8 +165,13 @@ class Slot:
         return (*self.shape[:-2], self.shape[-1], self.rank)
 
     def is_exact(self, low: Tensor) -> bool:
-        """Whether `low` is a product in fp32 with an orthonormal basis, which 16 bits and codes are only roughly."""
-        return self.basis_codec is not None and self.basis_codec.dtype == low.dtype == torch.float32
+        """Whether `low` is an fp32 product with an orthonormal basis; bases in 16 bits or codes are only roughly that.
+
+        TF32 products have errors far above those of fp32, so a check for fp32 rounding would find nothing there.
+        """
+        if self.basis_codec is None or not self.basis_codec.dtype == low.dtype == torch.float32:
+            return False
+        return not low.is_cuda or torch.get_float32_matmul_precision() == "highest"
 
     def stored(self, state: State, name: str, rows: slice | None = None) -> tuple[Tensor, ...]:
         """A moment or the basis as it is stored: numbers, or codes and scales."""
