@@ -53,13 +53,13 @@ EMBEDDING = "transformer.wte.weight"
 
 SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("0 or a positive number", lambda value: value >= 0),
-    "top_k": ("a whole number, 0 for off", lambda value: 0 <= value < 2**31),
+    "top_k": ("a non-negative integer, 0 to turn it off", lambda value: 0 <= value < 2**31),
     "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
     "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
     "repetition_penalty": ("a positive number", lambda value: value > 0),
-    "max_new_tokens": ("a whole number of at least 1", lambda value: 1 <= value < 2**31),
+    "max_new_tokens": ("an integer of at least 1", lambda value: 1 <= value < 2**31),
 }
-"""Fields of `generation_config.json` that are used: what they must be, and whether a value is."""
+"""Fields of `generation_config.json` in use: the expected value in words, and its check."""
 
 
 class SpecialTokens(NamedTuple):
@@ -69,9 +69,9 @@ class SpecialTokens(NamedTuple):
     eos_ids: tuple[int, ...] = ()
 
     def opener(self, tokenizer: Tokenizer) -> int:
-        """What an empty prompt starts with: the model's bos token, else the tokenizer's.
+        """The token that replaces an empty prompt: the model's BOS token, or else the tokenizer's.
 
-        Small models keep their family's default id, which their vocabulary may not have.
+        Small models often keep their family's default id, which may be outside their vocabulary.
         """
         known = self.bos_id is not None and 0 <= self.bos_id < tokenizer.vocab_size
         return self.bos_id if known and self.bos_id is not None else tokenizer.bos_id
@@ -117,8 +117,8 @@ def check_size(source: Path, config: GPTConfig, files: TensorFiles) -> None:
     held = files.num_bytes()
     if config.matrix_parameters > 2 * held:  # a weight takes 4 bits at least
         raise CheckpointError(
-            f"{source / CONFIG} describes {config.matrix_parameters:,} parameters, but the weight files hold only "
-            f"{held:,} bytes: fetch the model again"
+            f"{source / CONFIG} describes {config.matrix_parameters:,} parameters, but the weight files have only "
+            f"{held:,} bytes: download the model again"
         )
 
 
@@ -126,7 +126,7 @@ def _refuse_gguf(file: Path) -> None:
     with file.open("rb") as opened:
         if opened.read(4) == b"GGUF":
             raise CheckpointError(
-                f"{file} is a GGUF file, which whimbrel exports but does not load: give the model directory instead"
+                f"{file} is a GGUF file, which whimbrel exports but does not load: pass the model directory instead"
             )
 
 
@@ -156,7 +156,7 @@ def load_model(
     source = model_directory(path)
     recipe = None if weights is None else weight_recipe("weights", weights, embeddings=quantize_embeddings)
     if quantize_embeddings and recipe is None:
-        raise ConfigError("quantize_embeddings = True needs a format for them: give weights, such as int8")
+        raise ConfigError("quantize_embeddings = True needs a format: set weights, such as weights='int8'")
     if source.is_file():
         _refuse_gguf(source)
         model = load_llama2c(source).to(device=device, dtype=dtype)
@@ -175,7 +175,7 @@ def load_model(
     if stored is not None:
         coded = any(quantized and place.ours == EMBEDDING for place, _, quantized in found)
         if quantize_embeddings and not coded:
-            raise CheckpointError(f"{source} holds its embedding plain: leave quantize_embeddings out")
+            raise CheckpointError(f"the embedding in {source} is not quantized: leave quantize_embeddings out")
         recipe = replace(RECIPES[stored.name], skip=stored_plain(model, files, found), embeddings=coded)
 
     def read(_: nn.Module) -> None:
@@ -268,7 +268,7 @@ def special_tokens(path: str | os.PathLike[str]) -> SpecialTokens:
 
 
 def _generation_table(directory: Path) -> dict[str, Any]:
-    """What is in `generation_config.json`, the types of its fields checked; nothing where there is no such file."""
+    """The contents of `generation_config.json` with checked field types; empty if there is no such file."""
     file = directory / GENERATION
     if not file.is_file():
         return {}
@@ -281,7 +281,7 @@ def _generation_table(directory: Path) -> dict[str, Any]:
         if value is None or _is_whole(value):
             continue
         if whole or not isinstance(value, float) or not math.isfinite(value):
-            raise _wrong_field(file, name, "a whole number" if whole else "a number", value)
+            raise _wrong_field(file, name, "an integer" if whole else "a number", value)
     _check_special_tokens(file, table)
     return table
 

@@ -51,7 +51,7 @@ def finalize_model(
     """
     chosen = None if recipe is None else weight_recipe("quantize", recipe, embeddings=embeddings)
     if embeddings and chosen is None:
-        raise ConfigError("embeddings are quantised as the linears are: give --quantize, such as int8")
+        raise ConfigError("--quantize-embeddings uses the format of --quantize: set it too, such as --quantize int8")
     directory = model_directory(source)
     if directory.is_file():
         raise ConfigError(f"{directory} is a file: finalize takes a run, a checkpoint or a model directory")

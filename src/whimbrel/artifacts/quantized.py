@@ -33,13 +33,13 @@ CODES, SCALES = ".codes", ".scales"
 
 WEIGHTS_FILE = "transformers_weights"
 REFUSAL = "import whimbrel.hf first: these weights are quantized by whimbrel"
-"""`transformers` skips a `quant_method` that it does not know and initializes the weights at random. Here it expects
-the name of a file, and raises an error that quotes this text. `whimbrel.hf` takes the entry out again.
+"""`transformers` skips an unknown `quant_method` and initializes the weights randomly. It expects a file name in this
+entry, so it raises an error that quotes this text. `whimbrel.hf` removes the entry when it loads the config.
 """
 
 
 def quantization_entries(form: WeightFormat | None) -> dict[str, Any]:
-    """What a `config.json` says of weights of this format; nothing where they are plain."""
+    """The `config.json` entries for weights of this format; empty for unquantized weights."""
     return {} if form is None else {QUANTIZATION: quantization_table(form), WEIGHTS_FILE: REFUSAL}
 
 
@@ -70,9 +70,9 @@ def stored_format(table: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def weight_recipe(argument: str, name: str, *, embeddings: bool = False) -> Recipe:
-    """The recipe of this name, if it is one whose models have quantised weights; `argument` is how it was asked for.
+    """The weight-quantization recipe called `name`; `argument` is the option that named it, for error messages.
 
-    With `embeddings` it takes the token embedding and the head too.
+    With `embeddings` it also quantizes the token embedding and the head.
     """
     known = {recipe.name: recipe for recipe in RECIPES.values() if recipe.finalize is not None}
     if name not in known:
@@ -95,7 +95,7 @@ def format_of(model: nn.Module) -> WeightFormat | None:
 
 
 def _is_known(weight: QuantizedWeight) -> bool:
-    """Whether its format, with the group that its shape calls for, is one that a name stands for."""
+    """Whether its format, with the group size that fits its shape, is a named format."""
     form = FORMATS.get(weight.format.name)
     return form is not None and weight.format == form.fitted(weight.format.shape_of(weight.codes))
 

@@ -30,7 +30,7 @@ class TensorFiles:
         return set(self._files)
 
     def num_bytes(self) -> int:
-        """Size of all files together."""
+        """Total size of all files."""
         return sum(path.stat().st_size for path in set(self._files.values()))
 
     def read(self, name: str) -> Tensor:

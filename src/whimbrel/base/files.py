@@ -21,7 +21,7 @@ __all__ = ["PARTIAL", "atomic_directory", "atomic_file", "parse_json", "remove_s
 PARTIAL = ".partial-"
 """What the temporary name of an unfinished file or folder starts with."""
 REPLACED = "-replaced"
-"""What the temporary name of a folder that is being replaced ends with."""
+"""Suffix of the temporary name of a folder that is being replaced."""
 _swept: set[Path] = set()
 CHUNK = 4 * 2**20
 """Bytes read at a time: few, so that a thread that hashes seldom asks for the interpreter."""
@@ -85,7 +85,7 @@ def remove_stale(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON `text` holds; a ValueError for anything unreadable, also for nesting beyond the recursion limit."""
+    """Parse JSON. Raises ValueError for anything invalid, including nesting beyond the recursion limit."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -102,18 +102,18 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed processes left half-written in `folder`; looks once per process."""
+    """Remove partial files that killed processes left in `folder`; runs once per process and folder."""
     if folder in _swept:
         return
     _swept.add(folder)
     for path in _left_by_dead(folder):
-        if not path.name.endswith(REPLACED):  # which may be the only whole copy
-            with contextlib.suppress(OSError):  # it is only in the way
+        if not path.name.endswith(REPLACED):  # it may be the only complete copy
+            with contextlib.suppress(OSError):  # a leftover does no harm
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _left_by_dead(folder: Path, ending: str = "") -> list[Path]:
-    """Temporary files and folders in `folder` of processes of this machine that no longer run."""
+    """Temporary files and folders in `folder` left by dead processes of this machine."""
     named = re.compile(rf"{re.escape(PARTIAL)}(\d{{1,10}})-{_host()}-.*{re.escape(ending)}", re.DOTALL)
     found = ((path, named.fullmatch(path.name)) for path in folder.iterdir())
     return [path for path, match in found if match and not _runs(int(match[1]))]
@@ -124,14 +124,14 @@ def _runs(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it runs, and is another user's
+    except OSError:  # it is running as another user
         return True
     return True
 
 
 @functools.cache
 def _host() -> str:
-    """This machine in the names of temporary files: on a shared disk, a process id says nothing about another's."""
+    """The machine's name in temporary file names: on a shared disk, pids of other hosts are meaningless here."""
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 

@@ -26,20 +26,20 @@ __all__ = ["DirectoryLock", "lock_owner"]
 
 LOCK_FILE = ".lock"
 OWNER_WAIT_SECONDS = 0.5
-"""How long a refused process waits for the owner to write its name: the lock is taken a moment before."""
+"""How long to wait for the owner's pid and host in the lock file: they are written just after the lock is taken."""
 LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
-"""Mount options of network file systems (NFS, Lustre) under which `flock` does not reach other hosts."""
+"""Mount options of network file systems (NFS, Lustre) that make `flock` local to one host."""
 
 logger = get_logger(__name__)
 
 
 class DirectoryLock:
-    """Holds a directory through `flock` on its file `.lock`, so that no other process uses it meanwhile.
+    """Exclusive use of a directory through `flock` on its `.lock` file.
 
-    The kernel gives the lock back when the process ends, however it ends, and forked children do not keep it. The file
-    names the owner (pid and host), for messages; it stays in the directory, empty: to remove it would race with a
-    process that is just opening it. `acquire` may be called again by the holder; the last `release` counts. Two
-    instances exclude each other also within one process.
+    The kernel releases the lock when the process ends, however it ends; forked children do not inherit it. The file
+    names the owner (pid and host) for error messages. After release it stays in the directory, empty: removing it would
+    race with a process that is opening it. The lock is reentrant: the last `release` frees it. Two instances exclude
+    each other even within one process.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -64,7 +64,7 @@ class DirectoryLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock, or raise ConfigError with the pid and host of the process that holds it. Never waits."""
+        """Take the lock, or raise ConfigError with the pid and host of its holder. Does not block."""
         with self._guard:
             if self._count == 0:
                 file = self._open()
@@ -78,7 +78,7 @@ class DirectoryLock:
             self._count += 1
 
     def release(self) -> None:
-        """Give the lock back, once for each `acquire`."""
+        """Release the lock, once for each `acquire`."""
         with self._guard:
             self._count -= 1
             if self._count == 0 and self._file is not None:
@@ -114,7 +114,7 @@ class DirectoryLock:
                 )
 
     def _go_by_owner(self, warning: str) -> None:
-        """Where the lock proves nothing, refuse what the lock file says is in use, and warn otherwise."""
+        """Without reliable locks, rely on the owner in the lock file: raise if it may be alive, otherwise warn."""
         owner = lock_owner(self.directory)
         if owner is not None and (owner.get("host") != socket.gethostname() or _is_alive(owner.get("pid"))):
             raise ConfigError(f"{self._refusal(owner)}; if that process has ended, remove {self.path}")
@@ -144,7 +144,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def lock_owner(directory: Path) -> dict[str, Any] | None:
-    """Who holds a directory (`pid`, `host`, `since`), or held it when it was killed; None after a clean end."""
+    """The process (`pid`, `host`, `since`) that holds a directory or was killed holding it; None after a clean exit."""
     try:
         owner = json.loads((directory / LOCK_FILE).read_bytes())
     except (OSError, ValueError):
@@ -160,13 +160,13 @@ def _wait_for_owner(path: Path) -> dict[str, Any] | None:
 
 
 def _write(file: int, owner: dict[str, Any] | None) -> None:
-    """Name the owner in the lock file. On a full disk the lock holds all the same, and only messages lack the name."""
+    """Write the owner to the lock file. On a full disk the lock still works, but error messages lack the owner."""
     try:
         os.ftruncate(file, 0)
         if owner is not None:
             os.pwrite(file, json.dumps(owner).encode(), 0)
     except OSError as error:
-        logger.debug("the owner of a lock is not recorded: %s", error)
+        logger.debug("cannot record the owner of a lock: %s", error)
 
 
 def _is_alive(pid: object) -> bool:
@@ -182,7 +182,7 @@ def _is_alive(pid: object) -> bool:
 
 
 def _locks_are_local(directory: Path) -> bool:
-    """Whether the directory is on a network file system that is mounted with locks of this host only."""
+    """Whether the directory is on a network file system mounted with host-local locks."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

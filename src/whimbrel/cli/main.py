@@ -108,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _wait_passively() -> None:
     """Let OpenMP threads sleep at barriers instead of spinning, unless the user chose otherwise.
 
-    Where another process takes a core, spinning threads use up the time that the thread they wait for needs, and
-    training slows down several times over. libgomp reads the setting when torch loads it, so it comes first.
+    If another process occupies a core, spinning threads take CPU time from the very thread they wait for, and training
+    slows down several times over. libgomp reads the setting when torch loads it, so it must be set before that.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

@@ -11,15 +11,15 @@ __all__ = ["show_log"]
 
 
 class _StandardError(logging.Handler):
-    """Writes each message as a line of its own to standard error, whatever that is at the time."""
+    """Writes each message as one line to the current `sys.stderr`."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a terminal that has gone: there is nowhere to say so
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone, so the failure cannot be reported
             typer.echo(self.format(record), err=True)
 
 
 def show_log() -> None:
-    """Show what Whimbrel logs, from level INFO on, unless the caller has set up logging already."""
+    """Show Whimbrel's log messages of level INFO and above, unless logging is already configured."""
     logger = logging.getLogger("whimbrel")
     if not logger.handlers:
         logger.addHandler(_StandardError())

@@ -43,7 +43,7 @@ Temperature = Annotated[
     float | None,
     typer.Option(help="Above 1 is wilder, below 1 tamer, 0 takes the likeliest. (default: the model's own, or 0.8)"),
 ]
-TopK = Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens only; 0 is all.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0 turns it off.")]
 TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this total probability.")]
 MinP = Annotated[float | None, typer.Option(help="Draw from tokens at least this part as likely as the likeliest.")]
 RepetitionPenalty = Annotated[
@@ -64,7 +64,7 @@ ParseSpecial = Annotated[
     bool,
     typer.Option(
         "--parse-special/--no-parse-special",
-        help="Parse special tokens in the text, such as <|im_start|>, or read them as plain text.",
+        help="Parse special tokens in the text, such as <|im_start|>, or treat them as plain text.",
     ),
 ]
 Seed = Annotated[int | None, typer.Option(help="The same seed writes the same text.")]
@@ -85,7 +85,7 @@ class Opened:
     tokenizer: Tokenizer
     end_ids: frozenset[int]
     bos_id: int
-    """What an empty prompt starts with."""
+    """The token that replaces an empty prompt."""
     settings: dict[str, Any]
 
     def load(self, device: str | None, weights: str | None) -> GPT:

@@ -49,9 +49,7 @@ def serve(
     cache: Cache = "none",
     compile: Annotated[  # noqa: A002
         bool,
-        typer.Option(
-            "--compile", help="Compile the step that draws a token: the server starts later, and all texts are faster."
-        ),
+        typer.Option("--compile", help="Compile the decoding step: slower startup, faster generation."),
     ] = False,
     max_batch: Annotated[int, typer.Option(help="How many texts go on at once.")] = 64,
     pages: Annotated[
@@ -59,7 +57,7 @@ def serve(
     ] = None,
     max_requests: Annotated[int, typer.Option(help="Requests held at once, running or waiting.")] = 256,
     max_connections: Annotated[
-        int, typer.Option(help="Connections open at once; never more than the limit of open files allows.")
+        int, typer.Option(help="Maximum number of open connections; lower if the open-file limit requires it.")
     ] = 1024,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(help="The longest prompt. (default: what the model's context has room for)")

@@ -65,7 +65,7 @@ def train(
 
 
 def _drop_unwritten_output() -> None:
-    """A run that outlived its standard output (a full disk, `| head`) does not fail for it when the process ends."""
+    """Keep a run whose standard output failed (full disk, `| head`) from exiting with an error."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -78,7 +78,7 @@ def _sampler(config: RunConfig) -> Sampler:
     from whimbrel.generate import generate, stream_text
 
     def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
-        # Without a bos token: end-of-text opens the documents that the model is trained on.
+        # No BOS token: documents in the training data start with end-of-text.
         prompt = tokenizer.encode_prompt(config.sample.prompt, add_special_tokens=False).ids or [tokenizer.eot_id]
         ids = generate(
             model, prompt, max_new_tokens=config.sample.max_new_tokens, temperature=config.sample.temperature,

@@ -86,7 +86,7 @@ def check_unused(section: str, settings: object, names: Iterable[str], needs: st
 
 
 def check_choices(section: str, settings: object) -> None:
-    """Refuse values of `Literal` fields that are not among their choices; `build` does it for tables."""
+    """Raise for values of `Literal` fields that are not among their choices, as `build` does for tables."""
     hints = typing.get_type_hints(type(settings))
     for field in dataclasses.fields(cast(Any, settings)):
         kind = hints[field.name]

@@ -34,7 +34,7 @@ MOST_DOCUMENT = 1 << 28
 
 LINE_END = re.compile(rb"\n")
 MAX_SEPARATOR = 1 << 12
-"""Bytes of the longest separator, each line end counted twice."""
+"""Maximum separator length in bytes, counting each newline twice."""
 
 Documents = list[tuple[int, str]]
 """Documents with their numbers in the file, for messages. Empty ones are left out."""

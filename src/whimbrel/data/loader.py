@@ -21,7 +21,7 @@ from whimbrel.data.stream import TokenStream, open_stream
 __all__ = ["TokenDataLoader"]
 
 SEARCHED = 1 << 24
-"""Tokens in which a document boundary is expected."""
+"""Number of tokens at the start that should contain a document boundary."""
 
 
 class TokenDataLoader:
@@ -95,7 +95,9 @@ class TokenDataLoader:
         batch = self._stage.take(self.position, following)
         before, self.position = self.epoch, following
         if self.epoch > before and self._identity["split"] == "train":  # held-out tokens are meant to be read again
-            get_logger(__name__).warning("epoch %d of the %d training tokens starts", self.epoch + 1, self.total_tokens)
+            get_logger(__name__).warning(
+                "starting epoch %d over the %d training tokens", self.epoch + 1, self.total_tokens
+            )
         return batch
 
     def documents_of(self, x_BT: Tensor) -> Tensor | None:
@@ -124,7 +126,7 @@ class TokenDataLoader:
 
 
 def _warn_without_documents(stream: TokenStream, eot_id: int) -> None:
-    """Masking by a token that does not occur does nothing: say so where the first tokens have none."""
+    """Warn if the first tokens contain no end-of-text token: document masking would then do nothing."""
     first = stream.shard(0)[:SEARCHED]
     if not (first == eot_id).any():
         get_logger(__name__).warning(

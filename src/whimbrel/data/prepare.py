@@ -174,7 +174,7 @@ class _Job:
         for document in encoded.held_out:
             key = fingerprint(document)
             if key in self._held_out:
-                continue  # a copy of a validation document is neither trained on nor counted twice
+                continue  # do not train on copies of validation documents, and validate on each only once
             if self._val.tokens < self._settings.val_tokens:
                 self._val.add(document)
                 self._held_out.add(key)
@@ -240,12 +240,12 @@ def _check_place(directory: Path) -> None:
 
 
 def _check_disjoint(plan: Manifest) -> None:
-    """Refuse a file that is both trained on and validated on."""
+    """Raise if a file is used for both training and validation."""
     train = {(source.size, source.sha256): source.name for source in plan.sources if source.role == "train"}
     for source in plan.sources:
         if source.role == "val" and source.size and (name := train.get((source.size, source.sha256))) is not None:
             raise DataError(
-                f"validation source {source.name} and training source {name} have the same content: name "
+                f"validation source {source.name} and training source {name} have the same content: choose "
                 "another --val, or hold documents out with --val-tokens"
             )
 

@@ -57,7 +57,7 @@ class PackedRows:
         starts = _document_starts(stream, eot_id)
         if not len(starts):
             raise DataError(
-                f"documents='pack' needs end-of-text tokens, and {stream.paths[0].parent} holds no token {eot_id}: "
+                f"documents='pack' needs end-of-text tokens, but {stream.paths[0].parent} contains no token {eot_id}: "
                 "set data.eot_id to the token that separates documents"
             )
         self._bounds = _row_bounds(starts, len(stream), T)
@@ -102,7 +102,7 @@ def _document_starts(stream: TokenStream, eot_id: int, step: int = 1 << 22) -> N
 
 def _row_bounds(starts: NDArray[np.int64], end: int, T: int) -> NDArray[np.int64]:
     """Cut greedily: each row ends at the last document end within T tokens, or after T where there is none."""
-    edges = np.append(starts[starts > 0], end)  # other tools may cut a split in mid-document
+    edges = np.append(starts[starts > 0], end)  # other tools may cut a split mid-document
     bounds = [0]
     while bounds[-1] < end:
         reach = bounds[-1] + T

@@ -39,14 +39,14 @@ def write_shard(path: str | os.PathLike[str], tokens: NDArray[Any]) -> None:
 
 
 class Header(NamedTuple):
-    """What the header of a shard says, once it agrees with the file's size."""
+    """A shard's header, checked against the file size."""
 
     dtype: np.dtype[Any]
     tokens: int
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """The type and number of a shard's tokens."""
+    """The dtype and number of a shard's tokens."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):  # opening a pipe would block
             raise DataError(f"{path} is not a regular file: remove it or move it elsewhere")
@@ -73,7 +73,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def read_shard(path: str | os.PathLike[str], vocab_size: int | None = None) -> NDArray[Any]:
-    """The tokens of a shard as a read-only memory map, once header and size agree; with `vocab_size`, every id too."""
+    """Memory-map the tokens of a shard read-only. Checks header and size, and with `vocab_size` every token id."""
     dtype, count = read_header(path)
     try:
         tokens = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))

@@ -25,17 +25,17 @@ __all__ = ["TokenStream", "has_split", "open_stream", "split_files"]
 DEFAULT_EOT = {2: 50256, 4: 128000}
 """The token that starts a document in shards without a manifest, by bytes per token: GPT-2's, Llama 3's."""
 MAX_MAPPED = 512
-"""Shards that are mapped at once, fewer where the process may open few files: a map keeps a file descriptor open."""
+"""Maximum number of mapped shards, lower under a low open-file limit: each map keeps a file descriptor open."""
 SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation)(?:[_.-]\d+)*\.bin", re.IGNORECASE)
 
 logger = get_logger(__name__)
 
 
 class TokenStream:
-    """`len(stream)` tokens that repeat forever.
+    """`len(stream)` tokens, repeated forever.
 
-    Shards are mapped when they are first read and the least recently used one is unmapped, so that a corpus of any
-    number of shards needs few file descriptors. `digests`, one per shard, are compared at the first read of each.
+    Shards are mapped on first read and unmapped in least-recently-used order, so that a corpus with many shards needs
+    few file descriptors. `digests`, one per shard, are checked when a shard is first read.
     """
 
     def __init__(self, paths: list[Path], vocab_size: int | None, digests: list[str] | None = None) -> None:
@@ -46,7 +46,7 @@ class TokenStream:
         for path, header in zip(paths, headers, strict=True):
             if header.dtype != self.dtype:
                 raise DataError(
-                    f"{path} holds {header.dtype} tokens and {paths[0]} {self.dtype}: keep one type per folder"
+                    f"{path} has {header.dtype} tokens, but {paths[0]} has {self.dtype}: keep one dtype per folder"
                 )
         self.lengths = [header.tokens for header in headers]
         self._ends = list(itertools.accumulate(self.lengths))
@@ -94,7 +94,7 @@ def open_stream(
     *,
     verify: bool = False,
 ) -> tuple[TokenStream, int]:
-    """The stream of a split and its end-of-text token. What the arguments leave open is taken from the manifest.
+    """The stream of a split and its end-of-text token. Arguments that are None are taken from the manifest.
 
     `verify` compares each shard with the manifest's sha256 when it is first read.
     """
@@ -128,15 +128,15 @@ def _warn_unchecked(root: Path) -> None:
 
 
 def has_split(root: Path, split: str) -> bool:
-    """Whether a folder holds shards whose names carry `split`."""
+    """Whether a folder contains shards with `split` in their names."""
     return root.is_dir() and any(_split_of(path) == split for path in root.glob("[!.]*.bin"))
 
 
 def split_files(root: Path, split: str) -> list[Path]:
     """The shard files of a split, in stream order.
 
-    The split is the last word of the name before its number: `x_train_000001.bin`, `x_val.bin`. Files of which none
-    carries a split are all training data.
+    The split is the last word of the name before its number: `x_train_000001.bin`, `x_val.bin`. If no file name
+    contains a split, all files are training data.
     """
     if split not in SPLITS:
         raise DataError(f"expected a split of {', '.join(SPLITS)}, got '{split}'")

@@ -46,7 +46,7 @@ class EngineConfig:
     """How many greedy tokens are drawn at most before anyone looks at them, where steps are recorded; they come
     together, and fewer waits for the device make them faster."""
     compile: bool = False
-    """Compile the step that draws one token: `warm_up`, or else the first texts, wait for it; all others are faster."""
+    """Compile the decoding step: `warm_up`, or else the first requests, wait for it; generation is then faster."""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch", "prefill_chunk", "ahead"):
@@ -103,9 +103,9 @@ class Engine:
         self._prompt_tokens = self._new_tokens = 0
 
     def warm_up(self) -> None:
-        """Compile and capture what decoding needs, so that the first requests do not wait for it.
+        """Compile the decoding step and capture its CUDA graphs, so that the first requests do not wait for it.
 
-        Takes from seconds (CUDA graphs) to minutes (a large model with `compile`); nothing to do without either.
+        Takes seconds (CUDA graphs) to minutes (a large model with `compile`); does nothing without either.
         """
         if self._graphs is not None:
             self._graphs.warm_up()

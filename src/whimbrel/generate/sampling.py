@@ -39,7 +39,7 @@ class Sampling:
     temperature: float = 1.0
     """Above 1 flattens the distribution, below 1 sharpens it; 0 takes the likeliest token."""
     top_k: int | None = None
-    """Draw from the `top_k` likeliest tokens only; None or 0, as in transformers, from all."""
+    """Sample from the `top_k` most likely tokens; None or 0 turns it off, as in transformers."""
     top_p: float | None = None
     """Draw from the fewest likeliest tokens that together have probability `top_p`."""
     min_p: float | None = None
@@ -57,7 +57,7 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             raise RequestError(f"temperature = {self.temperature} must be 0 (greedy) or a positive number")
         if self.top_k is not None and self.top_k < 0:
-            raise RequestError(f"top_k = {self.top_k} must be at least 0: 0 draws from all tokens")
+            raise RequestError(f"top_k = {self.top_k} must be at least 0: 0 turns it off")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise RequestError(f"top_p = {self.top_p} must be above 0 and at most 1")
         if self.min_p is not None and not 0 <= self.min_p <= 1:

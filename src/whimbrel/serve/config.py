@@ -25,7 +25,7 @@ class ServeConfig:
     max_requests: int = 256
     """Requests held at once, running or waiting; one more is answered with 429."""
     max_connections: int = 1024
-    """Connections open at once, as far as the limit of open files allows; idle ones are closed for new ones."""
+    """Maximum number of open connections, lower if the open-file limit requires it. New ones replace idle ones."""
     max_choices: int = 256
     """Texts that one request may ask for: its prompts times `n`."""
     max_body_bytes: int = 4 * 1024**2

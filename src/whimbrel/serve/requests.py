@@ -84,7 +84,7 @@ class Drawing(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Draw from the fewest likeliest tokens of this total probability."""
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = None
-    """Draw from this many likeliest tokens only; 0 draws from all."""
+    """Sample from the k most likely tokens; 0 turns it off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Draw from tokens that have at least this part of the likeliest one's probability."""
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
@@ -125,8 +125,8 @@ class CompletionRequest(Drawing):
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = None
     """Tokens to write at most; 16 when not given. 0 only reads the prompt, to echo it with its scores."""
     parse_special: bool | None = None
-    """Whether special tokens in a text prompt (<|im_start|>, say) are parsed, as they are when not given, or false to
-    read them as plain text. Token ids are taken as they are, and chat messages are never parsed."""
+    """Whether to parse special tokens such as <|im_start|> in a text prompt (default) or treat them as plain text.
+    Token ids are used as given, and special tokens in chat messages are never parsed."""
     echo: bool | None = None
     """Whether the prompt stands before the text."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None

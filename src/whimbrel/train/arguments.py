@@ -90,9 +90,9 @@ class MinimalTrainingArguments(metaclass=CheckedNames):
     logging_dir: str | None = None
     """Where TensorBoard's events go; None: a new folder in output_dir/runs."""
     report_to: str | list[str] | None = "none"
-    """Where to log besides: tensorboard, wandb, trackio, one or a list; none: nowhere."""
+    """Where to report metrics: tensorboard, wandb, trackio or a list of them; "none" or None: nowhere."""
     run_name: str | None = None
-    """The name of the run for wandb and trackio; None: that of output_dir."""
+    """Run name in wandb and trackio; None: the name of output_dir."""
     disable_tqdm: bool | None = None
     """Do not show progress."""
     eval_strategy: Interval = "no"
@@ -110,15 +110,15 @@ class MinimalTrainingArguments(metaclass=CheckedNames):
     seed: int = 42
     """Seed of the initial weights, of the order of a dataset, and of whatever else is drawn."""
     data_seed: int | None = None
-    """Seed of the order of a dataset; None: seed."""
+    """Seed for shuffling; None: seed."""
     full_determinism: bool = False
-    """Use only kernels that give the same bits every time, which a bit-exact resume on a GPU needs; slower."""
+    """Use only deterministic kernels, needed for a bit-exact resume on a GPU; slower."""
     train_sampling_strategy: Literal["random", "sequential"] = "random"
-    """The order of the training examples: new in each pass, or that of the dataset."""
+    """Order of the training examples: reshuffled every epoch, or as in the dataset."""
     remove_unused_columns: bool = True
-    """Leave out the columns of a `datasets` dataset that the model's forward does not take."""
+    """Drop columns of a `datasets` dataset that the model's forward does not accept."""
     label_names: list[str] | None = None
-    """The inputs that are labels; None: arguments of the model's forward with label in their names."""
+    """Names of the inputs that are labels; None: arguments of the model's forward whose names contain "label"."""
     dataloader_num_workers: int = 0
     """Processes that fetch batches; 0: the training process itself."""
     dataloader_pin_memory: bool = True
@@ -148,7 +148,7 @@ class MinimalTrainingArguments(metaclass=CheckedNames):
         self.check()
 
     def __getattr__(self, name: str) -> Any:
-        """What callbacks written for `transformers` ask: arguments that have another name here, or one value."""
+        """`transformers` arguments that callbacks read and that have a different name or a fixed value here."""
         if name in ("bf16", "fp16"):
             return getattr(self, "mixed_precision", None) == name
         if name in HELD and HELD[name].values:
@@ -156,7 +156,7 @@ class MinimalTrainingArguments(metaclass=CheckedNames):
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign; an argument of `transformers` is taken or refused as in the constructor."""
+        """Set an argument; `transformers` arguments are translated or rejected as in the constructor."""
         fields, own = type(self).__dataclass_fields__, getattr(type(self), name, None)
         found = None if name in fields or own is not None else respelled(type(self).__name__, name, value)
         for key, given in {name: value}.items() if found is None else found.items():
@@ -258,7 +258,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     max_eval_steps: int = -1
     """How many batches are evaluated at most; -1: all."""
     preserve_best_model: bool = False
-    """Keep the best checkpoints, whatever save_total_limit says, and load the best when training ends."""
+    """Keep the best checkpoints regardless of save_total_limit, and load the best one when training ends."""
     best_model_metric: str = "loss"
     """What best is measured by: a metric of evaluation, with or without eval_ before it."""
     best_model_greater_is_better: bool | None = None
@@ -300,7 +300,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
 
     @property
     def load_best_model_at_end(self) -> bool:
-        """What `transformers` calls preserve_best_model: the best is kept, and loaded when training ends."""
+        """The `transformers` name for preserve_best_model."""
         return self.preserve_best_model
 
     def _check_values(self) -> None:
@@ -340,9 +340,9 @@ class TrainingArguments(BaseTrainingArguments):
     compile_scope: Literal["block", "model"] = "block"
     """With torch_compile: one block once, which the rest reuse, or the whole model in one graph."""
     resume_skip: tuple[str, ...] | None = None
-    """Components of a checkpoint that a resume leaves as they are: optimizer, scheduler, dataset, rng, callbacks."""
+    """Checkpoint components that are not restored on resume: optimizer, scheduler, dataset, rng, callbacks."""
     save_minutes: float | None = 10.0
-    """Save also when the last save is this many minutes ago; such a checkpoint goes once there is a later one."""
+    """Also save when this many minutes have passed since the last save; removed once a newer checkpoint exists."""
     async_save: bool = True
     """Write checkpoints on a thread of their own: training waits only for the copy of its state."""
 
@@ -426,13 +426,13 @@ def _converted(cls: type, name: str, value: Any) -> Any:
 
 
 def _reporters(value: Any) -> str | list[str] | None:
-    """Where to log, as it was given, once every name is known."""
+    """`value` unchanged, once every name in it is checked."""
     given = [value] if isinstance(value, str) else list(value or ())
     for one in given:
         if one not in (*REPORTERS, "none") or (one == "none" and len(given) > 1):
             raise ConfigError(
                 f"report_to = {value!r}: expected none, or some of {', '.join(REPORTERS)}, got {one!r}; for other "
-                "trackers give the callbacks of transformers.integrations"
+                "trackers pass the callbacks from transformers.integrations"
             )
     return value if isinstance(value, str | None) else given
 

@@ -30,9 +30,9 @@ class DataConfig:
     documents: Literal["join", "mask", "pack"] = "join"
     """join: attention crosses documents; mask: it does not; pack: as mask, and each sequence opens with a document."""
     eot_id: int | None = None
-    """Token that starts a document; not given: the manifest's, or in shards of other tools GPT-2's or Llama 3's."""
+    """Id of the token that starts a document; default: from the manifest, or GPT-2's or Llama 3's without one."""
     verify: bool = False
-    """Compare each shard with the sha256 in its manifest when it is first read."""
+    """Check the SHA-256 of each shard against the manifest when it is first read."""
 
     def __post_init__(self) -> None:
         check_positive("data", self, "sequence_length")

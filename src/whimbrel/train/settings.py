@@ -174,7 +174,7 @@ class CheckpointConfig:
     every: int | float | None = None
     """Save after this many steps, or below 1 this share of the run; not given: at the end only."""
     every_minutes: float | None = 10.0
-    """Save also when the last save is this many minutes ago; such a checkpoint goes once there is a later one."""
+    """Also save when this many minutes have passed since the last save; removed once a newer checkpoint exists."""
     each_epoch: bool = False
     """Save after each pass over the training data."""
     when_best: bool = False
@@ -218,9 +218,9 @@ class LogConfig:
     trackio: bool = False
     """Log to trackio, if it is installed."""
     run_name: str | None = None
-    """The name of the run for Weights & Biases and trackio; not given: that of the run directory."""
+    """Run name in Weights & Biases and trackio; default: the name of the run directory."""
     progress: bool = True
-    """Show the progress of the run, where the trainer does so by default."""
+    """Show the progress of the run."""
     norms: int | None = None
     """Log the norm of each parameter and its gradient every so many steps; not given: never."""
     profile: tuple[int, int] | None = None
@@ -258,13 +258,13 @@ class LoaderConfig:
     drop_last: bool = False
     """Leave out a last batch that is not full."""
     shuffle: bool = True
-    """Train on the examples in a new order in each pass; false: in the order of the dataset."""
+    """Reshuffle the training examples every epoch; false: keep the dataset's order."""
     seed: int | None = None
-    """Seed of the order of a dataset; not given: train.seed."""
+    """Seed for shuffling; default: train.seed."""
     remove_unused_columns: bool = True
-    """Leave out the columns of a `datasets` dataset that the model's forward does not take."""
+    """Drop columns of a `datasets` dataset that the model's forward does not accept."""
     label_names: tuple[str, ...] | None = None
-    """The inputs that are labels; not given: arguments of the model's forward with label in their names."""
+    """Names of the inputs that are labels; default: arguments of the model's forward whose names contain "label"."""
 
     def __post_init__(self) -> None:
         check_positive("loader", self, "prefetch_factor")
