@@ -278,7 +278,7 @@ def test_damaged_shards_are_refused_by_name(model, tmp_path, damage, message):
 
 def test_a_config_that_describes_more_than_the_files_hold_is_refused_at_once(saved: Path) -> None:
     edit(saved / "config.json", lambda table: table.update(hidden_size=10**7, head_dim=8))
-    with pytest.raises(CheckpointError, match=r"describes .* parameters, but the weight files hold only"):
+    with pytest.raises(CheckpointError, match=r"describes .* parameters, but the weight files have only"):
         load_model(saved)
     edit(saved / "config.json", lambda table: table.update(num_hidden_layers=10**6))
     with pytest.raises(CheckpointError, match="num_layers of at most"):
