@@ -27,6 +27,12 @@ LAYERS: dict[str, Callable[[], Any]] = {
 }
 
 
+def cache_of(layer: str, **options: Any) -> Cache:
+    """An empty cache for two rows; sinks are the first tokens of a row, so they must know of its padding."""
+    padding = [0, 0] if layer == "sink" else None
+    return Cache(layer_class_to_replicate=LAYERS[layer], padding=padding, **options)
+
+
 @dataclass(frozen=True)
 class Framework:
     """How a framework's tensors are made and looked into."""
@@ -75,7 +81,7 @@ def pieces() -> list[tuple[np.ndarray, np.ndarray]]:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_values_are_those_that_torch_tensors_give(framework: Framework, layer: str):
-    cache, plain = (Cache(layer_class_to_replicate=LAYERS[layer]) for _ in range(2))
+    cache, plain = (cache_of(layer) for _ in range(2))
     for keys, values in pieces():
         for index in (0, 1):
             got = cache.update(framework.make(keys), framework.make(values), index)
@@ -88,7 +94,7 @@ def test_values_are_those_that_torch_tensors_give(framework: Framework, layer: s
 @pytest.mark.parametrize("layer", ["growing", "static", "sliding"])
 def test_what_comes_back_lies_in_the_memory_of_the_cache(framework: Framework, layer: str):
     """One token after another: nothing is copied out, however long the text."""
-    cache = Cache(layer_class_to_replicate=LAYERS[layer])
+    cache = cache_of(layer)
     held = cache.layers
     for seed in range(30):
         if seed == 10:
@@ -142,7 +148,7 @@ def test_only_new_tokens_are_read_and_what_is_handed_back_is_no_copy():
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_what_was_given_is_neither_written_to_nor_held(layer: str):
-    cache, plain = (Cache(layer_class_to_replicate=LAYERS[layer]) for _ in range(2))
+    cache, plain = (cache_of(layer) for _ in range(2))
     for keys, values in pieces():
         given = keys.copy(), values.copy()
         for array in given:
@@ -160,7 +166,7 @@ def test_what_was_given_is_neither_written_to_nor_held(layer: str):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_copy_is_the_callers_own(framework: Framework, layer: str):
-    cache = Cache(layer_class_to_replicate=LAYERS[layer], copy=True)
+    cache = cache_of(layer, copy=True)
     first = cache.update(*map(framework.make, states(5)), 0)
     before = [framework.numbers(tensor).copy() for tensor in first]
     cache.reset()
