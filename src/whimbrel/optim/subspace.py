@@ -105,10 +105,12 @@ def drop_rounding_(low: Tensor, width: int) -> Tensor:
 
     A gradient of a lower rank than the basis has nothing along some of its columns. What the product yields there is
     about sqrt(width) / 3 times the machine epsilon, relative to the longest column, and a rule that normalizes would
-    blow it up to a full update. A column counts as absent below 2 sqrt(m + width) epsilon: far below the usual
-    tolerance of a numerical rank, max(m, width) epsilon, so that a gradient of full rank keeps all of its columns.
+    blow it up to a full update. A column counts as absent below 2 sqrt(m + width) epsilon (fp64: 8): far below the
+    usual tolerance of a numerical rank, max(m, width) epsilon, so that a gradient of full rank keeps its columns.
     """
-    tolerance = 2 * torch.finfo(low.dtype).eps * (low.shape[-2] + width) ** 0.5
+    # An fp32 basis is decomposed in fp64 and rounded once. One of fp64 carries the errors of its own decomposition.
+    factor = 2 if low.dtype == torch.float32 else 8
+    tolerance = factor * torch.finfo(low.dtype).eps * (low.shape[-2] + width) ** 0.5
     norms = torch.linalg.vector_norm(low, dim=-2, keepdim=True)
     return low.mul_(norms > norms.amax(dim=-1, keepdim=True).mul_(tolerance))
 
