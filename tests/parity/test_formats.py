@@ -24,7 +24,6 @@ def configs(ao: ModuleType) -> dict[str, object]:
     return {
         "int8": ao.Int8WeightOnlyConfig(granularity=row()),
         "int8-dynamic": ao.Int8DynamicActivationInt8WeightConfig(granularity=row()),
-        "int4": ao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=group(128)),
         "int8-dynamic-act-int4-weight": ao.Int8DynamicActivationIntxWeightConfig(
             weight_dtype=int4, weight_granularity=group(32)
         ),
@@ -36,7 +35,13 @@ def both(ao: ModuleType, name: str) -> tuple[nn.Module, nn.Module]:
     ours, theirs = net(), net()
     taken = quantize_(ours, name, skip=()).taken
     assert taken
-    ao.quantize_(theirs, configs(ao)[name], filter_fn=lambda _, path: path in taken)
+    if name == "int4":  # ours takes a smaller group where 128 does not divide a layer
+        for path in taken:
+            group = ao.granularity.PerGroup(ours.get_submodule(path).weight.format.group)  # type: ignore[attr-defined]
+            config = ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group)  # type: ignore[attr-defined]
+            ao.quantize_(theirs, config, filter_fn=lambda _, name, path=path: name == path)
+    else:
+        ao.quantize_(theirs, configs(ao)[name], filter_fn=lambda _, path: path in taken)
     return ours, theirs
 
 

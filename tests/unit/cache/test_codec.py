@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -32,6 +33,7 @@ def in_groups(states: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("name", CODED)
 @settings(deadline=None, max_examples=100)
+@example(numbers=np.array([[0, 8.362374e-37]], dtype=np.float32))
 @given(
     numbers=arrays.arrays("float32", st.tuples(st.integers(1, 3), st.sampled_from([2, 30, 64, 80])), elements=FINITE)
 )
@@ -47,7 +49,10 @@ def test_a_number_comes_back_within_half_a_step(name: str, numbers: object):
         whole = (states.amax(-1, keepdim=True) - states.amin(-1, keepdim=True)).double()
         base = states.abs().amax(-1, keepdim=True).double() / 100
         allowed = ((high - low).double() + (whole + base) * 3 / 255) / 15 / 2 * 1.02 + base * 1e-5
-        assert bool((error <= allowed + 1e-37).all())
+        tiny = (
+            2.0**-133 * 255 * 15
+        )  # units this small are multiples of bf16's smallest number, taken up to 255 x 15 times
+        assert bool((error <= allowed + tiny).all())
         return
     steps = scales.double().repeat_interleave(min(codec.group, size), dim=-1)[..., :size]
     if name == "fp8":  # three bits of mantissa; below 2^-6 steps of 2^-9
