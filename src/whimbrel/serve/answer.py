@@ -93,7 +93,7 @@ class Answer:
                 return
 
     def usage(self) -> dict[str, int]:
-        """Tokens of the prompts and of the texts so far."""
+        """Token counts of the prompts and of the completions so far."""
         read = sum(len(source.prompt.ids) for source in self._sources)
         written = sum(choice.tokens for choices in self._choices for choice in choices)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

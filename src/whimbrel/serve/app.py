@@ -69,7 +69,7 @@ class Service:
         if self.traffic.draining:
             raise ApiError(503, "the server is stopping", code="draining")
         if not self.worker.well:
-            raise ApiError(503, "the engine keeps failing: the server's log says why", code="engine_failed")
+            raise ApiError(503, "the engine keeps failing: see the server log", code="engine_failed")
         return json_response({"status": "ok"})
 
     async def count(self) -> Response:

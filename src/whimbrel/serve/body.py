@@ -1,4 +1,4 @@
-"""The structure of a JSON body, bounded before it is parsed: a parser pays far more for a value than a client does."""
+"""Limits on the structure of a JSON body, checked before parsing: a small body can be very expensive to parse."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from whimbrel.serve.errors import ApiError
 __all__ = ["check_body"]
 
 MAX_STRINGS = 65_536
-"""Strings of a body, keys included: a conversation of 4096 messages of two parts each has fewer."""
+"""Maximum number of strings in a body, including keys: 4096 messages with two parts each have fewer."""
 
 MAX_CONTAINERS = 32_768
-"""Lists and objects of a body."""
+"""Maximum number of lists and objects in a body."""
 
 MAX_VALUES = 1024**2
-"""Values of a body: what 4 MiB of token ids have, if they are not all tiny."""
+"""Maximum number of values in a body: about 4 MiB of token ids."""
 
 MAX_DEPTH = 32
-"""Lists and objects inside each other. Python's own limit depends on how deep the stack already is."""
+"""Maximum nesting depth. Python's own limit depends on the current stack depth."""
 
 
 def check_body(body: bytes) -> None:
-    """Refuse a body that would keep the event loop busy: in a few passes over its bytes, and none in Python."""
+    """Reject a body that would block the event loop, in a few passes over its bytes without Python loops."""
     if b"\0" in body:
         raise ApiError(400, "the body is not JSON in UTF-8: it contains a zero byte", code="invalid_json")
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body

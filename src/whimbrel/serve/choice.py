@@ -65,7 +65,7 @@ class Source:
 
 
 def _decoded_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, ...]:
-    """Where each token starts in the text that the tokens decode to, special tokens spelled out."""
+    """The offset of each token in the decoded text, with special tokens included."""
     characters, offsets = Characters(tokenizer, specials=True), []
     for token in ids:
         characters.push(token)

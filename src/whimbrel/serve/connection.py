@@ -1,4 +1,4 @@
-"""Connections: HTTP parsed within limits, heads that must arrive in time, and no more connections than files allow."""
+"""Connections: HTTP parsing limits, header timeouts, and a connection limit below the open-file limit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ HEAD_SECONDS = 30.0
 """How long the head of a request may take: from when a connection opens, or from its first byte after an answer."""
 
 MAX_CHUNKS = 4096
-"""Chunks of one body. Each costs the parser as much as a whole read, so a body of 1-byte chunks would starve others."""
+"""Maximum number of chunks in a body. Each costs as much as a whole read, so tiny chunks would starve other clients."""
 
 SPARE_FILES = 32
-"""Descriptors left for everything but connections."""
+"""File descriptors reserved for everything except connections."""
 
 RETRY_SECONDS = 0.1
 LOG_SECONDS = 10.0
-"""How often the log repeats that there are too many connections."""
+"""Minimum time between two warnings about too many connections."""
 
 EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -42,10 +42,10 @@ _log = get_logger(__name__)
 
 
 class _Parser(h11.Connection):
-    """`h11`, which refuses ambiguous and disproportionately expensive requests."""
+    """`h11` that rejects ambiguous and disproportionately expensive requests."""
 
     fault: ApiError | None = None
-    """Why the last request was refused; None where it is not HTTP."""
+    """Why the last request was rejected; None if it is not valid HTTP."""
     _chunks = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
@@ -55,7 +55,7 @@ class _Parser(h11.Connection):
             self._chunks = 0
             names = {name for name, _ in event.headers}
             if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
-                # A proxy in front may read the other length, and take the rest of the body for a request.
+                # Request smuggling: a proxy may use the other length and parse the rest of the body as a request.
                 self._refuse(400, "send either Content-Length or Transfer-Encoding (HTTP/1.1), not both")
         elif isinstance(event, h11.Data) and event.chunk_start:
             self._chunks += 1
@@ -73,7 +73,7 @@ class Connection(H11Protocol):
 
     _overdue: asyncio.TimerHandle | None = None
     idle_since = 0.0
-    """When it last began to wait for a request, on the monotonic clock."""
+    """When it last started waiting for a request, on the monotonic clock."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
@@ -93,12 +93,12 @@ class Connection(H11Protocol):
         self._forget()
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request."""
+        """Start waiting for the next request."""
         self.idle_since = time.monotonic()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be parsed, where an answer can still be sent, and close."""
+        """Reply to an invalid request if a response can still be sent, and close the connection."""
         fault = self.conn.fault if isinstance(self.conn, _Parser) else None
         fault = fault or ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http")
         if self.cycle is not None and not self.cycle.response_complete:  # type: ignore[redundant-expr]
@@ -114,11 +114,11 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Answer as if no upgrade were asked for: `uvicorn` would log advice on WebSockets at every request."""
+        """Ignore the upgrade request; `uvicorn` would log a hint about WebSockets for every one."""
 
     @property
     def idle(self) -> bool:
-        """Whether it waits for a request, or for the rest of a head."""
+        """Whether it is waiting for a request, or for the rest of its headers."""
         return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]
 
     def _watch(self) -> None:
@@ -135,7 +135,7 @@ class Connection(H11Protocol):
 
 
 def connection_limit(most: int) -> int:
-    """`most`, or what the process's limit of open files allows where that is less."""
+    """`most`, or fewer if the open-file limit requires it."""
     if sys.platform == "win32":
         return most
     import resource
@@ -152,26 +152,25 @@ def connection_limit(most: int) -> int:
 class Acceptor:
     """Accepts connections from a listening socket, at most `limit` at once.
 
-    Where that many are open, the one that has been idle longest is closed to make room; where none is idle, the new
-    one is told 503. `asyncio`'s own server accepts without a limit, and once the process is out of descriptors it logs
-    a traceback for every attempt.
+    At the limit, a new connection closes the one that has been idle longest, or gets a 503 if none is idle. `asyncio`'s
+    own server has no limit, and once the process is out of file descriptors it logs a traceback for every attempt.
     """
 
     def __init__(
         self, door: socket.socket, make: Callable[[], Connection], connections: Collection[Connection], limit: int
     ) -> None:
-        """`make` creates the protocol of a connection, which is in `connections` while it is open."""
+        """`make` creates the protocol of a connection; `connections` contains it while it is open."""
         self._door, self._make, self._connections, self._limit = door, make, connections, limit
         self._logged = -LOG_SECONDS
         door.settimeout(0)
         self._task = asyncio.create_task(self._run())
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting connections."""
         self._task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until nothing is accepted any more."""
+        """Wait until the acceptor has stopped."""
         await asyncio.wait({self._task})
 
     async def _run(self) -> None:
@@ -179,7 +178,7 @@ class Acceptor:
         while True:
             try:
                 line, _ = await loop.sock_accept(self._door)
-            except OSError as error:  # most often the client has left again
+            except OSError as error:  # usually the client has already disconnected
                 if error.errno in EXHAUSTED:
                     self._warn(f"cannot accept a connection ({error.strerror}): closing idle ones")
                     self._close_idle()
@@ -202,7 +201,7 @@ class Acceptor:
         return True
 
     def _close_idle(self) -> bool:
-        """Close the connection that has been idle longest, with the loop's next turn; whether there is one."""
+        """Close the connection that has been idle longest, on the next loop iteration; False if none is idle."""
         idle = [each for each in self._connections if each.idle]
         if idle:
             min(idle, key=lambda each: each.idle_since).transport.abort()
@@ -215,11 +214,11 @@ class Acceptor:
 
 
 def _turn_away(line: socket.socket) -> None:
-    """Tell a client that all connections are in use, as far as that goes without waiting."""
-    error = ApiError(503, "all connections of this server are in use: ask again later", code="too_many_connections")
+    """Send a 503 without blocking."""
+    error = ApiError(503, "all connections of this server are in use: try again later", code="too_many_connections")
     body = json.dumps(error.body)
     head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     with line, contextlib.suppress(OSError):
         line.send(f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n{body}".encode())
         line.shutdown(socket.SHUT_WR)
-        line.recv(65536)  # to close with unread data would reset the connection before the answer is read
+        line.recv(65536)  # closing with unread data would reset the connection before the client reads the response

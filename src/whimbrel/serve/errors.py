@@ -119,7 +119,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 
 def shown(given: Any) -> str:
     """What a client sent as an error repeats it: no more than its beginning."""
-    text = _SHORT.repr(given)  # of a list of a million values, only the first are read
+    text = _SHORT.repr(given)  # reads only the first values of a long list
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

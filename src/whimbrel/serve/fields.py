@@ -58,7 +58,7 @@ def leave_out_neutral(given: Any, known: Collection[str], neutral: Mapping[str, 
             if not any(type(value) is type(harmless) and value == harmless for harmless in neutral[name]):
                 refuse("unsupported_parameter", name, f"{name} is not supported: leave it out")
         elif name not in known:
-            # Half a surrogate pair cannot go through an error of pydantic's.
+            # pydantic errors cannot contain a lone surrogate.
             short = name[:64].encode("utf-8", "backslashreplace").decode()
             refuse("unknown_parameter", short, f"unknown field {short!r}{nearest(short, known)}")
         else:
@@ -80,7 +80,7 @@ def _read_prompts(given: Any) -> list[str | list[int]]:
     if all(isinstance(item, str) for item in given):
         return given
     lists = given if all(isinstance(item, list) and item for item in given) else [given]
-    # By the types of whole lists: to look at a million tokens one by one would keep the event loop busy.
+    # Checks the types of whole lists: a Python loop over a million tokens would block the event loop.
     kinds = [set(map(type, item)) for item in lists]
     if all(kind == {int} for kind in kinds):
         return list(lists)

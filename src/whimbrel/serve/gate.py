@@ -75,13 +75,13 @@ class Gate:
 
 
 def stopping() -> ApiError:
-    """What a new request is told while the server drains."""
+    """The error for new requests while the server drains."""
     headers = {"Retry-After": "5", "Connection": "close"}
-    return ApiError(503, "the server is stopping: ask again later", code="draining", headers=headers)
+    return ApiError(503, "the server is shutting down: try again later", code="draining", headers=headers)
 
 
 def has_body(scope: Scope) -> bool:
-    """Whether a request has a body, of whatever length."""
+    """Whether a request has a body of any length."""
     return any(
         key == b"transfer-encoding" or (key == b"content-length" and value.strip(b"0 "))
         for key, value in scope["headers"]
@@ -89,7 +89,7 @@ def has_body(scope: Scope) -> bool:
 
 
 async def discard_body(receive: Receive) -> bool:
-    """Read the rest of a body for at most `LINGER_SECONDS`; whether all of it came, or the client left."""
+    """Read the rest of a body for at most `LINGER_SECONDS`; True if it ended or the client disconnected."""
     try:
         async with asyncio.timeout(LINGER_SECONDS):
             while (await receive()).get("more_body"):
@@ -101,7 +101,7 @@ async def discard_body(receive: Receive) -> bool:
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with `error`, once the client has had a moment to send the rest of its body."""
-    # One that waits to be asked for its body sends none once it is refused.
+    # A client that waits for 100-continue sends no body after an error response.
     if has_body(scope) and not header(scope, b"expect") and not await discard_body(receive):
         error.headers["Connection"] = "close"
     await error.response()(scope, receive, send)

@@ -54,7 +54,7 @@ class Intake:
                         await self._take_on(scope, body, receive, send, lease)
 
     async def _without_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app on a request of which it reads no body. One that does not end soon ends the connection."""
+        """Run the app on a request whose body it does not read; close the connection if the body does not end soon."""
         if not has_body(scope):
             return await self.app(scope, receive, send)
         whole = not header(scope, b"expect") and await discard_body(receive)

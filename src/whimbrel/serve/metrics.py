@@ -19,7 +19,7 @@ __all__ = ["CONTENT_TYPE", "Meter", "Metrics", "Record", "record_of"]
 
 RECORD = "whimbrel.record"
 MAX_LOGGED_PATH = 200
-"""Characters of a path in the access log."""
+"""Maximum number of characters of a path in the access log."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -84,7 +84,7 @@ class Record:
 
 
 def record_of(scope: Scope) -> Record:
-    """The record of a request; one that nobody reads where the app runs without `Meter`."""
+    """The record of a request; unused if the app runs without `Meter`."""
     found = scope.get(RECORD)
     return found if isinstance(found, Record) else Record()
 
@@ -122,7 +122,7 @@ class Meter:
 
 
 def _log_request(scope: Scope, status: int | None, seconds: float, record: Record) -> None:
-    """One line a request; the path is percent-encoded, so that no client can write lines of its own."""
+    """Log one line per request; the path is percent-encoded, so that clients cannot inject log lines."""
     client = scope.get("client")
     usage = {} if record.usage is None else record.usage()
     fields = [f"{name}={usage[name]}" for name in ("prompt_tokens", "completion_tokens") if name in usage]

@@ -78,14 +78,14 @@ class PromptReader:
         return Prompt(text, tuple(ids))
 
     def _check_size(self, characters: int, param: str, most: int) -> None:
-        """Refuse a text that is too long whatever its tokens are, before it is tokenized."""
+        """Reject a text that is certain to be too long before it is tokenized."""
         if characters > most * self.texts.max_characters:
             raise _too_long(f"{characters} characters", param, most)
 
 
 def _checked_length(ids: list[int], param: str, most: int) -> list[int]:
     if len(ids) > most:
-        raise _too_long(f"more than {most} tokens", param, most)  # how many is not known: encoding stopped early
+        raise _too_long(f"more than {most} tokens", param, most)  # the exact number is unknown: encoding stopped early
     return ids
 
 

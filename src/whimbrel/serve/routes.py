@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 DRAWN_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 ENCODERS = 2
-"""Prompts of completions that are encoded at once, and as many conversations."""
+"""Number of threads that encode completion prompts, and of those that encode conversations."""
 COMPLETION_TOKENS = 16
 """How many tokens a completion has at most where the request does not say."""
 
@@ -61,7 +61,7 @@ class Routes:
         add("/v1/chat/completions", self.converse, methods=["POST"], responses=_answers(ChatAnswer))
 
     def close(self) -> None:
-        """Encode no more prompts."""
+        """Stop encoding prompts."""
         for pool in (self._readers, self._renderers):
             pool.shutdown(wait=False, cancel_futures=True)
 

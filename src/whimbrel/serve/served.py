@@ -42,7 +42,7 @@ class Served:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a text."""
     bos_id: int | None = None
-    """What an empty prompt starts with; the tokenizer's own bos token when not given."""
+    """The token that replaces an empty prompt; default: the tokenizer's BOS token."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """How tokens are drawn where a request does not say."""
     texts: TokenTexts = field(init=False)

@@ -1,4 +1,4 @@
-"""A service on a socket: it listens once it is ready, and when told to stop lets what runs finish."""
+"""HTTP server: accepts connections once it is ready, and lets running requests finish on shutdown."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _log = get_logger(__name__)
 
 
 def bind(config: ServeConfig) -> socket.socket:
-    """The socket to serve on, bound to its address; connections are refused until `Server.serve_on` listens on it.
+    """A socket bound to the configured address; clients cannot connect until `Server.serve_on` listens on it.
 
-    An address that is in use is refused here, before the model is loaded.
+    Raises if the address is in use, so that this is reported before the model is loaded.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
@@ -40,7 +40,7 @@ def bind(config: ServeConfig) -> socket.socket:
             door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        # Connections inherit this. Without it an answer waits 40 ms for the client to acknowledge its head.
+        # Inherited by connections. Without it, a response waits 40 ms for the client to acknowledge its headers.
         door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         door.bind(address)
     except OSError as error:
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
         self._on_ready: Callable[[], object] | None = None
 
     def serve_on(self, door: socket.socket, on_ready: Callable[[], object] | None = None) -> None:
-        """Serve on a bound socket until told to stop; `on_ready` is called once connections are accepted."""
+        """Serve on a bound socket until shutdown; `on_ready` is called once connections are accepted."""
         self._on_ready = on_ready
         asyncio.run(self.serve(sockets=[door]))
 
@@ -97,11 +97,11 @@ class Server(uvicorn.Server):
         for door in sockets:
             try:
                 door.listen(BACKLOG)
-            except OSError as error:  # another process bound the same address, and was faster
+            except OSError as error:  # another process listened on the same address first
                 raise _cannot_listen(self._service.config, error) from error
         await self.lifespan.startup()
         if self.lifespan.should_exit:
-            raise RuntimeError("the service could not be started: the log says why")
+            raise RuntimeError("the service failed to start: see the log")
         connections = self.server_state.connections
         self.servers = [Acceptor(door, self._connection, connections, limit) for door in sockets]  # type: ignore[arg-type, misc]
         self.started = True

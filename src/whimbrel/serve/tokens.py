@@ -11,7 +11,7 @@ __all__ = ["TokenTexts"]
 
 
 MAX_COMPOSED = 4
-"""Characters that Unicode normalization composes to one, at most. A normalizer may drop more, but no text needs it."""
+"""Maximum number of characters that Unicode normalization composes into one. Ordinary text never needs more."""
 
 
 class TokenTexts:
@@ -24,7 +24,7 @@ class TokenTexts:
         """Bytes of the longest token."""
         shrinks = tokenizer.pipeline.normalizer is not None
         self.max_characters = self.longest * (MAX_COMPOSED if shrinks else 1)
-        """Characters of a prompt for each of its tokens, at most."""
+        """Maximum number of prompt characters per token."""
 
     def name_of(self, token: int) -> str:
         """The token's text, or its bytes spelled out."""

@@ -35,7 +35,7 @@ class Traffic:
 
     @asynccontextmanager
     async def reading(self, seconds: float) -> AsyncIterator[None]:
-        """Read a body within so many seconds; TimeoutError after that, and as soon as the server is told to stop."""
+        """Time limit for reading a body; raises TimeoutError when it expires or the server shuts down."""
         async with asyncio.timeout(0 if self.draining else seconds) as limit:
             self._reading.add(limit)
             try:
@@ -44,7 +44,7 @@ class Traffic:
                 self._reading.discard(limit)
 
     def drain(self) -> None:
-        """Let what runs finish. A request whose body has not arrived does not run: nobody waits for it."""
+        """Let running requests finish; requests whose body has not arrived are dropped."""
         self.draining = True
         for limit in self._reading:
             limit.reschedule(0)

@@ -33,7 +33,7 @@ def failed() -> ApiError:
 
 
 def non_finite() -> ApiError:
-    """What a request is told whose logits are NaN or infinite."""
+    """The error for a request with NaN or infinite logits."""
     message = "the model produced non-finite logits (NaN or infinity) for this request: check the model's weights"
     return ApiError(500, message, code="engine_failed")
 
@@ -230,7 +230,7 @@ class Worker:
             self._tell(_deliver, arrived)
 
     def _count_failures(self, events: Sequence[Event]) -> None:
-        """Only a finished sequence shows that the engine works: one may fail after any number of tokens."""
+        """Only a finished sequence proves that the engine works: it may fail after any number of tokens."""
         broken = {event.request for event in events if event.finish == "error"}
         if broken:
             _log.error("the model produced non-finite logits (NaN or infinity): %d requests failed", len(broken))

@@ -35,11 +35,11 @@ __all__ = [
 
 Collate = Callable[[list[Any]], Any]
 SAMPLED_TOKENS = 65536
-"""How many tokens of each end tell one stream from another."""
+"""Number of tokens at each end of a stream that are hashed to identify it."""
 SAMPLED = 8
-"""How many examples tell one dataset from another."""
+"""Number of examples that are hashed to identify a dataset."""
 DEFAULT_BATCH_SIZE = 8
-"""Of the training arguments: where it is left as it is, a ready DataLoader's own size holds."""
+"""Default batch size of the training arguments; a DataLoader's own size takes precedence over it."""
 
 
 class Batches(Protocol):
@@ -100,7 +100,7 @@ class TokenBatches:
         return self.loader.position / self.loader.total_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's cursor, and what tells its tokens from others."""
+        """The loader's cursor, and hashes that identify its tokens."""
         return self.loader.state_dict() | self._identity
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class TokenBatches:
             if theirs is not None and ours is not None and theirs != ours:
                 raise DataError(
                     f"{self.loader.root} has {kind} than the checkpoint was trained on ({name} {ours[:12]}, there "
-                    f"{theirs[:12]}): resume with the same data, or name another output_dir"
+                    f"{theirs[:12]}): resume with the same data, or choose another output_dir"
                 )
         self.loader.load_state_dict(state)
 
@@ -188,7 +188,7 @@ class DatasetBatches:
             return self.dataset[0]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the pass that iterating gives, as for a DistributedSampler."""
+        """Set the epoch to iterate over, as for a DistributedSampler."""
         self._iterated = epoch
 
     def rewind(self) -> None:
@@ -247,7 +247,7 @@ class DatasetBatches:
                 )
         theirs, ours = state.get("fingerprint"), self._fingerprint
         if theirs is not None and ours is not None and theirs != ours:
-            raise DataError(f"the examples of this dataset are not those that the checkpoint was trained on: {remedy}")
+            raise DataError(f"the examples of this dataset differ from those the checkpoint was trained on: {remedy}")
         examples = state["taken"] * state["batch_size"]
         if examples % self.batch_size:
             raise DataError(
@@ -265,9 +265,9 @@ class DatasetBatches:
 
     @cached_property
     def _fingerprint(self) -> str | None:
-        """A hash of a few examples, evenly spread; None where they cannot be read ahead, or differ when read again.
+        """A hash of a few evenly spaced examples; None if they cannot be read ahead or differ on every read.
 
-        Random numbers that an example draws from the global generators are seeded here.
+        The global random generators are seeded here, for datasets that use them to build an example.
         """
         if not self.indexed:
             return None
@@ -323,16 +323,17 @@ class DatasetBatches:
 
 
 class LoaderBatches(DatasetBatches):
-    """A ready DataLoader, or any object that gives the batches of a pass each time it is iterated.
+    """A user's DataLoader, or any iterable that yields the batches of one epoch each time it is iterated.
 
-    Its order is its own. Where it has no generator, it is seeded for each pass and batch, so that a resume repeats the
-    order; where it has one, that generator's state is in the cursor. A resume reads and drops the batches already used.
+    It determines its own order. Without a generator of its own, it is seeded per epoch and batch, so that a resumed run
+    repeats the order; otherwise the state of its generator is part of the cursor. Resuming reads and skips the batches
+    that were already used.
     """
 
     def __init__(self, batches: Any, device: torch.device, *, seed: int) -> None:
         if isinstance(batches, Iterator) or not hasattr(batches, "__iter__"):
             raise ConfigError(
-                f"expected a DataLoader, or an object that can be iterated once for each pass, got "
+                f"expected a DataLoader, or an iterable that can be iterated once per epoch, got "
                 f"{type(batches).__name__}: return a torch.utils.data.DataLoader"
             )
         self.dataset, self.device, self.indexed = batches, device, False
@@ -342,11 +343,11 @@ class LoaderBatches(DatasetBatches):
         self._batches, self._ahead, self._cursor = None, [], None
         self._start: list[Tensor] = []
         if self.sized and len(self) == 0:
-            raise DataError(f"expected batches, got a {type(batches).__name__} of length 0: give more data")
+            raise DataError(f"expected batches, got a {type(batches).__name__} of length 0: add data")
 
     @property
     def sized(self) -> bool:
-        """Whether it says how many batches it has."""
+        """Whether the number of batches is known."""
         try:
             len(self.dataset)
         except TypeError:
@@ -357,7 +358,7 @@ class LoaderBatches(DatasetBatches):
         return len(self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and the state that the loader's own generators had when the pass began."""
+        """The cursor, and the state of the loader's own generators at the start of the epoch."""
         begun = self._start if self._batches is not None else [one.get_state() for one in self._generators()]
         return super().state_dict() | ({"generators": begun} if begun else {})
 
@@ -370,7 +371,7 @@ class LoaderBatches(DatasetBatches):
     def _identity(self) -> dict[str, int]:
         return {"batches": len(self), "seed": self._seed} if self.sized else {"seed": self._seed}
 
-    _fingerprint = None  # what it gives is known only by reading it
+    _fingerprint = None  # examples cannot be read ahead
 
     @property
     def _keeps_state(self) -> bool:
@@ -397,7 +398,7 @@ class LoaderBatches(DatasetBatches):
             yield found[0]
 
     def _generators(self) -> list[torch.Generator]:
-        """The generators that a DataLoader and its samplers were given, each once."""
+        """The generators of a DataLoader and its samplers, without duplicates."""
         sampler = getattr(self.dataset, "sampler", None)
         holders = (self.dataset, sampler, getattr(self.dataset, "batch_sampler", None))
         found = [getattr(holder, "generator", None) for holder in holders]
@@ -422,7 +423,7 @@ def make_batches(
         own = dataset.batch_size
         if own is not None and batch_size not in (own, DEFAULT_BATCH_SIZE):
             raise ConfigError(
-                f"the DataLoader gives batches of {own} and the batch size is set to {batch_size}: make them equal"
+                f"the DataLoader has batch size {own}, but the batch size is set to {batch_size}: make them equal"
             )
         if shuffle:
             _refuse_settings(loader, "a DataLoader, which has its own")
@@ -467,7 +468,7 @@ def collate(examples: list[Any]) -> Any:
 
 
 def _digest(value: Any) -> str | None:
-    """A hash of an example; None where it holds something else than numbers, texts, and lists and dicts of them."""
+    """A hash of an example; None if it contains anything but numbers, strings, and lists and dicts of them."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous().numpy() if value.dtype != torch.bfloat16 else value.float().numpy()
     if isinstance(value, np.ndarray | np.generic):

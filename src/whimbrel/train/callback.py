@@ -65,8 +65,8 @@ class TrainerCallback:
     def on_save(self, **event: Any) -> TrainerControl | None:
         """A checkpoint is complete and on disk: `checkpoint` (its path) and `step`.
 
-        `state` is that of the saved step. With `async_save` the run, and with it `model`, may be some steps further;
-        callbacks that do not derive from this class are called before the next step.
+        `state` is that of the saved step. With `async_save`, the run and `model` may be a few steps ahead; callbacks
+        that do not derive from this class are called before the next step.
         """
 
     def on_log(self, **event: Any) -> TrainerControl | None:
@@ -114,7 +114,7 @@ class Callbacks(Sequence[Any]):
 
     @classmethod
     def with_defaults(cls, defaults: Iterable[object], given: Iterable[object]) -> Callbacks:
-        """The defaults and after them those given, of which one of the same class takes the place of a default."""
+        """The defaults followed by `given`; a given callback of the same class as a default replaces it."""
         added = list(cls(given))
         kinds = {type(callback) for callback in added}
         return cls([*(callback for callback in defaults if type(callback) not in kinds), *added])
@@ -153,7 +153,7 @@ class Callbacks(Sequence[Any]):
 
     @property
     def expect_saved_model(self) -> bool:
-        """Whether a callback was written for another trainer, in which on_save comes before the next step."""
+        """Whether a callback was written for another trainer, which calls on_save before the next step."""
         return any(not isinstance(callback, TrainerCallback) for callback in self.of("on_save"))
 
     def dispatch(self, event: str, control: TrainerControl, **keywords: Any) -> TrainerControl:

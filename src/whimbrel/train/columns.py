@@ -19,8 +19,8 @@ LABELS = ("label", "label_ids", "labels")
 def drop_unused_columns(dataset: Any, model: nn.Module, labels: Sequence[str] = ()) -> Any:
     """The dataset without the columns that `forward` does not name, before any collator sees them, as people know it.
 
-    `labels` are kept besides. A `forward` that names nothing (`**batch`) may use every column, and datasets of other
-    kinds are left as they are.
+    `labels` are kept too. A `forward` with only `**kwargs` may use every column, and other kinds of datasets are
+    returned unchanged.
     """
     names = getattr(dataset, "column_names", None)
     parameters = inspect.signature(model.forward).parameters.values()

@@ -48,7 +48,7 @@ LONGEST = 4096
 PATIENCE = 2.0
 """Seconds that a client has for its whole request."""
 MAX_CLIENTS = 16
-"""Connections that are open at once; another one closes the oldest."""
+"""Maximum number of open connections; a new one closes the oldest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +131,9 @@ def liveness(run: Path, seconds: float = 1.0) -> Literal["running", "dead", "els
 
 
 class ControlServer:
-    """Listens on a thread of its own; `answer` is called there with each verb that came with the right token.
+    """Listens on its own thread, which calls `answer` for each request with the right token.
 
-    All connections are read as their bytes arrive, so that a silent one delays nobody else.
+    Connections are read without blocking, so that a silent client delays nobody else.
     """
 
     def __init__(self, run: Path, answer: Callable[[str], dict[str, Any]]) -> None:
@@ -176,7 +176,7 @@ class ControlServer:
                 for key, _ in selector.select(None if deadline is None else deadline - now):
                     if key.fileobj is self._socket:
                         self._accept(selector)
-                    elif key.fileobj in self._clients:  # not closed for a newer one just now
+                    elif key.fileobj in self._clients:  # not just closed in favor of a newer one
                         self._hear(key.fileobj, selector)
             for own in list(self._clients):
                 self._drop(own, selector)
@@ -186,7 +186,7 @@ class ControlServer:
             connection, _ = self._socket.accept()
         except BlockingIOError:  # the client has left again
             return
-        except OSError:  # such as no file handle left: the run may need the next one more than we do
+        except OSError:  # e.g. out of file descriptors: leave the next one to the run
             for own in list(self._clients):
                 self._drop(own, selector)
             time.sleep(PATIENCE)
@@ -198,7 +198,7 @@ class ControlServer:
         selector.register(connection, selectors.EVENT_READ)
 
     def _hear(self, connection: Any, selector: selectors.BaseSelector) -> None:
-        """Take what has arrived; answer a request that is complete, too long or ended by its sender."""
+        """Read available bytes; reply once the request is complete, too long or ended by the client."""
         client = self._clients[connection]
         try:
             piece = connection.recv(LONGEST)
@@ -208,7 +208,7 @@ class ControlServer:
             connection.send(json.dumps(self._reply(client.line)).encode() + b"\n")  # fits into an empty buffer
         except BlockingIOError:
             return
-        except OSError:  # it has gone away
+        except OSError:  # the client disconnected
             pass
         self._drop(connection, selector)
 
@@ -235,7 +235,7 @@ class ControlServer:
 
 @dataclass(slots=True)
 class _Client:
-    """A connection whose request has not all arrived."""
+    """A connection whose request is incomplete."""
 
     deadline: float
     line: bytes = b""
@@ -284,7 +284,7 @@ class ControlCallback(TrainerCallback):
             self._obey(self.decide(), event["control"])
 
     def on_prediction_step(self, **event: Any) -> None:
-        """An evaluation need not be waited for."""
+        """Process requests during an evaluation too."""
         self.on_step_end(**event)
 
     def on_evaluate(self, **event: Any) -> None:

@@ -56,8 +56,8 @@ class TrainerCore:
     """The constructor, callbacks, log and checkpoints of a trainer; `BaseTrainer` adds training and evaluation.
 
     `optimizers` gives an optimizer and a scheduler as objects, by name, or (the optimizer) as a function of the
-    parameters. `callbacks` are added to `default_callbacks()`; one of the class of a default takes its place, and
-    `remove_callback` takes a default out. The log file is not among them: every run writes it.
+    parameters. `callbacks` are added to `default_callbacks()`; one of the same class as a default replaces it, and
+    `remove_callback` removes a default. The log file is not a callback: every run writes it.
     """
 
     def __init__(
@@ -128,25 +128,25 @@ class TrainerCore:
         self._states: tuple[OptimizerState, SchedulerState] | None = None
         self._lines: list[str] = []
         self.deferred: set[str] = set()
-        """What was due at this step ("evaluate", "save") and was put off because the run had to end at once."""
+        """Actions due at this step ("evaluate", "save") that were deferred because the run had to stop at once."""
         self._last_metric: tuple[int, float] | None = None
         self._saving: dict[int, TrainerState] = {}
         self._check_metric()
         self.tell("on_init_end")
 
     def _check_metric(self) -> None:
-        """Refuse a metric for the best model that no evaluation will have."""
+        """Raise if no evaluation will produce the best-model metric."""
 
     compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None
-    """Metrics of predictions and labels; given to the constructor, or a method of a subclass."""
+    """Computes metrics from predictions and labels; a constructor argument or a method of a subclass."""
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
-    """Makes predictions of the logits of a batch before they are gathered, such as their argmax."""
+    """Reduces the logits of a batch before they are gathered, for example to their argmax."""
     _builds_model = False
     """Whether the trainer makes its model itself, without model_init."""
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
-        """The callbacks that every trainer of this class has, besides those it is given."""
+        """The callbacks of every trainer of this class, before those passed to it."""
         return []
 
     # Callbacks
@@ -160,11 +160,11 @@ class TrainerCore:
         return self.callbacks.pop(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Take out a callback, also a default one, by exact class or by identity."""
+        """Remove a callback, including a default one, by exact class or by identity."""
         self.callbacks.pop(callback)
 
     def tell(self, event: str, *, state: TrainerState | None = None, **keywords: Any) -> TrainerControl:
-        """Dispatch an event to the callbacks, with the state as it is or another; the control that holds afterwards."""
+        """Dispatch an event to the callbacks, with the current state or the one given, and return the control."""
         for hearers in (self._log_file, self.callbacks):
             if hearers.handles(event):
                 self.control = hearers.dispatch(
@@ -177,11 +177,11 @@ class TrainerCore:
         return self.control
 
     def tell_saved(self, saved: Saved) -> None:
-        """Dispatch `on_save`, with the state that was saved: training may be further by now."""
+        """Dispatch `on_save` with the saved state: training may be ahead of it by now."""
         self.tell("on_save", state=self._saving.pop(saved.step, None), checkpoint=saved.path, step=saved.step)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> TrainerControl:
-        """Add to the history and tell the callbacks. `start_time` is there for overrides that pass it on."""
+        """Append to the history and notify the callbacks. `start_time` is ignored; overrides may pass it on."""
         del start_time
         entry = {**plain(logs), "epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append(entry)
@@ -206,13 +206,13 @@ class TrainerCore:
         return getattr(self.model, "_orig_mod", self.model)
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of `transformers.Trainer` that are not here: say what to use."""
+        """Raise AttributeError, naming the alternative for attributes of `transformers.Trainer`."""
         raise missing_method(self, name)
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Write weights and processing_class alone; over files of their names only with overwrite_output_dir.
+        """Write only the weights and processing_class; existing files are replaced only with overwrite_output_dir.
 
-        `_internal_call` is there for overrides that pass it on.
+        `_internal_call` is ignored; overrides may pass it on.
         """
         del _internal_call
         target = self.config.output_dir if output_dir is None else Path(output_dir)
@@ -222,7 +222,7 @@ class TrainerCore:
         """Save the whole state; with async_save the files follow, and `on_save` tells when they are there.
 
         The numbers of every step so far are waited for, so that nothing that is not finite is saved. A step that was
-        saved before is not saved again. A temporary checkpoint goes once there is a later one, and is never the best.
+        saved before is not saved again. A temporary checkpoint is removed once a newer one exists and is never best.
         """
         self.settle()
         metric = None
@@ -282,7 +282,7 @@ class TrainerCore:
         return parts
 
     def _optimizer_states(self) -> tuple[OptimizerState, SchedulerState]:
-        """The states of optimizer and scheduler, which know the settings that these had when they were built."""
+        """The checkpoint components of optimizer and scheduler, which record their initial settings."""
         assert self.optimizer is not None
         assert self.lr_scheduler is not None
         held = self._states
@@ -334,7 +334,7 @@ class TrainerCore:
 
 
 class ProcessFlag(int):
-    """A truth value that can be called too: `is_world_process_zero` is an attribute here, a method in transformers."""
+    """A callable bool: `is_world_process_zero` is an attribute here, a method in transformers."""
 
     def __call__(self) -> bool:
         return bool(self)
@@ -344,7 +344,7 @@ class ProcessFlag(int):
 
 
 class Accelerator:
-    """What an override of `training_step` calls for its backward pass, by the name it has in transformers."""
+    """Provides `accelerator.backward`, as in transformers, for overrides of `training_step`."""
 
     def __init__(self, precision: PrecisionPlan) -> None:
         self._precision = precision
@@ -357,20 +357,20 @@ class Accelerator:
 
 
 def _check_collator(data_collator: object, *datasets: object) -> None:
-    """Refuse a collator that nothing would use."""
+    """Raise if data_collator would not be used."""
     given = [dataset for dataset in datasets if dataset is not None]
     if data_collator is not None and given and all(isinstance(dataset, DataLoader) for dataset in given):
         raise ConfigError("data_collator has no effect on a DataLoader, which has its collate_fn: leave it out")
 
 
 def _reporters(log: LogConfig) -> list[Any]:
-    """The callbacks that log where the settings say."""
+    """The logging callbacks selected by the settings."""
     trackers: list[Any] = [TrackerCallback(kind) for kind in ("wandb", "trackio") if getattr(log, kind)]
     return [TensorBoardCallback(), *trackers] if log.tensorboard else trackers
 
 
 def _refuse_unknown(cls: type, unknown: Mapping[str, Any]) -> None:
-    """Refuse keywords that no trainer takes, with what to give instead."""
+    """Raise for unknown keyword arguments, naming the alternative."""
     for name in unknown:
         known = [key for key in inspect.signature(TrainerCore.__init__).parameters if key not in ("self", "unknown")]
         hint = f": give {TRAINER_ELSEWHERE[name]}" if name in TRAINER_ELSEWHERE else nearest(name, known)
@@ -378,13 +378,13 @@ def _refuse_unknown(cls: type, unknown: Mapping[str, Any]) -> None:
 
 
 def _chosen(trainer: object, optimizers: tuple[Any, Any], given: tuple[Any, dict[str, Any]] | None) -> tuple[Any, Any]:
-    """The optimizer and scheduler asked for, in whichever way; two ways at once are refused."""
+    """The chosen optimizer and scheduler; raises if they are given in two ways."""
     optimizer, scheduler = optimizers
     if given is not None and optimizer is not None:
-        raise ConfigError("optimizers and optimizer_cls_and_kwargs both name an optimizer: give one")
+        raise ConfigError("expected optimizers or optimizer_cls_and_kwargs, got both: leave one out")
     for method, choice in {"create_optimizer": optimizer or given, "create_scheduler": scheduler}.items():
         if choice is not None and overrides(trainer, method, "create_optimizer_and_scheduler"):
-            raise ConfigError(f"{method} is overridden and optimizers gives another: leave one out")
+            raise ConfigError(f"{method} is overridden, but optimizers is given too: leave one out")
     if given is None:
         return optimizer, scheduler
     kind, keywords = given

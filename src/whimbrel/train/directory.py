@@ -25,9 +25,9 @@ logger = get_logger(__name__)
 
 
 def check_directory(config: TrainerConfig, *, explicit: bool) -> None:
-    """Refuse a directory with a run in it that nobody asked to resume or to overwrite. Its lock must be held.
+    """Raise if the directory contains a run that is neither resumed nor overwritten. The caller holds its lock.
 
-    `explicit`: resuming was asked for, so that there being nothing to resume from is worth a warning.
+    `explicit`: the user asked to resume, so log a warning if there is no checkpoint.
     """
     directory, found = config.output_dir, step_folders(config.output_dir)
     if found and not (config.resume.latest or config.resume.path or config.overwrite_output_dir):

@@ -1,4 +1,4 @@
-"""Refuses what needs several processes: each would train the same data into the same directory."""
+"""Rejects multi-process training: each process would train on the same data and write to the same directory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from whimbrel.base.errors import ConfigError
 __all__ = ["check_single_process", "refuse_wrapped_model"]
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
-"""Modules of torch that put a model on several devices."""
+"""torch wrappers that spread a model over several devices."""
 
 
 def check_single_process() -> None:
-    """Raise ConfigError in one of several processes, by torchrun's WORLD_SIZE or by the process group."""
+    """Raise ConfigError if torchrun's WORLD_SIZE or the process group says that there are several processes."""
     given = os.environ.get("WORLD_SIZE", "")
     size, source = (int(given) if given.isdigit() else 1), f"WORLD_SIZE={given}"
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -26,7 +26,7 @@ def check_single_process() -> None:
 
 
 def refuse_wrapped_model(model: nn.Module) -> None:
-    """Raise ConfigError for a model that is wrapped by, or sharded with, DDP, FSDP or DataParallel, or has DTensors."""
+    """Raise ConfigError for a model that is wrapped in DDP, FSDP or DataParallel, or has DTensor parameters."""
     for module in model.modules():
         kind = _torch_class(type(module), WRAPPERS)
         if kind is not None:
@@ -39,7 +39,7 @@ def refuse_wrapped_model(model: nn.Module) -> None:
 
 
 def _torch_class(kind: type, names: set[str]) -> str | None:
-    """The base class of torch that has one of the names; its modules are not imported to find out."""
+    """The name of the torch base class that is in `names`, found without importing torch.distributed modules."""
     return next(
         (base.__name__ for base in kind.__mro__ if base.__name__ in names and base.__module__.startswith("torch.")),
         None,

@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 
 class EvaluationInterruptedError(Exception):
-    """Ends an evaluation between two batches: the run has to save and end, or to end."""
+    """Stops an evaluation between two batches because the run has to stop."""
 
 
 class Driven(Protocol):
@@ -78,7 +78,7 @@ class Driven(Protocol):
 
     @property
     def received_signal(self) -> signal.Signals | None:
-        """The signal that asked the run to save and end."""
+        """The signal that asked the run to save and stop."""
 
     @property
     def drains(self) -> bool:
@@ -126,7 +126,7 @@ class Driver:
                 self._recover(fault, final=True)
 
     def _goes_on(self) -> bool:
-        """Whether another step comes: not after the last, and not once the end was asked for."""
+        """Whether to run another step: not after the last one, and not once a stop was requested."""
         self._heed_signal("on_step_begin")
         return self._before_last_step and not self._passes_are_done and not self._trainer.control.ends_training
 
@@ -135,7 +135,7 @@ class Driver:
         return self._trainer.state.global_step < self._trainer.state.max_steps
 
     def _heed_signal(self, event: str) -> None:
-        """Once a signal has come, ask for a save and the end."""
+        """Request a save and a stop once a signal was received."""
         trainer, received = self._trainer, self._trainer.received_signal
         if received is None or trainer.control.should_abort_without_save:
             return
@@ -146,9 +146,9 @@ class Driver:
 
     @property
     def _passes_are_done(self) -> bool:
-        """Whether a run whose length is in epochs has begun them all, of which callbacks may have ended some early.
+        """Whether a run with a length in epochs has started all of them; callbacks may have ended some early.
 
-        A rollback repeats steps with later data, so there the steps alone count.
+        A rollback repeats steps with later data, so after one only the steps count.
         """
         train = self._trainer.config.train
         if train.epochs is None or train.on_nonfinite == "rollback":
@@ -206,7 +206,7 @@ class Driver:
         self._mark_save(due(config.checkpoint.every))
 
     def _mark_save(self, due: bool) -> None:
-        """A save that is due brings the evaluation that it is measured by."""
+        """Evaluate before a save that needs the metric."""
         control = self._trainer.control
         control.should_save |= due
         self._save_is_due |= due
@@ -225,7 +225,7 @@ class Driver:
         """Log, evaluate and save, each where it was asked for and not yet done at this step."""
         trainer, config = self._trainer, self._trainer.config
         if final and not trainer.control.should_abort_without_save:
-            if not (trainer.drains and self._before_last_step):  # a run that is resumed later has not ended here
+            if not (trainer.drains and self._before_last_step):  # an interrupted run is resumed later
                 trainer.control.should_log |= config.log.every is not None or config.log.each_epoch
                 trainer.control.should_evaluate |= config.validation.at_end and trainer.can_evaluate
                 self._save_is_due |= config.checkpoint.at_end
@@ -263,10 +263,9 @@ class Driver:
         trainer.control.should_evaluate = False
 
     def _evaluate_or_defer(self) -> None:
-        """Evaluate, unless the run has to end at once: then the resumed run begins with this evaluation.
+        """Evaluate, unless the run has to stop at once: then the resumed run starts with this evaluation.
 
-        A signal ends an evaluation that is under way. What that one drew at random is taken back, so that the resumed
-        run repeats it exactly.
+        A signal stops an evaluation in progress. Its RNG state is restored, so that the resumed run repeats it exactly.
         """
         trainer, random = self._trainer, RNGState()
         before, self._evaluating = random.state_dict(), True
@@ -285,12 +284,12 @@ class Driver:
         trainer.control.should_save |= trainer.config.checkpoint.when_best and best
 
     def check_evaluation(self) -> None:
-        """Called after each batch of an evaluation: ends it where the run has to end at once."""
+        """Called after each batch of an evaluation; stops it if the run has to stop at once."""
         if self._evaluating and (self._trainer.drains or self._trainer.control.should_abort_without_save):
             raise EvaluationInterruptedError
 
     def _do_deferred(self) -> None:
-        """Do first what was due when the run had to end; a checkpoint that was due then gets its metric now."""
+        """Run the actions deferred by an interrupted run; a checkpoint among them gets its metric now."""
         trainer = self._trainer
         deferred, trainer.deferred = trainer.deferred, set()
         trainer.checkpoint_manager.forget(trainer.state.global_step)
@@ -304,7 +303,7 @@ class Driver:
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _save(self) -> None:
-        """Save where it is due, or else where the last save is long ago: that one is temporary and not measured."""
+        """Save if a save is due, or make a temporary save without a metric if the last one is too long ago."""
         trainer, asked = self._trainer, self._trainer.control.should_save
         if (asked or self._save_is_overdue) and trainer.state.global_step > 0 and self._first("save"):
             with contextlib.suppress(OSError):  # reported when it failed; raised at the end if it was the last save

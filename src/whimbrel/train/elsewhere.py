@@ -1,5 +1,5 @@
-"""Arguments of `transformers` that are spelled otherwise here: translated, accepted where they say what is done anyway,
-or refused with what to give instead.
+"""`transformers` arguments that differ here: translated, accepted if they match what the trainer does anyway, or
+rejected with an error that names the alternative.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["CheckedNames", "HELD", "Held", "TRAINER_ELSEWHERE", "TRANSLATED", "r
 
 
 class Held(NamedTuple):
-    """An argument that has no counterpart: values that say what is done anyway (the default of transformers first),
-    and what to give instead of another.
+    """An argument without a counterpart: the values that match what the trainer does anyway (the transformers default
+    first), and the hint for any other value.
     """
 
     values: tuple[Any, ...]
@@ -38,18 +38,18 @@ TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "tf32": lambda on: {} if on is None else {"float32_matmul_precision": "high" if on else "highest"},
     "warmup_ratio": lambda share: {"warmup_steps": share} if share else {},
 }
-"""Other names for arguments of ours."""
+"""Other names for our arguments."""
 
 _NO_HUB = "upload the directory that save_model writes with huggingface_hub"
 _ONE_PROCESS = "leave it out: the trainer runs in one process"
-_OPTIMIZER = "use optimizers=(OptimConfig(name=NAME, ...), None) of the trainer"
-_SCRIPT = "use a flag of your own script: the trainer does what train(), evaluate() and predict() ask"
+_OPTIMIZER = "pass optimizers=(OptimConfig(name=NAME, ...), None) to the trainer"
+_SCRIPT = "use a flag in your own script: it decides whether to call train(), evaluate() or predict()"
 _SHARDING = "leave it out: the trainer uses one device"
-_TRACKER = "use callbacks=[TrackerCallback('trackio', project=...)] of the trainer"
+_TRACKER = "pass callbacks=[TrackerCallback('trackio', project=...)] to the trainer"
 
 HELD: dict[str, Held] = {
     "accelerator_config": Held((None,), _ONE_PROCESS),
-    "auto_find_batch_size": Held((False,), "use per_device_train_batch_size; `whimbrel train` finds it by itself"),
+    "auto_find_batch_size": Held((False,), "use per_device_train_batch_size; `whimbrel train` finds it automatically"),
     "average_tokens_across_devices": Held((True, False), _ONE_PROCESS),
     "batch_eval_metrics": Held((False,), "use compute_metrics over all batches, with preprocess_logits_for_metrics"),
     "bf16_full_eval": Held((False,), "use mixed_precision='bf16', or model.to(torch.bfloat16)"),
@@ -63,15 +63,15 @@ HELD: dict[str, Held] = {
     "ddp_find_unused_parameters": Held((None, False), _ONE_PROCESS),
     "ddp_static_graph": Held((None,), _ONE_PROCESS),
     "ddp_timeout": Held((1800,), _ONE_PROCESS),
-    "debug": Held(("", []), "use detect_anomaly=True to find the operation that makes a NaN"),
+    "debug": Held(("", []), "use detect_anomaly=True to find the operation that produces a NaN"),
     "deepspeed": Held((None,), _SHARDING),
     "do_eval": Held((False,), _SCRIPT),
     "do_predict": Held((False,), _SCRIPT),
     "do_train": Held((False,), _SCRIPT),
     "enable_jit_checkpoint": Held((False, True), "leave it out: SIGTERM always saves"),
-    "eval_accumulation_steps": Held((None, 1), "leave it out: predictions go to the host after each batch"),
-    "eval_do_concat_batches": Held((True,), "use an override of evaluate"),
-    "eval_on_start": Held((False,), "use trainer.evaluate() before trainer.train()"),
+    "eval_accumulation_steps": Held((None, 1), "leave it out: predictions are moved to the CPU after each batch"),
+    "eval_do_concat_batches": Held((True,), "override evaluate"),
+    "eval_on_start": Held((False,), "call trainer.evaluate() before trainer.train()"),
     "eval_use_gather_object": Held((False,), _ONE_PROCESS),
     "evaluation_strategy": Held((), "use eval_strategy"),
     "fp16_full_eval": Held((False,), "use mixed_precision='fp16', or model.half()"),
@@ -87,10 +87,8 @@ HELD: dict[str, Held] = {
     "hub_revision": Held((None,), _NO_HUB),
     "hub_strategy": Held(("every_save",), _NO_HUB),
     "hub_token": Held((None,), _NO_HUB),
-    "include_for_metrics": Held(([], ()), "use an override of prediction_step that adds them to the predictions"),
-    "include_inputs_for_metrics": Held(
-        (False,), "use an override of prediction_step that adds them to the predictions"
-    ),
+    "include_for_metrics": Held(([], ()), "override prediction_step and add them to the predictions"),
+    "include_inputs_for_metrics": Held((False,), "override prediction_step and add them to the predictions"),
     "include_num_input_tokens_seen": Held(
         ("no", False), "use trainer.state.num_input_tokens_seen, which is always counted"
     ),
@@ -103,23 +101,23 @@ HELD: dict[str, Held] = {
     "log_level": Held(("passive",), "use logging.getLogger('whimbrel').setLevel(...)"),
     "log_level_replica": Held(("warning",), _ONE_PROCESS),
     "log_on_each_node": Held((True, False), _ONE_PROCESS),
-    "logging_nan_inf_filter": Held((True,), "use on_nonfinite: a step that is not finite never enters the logged loss"),
+    "logging_nan_inf_filter": Held((True,), "use on_nonfinite: non-finite steps never enter the logged loss"),
     "neftune_noise_alpha": Held((None,), "use a forward hook on the model's embedding"),
     "no_cuda": Held((), "use use_cpu"),
-    "optim": Held(("adamw_torch_fused", "adamw_torch"), "use optimizers=(NAME, None) of the trainer"),
+    "optim": Held(("adamw_torch_fused", "adamw_torch"), "pass optimizers=(NAME, None) to the trainer"),
     "optim_args": Held((None,), _OPTIMIZER),
-    "optim_target_modules": Held((None,), "use optimizers=(OptimConfig(name=NAME, groups=(GroupConfig(...),)), None)"),
+    "optim_target_modules": Held((None,), "pass optimizers=(OptimConfig(name=NAME, groups=(GroupConfig(...),)), None)"),
     "parallelism_config": Held((None,), _ONE_PROCESS),
-    "prediction_loss_only": Held((False,), "leave compute_metrics out: then evaluate() gives the loss only"),
+    "prediction_loss_only": Held((False,), "leave compute_metrics out: evaluate() then returns only the loss"),
     "project": Held(("huggingface",), _TRACKER),
     "push_to_hub": Held((False,), _NO_HUB),
     "restore_callback_states_from_checkpoint": Held(
-        (False, True), "leave it out: callbacks with state_dict are restored (resume_skip=('callbacks',): not)"
+        (False, True), "leave it out: callbacks with a state_dict are restored unless resume_skip=('callbacks',)"
     ),
     "save_on_each_node": Held((False, True), _ONE_PROCESS),
     "save_only_model": Held((False,), "use save_strategy='no' and save_model, or an on_save callback"),
     "save_safetensors": Held((True,), "leave it out: weights are always written as safetensors"),
-    "skip_memory_metrics": Held((True,), "use callbacks=[MemoryCallback()] of the trainer"),
+    "skip_memory_metrics": Held((True,), "pass callbacks=[MemoryCallback()] to the trainer"),
     "torch_empty_cache_steps": Held((None,), "use an on_step_end callback that calls torch.cuda.empty_cache()"),
     "trackio_bucket_id": Held((None,), _TRACKER),
     "trackio_space_id": Held((None,), _TRACKER),
@@ -127,21 +125,21 @@ HELD: dict[str, Held] = {
     "use_cache": Held((False,), "use model.config.use_cache"),
     "use_ipex": Held((False,), "use torch_compile=True"),
     "use_liger_kernel": Held((False,), "use a model to which liger_kernel was applied"),
-    "use_mps_device": Held((), "leave it out: the best device is found, and use_cpu=True avoids it"),
+    "use_mps_device": Held((), "leave it out: the best device is chosen automatically, unless use_cpu=True"),
 }
-"""The other arguments of transformers, also of earlier versions."""
+"""All other transformers arguments, including those of earlier versions."""
 
 TRAINER_ELSEWHERE = {
     "peft_config": "the model that get_peft_model returns as model",
     "tokenizer": "processing_class",
 }
-"""Arguments of trainers elsewhere, and what to give here instead."""
+"""Arguments of other trainers, and what to pass here instead."""
 
 
 def respelled(owner: str, name: str, value: Any) -> dict[str, Any] | None:
-    """What an argument of `transformers` is here: arguments of ours, or nothing where it holds anyway.
+    """Translate a `transformers` argument into ours; empty if its value matches what the trainer does anyway.
 
-    None: it is not an argument of `transformers`.
+    None if it is not a `transformers` argument.
     """
     if name in TRANSLATED:
         return TRANSLATED[name](value)
@@ -154,7 +152,7 @@ def respelled(owner: str, name: str, value: Any) -> dict[str, Any] | None:
 
 
 class CheckedNames(type):
-    """Makes classes that know the arguments of `transformers`, and refuse an unknown one with what to give instead."""
+    """Metaclass of classes that accept `transformers` arguments and reject unknown ones with a hint."""
 
     def __call__(cls, *args: Any, **named: Any) -> Any:
         """Construct, once every name is known."""
@@ -164,9 +162,11 @@ class CheckedNames(type):
             found = respelled(cls.__name__, name, named[name])
             if found is None or not found.keys() <= set(known):
                 near = nearest(name, known)
-                hint = near if "?" in near else ": leave it out (docs/trainer.md lists what there is)"
+                hint = near if "?" in near else ": leave it out (docs/trainer.md lists all arguments)"
                 raise ConfigError(f"{cls.__name__} has no argument '{name}'{hint}")
             for own, value in found.items():
                 if given.setdefault(own, value) != value:
-                    raise ConfigError(f"{name} = {named[name]!r} and {own} = {given[own]!r} contradict: give one")
+                    raise ConfigError(
+                        f"{name} = {named[name]!r} and {own} = {given[own]!r} contradict each other: leave one out"
+                    )
         return super().__call__(*args, **given)

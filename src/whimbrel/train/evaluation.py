@@ -40,7 +40,7 @@ class Prediction(NamedTuple):
 
 
 class EvalPrediction:
-    """What `compute_metrics` is given: NumPy arrays (or tuples of them) as attributes; unpacks as a pair."""
+    """The argument of `compute_metrics`: NumPy arrays (or tuples of them) as attributes; unpacks as a pair."""
 
     inputs: None = None
     losses: None = None
@@ -56,7 +56,7 @@ class EvalPrediction:
 
 
 class Evaluation(NamedTuple):
-    """The mean loss over all targets (None: no batch had one), and where they were gathered predictions and labels."""
+    """The mean loss over all targets (None if no batch has one), and predictions and labels if they were gathered."""
 
     loss: float | None
     predictions: Any
@@ -74,9 +74,9 @@ def evaluate_batches(
     gather: bool = False,
     preprocess: Callable[[Any, Any], Any] | None = None,
 ) -> Evaluation:
-    """Evaluate at most `limit` batches; `step` gives the loss, logits and labels where `gather` is set.
+    """Evaluate at most `limit` batches; with `gather`, `step` returns the loss, logits and labels.
 
-    Sequences of unequal length are padded with -100, as transformers does.
+    Sequences of unequal length are padded with -100, as in transformers.
     """
     predictions, labels, mean = [], [], _Mean(weighs=step is not None or objective.compute is not None)
     with _evaluating(objective.model):
@@ -102,7 +102,7 @@ def evaluate_batches(
 
 
 def computed_metrics(compute_metrics: Callable[[Any], Mapping[str, Any]], evaluation: Evaluation) -> dict[str, Any]:
-    """What the user's function makes of predictions and labels, as plain numbers."""
+    """The metrics that the user's function returns, as Python numbers."""
     arrays = EvalPrediction(_to_numpy(evaluation.predictions), _to_numpy(evaluation.label_ids))
     found = compute_metrics(arrays)
     if not isinstance(found, Mapping):
@@ -113,13 +113,13 @@ def computed_metrics(compute_metrics: Callable[[Any], Mapping[str, Any]], evalua
 
 
 def label_names_of(forward: Iterable[str], model_name: str) -> tuple[str, ...]:
-    """The inputs that are labels by their names, as transformers finds them among the arguments of `forward`."""
+    """The arguments of `forward` that are labels by their names, found as in transformers."""
     spans = ("start_positions", "end_positions") if "QuestionAnswering" in model_name else ()
     return tuple(name for name in forward if "label" in name or name in spans) or ("labels",)
 
 
 def labels_of(batch: Any, names: Sequence[str]) -> Any:
-    """The labels of a batch: a tensor, a tuple where there are several, None where there is none."""
+    """The labels of a batch: a tensor, a tuple if there are several, or None."""
     if not isinstance(batch, Mapping):
         return batch[1]
     found = tuple(batch[name] for name in names if batch.get(name) is not None)
@@ -127,7 +127,7 @@ def labels_of(batch: Any, names: Sequence[str]) -> Any:
 
 
 def select_predictions(outputs: Any, ignore_keys: Sequence[str]) -> Any:
-    """The outputs but for the loss and `ignore_keys`: a tensor, or a tuple where there are several."""
+    """The outputs without the loss and `ignore_keys`: a tensor, or a tuple if there are several."""
     if isinstance(outputs, Mapping):
         ignored = {"loss", *ignore_keys}
         kept = [value for key, value in outputs.items() if key not in ignored and _has_tensors(value)]
@@ -156,7 +156,7 @@ class _Mean:
 
     @property
     def value(self) -> float | None:
-        """The mean; None where no loss came."""
+        """The mean; None if there was no loss."""
         return None if self._total is None else float(self._total[0] / self._total[1])
 
 
@@ -186,7 +186,7 @@ def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _to_host(value: Any) -> Any:
-    """Tensors on the host, at least one-dimensional, and in a dtype that NumPy has."""
+    """Move tensors to the CPU, at least one-dimensional and in a dtype that NumPy supports."""
 
     def move(tensor: Tensor) -> Tensor:
         tensor = tensor.detach().cpu()
@@ -201,7 +201,7 @@ def _to_numpy(value: Any) -> Any:
 
 
 def _join(parts: list[Any]) -> Any:
-    """The predictions or labels of all batches in one; the second dimension is padded with -100 where it differs."""
+    """Concatenate the predictions or labels of all batches, padding the second dimension with -100 if it differs."""
     first = parts[0]
     if isinstance(first, Mapping):
         return {key: _join([part[key] for part in parts]) for key in first}

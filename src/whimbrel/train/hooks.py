@@ -34,12 +34,12 @@ __all__ = ["TrainerHooks"]
 
 
 class TrainerHooks(TrainerCore):
-    """What a subclass may override, with the signatures of `transformers.Trainer`, and how the loop uses it."""
+    """The methods that a subclass may override, with the signatures of `transformers.Trainer`."""
 
     _plain: Objective | None = None
-    """The objective that `compute_loss` here uses for the batch under way."""
+    """The objective that the default `compute_loss` uses for the current batch."""
     _step_targets: Tensor | None = None
-    """The targets of the step under way."""
+    """The number of targets in the current step."""
 
     # Loss and steps
 
@@ -50,11 +50,11 @@ class TrainerHooks(TrainerCore):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of a micro-batch, and with `return_outputs` the model's outputs: the sum over its targets divided
-        by `num_items_in_batch` (None: by their number).
+        """The loss of a micro-batch, and with `return_outputs` the outputs. The loss is the sum over its targets
+        divided by `num_items_in_batch` (None: by their number).
 
-        An override returns a mean over the targets of `inputs`, or a sum divided by `num_items_in_batch`, which is
-        then their number: the trainer weighs micro-batches itself.
+        An override returns a mean over the targets of `inputs`, or a sum divided by `num_items_in_batch`, the number of
+        these targets: the trainer itself weights the micro-batches of a step.
         """
         objective = self._plain_objective(model)
         count = objective.count(inputs)
@@ -63,11 +63,12 @@ class TrainerHooks(TrainerCore):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Forward and backward of a micro-batch of a step with `num_items_in_batch` targets; its share of the loss.
+        """Forward and backward pass of a micro-batch; returns its share of the step's loss.
 
-        An override does its own backward with `self.accelerator.backward(loss)`, which scales the loss under fp16.
+        `num_items_in_batch` counts the targets of the whole step. An override runs its own backward pass with
+        `self.accelerator.backward(loss)`, which scales the loss under fp16.
         """
-        del num_items_in_batch  # an override may not pass it on; the step under way knows
+        del num_items_in_batch  # an override may not pass it on, so the current step stores it
         inputs = _on_device(inputs, self.device)
         objective = self._hooked_objective(self._plain_objective(model))
         with self.precision.autocast():
@@ -96,7 +97,7 @@ class TrainerHooks(TrainerCore):
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The inputs that are labels: `label_names` of the arguments, or by the arguments of the model's forward."""
+        """Names of the label inputs: `label_names` from the arguments, or inferred from the model's forward."""
         if self.config.loader.label_names is not None:
             return self.config.loader.label_names
         model = self.unwrapped_model()
@@ -104,7 +105,7 @@ class TrainerHooks(TrainerCore):
         return label_names_of(inspect.signature(model.forward).parameters, type(model).__name__)
 
     def _objective(self, batches: Any) -> Objective:
-        """How a batch of `batches` becomes a loss: as `compute_loss` says where a subclass overrides it."""
+        """The objective for `batches`, using `compute_loss` if a subclass overrides it."""
         assert self.model is not None
         loader = batches.loader if isinstance(batches, TokenBatches) else None
         if loader is not None and loader.documents != "join":
@@ -129,13 +130,13 @@ class TrainerHooks(TrainerCore):
         return OverriddenLoss(plain.model, _unused, plain.extras, override=compute, plain=plain)
 
     def _counting_objective(self, objective: Objective, *methods: str) -> Objective:
-        """Counts targets without a forward of its own, where a subclass runs the model in one of `methods`."""
+        """An objective that counts targets without an extra forward pass, if a subclass overrides one of `methods`."""
         if not overrides(self, *methods) or isinstance(objective, OverriddenLoss) or objective.decided:
             return objective
         return Objective(objective.model, _unused, objective.extras)
 
     def _overridden_step(self, plain: Objective) -> Callable[[Any, Tensor], Tensor] | None:
-        """`training_step` as the loop calls it, where a subclass overrides it."""
+        """`training_step` as the loop calls it, or None if no subclass overrides it."""
         if not overrides(self, "training_step"):
             return None
 
@@ -155,19 +156,19 @@ class TrainerHooks(TrainerCore):
     # Optimizer and scheduler
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make `self.optimizer` and `self.lr_scheduler`."""
+        """Create `self.optimizer` and `self.lr_scheduler`."""
         self._keep("optimizer", self.create_optimizer())
         keywords = _accepted(self.create_scheduler, {"optimizer": self.optimizer})
         self._keep("lr_scheduler", self.create_scheduler(num_training_steps, **keywords))
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """Make `self.optimizer` as the arguments say; an override sets it, or returns it."""
+        """Create `self.optimizer` from the arguments; an override sets or returns it."""
         if self.optimizer is None:
             self.optimizer = self._build_optimizer(self._optimizers[0], model)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Scheduler:
-        """Make `self.lr_scheduler` as the arguments say; an override sets it, or returns it."""
+        """Create `self.lr_scheduler` from the arguments; an override sets or returns it."""
         if self.lr_scheduler is None:
             moved = self.optimizer if optimizer is None else optimizer
             assert moved is not None
@@ -175,7 +176,7 @@ class TrainerHooks(TrainerCore):
         return self.lr_scheduler
 
     def _make_optimizer(self, total: int) -> None:
-        """Make optimizer and scheduler anew, through the methods above."""
+        """Recreate optimizer and scheduler through the methods above."""
         if isinstance(self.optimizer, InBackward):
             self.optimizer.remove()  # of an earlier train()
         self.optimizer, self.lr_scheduler = None, None
@@ -186,10 +187,10 @@ class TrainerHooks(TrainerCore):
         self._wrap_created(total)
 
     def _wrap_created(self, total: int) -> None:
-        """Check what a subclass made as if it had been given, and step in backward where that is asked for."""
+        """Check a subclass's optimizer as if it had been passed in, and set up steps in backward if requested."""
         assert self.optimizer is not None
         if overrides(self, "create_optimizer", "create_optimizer_and_scheduler"):
-            self.optimizer = self._build_optimizer(self.optimizer)  # in backward, where it is to be
+            self.optimizer = self._build_optimizer(self.optimizer)  # wraps it for steps in backward if requested
         if overrides(self, "create_scheduler", "create_optimizer_and_scheduler"):
             self.lr_scheduler = assemble.build_scheduler(self.optimizer, self.config, total, self.lr_scheduler)
 
@@ -199,7 +200,7 @@ class TrainerHooks(TrainerCore):
         )
 
     def _keep(self, name: str, made: Any) -> None:
-        """Keep what a method returned, which may have set it itself and returned nothing."""
+        """Store what a method returned; it may also have set the attribute and returned None."""
         if made is not None:
             setattr(self, name, made)
         if getattr(self, name) is None:
@@ -212,14 +213,14 @@ class TrainerHooks(TrainerCore):
     # Model and data
 
     def get_state_components(self) -> list[StateComponent]:
-        """All that a checkpoint holds; what an override of `save_model` writes is in a folder of that name."""
+        """All components of a checkpoint; files from an overridden `save_model` go to a folder of that name."""
         parts = super().get_state_components()
         if overrides(self, "save_model"):
             parts.append(StateComponent("save_model", SavedModel(self), SharingPattern.GLOBAL, required=False))
         return parts
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """The model that `model_init` makes, from the seed and in the dtype of the arguments."""
+        """The model from `model_init`, initialized with the seed and dtype of the arguments."""
         if trial is not None:
             raise ConfigError("expected trial=None: construct and train one Trainer for each trial")
         assert self.model_init is not None
@@ -232,14 +233,14 @@ class TrainerHooks(TrainerCore):
     def get_train_dataloader(self) -> Any:
         """The batches to train on; an override returns a DataLoader."""
         if self.train_dataset is None:
-            raise ConfigError("train() needs train_dataset: give it to the trainer")
+            raise ConfigError("train() needs train_dataset: pass it to the trainer")
         return self._make_batches(self.train_dataset, self.config.train.micro_batch, shuffle=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The batches to evaluate on, of `eval_dataset` or of the trainer's; an override returns a DataLoader."""
+        """The batches of `eval_dataset`, or of the trainer's own; an override returns a DataLoader."""
         dataset = self._eval_dataset(eval_dataset)
         if dataset is None or isinstance(dataset, Mapping):
-            raise ConfigError("get_eval_dataloader() needs one eval_dataset: give it here or to the trainer")
+            raise ConfigError("get_eval_dataloader() needs one eval_dataset: pass it here or to the trainer")
         return self._make_batches(dataset, self.config.validation.micro_batch, shuffle=False)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -247,7 +248,7 @@ class TrainerHooks(TrainerCore):
         return self._make_batches(test_dataset, self.config.validation.micro_batch, shuffle=False)
 
     def _eval_dataset(self, given: Any = None) -> Any:
-        """The dataset given, by name where there are several; None: the trainer's own."""
+        """The dataset passed in, looked up if it is a name; None: the trainer's own."""
         if given is None:
             return self.eval_dataset
         if isinstance(given, str):
@@ -260,7 +261,7 @@ class TrainerHooks(TrainerCore):
         return given
 
     def _as_batches(self, found: Any) -> TokenBatches | DatasetBatches:
-        """The batches that an override returned."""
+        """Wrap the dataloader that an override returned."""
         if isinstance(found, TokenBatches | DatasetBatches):
             return found
         if isinstance(found, TokenDataLoader):
@@ -293,9 +294,10 @@ class TrainerHooks(TrainerCore):
 
 
 class SavedModel:
-    """What a subclass's `save_model` writes, beside the complete state that a resume needs.
+    """Checkpoint component for the files of a subclass's `save_model`, saved beside the complete training state.
 
-    It runs when the state is taken, since training goes on while files are written; they are copied from there.
+    `save_model` runs when the state is captured, since training continues during an asynchronous save; the files are
+    then copied into the checkpoint.
     """
 
     def __init__(self, trainer: TrainerHooks) -> None:
@@ -303,17 +305,17 @@ class SavedModel:
         self._staged: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Have the files written."""
+        """Write the files to a staging folder."""
         run = self._trainer.config.output_dir
         run.mkdir(parents=True, exist_ok=True)
         self._staged = mkdtemp(prefix=".save_model-", dir=run)
-        weakref.finalize(self, shutil.rmtree, self._staged, ignore_errors=True)  # not before a save that is tried again
+        weakref.finalize(self, shutil.rmtree, self._staged, ignore_errors=True)  # a retried save still needs the files
         method = self._trainer.save_model
         method(self._staged, **_accepted(method, {"_internal_call": True}))
         return {}
 
     def load_state_dict(self, state: Any) -> None:
-        """There is nothing to load: the model component has the weights."""
+        """Does nothing: the model component restores the weights."""
 
     def save_directory(self, state: Any, folder: Path) -> None:
         """Copy the files."""
@@ -322,15 +324,15 @@ class SavedModel:
         shutil.copytree(self._staged, folder, dirs_exist_ok=True)
 
     def load_directory(self, folder: Path) -> None:
-        """There is nothing to load."""
+        """Does nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
 class OverriddenLoss(Objective):
-    """The loss of a subclass's `compute_loss`, as the share of the step.
+    """The loss from a subclass's `compute_loss`, as its share of the step.
 
-    It is told the targets of its own micro-batch as `num_items_in_batch`: whether it divides a sum by them or returns
-    a mean, the result is a mean over them, which is weighed here.
+    `num_items_in_batch` is the number of targets in the micro-batch: whether `compute_loss` divides a sum by it or
+    returns a mean, the result is a mean over these targets, which is weighted here.
     """
 
     override: Callable[..., Any]
@@ -359,14 +361,14 @@ class OverriddenLoss(Objective):
 
 
 def _on_device(inputs: Any, device: torch.device) -> Any:
-    """The inputs themselves where they are on the device already: the objective knows a batch by its identity."""
+    """Returns the same object if it is already on the device: the objective recognizes a batch by identity."""
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
     placed = all(value.device.type == device.type for value in values if isinstance(value, Tensor))
     return inputs if placed else to_device(inputs, device)
 
 
 def _unused(*_: Any, **__: Any) -> Tensor:
-    raise AssertionError("an overridden compute_loss makes the loss")
+    raise AssertionError("the overridden compute_loss computes the loss")
 
 
 def _scalar(loss: Any, method: str) -> Tensor:
@@ -377,12 +379,12 @@ def _scalar(loss: Any, method: str) -> Tensor:
 
 
 def _copied(batch: Any) -> Any:
-    """A batch whose keys an override may pop."""
+    """A shallow copy of a batch, so that an override may pop keys."""
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def _accepted(method: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that a method takes: signatures grew over the versions of transformers."""
+    """The keywords that a method accepts: signatures vary between transformers versions."""
     parameters = inspect.signature(method).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return keywords

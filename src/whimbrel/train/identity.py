@@ -1,4 +1,4 @@
-"""What a run is, as far as its shapes do not tell: the settings of the model and the data, compared on a resume."""
+"""Identity of a model beyond its parameter shapes: its config, compared on resume."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from whimbrel.checkpoint import Manifest
 __all__ = ["check_model", "model_identity"]
 
 FREE = ("architectures", "dtype", "problem_type", "torch_dtype", "transformers_version", "use_cache")
-"""Settings of a model that a resume may change: they are not part of the function that it computes."""
+"""Config entries that may change on resume: they do not affect the function that the model computes."""
 FREE_PARTS = ("drop", "token_id", "output_", "return_dict", "label2id", "id2label", "initializer")
-"""Parts of names of such settings; another dropout rate is another training, not another model."""
+"""Substrings of the names of such entries; a different dropout rate changes the training, not the model."""
 
 
 def model_identity(model: nn.Module) -> dict[str, Any]:
-    """A hash of the shapes of a model's parameters, and its settings where it has a `config`, as plain JSON."""
+    """A hash of the parameter shapes, and the `config` as plain JSON if the model has one."""
     base = getattr(model, "get_base_model", lambda: model)()  # under an adapter
     config: Any = getattr(base, "config", None)
     table: dict[str, Any] = {}
@@ -37,7 +37,7 @@ def model_identity(model: nn.Module) -> dict[str, Any]:
 
 
 def check_model(model: nn.Module, path: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint of a model with the same shapes and other settings; one of other shapes cannot be loaded."""
+    """Raise if the checkpoint's model has the same shapes but a different config; loading detects other shapes."""
     theirs, ours = manifest.about.get("model"), model_identity(model)
     if not isinstance(theirs, dict) or theirs["shapes"] != ours["shapes"]:
         return

@@ -93,10 +93,10 @@ def tokens_after(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
 
 
 def truncate_log(path: Path, step: int) -> None:
-    """Drop what was written past `step` steps, and a line that a crash cut short; the file is there afterwards.
+    """Remove lines past `step` steps and a line cut short by a crash; creates the file if it is missing.
 
-    Works in place, so also on a full disk. A damaged line (of a power cut) and what follows it are dropped too, and
-    kept beside the log as `log.jsonl.damaged`.
+    Works in place, so also on a full disk. A damaged line (from a power failure) and all lines after it are moved to
+    `log.jsonl.damaged`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
@@ -106,7 +106,9 @@ def truncate_log(path: Path, step: int) -> None:
             after = _after(line)
             if after is None and line.endswith(b"\n"):
                 aside = path.with_name(f"{path.name}.damaged")
-                logger.warning("%s:%d is damaged: the log goes on from there, and %s has the rest", path, count, aside)
+                logger.warning(
+                    "%s:%d is damaged: the log continues there, and the rest was moved to %s", path, count, aside
+                )
                 shutil.copyfile(path, aside)
             if after is None or after > step:
                 break
@@ -115,7 +117,7 @@ def truncate_log(path: Path, step: int) -> None:
 
 
 def _after(line: bytes) -> int | None:
-    """How many steps were done when a line was written; None for one that is cut short or damaged."""
+    """The number of completed steps when a line was written; None if the line is cut short or damaged."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:

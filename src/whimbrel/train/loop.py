@@ -78,7 +78,7 @@ class Loop:
     lr: Callable[[], float]
     """The learning rate to report."""
     training_step: Callable[[Any, Tensor], Tensor] | None = None
-    """Forward and backward of a micro-batch as a subclass of the trainer does them, given the targets of the step."""
+    """Forward and backward pass of a micro-batch by a trainer subclass, given the number of targets in the step."""
     clip: float | None = None
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     _parameters: list[nn.Parameter] = field(init=False)
@@ -138,7 +138,7 @@ class Loop:
         self._mark = None
 
     def _pass(self, batch: Any, total: Tensor, count: Tensor) -> Tensor:
-        """Forward and backward of a micro-batch; its share of the loss of the step."""
+        """Forward and backward pass of a micro-batch; returns its share of the step's loss."""
         if self.training_step is not None:
             return self.training_step(batch, total)
         with self.precision.autocast():

@@ -19,7 +19,7 @@ def find_metric(metrics: Mapping[str, Any], name: str) -> float:
 
 
 def has_metric(metrics: Container[str], name: str) -> bool:
-    """Whether there is a metric of that name, with or without `eval_` before it."""
+    """Whether there is a metric with that name, with or without the `eval_` prefix."""
     return name in metrics or f"eval_{name}" in metrics
 
 

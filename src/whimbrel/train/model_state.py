@@ -38,7 +38,7 @@ def model_state(model: nn.Module, processing_class: Any = None) -> DirectoryStat
 
 
 def _has_adapters(model: nn.Module) -> bool:
-    """Whether it is a model of PEFT, or one of transformers that an adapter was added to."""
+    """Whether it is a PEFT model, or a transformers model with an adapter."""
     return hasattr(model, "peft_config") and hasattr(model, "save_pretrained")
 
 
@@ -195,21 +195,21 @@ class PretrainedState(ModuleState):
 
 
 class SelfSavingState(ModuleState):
-    """A model with a `save_pretrained` of another library: what that writes, and our own file of the weights."""
+    """A model with another library's `save_pretrained`: its files, and our own file with the weights."""
 
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Its own files, for its library to open, then `model.safetensors` of `state`, which is what is loaded."""
+        """Write its own files, for its library, then `model.safetensors` with `state`, which is loaded on resume."""
         folder.mkdir(exist_ok=True)
         self._model.save_pretrained(str(folder))  # type: ignore[operator]
         super().save_directory(state, folder)
 
 
 class AdapterState(ModuleState):
-    """A model under PEFT adapters: what is trained is saved, the frozen base model is not.
+    """A model with PEFT adapters: only trained weights are saved, not the frozen base model.
 
-    The directory is one that `PeftModel.from_pretrained(base, directory)` opens. Adapter files do not hold all that an
-    exact resume needs (prompt encoders, buffers, parameters that were unfrozen by hand), so everything that is trained
-    is also written under its own name, with a fingerprint of the base model.
+    `PeftModel.from_pretrained(base, directory)` loads the directory. Adapter files lack some of what an exact resume
+    needs (prompt encoders, buffers, manually unfrozen parameters), so all trained weights are also written separately,
+    with a fingerprint of the base model.
     """
 
     FILE, BASE = "trained.safetensors", "base_model.json"
@@ -223,11 +223,11 @@ class AdapterState(ModuleState):
         return {name: tensor for name, tensor in self._model.state_dict().items() if name in trained | buffers}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what is trained."""
+        """Restore the trained weights and buffers."""
         self._model.load_state_dict(state, strict=False)
 
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Adapter files, all that is trained, and which base model it goes with."""
+        """Write the adapter files, all trained weights, and the fingerprint of the base model."""
         self._model.save_pretrained(str(folder), state_dict={**self._model.state_dict(), **state})  # type: ignore[operator]
         write_tensors(folder / self.FILE, self._once(state))
         base = {"fingerprint": self._base_fingerprint(), "adapters": self._adapters()}
@@ -235,7 +235,7 @@ class AdapterState(ModuleState):
         _save_processing(self._processing_class, folder)
 
     def load_directory(self, folder: Path) -> None:
-        """What is trained; other adapters and another base model are refused."""
+        """Load the trained weights; raises if the adapters or the base model differ."""
         base = json.loads((folder / self.BASE).read_text(encoding="utf-8"))
         own = self._adapters()
         if odd := sorted(base["adapters"].keys() ^ own.keys()):
@@ -246,18 +246,18 @@ class AdapterState(ModuleState):
             saved = base["adapters"][adapter]
             for name in (name for name in settings | saved if settings.get(name) != saved.get(name)):
                 raise CheckpointError(
-                    f"{folder} holds an adapter of {name} = {saved.get(name)!r}, and this one has "
-                    f"{settings.get(name)!r}: make them equal, or name another output_dir"
+                    f"{folder} has an adapter with {name} = {saved.get(name)!r}, but this model has "
+                    f"{settings.get(name)!r}: make them equal, or choose another output_dir"
                 )
         if base["fingerprint"] != self._base_fingerprint():
             raise CheckpointError(
                 f"{folder} was trained on a base model with other weights: load the same base model, in the same "
-                "dtype, or name another output_dir"
+                "dtype, or choose another output_dir"
             )
         super().load_directory(folder)
 
     def _adapters(self) -> dict[str, dict[str, Any]]:
-        """The settings of every adapter, as JSON has them."""
+        """The JSON config of every adapter."""
         configs: Mapping[str, Any] = self._model.peft_config  # type: ignore[assignment]
         tables = {name: config.to_dict() for name, config in configs.items()}
         return {
@@ -266,7 +266,7 @@ class AdapterState(ModuleState):
         }
 
     def _base_fingerprint(self) -> str:
-        """Tells base models apart by a few numbers of each frozen parameter."""
+        """A hash of a few values of each frozen parameter, to tell base models apart."""
         digest = hashlib.sha256()
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
@@ -278,7 +278,7 @@ class AdapterState(ModuleState):
 
 
 def _as_json(value: Any) -> Any:
-    """What settings of adapters hold beyond JSON: sets of names, enums, dtypes."""
+    """JSON encoding for other types in adapter configs: sets of names, enums, dtypes."""
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 

@@ -26,18 +26,18 @@ RATES = ("lr", "initial_lr")
 
 
 class OptimizerState:
-    """The state of an optimizer; create it when the optimizer and its scheduler have just been built."""
+    """The state of an optimizer; create it right after the optimizer and its scheduler."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._started = _settings(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, groups, the class, and the settings that the optimizer started with."""
+        """Moments, groups, the class, and the optimizer's initial settings."""
         return {"class": _class_name(self.optimizer), "started": self._started, **self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore moments and counters. Another class, or other parameters, are refused."""
+        """Restore moments and counters; raises if the class or the parameters differ."""
         skip = "leave its state out with --resume.skip=optimizer (resume_skip=('optimizer',) in Python)"
         remedy = f"name another output_dir, or {skip}"
         _check_class("optimizer", state["class"], _class_name(self.optimizer), remedy)
@@ -54,7 +54,7 @@ class OptimizerState:
             ) from error
 
     def _restore_given(self, saved: dict[str, Any], started: list[dict[str, Any]]) -> None:
-        """Restore an optimizer that the user made, but for the settings that were changed since the save."""
+        """Restore an optimizer created by the user, except for settings that were changed since the save."""
         ours = all("peak_lr" in group for group in self.optimizer.param_groups)  # whose scheduler sets the rates
         self.optimizer.load_state_dict(saved)
         for group, now, then in zip(self.optimizer.param_groups, self._started, started, strict=True):
@@ -69,14 +69,14 @@ class OptimizerState:
 
 
 class SchedulerState:
-    """The state of a learning-rate scheduler; create it when the scheduler has just been built."""
+    """The state of a learning-rate scheduler; create it right after the scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self._started = _plain_values(scheduler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is, its class, and the values that it started with."""
+        """Its position, its class, and its initial values."""
         return {
             "class": _class_name(self.scheduler),
             "started": self._started,
@@ -84,9 +84,9 @@ class SchedulerState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` is. Another class is refused; settings of an object that the user made are restored.
+        """Restore `state`, including the settings of a scheduler created by the user; raises if the class differs.
 
-        A torch scheduler computes each rate from the one before, so its settings cannot change in the middle.
+        A torch scheduler computes each rate from the previous one, so its settings cannot change mid-run.
         """
         skip = "leave its state out with --resume.skip=scheduler (resume_skip=('scheduler',) in Python)"
         remedy = f"give that one, name another output_dir, or {skip}"
@@ -109,14 +109,14 @@ def _check_class(what: str, saved: str, own: str, remedy: str) -> None:
 
 
 def _class_name(part: object) -> str:
-    """The class; of an optimizer that works in backward, that of the optimizer itself, whose state it has."""
+    """The class name; for a step-in-backward wrapper, that of the wrapped optimizer."""
     kind = type(part.optimizer if isinstance(part, InBackward) else part)
     package = kind.__module__.partition(".")[0]
     return kind.__qualname__ if package == "__main__" else f"{package}:{kind.__qualname__}"
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What the groups hold beside parameters and their names."""
+    """The parameter groups without parameters and their names."""
     return [
         {
             name: value.clone() if isinstance(value, torch.Tensor) else value
@@ -128,7 +128,7 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _plain_values(scheduler: Scheduler) -> dict[str, Any]:
-    """The numbers and texts of a scheduler, and lists of them, that a user could have set."""
+    """Attributes of a scheduler that a user could have set: numbers, strings, and lists of them."""
     return {
         name: value
         for name, value in scheduler.state_dict().items()

@@ -71,11 +71,11 @@ class Objective:
     compute: LossFunction | None = None
     extras: Callable[[Tensor], dict[str, Any]] = lambda _: {}
     _shifts: bool | None = field(init=False)
-    """Whether the model declares that it shifts labels; None: it declares nothing."""
+    """Whether the model declares that it shifts labels; None if it does not say."""
     _takes: frozenset[str] = field(init=False)
     _takes_all: bool = field(init=False)
     _makes_loss: bool | None = field(init=False)
-    """Whether the loss is computed here; None: the outputs of the first batch with labels decide."""
+    """Whether the loss is computed here; None until the first batch with labels decides."""
     _takes_targets: bool = field(init=False)
     _first: tuple[Batch, Any] | None = field(init=False, default=None)
     """The batch that decided and its outputs, until `loss` uses them."""
@@ -99,10 +99,10 @@ class Objective:
         """Number of targets, or of samples where the batch has none. Call it under autocast.
 
         Which labels are targets may depend on whether the model returns a loss. The first batch with labels is then
-        run through the model here, and `loss` continues from its outputs: no forward is run twice or thrown away.
+        run through the model here, and `loss` reuses its outputs: no forward pass is repeated or wasted.
         """
         if self._makes_loss is None and isinstance(batch, Mapping) and "labels" in batch:
-            # Evaluation may go on to ask for logits (`scored`); training never does.
+            # Evaluation may need logits later (`scored`); training never does.
             wanted = {} if torch.is_grad_enabled() else self._wants_logits()
             outputs = self.model(**self._accepted(batch), **wanted)
             self._makes_loss = not _has_loss(outputs)
@@ -123,7 +123,7 @@ class Objective:
     ) -> tuple[Any, Tensor | None]:
         """The model's outputs for a batch, and their loss where it is `labeled` or the outputs name one.
 
-        `logits`: the outputs hold logits too, which a model may leave out to save memory.
+        `logits`: also return logits, which a model may omit to save memory.
         """
         outputs, scored, divided = self._forward(batch, total, **(self._wants_logits() if logits else {}))
         has_loss = labeled or _part(outputs, "loss") is not None

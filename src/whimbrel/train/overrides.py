@@ -1,4 +1,4 @@
-"""Methods of `transformers.Trainer` that a subclass may override here, and what to do instead of the others."""
+"""Methods of `transformers.Trainer` that a subclass may override, and alternatives to overriding the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HONORED = frozenset({
     "get_train_dataloader", "log", "pop_callback", "predict", "prediction_step", "preprocess_logits_for_metrics",
     "remove_callback", "save_model", "train", "training_step",
 })  # fmt: skip
-"""Methods of that trainer that the loop here calls too, with the same arguments."""
+"""Methods that our training loop calls too, with the same arguments."""
 
 _BATCHES = "shape the batches in data_collator, or override get_train_dataloader and get_eval_dataloader"
 _CHECKPOINT = "override get_state_components to save more, or use an on_save callback"
@@ -88,29 +88,29 @@ REFUSED = {
     **dict.fromkeys(("_move_model_to_device", "_wrap_model"), _MODEL),
     "_validate_args": "check in __init__, after super().__init__(...)",
 }  # fmt: skip
-"""The other methods of that trainer: the loop here would never call them. What to do instead."""
+"""Methods that our training loop never calls, and what to do instead of overriding them."""
 
 
 def check_overrides(trainer: object) -> None:
-    """Refuse a trainer whose class, or whose own attributes, replace a method that is never called."""
+    """Raise if the trainer's class or one of its attributes overrides a method that is never called."""
     for name in (name for name in REFUSED if name in _given(trainer)):
         raise ConfigError(f"{type(trainer).__name__}.{name} would never be called: {REFUSED[name]}")
 
 
 def overrides(trainer: object, *names: str) -> bool:
-    """Whether a subclass, or an attribute of `trainer` itself, replaces one of the methods `names`."""
+    """Whether a subclass, or an attribute of `trainer` itself, overrides one of the methods `names`."""
     given = _given(trainer)
     return any(name in given for name in names)
 
 
 def missing_method(trainer: object, name: str) -> AttributeError:
-    """The error for an attribute that a trainer lacks, with what to use where it is one of `transformers.Trainer`."""
+    """The error for a missing attribute, with a hint if `transformers.Trainer` has it."""
     hint = f": {REFUSED[name]}" if name in REFUSED else ""
     return AttributeError(f"'{type(trainer).__name__}' object has no attribute '{name}'{hint}")
 
 
 def _given(trainer: object) -> set[str]:
-    """Names that classes outside this package define for `trainer`, and methods that were assigned to it."""
+    """Names defined by classes of `trainer` outside this package, and methods assigned to the instance."""
     assigned = {name for name, value in vars(trainer).items() if name in _METHODS and inspect.isroutine(value)}
     foreign = [base for base in type(trainer).__mro__ if base.__module__.partition(".")[0] not in _OURS]
     return assigned.union(*(vars(base) for base in foreign))

@@ -21,7 +21,7 @@ from whimbrel.train.config import RunConfig
 __all__ = ["build_batches", "build_validation", "choose_micro_batch", "draw_model", "find_tokenizer"]
 
 MAX_EPOCHS_PER_STEP = 16
-"""How often one optimizer step may read the corpus; more is a mistake in the settings."""
+"""Maximum number of epochs in one optimizer step; more is a mistake in the settings."""
 BYTES_EACH = 16
 """Of a parameter: itself, its gradient and Adam's two moments, in fp32."""
 
@@ -89,7 +89,7 @@ def build_validation(config: RunConfig, device: torch.device, micro_batch: int) 
 
 
 def _warn_of_shared_shards(training: Path, validation: Path) -> None:
-    """Say so where a validation shard has the bytes of a training shard; only manifests know hashes."""
+    """Warn if a validation shard is identical to a training shard, by the hashes in the manifests."""
     manifests = read_manifest(training), read_manifest(validation)
     if manifests[0] is None or manifests[1] is None:
         return

@@ -50,7 +50,7 @@ def train(config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler:
 class RunTrainer(Trainer):
     """A trainer made from a configuration: GPT over token shards.
 
-    `callbacks` are added to the defaults of `Trainer`, and so are those that the configuration asks for.
+    `callbacks` and those from the configuration are added to the defaults of `Trainer`.
     """
 
     config: RunConfig
@@ -88,7 +88,10 @@ class RunTrainer(Trainer):
 
     def _resume(self) -> None:
         micro_batch = _with_recorded_micro_batch(self._as_given).train.micro_batch
-        if micro_batch not in (None, self.config.train.micro_batch):  # another run has begun and ended since
+        if micro_batch not in (
+            None,
+            self.config.train.micro_batch,
+        ):  # another run has started and ended in the meantime
             raise ConfigError(f"{self.config.output_dir} changed while this run was starting: start it again")
         super()._resume()
 

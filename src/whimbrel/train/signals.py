@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run in good order."""
+"""Graceful shutdown on SIGTERM and SIGINT."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class SignalHandler:
-    """Notes the first signal in `received`, for the training loop to look at; a second one kills.
+    """Records the first signal in `received`, which the training loop polls; a second signal kills the process.
 
-    Handlers are in place within the `with` block, and only in the main thread: Python allows them nowhere else.
+    Handlers are installed inside the `with` block, and only in the main thread, as Python requires.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ __all__ = ["BaseTrainer", "Trainer"]
 logger = get_logger(__name__)
 
 _OVERRIDDEN = object()
-"""Stands for the training data of a trainer without train_dataset, whose class overrides get_train_dataloader."""
+"""Placeholder for train_dataset in a trainer whose class overrides get_train_dataloader."""
 
 
 class BaseTrainer(TrainerHooks):
@@ -57,9 +57,9 @@ class BaseTrainer(TrainerHooks):
         trial: None = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Run to the last step, or until someone asks for the end. Resume: None, True or "latest", or a path.
+        """Train until the last step or until a stop is requested. Resume: None, True or "latest", or a path.
 
-        `ignore_keys_for_eval`: outputs of the model that evaluations during training leave out of the predictions.
+        `ignore_keys_for_eval`: model outputs to exclude from the predictions in evaluations during training.
         """
         if trial is not None:
             raise ConfigError("expected trial=None: construct and train one Trainer for each trial")
@@ -81,7 +81,7 @@ class BaseTrainer(TrainerHooks):
             self.config, self._ignore_keys = given, None
 
     def _named(self, given: Path) -> Path:
-        """A checkpoint by its path, or as `transformers` would name it: `output_dir/checkpoint-500`."""
+        """Resolve a checkpoint path, or the name it has in `transformers`: `output_dir/checkpoint-500`."""
         run = self.config.output_dir
         found = re.fullmatch(r"checkpoint-(\d+)", given.name)
         ours = None if found is None else find_checkpoint(run, int(found[1]))
@@ -182,7 +182,7 @@ class BaseTrainer(TrainerHooks):
             self.tell_saved(saved)
 
     def _load_best(self) -> None:
-        """Load the weights of the best checkpoint, where the best are kept; a run that pauses is to be resumed."""
+        """Load the weights of the best checkpoint if best checkpoints are kept, unless the run was interrupted."""
         pauses = self.drains and self.state.global_step < self.state.max_steps
         if self.config.checkpoint.best is None or self.control.should_abort_without_save or pauses:
             return
@@ -221,11 +221,11 @@ class BaseTrainer(TrainerHooks):
 
     @property
     def received_signal(self) -> signal.Signals | None:
-        """The signal that ended the last `train()`, or is about to end it."""
+        """The signal that stopped the last `train()`, or is about to stop it."""
         return self._signals.received
 
     def tell(self, event: str, **keywords: Any) -> TrainerControl:
-        """Dispatch an event to the callbacks; the control that holds afterwards."""
+        """Dispatch an event to the callbacks and return the control."""
         control = super().tell(event, **keywords)
         if event == "on_prediction_step" and self._driver is not None:
             self._driver.check_evaluation()
@@ -234,10 +234,10 @@ class BaseTrainer(TrainerHooks):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The mean loss over held-out targets and what compute_metrics adds, logged.
+        """Evaluate, log and return the mean loss over held-out targets and the metrics of compute_metrics.
 
-        Of a dict of datasets each is evaluated by itself, with its name in the metrics: `eval_NAME_loss`. A name alone
-        means that one of the trainer's. `ignore_keys`: outputs of the model that are no predictions.
+        Each dataset of a dict is evaluated separately, with its name in the metrics: `eval_NAME_loss`. A string selects
+        one of the trainer's datasets by name. `ignore_keys`: model outputs to exclude from the predictions.
         """
         dataset = self._eval_dataset(eval_dataset)
         if dataset is None and not overrides(self, "get_eval_dataloader"):
@@ -275,7 +275,7 @@ class BaseTrainer(TrainerHooks):
                     self.eval_dataloader = own
 
     def _eval_loop(self) -> dict[str, float]:
-        """What is measured on the prepared batches, under names that begin with `eval_`."""
+        """Loss and metrics on the prepared batches, with the prefix `eval_`."""
         batches, config = self.eval_dataloader, self.config.validation
         assert batches is not None
         held = held_out(batches, config.tokens) if isinstance(batches, TokenBatches) else batches
@@ -284,12 +284,12 @@ class BaseTrainer(TrainerHooks):
         if self.compute_metrics is not None:
             if found.predictions is None or found.label_ids is None:
                 missing = "predictions" if found.predictions is None else f"labels ({', '.join(self.label_names)})"
-                raise DataError(f"compute_metrics needs predictions and labels, and the batches gave no {missing}")
+                raise DataError(f"compute_metrics needs predictions and labels, but the batches have no {missing}")
             metrics |= computed_metrics(self.compute_metrics, found)
         return metrics
 
     def _evaluated(self, held: Any, batches: Any, *, gather: bool, limit: int | None = None) -> Evaluation:
-        """Evaluate `held` batches of `batches`, through prediction_step where predictions are wanted."""
+        """Evaluate `held` batches of `batches`, with prediction_step if predictions are needed."""
         objective = self._objective(batches)
         model = objective.model
 
@@ -306,7 +306,7 @@ class BaseTrainer(TrainerHooks):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> Prediction:
-        """Logits and labels of a dataset, in its order, and the loss and metrics where it has labels."""
+        """Logits and labels of a dataset, in its order, and loss and metrics if it has labels."""
         if isinstance(test_dataset, TokenDataLoader):
             raise ConfigError("predict() takes a dataset: the logits of a whole token stream would not fit in memory")
         own, ignored = self.eval_dataloader, self._ignore_keys
@@ -329,7 +329,7 @@ class BaseTrainer(TrainerHooks):
         """Remember the metric that best is measured by, and whether it is the best so far."""
         checkpoint = self.config.checkpoint
         if not has_metric(metrics, checkpoint.metric) and checkpoint.best is None and not checkpoint.when_best:
-            return  # several datasets may have no metric of that name, and nothing asks for it
+            return  # with several datasets the metric may not exist, and it is not needed
         value = find_metric(metrics, checkpoint.metric)
         self._last_metric = self.state.global_step, value
         best = self.state.best_metric
@@ -403,7 +403,7 @@ class BaseTrainer(TrainerHooks):
             raise ConfigError(f"{name} asks for evaluations and there is nothing to evaluate on: give eval_dataset")
 
     def _check_metric(self) -> None:
-        """Refuse a metric for the best model that no evaluation will have, as far as that is known beforehand."""
+        """Raise if it is already known that no evaluation will produce the best-model metric."""
         validation, checkpoint, metric = self.config.validation, self.config.checkpoint, self.config.checkpoint.metric
         compared = (
             checkpoint.best is not None or checkpoint.when_best or self.config.early_stopping.patience is not None
@@ -419,8 +419,8 @@ class BaseTrainer(TrainerHooks):
         measured = [f"eval_{name}_loss" for name in datasets] or ["eval_loss"]
         if not has_metric(measured, metric):
             raise ConfigError(
-                f"best_model_metric (checkpoint.metric) = {metric!r}: expected one that evaluation gives "
-                f"({', '.join(measured)}); give compute_metrics, or override evaluate"
+                f"best_model_metric (checkpoint.metric) = {metric!r}: expected one of the evaluation metrics "
+                f"({', '.join(measured)}); pass compute_metrics, or override evaluate"
             )
 
     def _begins_anew(self) -> bool:
@@ -483,7 +483,7 @@ class BaseTrainer(TrainerHooks):
 
 
 class Trainer(BaseTrainer):
-    """One device. By default it shows its progress and can be controlled while it runs."""
+    """Trains on one device. By default it shows progress and accepts `whimbrel control` commands."""
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:

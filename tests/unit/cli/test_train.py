@@ -242,7 +242,7 @@ def test_full_standard_output_does_not_end_a_run(folder: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("cannot write to <stdout>: [Errno 28] No space left on device; training goes on") == 1
+    assert done.stderr.count("cannot write to <stdout>: [Errno 28] No space left on device; training continues") == 1
     assert "Exception ignored" not in done.stderr
     assert list(list_checkpoints(Path("run"))) == [6]
 
@@ -257,7 +257,7 @@ def test_closed_pipe_does_not_end_a_run(folder: Path) -> None:
     said = process.stderr.read()
     process.stderr.close()
     assert process.wait() == 0, said
-    assert said.count("Broken pipe; training goes on") == 1
+    assert said.count("Broken pipe; training continues") == 1
     assert list(list_checkpoints(Path("run"))) == [6]
 
 

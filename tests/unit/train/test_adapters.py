@@ -96,9 +96,9 @@ def test_peft_opens_the_model_of_a_checkpoint(settings: Make, fit: Make, rows: A
     ("other", "message"),
     [
         (lambda: adapted(seed=5), "base model with other weights"),
-        (lambda: adapted(lora_alpha=16), "holds an adapter of lora_alpha = 8, and this one has 16"),
-        (lambda: adapted(r=2), "holds an adapter of r = 4, and this one has 2"),
-        (prompted, "holds an adapter of "),
+        (lambda: adapted(lora_alpha=16), "has an adapter with lora_alpha = 8, but this model has 16"),
+        (lambda: adapted(r=2), "has an adapter with r = 4, but this model has 2"),
+        (prompted, "has an adapter with "),
     ],
 )
 def test_another_adapter_or_base_is_refused(settings: Make, fit: Make, rows: Any, other: Make, message: str) -> None:

@@ -363,7 +363,7 @@ def test_another_batch_size_is_taken_up_where_it_fits() -> None:
 def test_what_cannot_be_batched_is_refused() -> None:
     with pytest.raises(DataError, match="less than one batch of 4"):
         make(listed(3), drop_last=True)
-    with pytest.raises(ConfigError, match="the DataLoader gives batches of 1 and the batch size is set to 4"):
+    with pytest.raises(ConfigError, match="the DataLoader has batch size 1, but the batch size is set to 4"):
         make_batches(torch.utils.data.DataLoader(listed(4)), 4, CPU, **KEYWORDS)
     with pytest.raises(DataError, match="the dataset has 0 examples, less than one batch of 4: give some"):
         make_batches([], 4, CPU, **KEYWORDS)

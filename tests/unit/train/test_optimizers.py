@@ -94,7 +94,7 @@ def test_a_trainer_takes_an_optimizer_with_its_settings(fit: Any, args: Any) -> 
     assert {group["seed"] for group in trainer.optimizer.param_groups} == {7}
     with pytest.raises(ConfigError, match="optim.name = 'galore_wam' is not one of .*: did you mean 'galore_warm'"):
         fit(args(), optimizers=("galore_wam", None))
-    with pytest.raises(ConfigError, match=r"no argument 'optim_args': use optimizers=\(OptimConfig\(name=NAME"):
+    with pytest.raises(ConfigError, match=r"no argument 'optim_args': pass optimizers=\(OptimConfig\(name=NAME"):
         args(optim_args="rank=8")
 
 

@@ -242,7 +242,7 @@ def test_create_optimizer_and_scheduler_are_used(returns: bool, args: Make, net:
     trainer.args.overwrite_output_dir = True
     trainer.train()  # made anew
     assert trainer.state.global_step == 4
-    with pytest.raises(ConfigError, match="create_optimizer is overridden and optimizers gives another"):
+    with pytest.raises(ConfigError, match="create_optimizer is overridden, but optimizers is given too"):
         Child(args(), net(), optimizers=("adamw", None))
 
 

@@ -21,12 +21,12 @@ class DivergenceCallback(TrainerCallback):
     steps, so that each is a weighted mean of the losses there were and a young run raises no alarm.
     window: the mean of the last steps is far above that of the best such window before.
 
-    Give keywords as in the section [divergence] (`action` is "stop" unless given), or such a section as `config`.
+    Takes the settings of the [divergence] section as keywords (`action` defaults to "stop"), or as a `config`.
     """
 
     def __init__(self, config: DivergenceConfig | None = None, **settings: Any) -> None:
         if config is not None and settings:
-            raise ConfigError("DivergenceCallback takes a config or keywords: give one of them")
+            raise ConfigError("expected either config or keyword settings for DivergenceCallback, got both")
         config = config or build(DivergenceConfig, {"action": "stop", **settings}, "divergence")
         self._config = config
         self._seen = 0

@@ -20,10 +20,10 @@ logger = get_logger(__name__)
 
 
 class JsonLog(LogWriter):
-    """Writes `log.jsonl` in the run directory. A resumed run first drops what lies past its checkpoint.
+    """Writes `log.jsonl` in the run directory. A resumed run first removes lines past its checkpoint.
 
-    Part of every trainer, not one of its callbacks. A file that cannot be written (a full disk) is warned about once;
-    lines are then kept and written once that works again, and training goes on.
+    Part of every trainer, not one of its callbacks. If the file cannot be written (full disk), one warning is logged,
+    lines are buffered until writing works again, and training continues.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class JsonLog(LogWriter):
         self._failing = False
 
     def on_train_begin(self, **event: Any) -> None:
-        """Continue after the step that the run is at."""
+        """Continue the log after the current step."""
         self._held, self._path, self._failing, self._dropped = None, None, False, 0
         if event["state"].is_world_process_zero:
             self._path = Path(event["trainer"].config.output_dir) / "log.jsonl"
@@ -73,7 +73,7 @@ class JsonLog(LogWriter):
         self._write("log", step, logs)
 
     def on_train_end(self, **event: Any) -> None:
-        """Write what is left and close the file."""
+        """Write pending lines and close the file."""
         del event
         self.release()
         self._flush()
@@ -84,7 +84,7 @@ class JsonLog(LogWriter):
         self._path = None
 
     def _restart_after(self, step: int) -> None:
-        """Drop what lies past `step`, in the file and in what is still to be written."""
+        """Drop lines past `step`, in the file and among the pending ones."""
         self._close()
         self._after = step
         self._pending.clear()
@@ -100,7 +100,7 @@ class JsonLog(LogWriter):
             self._flush()
 
     def _flush(self) -> None:
-        """Write all that is pending, line by line; what fails stays pending."""
+        """Write pending lines one by one; lines that fail stay pending."""
         if self._path is None:
             return
         try:
@@ -113,14 +113,14 @@ class JsonLog(LogWriter):
             if not self._failing:
                 self._failing = True
                 logger.warning(
-                    "cannot write %s: %s; training goes on, and the log is written once that works again",
+                    "cannot write %s: %s; training continues, and the log is written once the file is writable again",
                     self._path, error.strerror or error,
                 )  # fmt: skip
         else:
             if self._failing:
                 self._failing = False
                 lost = f"; {self._dropped} lines were dropped" if self._dropped else ""
-                logger.warning("%s is written again%s", self._path, lost)
+                logger.warning("%s is writable again%s", self._path, lost)
                 self._dropped = 0
 
     def _open(self, path: Path) -> None:
@@ -129,7 +129,7 @@ class JsonLog(LogWriter):
         self._size, self._torn = os.fstat(self._file).st_size, False
 
     def _append(self, line: bytes) -> None:
-        """Add a whole line; the part of one that still fitted on a full disk is cut off before the next attempt."""
+        """Append a complete line; a partial line from a full disk is truncated before the next attempt."""
         assert self._file is not None
         if self._torn:
             os.ftruncate(self._file, self._size)

@@ -116,7 +116,7 @@ class ProgressCallback(TrainerCallback):
                 self._console.file.flush()
 
     def _guarded(self) -> AbstractContextManager[None]:
-        """A console that is full or closed (`| head`) does not end a run."""
+        """Log a warning instead of failing when the console cannot be written (`| head`, full disk)."""
         return self._warnings.instead_of(OSError, ValueError, of=getattr(self._console.file, "name", "the console"))
 
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 __all__ = ["TensorBoardCallback"]
 
 RETRY_SECONDS = 60.0
-"""How long to wait before events are tried again after a failure."""
+"""How long to wait after a failure before writing events again."""
 
 
 class TensorBoardCallback(LogWriter):
     """Every step's loss, learning rate, gradient norm and speed; evaluations, samples and logs.
 
-    A resumed run tells TensorBoard to forget what lies past its checkpoint. Events that cannot be written are lost
-    with a warning; a new file is tried a minute later.
+    A resumed run tells TensorBoard to discard events past its checkpoint. Events that cannot be written are dropped
+    with a warning; a new file is opened a minute later.
     """
 
     def __init__(self) -> None:
@@ -108,20 +108,20 @@ class TensorBoardCallback(LogWriter):
             writer.close()
 
     def _ready(self, step: int) -> SummaryWriter | None:
-        """The writer, opened again for `step` where it failed a while ago."""
+        """The writer, reopened at `step` some time after a failure."""
         if self._writer is None and self._folder is not None and time.monotonic() >= self._retry_at:
             self._open_after(step - 1)
         return self._writer
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """A failure of TensorBoard is a warning; its writer is of no use afterwards."""
+        """Turn TensorBoard failures into warnings; the writer is unusable afterwards."""
         with self._warnings.instead_of(Exception, of=f"TensorBoard events in {self._folder}"):
             try:
                 yield
             except Exception:
                 self._retry_at = time.monotonic() + RETRY_SECONDS
-                with contextlib.suppress(Exception):  # it fails for the reason that is on its way
+                with contextlib.suppress(Exception):  # fails for the same reason, which is already being raised
                     self._close()
                 raise
 

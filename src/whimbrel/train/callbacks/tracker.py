@@ -19,7 +19,7 @@ PROJECT = "whimbrel"
 
 
 class TrackerCallback(LogWriter):
-    """Every step's numbers, evaluations and logs, under `run_name` or the name of the run directory.
+    """Reports step metrics, evaluations and logs under `run_name`, or the name of the run directory.
 
     A run that goes on is the same run there: its id is in the checkpoint. Without an account nothing is sent:
     Weights & Biases then writes into the run directory, and trackio always keeps its own files.

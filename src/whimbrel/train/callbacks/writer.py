@@ -17,23 +17,23 @@ logger = get_logger(__name__)
 
 
 REMIND_SECONDS = 600.0
-"""How long after a warning an output that still fails is warned about again."""
+"""Minimum time between two warnings about the same failing output."""
 
 
 class Warnings:
-    """Turns the failures of an output into a warning now and then: training outlives its logs."""
+    """Turns write failures of an output into occasional warnings, so that training continues without its logs."""
 
     def __init__(self) -> None:
         self._quiet_until = 0.0
 
     @contextlib.contextmanager
     def instead_of(self, *kinds: type[Exception], of: object) -> Iterator[None]:
-        """Within the block, such an error of the output `of` is a warning, and what is left of the block is skipped."""
+        """Log errors of these kinds as warnings about the output `of` and skip the rest of the block."""
         try:
             yield
         except kinds as error:
             if time.monotonic() >= self._quiet_until:
-                logger.warning("cannot write to %s: %s; training goes on", of, " ".join(str(error).split()))
+                logger.warning("cannot write to %s: %s; training continues", of, " ".join(str(error).split()))
                 self._quiet_until = time.monotonic() + REMIND_SECONDS
 
 

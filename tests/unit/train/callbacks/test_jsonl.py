@@ -189,11 +189,11 @@ def test_full_disk_is_one_warning_and_no_line_is_lost(
         run.evaluate(loss=loss)
     assert [line["loss"] for line in read_log(log)] == [3.0]
     (warning,) = caplog.records
-    assert f"cannot write {log}: No space left on device; training goes on" in warning.message
+    assert f"cannot write {log}: No space left on device; training continues" in warning.message
     fill_disk(False)
     run.step(loss=1.0)
     assert [line["loss"] for line in read_log(log)] == [3.0, 2.0, 2.0, 1.5, 1.5, 1.0]
-    assert caplog.records[-1].message == f"{log} is written again"
+    assert caplog.records[-1].message == f"{log} is writable again"
     run.end()
 
 
@@ -209,7 +209,7 @@ def test_lines_that_a_full_disk_takes_are_counted(
     fill_disk(False)
     run.step(loss=1.0)
     assert [line["loss"] for line in read_log(log)] == [2.0, 1.0]
-    assert f"{log} is written again; 2 lines were dropped" in caplog.text
+    assert f"{log} is writable again; 2 lines were dropped" in caplog.text
     fill_disk(True)
     run.step(loss=0.5)
     run.end()

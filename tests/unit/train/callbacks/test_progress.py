@@ -219,7 +219,7 @@ def test_console_that_cannot_be_written_is_one_warning(make_run: Any, caplog: An
         run.step(loss=1.0)
         run.evaluate(loss=1.0)
     (warning,) = caplog.records
-    assert warning.message == "cannot write to <stdout>: [Errno 28] No space left on device; training goes on"
+    assert warning.message == "cannot write to <stdout>: [Errno 28] No space left on device; training continues"
     file.full = False
     run.step(loss=1.0)
     file.truncate(0)

@@ -134,7 +134,7 @@ def test_events_that_cannot_be_written_are_one_warning_and_tried_again(
             run.save()
     (warning,) = caplog.records
     assert f"cannot write to TensorBoard events in {run.args.logging_dir}" in warning.message
-    assert "No space left on device; training goes on" in warning.message
+    assert "No space left on device; training continues" in warning.message
     run.step(loss=1.0)
     run.end()
     assert curves(Path(run.args.logging_dir))["train/loss"] == [(1, 3.0), (5, 1.0)]
