@@ -119,8 +119,12 @@ def test_ctrl_c_twice_ends_the_program(talk, monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("whimbrel.generate.speculative.sample", sample)
-    with pytest.raises(KeyboardInterrupt):
-        talk("Hello", "And you?")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            talk("Hello", "And you?")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_at_the_prompt_says_how_to_leave(talk, monkeypatch):
