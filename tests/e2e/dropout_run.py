@@ -13,7 +13,7 @@ STEPS, EVERY = 60, 4
 
 
 class Net(nn.Module):
-    """A classifier that drops half of what it knows."""
+    """A classifier with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    """Begin, or go on."""
+    """Start or resume the run."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows = torch.randn(200, 16, generator=torch.Generator().manual_seed(1))

@@ -61,7 +61,7 @@ class Codec:
         return 0 if self.is_plain else -(-size // self.group)
 
     def scale_width(self, size: int) -> int:
-        """How many elements hold what scales `size` numbers."""
+        """Number of elements that store the scales of `size` values."""
         groups = self.groups(size)
         return 2 * groups + 3 * SCALE_DTYPE.itemsize if self.has_minimum else groups
 

@@ -51,7 +51,7 @@ class StaticLayer(StoredLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: dict[str, Any] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Append tokens and hand back the whole memory; what lies past `get_seq_length()` has to be masked."""
+        """Append tokens and return the whole buffer; mask everything past `get_seq_length()`."""
         self.append(key_states, value_states)
         return self._view(self._filled_buffer()).dense(key_states.dtype)
 

@@ -229,7 +229,7 @@ class CheckpointManager:
         return found[0][1] if found else None
 
     def settle(self) -> None:
-        """Return when nothing is in flight, also where a save failed: `wait` is how to learn of that."""
+        """Wait for saves in progress without raising if one failed; use `wait` for that."""
         self._settle()
 
     def _take_over(self, chosen: Path, manifest: Manifest, wanted: Sequence[StateComponent]) -> None:
@@ -403,16 +403,16 @@ class CheckpointManager:
 
 
 def _check_free_space(target: Path, pieces: Sequence[Piece]) -> None:
-    """Refuse to begin what cannot be finished: tensors are nearly all of a checkpoint, so their size is known ahead."""
+    """Raise before writing a checkpoint that cannot fit: its size is nearly that of its tensors."""
     written = (piece.snapshot for piece in pieces if piece.place.writes and piece.snapshot is not None)
     needed = sum(tensor.nbytes for snapshot in written for tensor in snapshot.tensors.values())
     folder = next(path for path in (target, *target.parents) if path.exists())
     try:
         free = shutil.disk_usage(folder).free
-    except OSError:  # unknown: then the write itself shows whether there is room
+    except OSError:  # unknown: the write itself fails if there is not enough space
         return
     if free < needed:
-        raise WriteError(f"cannot write {target}: it needs {needed:,} bytes and {free:,} are free on the disk")
+        raise WriteError(f"cannot write {target}: it needs {needed:,} bytes, but only {free:,} are free on the disk")
 
 
 def _refuse_taken(target: Path) -> None:

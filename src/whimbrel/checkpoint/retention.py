@@ -14,7 +14,7 @@ from whimbrel.checkpoint.manifest import read_manifest
 __all__ = ["TEMPORARY", "best_first", "prune_checkpoints", "temporary_checkpoints"]
 
 TEMPORARY = "temporary"
-"""What the manifest of a checkpoint says (in `about`) that is to go once there is a later one."""
+"""Key in a manifest's `about` that marks a checkpoint to remove once a newer one exists."""
 
 logger = get_logger(__name__)
 
@@ -33,7 +33,7 @@ def best_first(run: Path, *, greater_is_better: bool) -> list[tuple[float, Path]
 
 
 def temporary_checkpoints(run: Path) -> set[Path]:
-    """The checkpoints of a run that were saved only until there is a later one."""
+    """The temporary checkpoints of a run, which are removed once a newer one exists."""
     found = set()
     for path in list_checkpoints(run).values():
         try:

@@ -29,7 +29,7 @@ slots must not be traced. Little is lost: step counts are read on the host, whic
 """
 
 LARGEST = 1e14
-"""What elements of gradients are bounded by, where their squares do not fit into fp32: a billion of such squares do."""
+"""Clamp limit for gradient elements whose squares overflow fp32: the sum of a billion such squares is still finite."""
 
 
 def examine(tensors: Iterable[Tensor]) -> tuple[Tensor, bool]:

@@ -33,7 +33,7 @@ __all__ = ["Composed"]
 AT_ONCE = 1 << 24
 """Numbers that one batch of work takes on, so that what it needs beside the state stays small."""
 IN_CACHE = 1 << 18
-"""The same on a CPU for rules that go element by element: temporaries stay in its cache, and are not mapped anew."""
+"""The same on a CPU for rules that go element by element: temporaries stay in the cache and their memory is reused."""
 
 
 class Piece(NamedTuple):

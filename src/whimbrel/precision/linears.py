@@ -19,7 +19,7 @@ COMPUTED = (
     "its weight is computed from other parameters (a parametrization, weight norm, spectral norm or pruning): remove "
     "that first"
 )
-"""Why a layer cannot be taken whose `weight` is no parameter: what is put in its place would be computed anew."""
+"""Why a layer without a `weight` parameter is skipped: the computed weight would overwrite a replacement."""
 
 logger = get_logger(__name__)
 

@@ -157,9 +157,9 @@ def _hindrance(error: BaseException | None) -> str | None:
 
 
 def keep_kind(module: nn.Module) -> None:
-    """See to it that `load_state_dict(..., assign=True)`, too, leaves the weights of a layer quantised.
+    """Keep the weights of a layer quantized through `load_state_dict(..., assign=True)`.
 
-    A layer that is given a quantised weight as an attribute calls this by itself.
+    Called automatically when a quantized weight is set on a layer.
     """
     hooks = module._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", None) is _keep_kind for hook in hooks):

@@ -45,16 +45,16 @@ __all__ = [
 ]
 
 CPU_SECONDS = 2
-"""CPU time of one rendering; thousands of messages take milliseconds."""
+"""CPU time limit for one rendering; thousands of messages take milliseconds."""
 MEMORY_BYTES = 512 * 1024**2
-"""Memory that a child may take beyond what it starts with."""
+"""Memory that a child process may allocate beyond its initial size."""
 MAX_CHARACTERS = 16 * 1024**2
-"""Characters of a rendered conversation."""
+"""Maximum length of a rendered conversation in characters."""
 WALL_SECONDS = 120.0
-"""Where a system cannot limit CPU time, a child is ended after this time."""
+"""Wall-clock limit, for systems that cannot limit CPU time."""
 
 KEPT_VARIABLES = ("DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TZ")
-"""What a child knows of its environment: not the API key."""
+"""Environment variables passed to the child process: API keys are not among them."""
 
 NOT_ASCII = re.compile("[\x80-\ud7ff\ue000-\U0010ffff]+")
 
@@ -71,11 +71,11 @@ class SourceError(Exception):
 
 
 class RefusedError(Exception):
-    """A template failed on its messages, or refuses them."""
+    """A template failed on its messages or rejected them."""
 
 
 class LimitExceededError(Exception):
-    """A template took more time, memory or characters than it may."""
+    """A template exceeded its time, memory or output limit."""
 
 
 class Marks(NamedTuple):
@@ -129,7 +129,7 @@ def render_here(source: str, given: Mapping[str, Any], marks: Marks | None = Non
 
 
 class Renderer:
-    """Renders in a child process, one conversation at a time; threads may call it at once."""
+    """Renders in a child process, one conversation at a time; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -138,7 +138,7 @@ class Renderer:
         atexit.register(self.close)
 
     def compile(self, source: str) -> None:
-        """Raise `SourceError` where a template is not valid."""
+        """Raise `SourceError` if a template is not valid."""
         self._ask({"source": source})
 
     def render(self, source: str, given: Mapping[str, Any], marks: Marks | None = None) -> str:
@@ -147,7 +147,7 @@ class Renderer:
         return str(self._ask({"source": source, "given": given, "marks": table}))
 
     def close(self) -> None:
-        """End the child."""
+        """Stop the child process."""
         process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():
             _end(process)
@@ -190,7 +190,7 @@ renderer = Renderer()
 
 
 def serve() -> None:
-    """What the child does: render what it is asked for until its input ends."""
+    """Main loop of the child process: render requests until its input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     source, answers = sys.stdin.buffer, sys.stdout.buffer
     _limit_memory()
@@ -247,7 +247,7 @@ def _limit_memory() -> None:
 
 
 def _limit_time() -> None:
-    """End this process by SIGXCPU once it has run for `CPU_SECONDS` more."""
+    """Have SIGXCPU kill this process after `CPU_SECONDS` more of CPU time."""
     if sys.platform != "win32":
         import resource
 

@@ -63,7 +63,7 @@ class Tokenizer:
         self.eot_token = _document_opener(content["added_tokens"], vocabulary, eot_token)
         self.eot_id: int = vocabulary[self.eot_token]
         self.bos_id: int = self.eot_id if bos_token is None else vocabulary.get(bos_token, self.eot_id)
-        """What an empty prompt starts with; the end-of-text token where the tokenizer has no bos token."""
+        """The token that replaces an empty prompt; end-of-text if the tokenizer has no BOS token."""
         self.fingerprint = _fingerprint(content, vocabulary, self.eot_token)
         self._fast = fast_encoder(pipeline, content)
         self._spelled = _spelled(pipeline, content)
@@ -96,7 +96,7 @@ class Tokenizer:
         """The ids of a raw prompt, as transformers' `tokenizer(text)` gives them.
 
         `parse_special=False` reads special tokens in the text as plain text; `add_special_tokens=False` leaves out what
-        the tokenizer's file adds around every text (a bos token, say). Threads may call it at once.
+        the tokenizer's file adds around every text (such as a BOS token). Thread-safe.
         """
         [encoded] = self.encode_prompts([text], parse_special=parse_special, add_special_tokens=add_special_tokens)
         return encoded

@@ -161,7 +161,7 @@ def test_crop_takes_integers_of_any_kind_and_keeps_none_of_them(make: Any, kind:
 
 
 @pytest.mark.parametrize("given", [2.0, True, None, "2", torch.tensor(2.0), torch.tensor(True), torch.ones(2), [2]])
-def test_what_is_no_integer_is_refused_and_changes_nothing(given: Any):
+def test_non_integer_arguments_raise_and_change_nothing(given: Any):
     cache = filled(DynamicCache())
     calls = [
         lambda: cache.crop(given),

@@ -131,7 +131,7 @@ def test_gradients_reach_every_token_that_is_seen(kind: int):
 
 
 @pytest.mark.parametrize("kind", [0, 2, 3])
-def test_storing_without_gradients_goes_on_after_storing_with_them(kind: int):
+def test_updates_without_gradients_work_after_updates_with_gradients(kind: int):
     layer, tokens = every_kind()[kind], torch.randn(1, 2, 14, 4, requires_grad=True)
     keys, _ = layer.update(tokens, tokens)
     loss = keys.square().sum()

@@ -312,10 +312,10 @@ def test_save_that_does_not_fit_on_the_disk_is_not_begun(tmp_path: Path, parts, 
         patch.setattr(manager_module, "write_checkpoint", lambda *given: pytest.fail("began to write"))
         patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=383))
         manager.save(2, parts(2.0))  # 64 + 32 numbers of fp32
-        with pytest.raises(WriteError, match=r"step-00000002: it needs 384 bytes and 383 are free"):
+        with pytest.raises(WriteError, match=r"step-00000002: it needs 384 bytes, but only 383 are free"):
             manager.wait()
     path = checkpoint_path(tmp_path, 2)
-    assert f"the save of step 2 failed: cannot write {path}: it needs 384 bytes and 383 are free" in caplog.text
+    assert f"the save of step 2 failed: cannot write {path}: it needs 384 bytes, but only 383 are free" in caplog.text
     manager.save(3, parts(3.0))
     manager.wait()
     assert list(list_checkpoints(tmp_path)) == [1, 3]

@@ -131,7 +131,7 @@ def test_epochs_are_counted_and_told(folder: Path, caplog: pytest.LogCaptureFixt
         assert (loader.epoch, "epoch" in caplog.text) == (0, False)
         loader.next_batch()
     assert loader.epoch == 1
-    assert "epoch 2 of the 2029 training tokens" in caplog.text
+    assert "epoch 2 over the 2029 training tokens" in caplog.text
     loader.reset()
     assert (loader.position, loader.epoch) == (0, 0)
     assert loader.next_batch()[0][0, 0] == EOT
@@ -210,7 +210,7 @@ def test_faults_are_found_before_the_first_batch(tmp_path: Path) -> None:
     (tmp_path / "x_train_000001.bin").write_bytes(b"PK" * 2000)
     refused(r"x_train_000001\.bin is not a token shard: magic number")
     write_shard(tmp_path / "x_train_000001.bin", np.array([EOT, 2, 3], dtype=np.uint32))
-    refused(r"x_train_000001\.bin holds uint32 tokens")
+    refused(r"x_train_000001\.bin has uint32 tokens")
     refused("expected a split of train, val, got 'test'", split="test")
     with pytest.raises(DataError, match="no directory"):
         TokenDataLoader(tmp_path / "absent", 1, 4)

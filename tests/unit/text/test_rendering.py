@@ -1,4 +1,4 @@
-"""Templates that would take all time or memory are ended, and others go on."""
+"""Templates that would take all time or memory are stopped, and others still render."""
 
 from __future__ import annotations
 

@@ -380,7 +380,7 @@ def test_other_examples_of_the_same_number_are_not_resumed(args: Make, fit: Make
     fit(args(**settings, max_steps=9, resume_skip=("dataset",)), train_dataset=other, resume=True)
 
 
-def test_examples_that_differ_each_time_are_no_reason_to_refuse(args: Make, fit: Make, data: Make) -> None:
+def test_resume_allows_datasets_with_random_augmentation(args: Make, fit: Make, data: Make) -> None:
     class Augmented(list[Any]):
         def __getitem__(self, place: Any) -> Any:
             noise = np.random.default_rng().normal()

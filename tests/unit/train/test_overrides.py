@@ -67,7 +67,7 @@ def test_a_mixin_and_an_assigned_method_are_found(args: Make, net: Make, data: M
         trainer.train()
 
 
-def test_a_method_that_is_not_there_says_what_to_use(args: Make, net: Make) -> None:
+def test_missing_method_error_names_the_alternative(args: Make, net: Make) -> None:
     trainer = BaseTrainer(args(), net())
     with pytest.raises(AttributeError, match="no attribute 'push_to_hub': upload the directory that save_model writes"):
         trainer.push_to_hub()
@@ -173,7 +173,7 @@ def test_compute_loss_may_call_that_of_the_trainer(args: Make, net: Make, data: 
         assert torch.allclose(a, b, atol=1e-6)
 
 
-def test_a_loss_that_is_no_scalar_is_refused(args: Make, net: Make, data: Make) -> None:
+def test_compute_loss_must_return_a_scalar(args: Make, net: Make, data: Make) -> None:
     class Child(BaseTrainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             return model(inputs["x"])

@@ -1,4 +1,4 @@
-"""Saves by the clock: work is kept, and nothing else changes."""
+"""Timed saves: they limit lost work and change nothing else."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def weights(run: Path) -> list[bytes]:
     return [(last / name).read_bytes() for name in ("model/model.safetensors", "optimizer.safetensors")]
 
 
-def test_ten_minutes_are_the_default_everywhere(root: Path, make_run: MakeRun) -> None:
+def test_timed_saves_default_to_ten_minutes(root: Path, make_run: MakeRun) -> None:
     recipes = sorted((root / "configs").glob("*.toml"))
     for config in [make_run(), to_config(TrainingArguments()), *(load_run_config(path) for path in recipes)]:
         assert (config.checkpoint.every_minutes, config.checkpoint.at_end) == (10, True)
 
 
 @pytest.mark.parametrize("minutes", [3.0, None])
-def test_minutes_are_an_argument_and_a_setting(make_run: MakeRun, minutes: float | None) -> None:
+def test_save_minutes_can_be_set_in_arguments_and_config(make_run: MakeRun, minutes: float | None) -> None:
     assert to_config(TrainingArguments(save_minutes=minutes)).checkpoint.every_minutes == minutes
     config = make_run(checkpoint__every=2, checkpoint__every_minutes=minutes)
     assert config.checkpoint.every_minutes == minutes
     assert from_config(config).save_minutes == minutes
 
 
-def test_no_saves_means_none_by_the_clock_either(caplog: pytest.LogCaptureFixture) -> None:
+def test_save_strategy_no_disables_timed_saves(caplog: pytest.LogCaptureFixture) -> None:
     assert to_config(TrainingArguments(save_strategy="no")).checkpoint.every_minutes is None
     assert "no effect" not in caplog.text
     TrainingArguments(save_strategy="no", save_minutes=3)
@@ -72,7 +72,7 @@ def test_minutes_must_be_positive(make_run: MakeRun, minutes: float) -> None:
         make_run(checkpoint__every_minutes=minutes)
 
 
-def test_crashed_run_resumes_from_the_save_by_the_clock(make_run: MakeRun, tmp_path: Path) -> None:
+def test_crashed_run_resumes_from_the_timed_save(make_run: MakeRun, tmp_path: Path) -> None:
     """With a recipe that saves at the end only."""
     settings = {"validation__every": 2, "checkpoint__best": 1, "checkpoint__evaluate": True, "log__every": 2}
     train(make_run(output_dir=tmp_path / "whole", checkpoint__every_minutes=None, **settings))
@@ -86,7 +86,7 @@ def test_crashed_run_resumes_from_the_save_by_the_clock(make_run: MakeRun, tmp_p
 
 
 @pytest.mark.parametrize("keep", [None, 1, 2])
-def test_saves_by_the_clock_leave_the_others_alone(make_run: MakeRun, tmp_path: Path, keep: int | None) -> None:
+def test_timed_saves_do_not_affect_regular_checkpoints(make_run: MakeRun, tmp_path: Path, keep: int | None) -> None:
     kept = []
     for name, minutes in (("plain", None), ("clock", ALWAYS)):
         config = make_run(
@@ -99,7 +99,7 @@ def test_saves_by_the_clock_leave_the_others_alone(make_run: MakeRun, tmp_path: 
     assert kept[0] == kept[1]
 
 
-def test_clock_starts_anew_after_every_save(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_timer_restarts_after_every_save(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     now, saved = [0.0], []
     monkeypatch.setattr("whimbrel.train.driver.time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -135,7 +135,7 @@ def test_rollback_prefers_the_regular_checkpoint(args: Make, fit: Make) -> None:
     assert went == [3]
 
 
-def test_temporary_checkpoint_can_be_made_lasting(tmp_path: Path) -> None:
+def test_temporary_checkpoint_can_be_made_permanent(tmp_path: Path) -> None:
     class State:
         def state_dict(self) -> dict[str, Any]:
             return {"w": torch.ones(3)}

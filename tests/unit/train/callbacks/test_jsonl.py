@@ -228,7 +228,7 @@ def test_log_that_cannot_be_opened_is_opened_later(make_run: Any, tmp_path: Path
     assert f"cannot write {log}" in caplog.text
 
 
-def test_damaged_log_is_kept_aside_and_the_run_goes_on(make_run: Any, tmp_path: Path, caplog: Any) -> None:
+def test_damaged_log_is_moved_aside_and_the_run_continues(make_run: Any, tmp_path: Path, caplog: Any) -> None:
     log = tmp_path / "run" / "log.jsonl"
     go(make_run, 0, 4)
     whole = log.read_bytes()
