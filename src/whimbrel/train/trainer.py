@@ -368,7 +368,7 @@ class BaseTrainer(TrainerHooks):
             logging_steps=whole_steps(config.log.every, total) if config.log.every else 0,
             eval_steps=whole_steps(config.validation.every, total) if config.validation.every else 0,
             save_steps=whole_steps(config.checkpoint.every, total) if config.checkpoint.every else 0,
-            train_batch_size=config.train.micro_batch or 0,
+            train_batch_size=self._micro_batch() or 0,
             max_eval_steps=config.validation.batches or -1,
             is_local_process_zero=bool(self.is_local_process_zero),
             is_world_process_zero=bool(self.is_world_process_zero),
@@ -458,9 +458,14 @@ class BaseTrainer(TrainerHooks):
         inputs = example.get("input_ids") if isinstance(example, Mapping) else None
         return 0 if inputs is None else len(inputs)
 
+    def _micro_batch(self) -> int | None:
+        """Samples of a forward pass: a ready DataLoader has its own batch size, whatever the settings say."""
+        batches = self.train_dataloader
+        return batches.batch_size if isinstance(batches, DatasetBatches) else self.config.train.micro_batch
+
     def _summary(self) -> RunSummary:
         model, length, config = self.unwrapped_model(), self._sequence_length(), self.config
-        samples = (config.train.micro_batch or 1) * self._accumulation()
+        samples = (self._micro_batch() or 1) * self._accumulation()
         return RunSummary(
             device=self.device.type,
             device_name=device_name(self.device),

@@ -22,7 +22,7 @@ from whimbrel.data import TokenDataLoader, read_shard, write_shard
 from whimbrel.data.prepare import prepare
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.text import train_tokenizer
-from whimbrel.train import BaseTrainer, RunTrainer, Trainer, TrainerCallback
+from whimbrel.train import BaseTrainer, RunTrainer, Trainer, TrainerCallback, TrainingArguments
 from whimbrel.train.callbacks import DivergenceCallback, ProgressCallback, TensorBoardCallback
 
 Make = Callable[..., Any]
@@ -155,6 +155,22 @@ def test_the_best_model_is_loaded_when_training_ends(args: Make, net: Make, data
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, kept[4][name])
     assert Path(trainer.state.best_model_checkpoint).name == "step-00000004"
+
+
+def test_batch_size_reported_for_a_ready_dataloader_is_its_own(tmp_path: Path, net: Make, data: Make) -> None:
+    summaries = []
+
+    class Keep(TrainerCallback):
+        def on_train_begin(self, **event: Any) -> None:
+            summaries.append(event["summary"])
+
+    trainer = Trainer(
+        TrainingArguments(output_dir=str(tmp_path / "run"), max_steps=1, gradient_accumulation_steps=3, use_cpu=True),
+        net(), train_dataset=DataLoader(data(12), batch_size=2), callbacks=[Keep()],
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.train_batch_size == 2
+    assert summaries[0].samples_per_step == 6
 
 
 @pytest.mark.parametrize("own_generator", [False, True])
