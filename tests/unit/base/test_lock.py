@@ -31,11 +31,10 @@ FORKER = """
 import os, sys, time
 from whimbrel.base.lock import DirectoryLock
 with DirectoryLock(sys.argv[1]):
-    child = os.fork()
-    if child == 0:
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)  # the child itself, which has dropped the lock by now
         time.sleep(600)
         os._exit(0)
-    print(child, flush=True)
     time.sleep(600)
 """
 
