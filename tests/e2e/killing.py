@@ -203,7 +203,7 @@ class Killer:
             pass
 
     def plan(self, kills: int) -> list[Callable[[Attempt], None]]:
-        """How each kill is aimed; the last leaves a checkpoint to go on from."""
+        """How each kill is aimed; the last leaves a checkpoint to resume from."""
         aimed, late = round(AIMED * kills), max(1, round(LATE * kills))
         plan: list[Callable[[Attempt], None]] = [self.inside_a_save] * (aimed - 1) + [self.after_the_last_save] * late
         plan += [self.anywhere] * (kills - aimed - late)
@@ -223,7 +223,7 @@ class Seen:
     runs: int = 0
     """Runs that got to their end."""
     resumed: int = 0
-    """Attempts that were seen to go on from a checkpoint."""
+    """Attempts that were seen to resume from a checkpoint."""
     newest: list[int] = field(default_factory=list)
     """The step of the newest checkpoint after each kill."""
     faults: list[str] = field(default_factory=list)
@@ -269,7 +269,7 @@ def main() -> None:
     else:
         config = load_run_config(RECIPE)
         last, every = config.train.steps or 0, int(config.checkpoint.every or 0)
-        # one save may be under way while training goes on to the next, where it waits
+        # one save may be in flight until the next is due, which waits for it
         at_risk = 2 * every if config.checkpoint.asynchronous else every
     times = run_unbroken(last)
     RUN.rename("whole")

@@ -150,7 +150,7 @@ def test_killed_again_and_again(
     assert seen["faults"] == []
     assert seen["kills"] == KILLS
     assert seen["inside"] >= (0.3 if SOAK else 0.2) * KILLS
-    assert seen["resumed"] >= (0.3 * KILLS if SOAK else 1), "too few attempts were seen to go on from a checkpoint"
+    assert seen["resumed"] >= (0.3 * KILLS if SOAK else 1), "too few attempts were seen to resume from a checkpoint"
     for number in range(seen["runs"]):
         assert_same(workdir / "whole", workdir / f"broken-{number}")
         assert whimbrel("verify", f"broken-{number}") == 0

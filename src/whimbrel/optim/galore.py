@@ -233,7 +233,7 @@ def _add_back_(
         weight.baddbmm_(one, other, beta=keep, alpha=size)
     elif weight.ndim == 2:
         weight.addmm_(one, other, beta=keep, alpha=size)
-    else:  # a convolution may be in channels_last, which is no matrix in memory
+    else:  # a convolution may be in channels_last, whose memory is not laid out as a matrix
         weight.mul_(keep).add_((one @ other).view(weight.shape), alpha=size)
 
 

@@ -61,9 +61,9 @@ class WeightFormat:
             return f"it has {len(shape)} dimensions and {self.name} is for matrices"
         if shape[1] % self.fitted(shape).multiple:
             least = self.multiple if self.group is None else min(self.group, *SMALLER_GROUPS)
-            return f"its {shape[1]} columns are no multiple of {least}, as {self.name} wants them"
+            return f"its {shape[1]} columns are not a multiple of {least}, as {self.name} wants them"
         if self.codes == "fp8" and shape[0] % 16:
-            return f"its {shape[0]} rows are no multiple of 16, as {self.name} wants them"
+            return f"its {shape[0]} rows are not a multiple of 16, as {self.name} wants them"
         if self.activations == "int8" and (shape[0] % 8 or shape[1] % 8):
             return f"its shape {tuple(shape)} is no multiple of 8, as {self.name} wants it"
         return None

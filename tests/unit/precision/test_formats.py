@@ -98,10 +98,10 @@ def test_scales_stay_while_a_row_fits_them(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "reason"),
     [
-        ("int4", (64, 80), "80 columns are no multiple of 32"),
-        ("int8-dynamic-act-int4-weight", (64, 48), "48 columns are no multiple of 32"),
-        ("fp8", (64, 24), "24 columns are no multiple of 16"),
-        ("fp8", (24, 64), "24 rows are no multiple of 16"),
+        ("int4", (64, 80), "80 columns are not a multiple of 32"),
+        ("int8-dynamic-act-int4-weight", (64, 48), "48 columns are not a multiple of 32"),
+        ("fp8", (64, 24), "24 columns are not a multiple of 16"),
+        ("fp8", (24, 64), "24 rows are not a multiple of 16"),
         ("int8-dynamic", (12, 64), "no multiple of 8"),
         ("int8", (2, 3, 4), "3 dimensions"),
     ],

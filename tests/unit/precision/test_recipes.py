@@ -204,7 +204,7 @@ def test_what_is_left_out_is_told_once_with_its_reason(caplog: pytest.LogCapture
     ]
     assert list(prepare(Net(), "rowwise", skip=("good",)).taken) == ["lm_head"]
     choice = prepare(Net(), "int8-dynamic-act-int4-weight")
-    assert choice.left["odd"].startswith("its 24 columns are no multiple of 32")
+    assert choice.left["odd"].startswith("its 24 columns are not a multiple of 32")
 
 
 @needs_torchao

@@ -362,7 +362,7 @@ def test_embedding_and_head_stay_plain() -> None:
 
 
 def test_int4_halves_the_bytes_of_int8_in_a_model_of_narrow_layers() -> None:
-    """The shape of SmolLM2 135M, whose 576 columns are no multiple of 128."""
+    """The shape of SmolLM2 135M, whose 576 columns are not a multiple of 128."""
     sizes = {}
     for name in ("int8", "int4"):
         with torch.device("meta"):
