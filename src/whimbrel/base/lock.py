@@ -22,7 +22,7 @@ try:
 except ImportError:  # Windows
     flock = None
 
-__all__ = ["DirectoryLock", "lock_owner"]
+__all__ = ["DirectoryLock", "is_alive", "lock_owner"]
 
 LOCK_FILE = ".lock"
 OWNER_WAIT_SECONDS = 0.5
@@ -116,7 +116,7 @@ class DirectoryLock:
     def _go_by_owner(self, warning: str) -> None:
         """Without reliable locks, rely on the owner in the lock file: raise if it may be alive, otherwise warn."""
         owner = lock_owner(self.directory)
-        if owner is not None and (owner.get("host") != socket.gethostname() or _is_alive(owner.get("pid"))):
+        if owner is not None and (owner.get("host") != socket.gethostname() or is_alive(owner.get("pid"))):
             raise ConfigError(f"{self._refusal(owner)}; if that process has ended, remove {self.path}")
         logger.warning(warning)
 
@@ -169,7 +169,8 @@ def _write(file: int, owner: dict[str, Any] | None) -> None:
         logger.debug("cannot record the owner of a lock: %s", error)
 
 
-def _is_alive(pid: object) -> bool:
+def is_alive(pid: object) -> bool:
+    """Whether this host has a process with the ID `pid`."""
     if not isinstance(pid, int) or pid <= 0:
         return False
     try:

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from whimbrel.base.errors import RequestError
 from whimbrel.base.files import PARTIAL
+from whimbrel.base.lock import is_alive
 from whimbrel.base.logging import get_logger
 from whimbrel.train.callback import TrainerCallback
 from whimbrel.train.state import TrainerControl
@@ -100,7 +101,7 @@ def ask(run: Path, verb: str, seconds: float = 5.0) -> dict[str, Any]:
             connection.sendall(json.dumps({"token": endpoint.token, "verb": verb}).encode() + b"\n")
             reply = json.loads(_read_line(connection, time.monotonic() + seconds, most=1 << 20))
     except TimeoutError as error:
-        if _exists(endpoint.pid):
+        if is_alive(endpoint.pid):
             raise RequestError(f"{run} does not answer within {seconds:g} s: try again") from error
         raise RequestError(f"{run} is not running: process {endpoint.pid} is gone") from error
     except (OSError, ValueError) as error:
@@ -126,7 +127,7 @@ def liveness(run: Path, seconds: float = 1.0) -> Literal["running", "dead", "els
     try:
         ask(run, "status", seconds)
     except RequestError as error:
-        return "running" if isinstance(error.__cause__, TimeoutError) and _exists(endpoint.pid) else "dead"
+        return "running" if isinstance(error.__cause__, TimeoutError) and is_alive(endpoint.pid) else "dead"
     return "running"
 
 
@@ -346,14 +347,3 @@ def _read_line(connection: socket.socket, deadline: float, most: int) -> bytes:
             break
         line += piece
     return line
-
-
-def _exists(pid: int) -> bool:
-    """Whether there is a process with this number."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
