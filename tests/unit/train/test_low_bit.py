@@ -136,6 +136,7 @@ def test_arguments_reach_the_linears(args: Make, fit: Make, data: Make, caplog: 
         PrecisionError, match=r"fp8_recipe = rowwise finds no linear layer in this Net .*\(16, 4\) is no"
     ):
         fit(args(fp8_recipe="rowwise"))
+    caplog.clear()
     with caplog.at_level(logging.INFO, "whimbrel"):
         trainer, losses = fit(args(fp8_recipe="rowwise", fp8_dim_alignment=4, max_steps=20))
     kinds = [type(module).__name__ for module in trainer.model.layers]
