@@ -20,7 +20,7 @@ from pathlib import Path
 from record import record
 from whimbrel.data.prepare import prepare
 from whimbrel.data.sources import documents
-from whimbrel.text import train_tokenizer
+from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import read_log
 
 ROOT = Path(__file__).resolve().parents[1]

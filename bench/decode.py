@@ -26,7 +26,7 @@ import whimbrel
 import whimbrel.hf
 from legs import draw, now
 from record import record
-from whimbrel.generate import Engine, EngineConfig, Request, Sampling
+from whimbrel.inference import Engine, EngineConfig, Request, Sampling
 from whimbrel.models import GPTConfig, preset
 
 DEMO = Path(__file__).parent.parent / "configs" / "shakespeare-cpu.toml"

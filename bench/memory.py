@@ -29,8 +29,8 @@ import torch
 
 from record import record
 from whimbrel.config import to_table
+from whimbrel.distributed import recompute
 from whimbrel.models import GPT
-from whimbrel.parallel import recompute
 from whimbrel.precision import QuantizedWeight
 from whimbrel.train import RunConfig
 from whimbrel.train.assemble import build_optimizer_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from legs import TINY, draw, llama, now
-from whimbrel.artifacts import load_model, save_model
+from whimbrel.model_io import load_model, save_model
 from whimbrel.models import GPT, preset
 from whimbrel.precision import QuantizedWeight, quantize_
 

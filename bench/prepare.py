@@ -27,7 +27,7 @@ from record import record
 from whimbrel.data import write_shard
 from whimbrel.data.pipeline import available_cores, encode_on_threads
 from whimbrel.data.prepare import prepare
-from whimbrel.text import Tokenizer, load_tokenizer
+from whimbrel.tokenization import Tokenizer, load_tokenizer
 
 
 def library_batch(encoder: tiktoken.Encoding, texts: list[str]) -> int:

@@ -1,6 +1,6 @@
-"""Whimbrel takes raw text to a served language model on the hardware you have.
+"""Train, fine-tune, quantize and serve language models on the hardware you have.
 
-Importing it is cheap: a public name loads what it needs (torch among it) when it is first used.
+`import whimbrel` is cheap: torch and the packages below are imported when a name is first used.
 """
 
 from __future__ import annotations
@@ -9,25 +9,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from whimbrel.artifacts import load_model, load_tokenizer, save_model
-    from whimbrel.generate import generate
+    from whimbrel import train
+    from whimbrel.inference import generate
+    from whimbrel.model_io import load_model, load_tokenizer, save_model
+    from whimbrel.models import GPT, GPTConfig
+    from whimbrel.train import Trainer, TrainingArguments
 
-__all__ = ["__version__", "generate", "load_model", "load_tokenizer", "save_model"]
+__all__ = [
+    "GPT",
+    "GPTConfig",
+    "Trainer",
+    "TrainingArguments",
+    "__version__",
+    "generate",
+    "load_model",
+    "load_tokenizer",
+    "save_model",
+    "train",
+]
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "generate": "whimbrel.generate",
-    "load_model": "whimbrel.artifacts",
-    "load_tokenizer": "whimbrel.artifacts",
-    "save_model": "whimbrel.artifacts",
+_MODULES = {
+    "GPT": "whimbrel.models",
+    "GPTConfig": "whimbrel.models",
+    "Trainer": "whimbrel.train",
+    "TrainingArguments": "whimbrel.train",
+    "generate": "whimbrel.inference",
+    "load_model": "whimbrel.model_io",
+    "load_tokenizer": "whimbrel.model_io",
+    "save_model": "whimbrel.model_io",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name == "train":  # a package, not a name inside one
+        return import_module("whimbrel.train")
+    if name not in _MODULES:
         raise AttributeError(f"module 'whimbrel' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

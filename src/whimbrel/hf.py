@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whimbrel.artifacts.quantized import CODES, METHOD, QUANTIZATION, SCALES, WEIGHTS_FILE, stored_format
 from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
 from whimbrel.cache import Cache, DynamicLayer
 from whimbrel.config import build, to_table
+from whimbrel.model_io.quantized import CODES, METHOD, QUANTIZATION, SCALES, WEIGHTS_FILE, stored_format
 from whimbrel.models import GPT, IGNORE_INDEX, GPTConfig
 from whimbrel.precision import QuantizedWeight, WeightFormat
 from whimbrel.precision.swap import keep_kind

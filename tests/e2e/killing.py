@@ -30,7 +30,7 @@ from statistics import median
 # What every attempt would load is loaded here, once; the first step of an optimizer loads _dynamo.
 import torch._dynamo
 
-import whimbrel.generate  # noqa: F401
+import whimbrel.inference  # noqa: F401
 from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import PARTIAL
 from whimbrel.checkpoint import list_checkpoints, verify_checkpoint

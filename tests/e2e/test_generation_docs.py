@@ -13,8 +13,8 @@ import pytest
 
 from whimbrel.cli.main import main
 from whimbrel.data.prepare import prepare
-from whimbrel.generate import Sampling
-from whimbrel.text import train_tokenizer
+from whimbrel.inference import Sampling
+from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import train
 from whimbrel.train.config import run_config
 

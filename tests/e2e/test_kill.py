@@ -20,7 +20,7 @@ from whimbrel.checkpoint import list_checkpoints, read_component, read_manifest,
 from whimbrel.cli.main import main
 from whimbrel.config import dump_toml
 from whimbrel.data.prepare import prepare
-from whimbrel.text import train_tokenizer
+from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import read_log
 
 SOAK = os.environ.get("WHIMBREL_SOAK") == "1"

@@ -15,7 +15,7 @@ import pytest
 from whimbrel.cli.main import main
 from whimbrel.data.prepare import prepare
 from whimbrel.precision import FORMATS, RECIPES
-from whimbrel.text import train_tokenizer
+from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import train
 from whimbrel.train.config import run_config
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from whimbrel.artifacts import load_model
 from whimbrel.checkpoint import list_checkpoints
 from whimbrel.data.prepare import prepare
-from whimbrel.text import train_tokenizer
+from whimbrel.model_io import load_model
+from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import read_log
 
 OURS, THEIRS = "from whimbrel.train import Trainer", "from transformers import Trainer"

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 import whimbrel
-from whimbrel.artifacts import load_weights
 from whimbrel.base.errors import WriteError
 from whimbrel.checkpoint import (
     CheckpointManager,
@@ -31,6 +30,7 @@ from whimbrel.checkpoint import (
     verify_checkpoint,
 )
 from whimbrel.checkpoint import manager as manager_module
+from whimbrel.model_io import load_weights
 from whimbrel.models import GPT, GPTConfig
 
 COUNT, KILL, FAIL_ONCE, FAIL_ON = range(4)

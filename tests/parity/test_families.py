@@ -10,8 +10,8 @@ import torch
 import transformers
 
 import whimbrel
-from whimbrel.artifacts import load_weights
 from whimbrel.cache import DynamicCache
+from whimbrel.model_io import load_weights
 from whimbrel.models import GPT, preset
 
 CLOSE = {"atol": 1e-5, "rtol": 0}

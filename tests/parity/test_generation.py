@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import whimbrel
-from whimbrel.generate import NgramDraft, Sampling, beam_search, generate, generate_batch, speculate
+from whimbrel.inference import NgramDraft, Sampling, beam_search, generate, generate_batch, speculate
 from whimbrel.models import GPT
 
 FEW = pytest.mark.parametrize("theirs", ["gpt2", "llama3-rope", "mistral", "qwen3"], indirect=True)

@@ -17,14 +17,14 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers.processors import TemplateProcessing
 
 import whimbrel
-from whimbrel.artifacts.plain import export_hf
+from whimbrel.model_io.plain import export_hf
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.config import RopeScaling
-from whimbrel.text import Tokenizer, load_tokenizer, train_tokenizer
+from whimbrel.tokenization import Tokenizer, load_tokenizer, train_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="needs the package 'gguf': pip install 'whimbrel[gguf]'")
-from whimbrel.artifacts.gguf import export_gguf  # noqa: E402 (it needs the extra)
-from whimbrel.artifacts.gguf.vocabulary import LLAMA3, QWEN2  # noqa: E402
+from whimbrel.model_io.gguf import export_gguf  # noqa: E402 (it needs the extra)
+from whimbrel.model_io.gguf.vocabulary import LLAMA3, QWEN2  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LLAMA = {

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import whimbrel
-from whimbrel.text.llama2c import load_llama2c_tokenizer
+from whimbrel.tokenization.llama2c import load_llama2c_tokenizer
 
 
 def neighbours(weight: torch.Tensor, head_size: int) -> torch.Tensor:

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from whimbrel.artifacts import save_model
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.evaluate import TASKS, Subject, evaluate_tasks, perplexity
 from whimbrel.evaluate.files import read_items
+from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.text import train_tokenizer
+from whimbrel.tokenization import train_tokenizer
 
 THEIR_FILES = {
     "arc_challenge": "arc/arc_challenge",

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 import whimbrel.hf
-from whimbrel.artifacts import load_model, save_model
-from whimbrel.artifacts.plain import export_hf
 from whimbrel.base.errors import ConfigError
+from whimbrel.model_io import load_model, save_model
+from whimbrel.model_io.plain import export_hf
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import FORMATS, QuantizedWeight
 

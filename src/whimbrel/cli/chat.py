@@ -33,8 +33,8 @@ from whimbrel.cli.opening import (
 from whimbrel.cli.words import escaped, show
 
 if TYPE_CHECKING:
-    from whimbrel.generate import Conversation, Draft
-    from whimbrel.text import ChatTemplate
+    from whimbrel.inference import Conversation, Draft
+    from whimbrel.tokenization import ChatTemplate
 
 __all__ = ["chat"]
 
@@ -66,7 +66,7 @@ def chat(
     It remembers what was said, as far as its context reaches. /reset begins anew, /exit or Ctrl-D leaves, and Ctrl-C
     stops an answer.
     """
-    from whimbrel.generate import Conversation, Session
+    from whimbrel.inference import Conversation, Session
 
     opened = open_model(model, tokenizer)
     sampling, most = opened.drawing(
@@ -151,8 +151,8 @@ def _say(words: str) -> None:
 
 def _template(source: Path, asked: str | None) -> ChatTemplate:
     """The template asked for, or the model's own, or a plain one."""
-    from whimbrel.text import PLAIN, ChatTemplate, load_chat_template, special_token_texts
-    from whimbrel.text.chat import read_template
+    from whimbrel.tokenization import PLAIN, ChatTemplate, load_chat_template, special_token_texts
+    from whimbrel.tokenization.chat import read_template
 
     if asked is not None and Path(asked).is_file():
         given = ChatTemplate(read_template(Path(asked)), special_token_texts(source))

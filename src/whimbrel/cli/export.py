@@ -37,12 +37,12 @@ def export(
 
     number = {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     if out.suffix == GGUF:
-        from whimbrel.artifacts.gguf import export_gguf
+        from whimbrel.model_io.gguf import export_gguf
 
         export_gguf(source, out, dtype=number)
         size = out.stat().st_size
     else:
-        from whimbrel.artifacts.plain import export_hf
+        from whimbrel.model_io.plain import export_hf
 
         export_hf(source, out, dtype=number)
         size = sum(file.stat().st_size for file in out.iterdir())

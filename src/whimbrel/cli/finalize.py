@@ -11,7 +11,7 @@ import typer
 from whimbrel.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from whimbrel.artifacts.measure import Finalized, Measured
+    from whimbrel.model_io.measure import Finalized, Measured
     from whimbrel.models import GPT
 
 __all__ = ["finalize"]
@@ -59,10 +59,10 @@ def finalize(
     """
     import torch
 
-    from whimbrel.artifacts import model_directory
-    from whimbrel.artifacts.finalize import finalize_model
-    from whimbrel.artifacts.sources import choose_checkpoint, run_of
     from whimbrel.config import load_toml
+    from whimbrel.model_io import model_directory
+    from whimbrel.model_io.finalize import finalize_model
+    from whimbrel.model_io.sources import choose_checkpoint, run_of
     from whimbrel.train.device import choose_device
 
     run = run_of(source)
@@ -90,7 +90,7 @@ def finalize(
 
 def _recipe(asked: str | None, trained: str | None, *, despite_qat: bool) -> str | None:
     """What to quantise as: what was asked for, or what the run was trained for."""
-    from whimbrel.artifacts.quantized import weight_recipe
+    from whimbrel.model_io.quantized import weight_recipe
 
     if asked is None:
         return trained
@@ -106,7 +106,7 @@ def _recipe(asked: str | None, trained: str | None, *, despite_qat: bool) -> str
 
 
 def _template(file: Path) -> str:
-    from whimbrel.text.chat import read_template
+    from whimbrel.tokenization.chat import read_template
 
     if not file.is_file():
         raise ConfigError(f"no chat template at {file}: give a Jinja file, as chat_template.jinja is")
@@ -117,8 +117,8 @@ def _generation(
     file: Path | None, temperature: float | None, top_k: int | None, top_p: float | None, max_new_tokens: int | None
 ) -> dict[str, Any]:
     """Settings as `generation_config.json` spells them; there null is not set."""
-    from whimbrel.artifacts.tables import read_table
-    from whimbrel.generate import Sampling
+    from whimbrel.inference import Sampling
+    from whimbrel.model_io.tables import read_table
 
     if file is not None and not file.is_file():
         raise ConfigError(f"no generation settings at {file}: give a JSON file, as generation_config.json is")
@@ -143,10 +143,10 @@ def _measure(
     directory: Path, settings: dict[str, Any], data: str | None, most: int
 ) -> Callable[[GPT], Measured] | None:
     """What measures the loss: on the data that was given, or on what the run validated on; None without either."""
-    from whimbrel.artifacts import load_tokenizer
-    from whimbrel.artifacts.directory import describe
     from whimbrel.cli.held_out import held_out_loss, read_shards, read_text
     from whimbrel.data.stream import has_split
+    from whimbrel.model_io import load_tokenizer
+    from whimbrel.model_io.directory import describe
     from whimbrel.train.config import run_config
 
     shape = describe(directory).config

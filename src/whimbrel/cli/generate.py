@@ -61,7 +61,7 @@ def generate(
 
     What is not given is as the model's generation_config.json says, where that draws at all.
     """
-    from whimbrel.generate import beam_search, encode_prompt, generate_batch, speculate, stream_text
+    from whimbrel.inference import beam_search, encode_prompt, generate_batch, speculate, stream_text
 
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     drawn |= {"repetition_penalty": repetition_penalty}

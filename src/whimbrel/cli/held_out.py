@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from whimbrel.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from whimbrel.artifacts.measure import Measured
+    from whimbrel.model_io.measure import Measured
     from whimbrel.models import GPT
-    from whimbrel.text import Tokenizer
+    from whimbrel.tokenization import Tokenizer
 
 __all__ = ["HeldOut", "held_out_loss", "read_shards", "read_text"]
 
@@ -65,8 +65,8 @@ def held_out_loss(held: HeldOut, length: int, *, join: bool = True) -> Callable[
     """What measures a model on whole sequences of `length` tokens; unless `join`, documents do not see each other."""
     import torch
 
-    from whimbrel.artifacts.measure import Measured
     from whimbrel.data import document_ids
+    from whimbrel.model_io.measure import Measured
 
     ids, length = held.ids, min(length, len(held.ids) - 1)
     if length < 1:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from whimbrel.generate import Draft, Sampling
+    from whimbrel.inference import Draft, Sampling
     from whimbrel.models import GPT
-    from whimbrel.text import Tokenizer
+    from whimbrel.tokenization import Tokenizer
 
 __all__ = [
     "Cache",
@@ -90,14 +90,14 @@ class Opened:
 
     def load(self, device: str | None, weights: str | None) -> GPT:
         """The model itself."""
-        from whimbrel.artifacts import load_model
+        from whimbrel.model_io import load_model
         from whimbrel.train.device import choose_device
 
         return load_model(self.source, device=choose_device(device), weights=weights)
 
     def drawing(self, **given: Any) -> tuple[Sampling, int]:
         """How tokens are drawn and how many at most: as given, else as the model says, else as is usual."""
-        from whimbrel.generate import Sampling
+        from whimbrel.inference import Sampling
 
         asked = DEFAULTS | self.settings | {name: value for name, value in given.items() if value is not None}
         most = asked.pop("max_new_tokens")
@@ -106,7 +106,7 @@ class Opened:
 
 def open_model(model: Path, tokenizer: Path | None) -> Opened:
     """Find a model and its tokenizer."""
-    from whimbrel.artifacts import (
+    from whimbrel.model_io import (
         SpecialTokens,
         generation_settings,
         model_directory,
@@ -123,8 +123,8 @@ def open_model(model: Path, tokenizer: Path | None) -> Opened:
 
 def draft_maker(draft: str | None, device: str | None) -> Callable[[], Draft | None]:
     """What makes a draft for each text: none, one that looks into the text, or always the same smaller model."""
-    from whimbrel.artifacts import load_model
-    from whimbrel.generate import ModelDraft, NgramDraft
+    from whimbrel.inference import ModelDraft, NgramDraft
+    from whimbrel.model_io import load_model
     from whimbrel.train.device import choose_device
 
     if draft is None:

@@ -50,7 +50,7 @@ def prepare(
     from whimbrel.data.prepare import default_directory
     from whimbrel.data.prepare import prepare as write_shards
     from whimbrel.data.sources import FINEWEB, source_name
-    from whimbrel.text import load_tokenizer
+    from whimbrel.tokenization import load_tokenizer
 
     if ray and workers is not None:
         raise ConfigError(f"workers={workers} counts threads of this machine: leave it out with --ray")

@@ -16,8 +16,8 @@ from whimbrel.cli.opening import Cache, Device, Model, TokenizerPath, Weights
 from whimbrel.cli.words import show
 
 if TYPE_CHECKING:
-    from whimbrel.serve import ServeConfig
-    from whimbrel.serve.served import Served
+    from whimbrel.server import ServeConfig
+    from whimbrel.server.served import Served
 
 __all__ = ["serve"]
 
@@ -73,7 +73,7 @@ def serve(
 
     Ends on SIGTERM or Ctrl-C once what runs has finished; a second one ends it at once.
     """
-    from whimbrel.serve import ServeConfig
+    from whimbrel.server import ServeConfig
 
     config = ServeConfig(
         host=host,
@@ -94,14 +94,14 @@ def serve(
 def _run(config: ServeConfig, load: Callable[[], Served], engine: dict[str, Any]) -> None:
     """Serve the model that `load` gives, once the address is ours."""
     try:
-        from whimbrel.serve.app import Service
-        from whimbrel.serve.server import Server, bind, url_of
+        from whimbrel.server.app import Service
+        from whimbrel.server.server import Server, bind, url_of
     except ModuleNotFoundError as error:
         raise MissingExtraError("serving a model", str(error.name), "serve") from error
-    from whimbrel.generate import Engine, EngineConfig
+    from whimbrel.inference import Engine, EngineConfig
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("whimbrel.serve").setLevel(logging.INFO)
+    logging.getLogger("whimbrel.server").setLevel(logging.INFO)
     limits = EngineConfig(**engine)
     with bind(config) as door:
         served = load()
@@ -113,7 +113,7 @@ def _run(config: ServeConfig, load: Callable[[], Served], engine: dict[str, Any]
 
 
 def _load(model: Path, *, name: str | None, tokenizer: Path | None, device: str | None, weights: str | None) -> Served:
-    from whimbrel.serve.served import load_served
+    from whimbrel.server.served import load_served
     from whimbrel.train.device import choose_device
 
     return load_served(model, name=name, tokenizer=tokenizer, device=choose_device(device), weights=weights)

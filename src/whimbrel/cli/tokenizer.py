@@ -30,7 +30,7 @@ def train(
 ) -> None:
     """Learn a byte-level BPE from text and save it in the Hugging Face form, which `transformers` opens too."""
     from whimbrel.data.sources import documents
-    from whimbrel.text import train_tokenizer
+    from whimbrel.tokenization import train_tokenizer
 
     tokenizer = train_tokenizer(documents(source, text_key, separator), vocab_size, min_frequency=min_frequency)
     tokenizer.save(out_dir)
@@ -43,7 +43,7 @@ def show(
     text: Annotated[str | None, typer.Option(help="Show how this text is cut.")] = None,
 ) -> None:
     """Say what a tokenizer is, and how it cuts a text."""
-    from whimbrel.text import load_tokenizer
+    from whimbrel.tokenization import load_tokenizer
 
     loaded = load_tokenizer(tokenizer)
     print(f"vocabulary: {loaded.vocab_size:,} ids, stored as {loaded.dtype}")

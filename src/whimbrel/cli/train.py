@@ -14,7 +14,7 @@ from whimbrel.cli.messages import show_log
 
 if TYPE_CHECKING:
     from whimbrel.models import GPT
-    from whimbrel.text import Tokenizer
+    from whimbrel.tokenization import Tokenizer
     from whimbrel.train import RunConfig, Sampler
 
 __all__ = ["train"]
@@ -75,7 +75,7 @@ def _drop_unwritten_output() -> None:
 
 def _sampler(config: RunConfig) -> Sampler:
     """What writes the samples that `[sample]` asks for."""
-    from whimbrel.generate import generate, stream_text
+    from whimbrel.inference import generate, stream_text
 
     def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
         # No BOS token: documents in the training data start with end-of-text.

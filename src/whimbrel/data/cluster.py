@@ -16,7 +16,7 @@ from whimbrel.base.errors import MissingExtraError, WhimbrelError
 from whimbrel.data.encoding import BatchEncoder, Encoded
 from whimbrel.data.manifest import ResumePoint, ShardSettings
 from whimbrel.data.sources import Origin
-from whimbrel.text import Tokenizer
+from whimbrel.tokenization import Tokenizer
 
 __all__ = ["encode_on_ray"]
 

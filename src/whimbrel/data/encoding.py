@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from whimbrel.base.errors import DataError
 from whimbrel.data.batches import Batch
-from whimbrel.text import Tokenizer
+from whimbrel.tokenization import Tokenizer
 
 __all__ = ["BatchEncoder", "Encoded", "fingerprint"]
 

@@ -36,8 +36,8 @@ from whimbrel.data.pipeline import Engine, available_cores, encode_on_threads
 from whimbrel.data.shards import MOST_TOKENS
 from whimbrel.data.sources import FINEWEB, Origin, check_separator, open_source
 from whimbrel.data.writing import ShardWriter
-from whimbrel.text import Tokenizer, load_tokenizer
-from whimbrel.text.tokenizer import SETTINGS_FILE, TOKENIZER_FILE
+from whimbrel.tokenization import Tokenizer, load_tokenizer
+from whimbrel.tokenization.tokenizer import SETTINGS_FILE, TOKENIZER_FILE
 
 __all__ = ["default_directory", "prepare"]
 

@@ -11,8 +11,8 @@ from whimbrel.base.errors import DataError
 from whimbrel.base.files import sha256_file
 from whimbrel.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from whimbrel.data.shards import read_shard
-from whimbrel.text import load_tokenizer
-from whimbrel.text.tokenizer import TOKENIZER_FILE
+from whimbrel.tokenization import load_tokenizer
+from whimbrel.tokenization.tokenizer import TOKENIZER_FILE
 
 __all__ = ["Finding", "verify_shards"]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from whimbrel.artifacts import model_directory, special_tokens
 from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
 from whimbrel.evaluate.subject import Subject
-from whimbrel.generate import Engine, EngineConfig, Request, Sampling, TextStream
-from whimbrel.text import PLAIN, ChatTemplate, Message, load_chat_template
+from whimbrel.inference import Engine, EngineConfig, Request, Sampling, TextStream
+from whimbrel.model_io import model_directory, special_tokens
+from whimbrel.tokenization import PLAIN, ChatTemplate, Message, load_chat_template
 from whimbrel.train.device import choose_device
 
 try:

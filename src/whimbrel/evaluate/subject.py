@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from whimbrel.artifacts import (
+from whimbrel.base.errors import DataError
+from whimbrel.base.progress import Progress
+from whimbrel.evaluate.scoring import Pair, Score, score
+from whimbrel.model_io import (
     SpecialTokens,
     check_tokenizer,
     load_model,
@@ -16,11 +19,8 @@ from whimbrel.artifacts import (
     model_tokenizer,
     special_tokens,
 )
-from whimbrel.base.errors import DataError
-from whimbrel.base.progress import Progress
-from whimbrel.evaluate.scoring import Pair, Score, score
 from whimbrel.models import GPT
-from whimbrel.text import Tokenizer
+from whimbrel.tokenization import Tokenizer
 
 __all__ = ["Subject"]
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.logging import get_logger
+from whimbrel.distributed import find_blocks, recompute
 from whimbrel.models import GPT
 from whimbrel.ops.compiler import check_compiler
 from whimbrel.optim import (
@@ -32,7 +33,6 @@ from whimbrel.optim import (
     route_parameters,
     step_in_backward,
 )
-from whimbrel.parallel import find_blocks, recompute
 from whimbrel.precision import prepare
 from whimbrel.train.loop import Scheduler
 from whimbrel.train.model_state import check_can_be_saved

@@ -20,7 +20,7 @@ from whimbrel.checkpoint import CheckpointManager, RNGState, Saved, SharingPatte
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.config import nearest, to_table
 from whimbrel.precision import PrecisionPlan
-from whimbrel.text import Tokenizer
+from whimbrel.tokenization import Tokenizer
 from whimbrel.train import assemble
 from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.batches import DatasetBatches, TokenBatches, collate

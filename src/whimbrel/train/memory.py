@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.distributed import recompute
 from whimbrel.models import GPT
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
 from whimbrel.optim.config import LISTENS
-from whimbrel.parallel import recompute
 from whimbrel.precision import PrecisionPlan, prepare, sdpa_backends
 from whimbrel.train import assemble, recipe
 from whimbrel.train.batching import accumulation_steps

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from whimbrel.artifacts import load_weights, save_model, weight_state
 from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError
 from whimbrel.base.files import atomic_directory
 from whimbrel.checkpoint import DirectoryStateful, write_tensors
+from whimbrel.model_io import load_weights, save_model, weight_state
 from whimbrel.models import GPT
 from whimbrel.precision import QuantizedWeight
-from whimbrel.text import Tokenizer
+from whimbrel.tokenization import Tokenizer
 
 __all__ = ["check_can_be_saved", "export_model", "model_state"]
 

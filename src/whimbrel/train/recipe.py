@@ -14,7 +14,7 @@ from whimbrel.data import TokenDataLoader, read_manifest
 from whimbrel.data.stream import has_split
 from whimbrel.models import GPT
 from whimbrel.precision import torch_switches
-from whimbrel.text import Tokenizer, load_tokenizer
+from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.train.batching import default_micro_batch
 from whimbrel.train.config import RunConfig
 

@@ -13,7 +13,7 @@ from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import list_checkpoints, read_manifest
 from whimbrel.models import GPT
-from whimbrel.text import Tokenizer
+from whimbrel.tokenization import Tokenizer
 from whimbrel.train import recipe
 from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.batches import TokenBatches

@@ -17,9 +17,9 @@ from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.checkpoint import step_folders
 from whimbrel.data import TokenDataLoader
+from whimbrel.distributed import memory_budget, offload_activations
 from whimbrel.models import GPT
 from whimbrel.optim import parameter_table, whole_steps
-from whimbrel.parallel import memory_budget, offload_activations
 from whimbrel.precision import sdpa_backends, torch_switches
 from whimbrel.train import assemble
 from whimbrel.train.arguments import lone_tokenizers

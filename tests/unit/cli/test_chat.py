@@ -10,12 +10,12 @@ import pytest
 import torch
 from tests.unit.text.bytewise import byte_tokenizer
 
-from whimbrel.artifacts import save_model
 from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.cli.chat import chat
-from whimbrel.generate import generate, stream_text
+from whimbrel.inference import generate, stream_text
+from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.text import load_chat_template
+from whimbrel.tokenization import load_chat_template
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}[assistant]{{ eos_token }}"
@@ -91,7 +91,7 @@ def test_what_is_no_command_is_said_so(talk):
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(model, directory, talk, monkeypatch):
-    from whimbrel.generate import speculative
+    from whimbrel.inference import speculative
 
     real, drawn = speculative.sample, []
 
@@ -118,7 +118,7 @@ def test_ctrl_c_twice_ends_the_program(talk, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("whimbrel.generate.speculative.sample", sample)
+    monkeypatch.setattr("whimbrel.inference.speculative.sample", sample)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):

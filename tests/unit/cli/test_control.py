@@ -15,7 +15,7 @@ import pytest
 from whimbrel.checkpoint import latest_checkpoint
 from whimbrel.cli.main import main
 from whimbrel.data.prepare import prepare
-from whimbrel.text import train_tokenizer
+from whimbrel.tokenization import train_tokenizer
 from whimbrel.train.control import Endpoint
 from whimbrel.train.log import last_step, read_log
 

@@ -15,7 +15,7 @@ import pytest
 from whimbrel.base import files
 from whimbrel.cli.main import main
 from whimbrel.data import read_manifest, write_shard
-from whimbrel.text import load_tokenizer, train_tokenizer
+from whimbrel.tokenization import load_tokenizer, train_tokenizer
 
 GOOD = b'{"text": "a bird flies"}\n'
 

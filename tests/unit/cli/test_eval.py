@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import whimbrel as package
-from whimbrel.artifacts import save_model
 from whimbrel.base.files import PARTIAL
 from whimbrel.cli.main import main
 from whimbrel.evaluate import TASKS, Subject, evaluate_tasks, perplexity
+from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.text import train_tokenizer
+from whimbrel.tokenization import train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from whimbrel.artifacts import load_model, save_model
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
 from whimbrel.cli.main import main
+from whimbrel.model_io import load_model, save_model
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import QuantizedWeight, quantize_
-from whimbrel.text import load_tokenizer, train_tokenizer
+from whimbrel.tokenization import load_tokenizer, train_tokenizer
 from whimbrel.train.model_state import model_state
 
 LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
@@ -85,7 +85,7 @@ def test_a_file_is_no_source(tmp_path, capsys):
 
 
 def test_without_the_extra_it_is_named(run, tmp_path, monkeypatch, capsys):
-    for module in [name for name in sys.modules if name.startswith("whimbrel.artifacts.gguf")]:
+    for module in [name for name in sys.modules if name.startswith("whimbrel.model_io.gguf")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert whimbrel("export", run, tmp_path / "model.gguf") == 2

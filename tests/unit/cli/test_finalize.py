@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from whimbrel.artifacts import load_model, load_tokenizer, save_model, weight_state
 from whimbrel.checkpoint import checkpoint_path
 from whimbrel.cli.main import main
 from whimbrel.data import read_shard
 from whimbrel.data.prepare import prepare
-from whimbrel.text import train_tokenizer
+from whimbrel.model_io import load_model, load_tokenizer, save_model, weight_state
+from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import read_log, train
 from whimbrel.train.config import run_config
 

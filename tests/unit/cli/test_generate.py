@@ -9,13 +9,13 @@ import pytest
 import torch
 from tests.unit.text.bytewise import byte_tokenizer
 
-from whimbrel.artifacts import save_model
 from whimbrel.base.errors import CheckpointError, ConfigError, RequestError
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
 from whimbrel.cli.chat import chat
 from whimbrel.cli.generate import generate
-from whimbrel.generate import generate as tokens_after
-from whimbrel.generate import stream_text
+from whimbrel.inference import generate as tokens_after
+from whimbrel.inference import stream_text
+from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.train.model_state import model_state
 
@@ -110,7 +110,7 @@ def test_a_prompt_that_is_no_text_is_refused(directory):
 def test_past_the_end_another_text_begins(model, directory, capsys, monkeypatch):
     end = TOKENIZER.eot_id
     drawn = iter([72, end, 73])
-    monkeypatch.setattr("whimbrel.generate.speculative.sample", lambda *_: torch.tensor([next(drawn)]))
+    monkeypatch.setattr("whimbrel.inference.speculative.sample", lambda *_: torch.tensor([next(drawn)]))
     generate(directory, "x", max_new_tokens=3, past_end=True, device="cpu")
     assert capsys.readouterr().out == f"x{TOKENIZER.decode([72])}\n\n{TOKENIZER.decode([73])}\n"
     drawn = iter([72, end])

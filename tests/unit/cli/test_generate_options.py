@@ -9,11 +9,11 @@ import pytest
 import torch
 from tests.unit.text.bytewise import byte_tokenizer
 
-from whimbrel.artifacts import save_model
 from whimbrel.base.errors import ConfigError, WhimbrelError
 from whimbrel.cli.generate import generate
-from whimbrel.generate import Sampling, beam_search, generate_batch, stream_text
-from whimbrel.generate import generate as tokens_after
+from whimbrel.inference import Sampling, beam_search, generate_batch, stream_text
+from whimbrel.inference import generate as tokens_after
+from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 
 TOKENIZER = byte_tokenizer()

@@ -10,10 +10,10 @@ import pytest
 from tests.unit.text.bytewise import byte_tokenizer
 from typer.testing import CliRunner
 
-from whimbrel.artifacts import save_model
 from whimbrel.base.errors import CheckpointError, ConfigError, MissingExtraError
 from whimbrel.cli.main import app
 from whimbrel.cli.serve import serve
+from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 
 
@@ -21,7 +21,7 @@ def test_without_its_extra_it_says_what_to_install(tmp_path: Path, monkeypatch: 
     importing = builtins.__import__
 
     def without(name: str, *rest):
-        if name.startswith(("whimbrel.serve.app", "fastapi")):
+        if name.startswith(("whimbrel.server.app", "fastapi")):
             raise ModuleNotFoundError(f"No module named {name!r}", name="fastapi")
         return importing(name, *rest)
 
@@ -102,7 +102,7 @@ def test_the_engine_is_warm_before_connections_are_accepted(tmp_path: Path, monk
     shape = {"context_length": 16, "vocab_size": 257, "num_layers": 1, "embd_size": 16, "num_heads": 2}
     save_model(GPT(GPTConfig(**shape)), tmp_path / "model", byte_tokenizer())
     done: list[str] = []
-    monkeypatch.setattr("whimbrel.generate.Engine.warm_up", lambda self: done.append("warm"))
-    monkeypatch.setattr("whimbrel.serve.server.Server.serve_on", lambda *_, **__: done.append("serving"))
+    monkeypatch.setattr("whimbrel.inference.Engine.warm_up", lambda self: done.append("warm"))
+    monkeypatch.setattr("whimbrel.server.server.Server.serve_on", lambda *_, **__: done.append("serving"))
     serve(tmp_path / "model", port=0, device="cpu")
     assert done == ["warm", "serving"]

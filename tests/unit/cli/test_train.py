@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from whimbrel.artifacts import load_model
 from whimbrel.checkpoint import latest_checkpoint, list_checkpoints
 from whimbrel.cli.main import main
 from whimbrel.data.prepare import prepare
-from whimbrel.text import train_tokenizer
+from whimbrel.model_io import load_model
+from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import read_log
 
 RECIPE = """

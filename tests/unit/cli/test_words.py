@@ -10,15 +10,15 @@ import pytest
 import torch
 from tests.unit.text.bytewise import byte_tokenizer
 
-from whimbrel.artifacts import save_model
 from whimbrel.base.errors import DataError
 from whimbrel.cli.chat import chat
 from whimbrel.cli.generate import generate
 from whimbrel.cli.main import main
 from whimbrel.cli.words import escaped
+from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 
-GENERATE = importlib.import_module("whimbrel.generate")  # as an attribute of the package it is the function
+GENERATE = importlib.import_module("whimbrel.inference")  # as an attribute of the package it is the function
 HOSTILE = "\x1b]0;title\x07\x1b[2Jhidden\rshown\x9b31m\u202eno\x00\x08"
 HARMLESS = "Tab\tand\nnewline, naïve 北京 👩\u200d🚀"
 

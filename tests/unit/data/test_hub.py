@@ -10,7 +10,7 @@ from whimbrel.data import read_shard
 from whimbrel.data.hub import HubDataset
 from whimbrel.data.prepare import prepare
 from whimbrel.data.sources import open_source
-from whimbrel.text import load_tokenizer
+from whimbrel.tokenization import load_tokenizer
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from whimbrel.data.prepare import default_directory, prepare
 from whimbrel.data.sources import FINEWEB, open_source, source_name
 from whimbrel.data.sources import documents as read_documents
 from whimbrel.data.verify import verify_shards
-from whimbrel.text import Tokenizer, load_tokenizer, train_tokenizer
+from whimbrel.tokenization import Tokenizer, load_tokenizer, train_tokenizer
 
 GPT2 = load_tokenizer("gpt2")
 FORMS = ("a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt", "a.txt.gz", "a.txt.zst")
@@ -192,7 +192,7 @@ import sys, time
 import whimbrel.data.writing as writing
 from whimbrel.data.pipeline import encode_on_threads
 from whimbrel.data.prepare import prepare
-from whimbrel.text import load_tokenizer
+from whimbrel.tokenization import load_tokenizer
 
 plain = writing.write_shard
 def slow(path, tokens):

@@ -11,7 +11,7 @@ from whimbrel.data import manifest as manifests
 from whimbrel.data import read_manifest
 from whimbrel.data.pipeline import encode_on_threads
 from whimbrel.data.prepare import prepare
-from whimbrel.text import load_tokenizer
+from whimbrel.tokenization import load_tokenizer
 
 GPT2 = load_tokenizer("gpt2")
 

@@ -7,7 +7,7 @@ import torch
 
 from whimbrel.evaluate import Subject
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.text import train_tokenizer
+from whimbrel.tokenization import train_tokenizer
 
 
 @pytest.fixture(scope="session")

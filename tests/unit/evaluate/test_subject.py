@@ -10,12 +10,12 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from whimbrel.artifacts import save_model
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.evaluate import Pair, Subject
+from whimbrel.model_io import save_model
 from whimbrel.models import GPT
 from whimbrel.precision import QuantizedWeight
-from whimbrel.text import Tokenizer, load_tokenizer
+from whimbrel.tokenization import Tokenizer, load_tokenizer
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data.prepare import prepare
 from whimbrel.evaluate import Subject, perplexity, shard_perplexity, texts
-from whimbrel.text import train_tokenizer
+from whimbrel.tokenization import train_tokenizer
 
 TEXTS = ["To be, or not to be", "naïve café: 日本語", "", "That is the question. " * 40]
 

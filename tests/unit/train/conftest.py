@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from whimbrel.data.prepare import prepare
-from whimbrel.text import train_tokenizer
+from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import BaseTrainer, RunConfig, TrainerCallback, TrainingArguments
 from whimbrel.train.config import run_config
 

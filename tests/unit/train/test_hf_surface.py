@@ -21,7 +21,7 @@ from whimbrel.checkpoint import CheckpointManager, list_checkpoints
 from whimbrel.data import TokenDataLoader, read_shard, write_shard
 from whimbrel.data.prepare import prepare
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.text import train_tokenizer
+from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import BaseTrainer, RunTrainer, Trainer, TrainerCallback, TrainingArguments
 from whimbrel.train.callbacks import DivergenceCallback, ProgressCallback, TensorBoardCallback
 

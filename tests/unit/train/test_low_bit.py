@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from whimbrel.artifacts import load_model
 from whimbrel.base.errors import ConfigError, MissingExtraError, PrecisionError
-from whimbrel.generate import generate
+from whimbrel.inference import generate
+from whimbrel.model_io import load_model
 from whimbrel.models import GPT
 from whimbrel.precision import QuantizedWeight, finalize, prepare
 from whimbrel.train import BaseTrainer, RunConfig, TrainerCallback, load_run_config

@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.distributed import recompute
 from whimbrel.optim import GroupConfig, OptimConfig
-from whimbrel.parallel import recompute
 from whimbrel.precision import sdpa_backends
 from whimbrel.train import RunConfig
 from whimbrel.train.assemble import build_optimizer_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.checkpoint import SharingPattern, list_checkpoints
-from whimbrel.text import load_tokenizer
+from whimbrel.tokenization import load_tokenizer
 from whimbrel.train import BaseTrainer, TrainerCallback, TrainingArguments
 
 Make = Callable[..., Any]

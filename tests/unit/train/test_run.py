@@ -16,12 +16,12 @@ import torch
 from torch._inductor import config as inductor
 from torch._inductor.utils import clear_inductor_caches
 
-from whimbrel.artifacts import load_model, model_directory
 from whimbrel.base.errors import CheckpointError, ConfigError, DataError, TrainingError
 from whimbrel.checkpoint import latest_checkpoint, list_checkpoints, read_component
 from whimbrel.data import write_shard
+from whimbrel.model_io import load_model, model_directory
 from whimbrel.models import GPT
-from whimbrel.text import Tokenizer, load_tokenizer
+from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.train import RunConfig, RunTrainer, TrainerCallback, read_log, train
 from whimbrel.train.summary import RunSummary
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from whimbrel.artifacts import load_model
+from whimbrel.model_io import load_model
 from whimbrel.train import RunConfig, TrainerCallback, train
 from whimbrel.train.log import read_log
 

@@ -1,0 +1,50 @@
+"""What a request gives on its own, by the plainest means: the whole text through the model for every token."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+
+from whimbrel.inference import Draws, Engine, Event, History, Request, sample
+from whimbrel.models import GPT, GPTConfig
+
+SMALL = {"context_length": 48, "vocab_size": 40, "num_layers": 2, "embd_size": 32, "num_heads": 4, "init_std": 0.3}
+
+
+def small_model(**settings: object) -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**{**SMALL, "tied_head": False, **settings}))
+
+
+@torch.inference_mode()
+def alone(model: GPT, request: Request, number: int = 0) -> list[int | str]:
+    """The tokens of one sample, and why they end."""
+    tokens, draws = list(request.prompt_ids), Draws(request.seed, number)
+    drawn: list[int | str] = []
+    for _ in range(min(request.max_new_tokens, model.config.context_length - len(tokens))):
+        logits = model(torch.tensor([tokens])).logits[:, -1]
+        key = 0 if request.sampling.greedy else draws.key()
+        token = int(sample(logits, [request.sampling], [key], [History(tokens, len(request.prompt_ids))]))
+        if token in request.stop_ids:
+            return [*drawn, "stop"]
+        tokens.append(token)
+        drawn.append(token)
+    return [*drawn, "length"]
+
+
+def texts(events: Iterable[Event]) -> dict[tuple[int, int], list[int | str]]:
+    """The tokens of each sample of each request, and why they end."""
+    found: dict[tuple[int, int], list[int | str]] = defaultdict(list)
+    for event in events:
+        found[event.request, event.sample] += [part for part in (event.token, event.finish) if part is not None]
+    return dict(found)
+
+
+def run(engine: Engine) -> list[Event]:
+    """Step until nothing is left to do."""
+    events = []
+    while engine.busy:
+        events += engine.step()
+    return events

@@ -1,0 +1,83 @@
+"""Beam search beside a search of everything, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tests.unit.models.test_gpt import KINDS, spread
+
+from whimbrel.base.errors import RequestError
+from whimbrel.inference import beam_search, generate
+from whimbrel.models import GPT, GPTConfig
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    torch.manual_seed(0)
+    return spread(GPT(KINDS["llama3"]))
+
+
+@torch.no_grad()
+def test_enough_beams_find_the_likeliest_texts_of_all():
+    torch.manual_seed(0)
+    config = GPTConfig(context_length=8, vocab_size=5, num_layers=1, embd_size=16, num_heads=2, vocab_multiple=1)
+    model, prompt = spread(GPT(config)), [1, 2]
+    scores = {}
+    for text in itertools.product(range(5), repeat=3):
+        logs = model(torch.tensor([[*prompt, *text]])).logits[0, 1:-1].log_softmax(-1)
+        scores[text] = sum(logs[place, token].item() for place, token in enumerate(text))
+    best = sorted(scores, key=lambda text: -scores[text])[:25]
+    found = beam_search(model, prompt, beams=25, max_new_tokens=3, length_penalty=0.0)
+    assert [tuple(beam.tokens) for beam in found] == best
+    assert [beam.score for beam in found] == pytest.approx([scores[text] for text in best], abs=1e-4)
+
+
+def test_one_beam_is_greedy_decoding(model):
+    greedy = generate(model, [3, 4], max_new_tokens=20, temperature=0)
+    [beam] = beam_search(model, [3, 4], beams=1, max_new_tokens=20)
+    assert beam.tokens == greedy
+    [beam] = beam_search(model, [3, 4], beams=1, max_new_tokens=20, eos_id=greedy[5])
+    assert beam.tokens == greedy[: greedy.index(greedy[5])]
+
+
+def test_more_beams_find_likelier_texts_and_longer_ones_are_favoured(model):
+    best = [beam_search(model, [3, 4], beams=beams, max_new_tokens=12)[0].score for beams in (1, 8)]
+    assert best[0] < best[1]
+    ends = range(0, 97, 6)
+
+    def length(penalty: float) -> int:
+        return len(
+            beam_search(model, [3, 4], beams=4, max_new_tokens=12, length_penalty=penalty, eos_id=ends)[0].tokens
+        )
+
+    assert length(-2.0) < length(3.0)
+
+
+def test_a_coded_cache_gives_other_scores(model):
+    plain, coded = (beam_search(model, [3, 4], beams=3, max_new_tokens=6, cache=codec)[0] for codec in ("none", "int4"))
+    assert plain.score != coded.score
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beams": 0}, "beams = 0"),
+        ({"beams": 1025}, "beams = 1025 must be from 1 to 1024"),
+        ({"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ({"max_new_tokens": 32}, "a prompt of 2 tokens and 32 new ones: beam search stays within"),
+    ],
+)
+def test_searches_that_make_no_sense_are_refused(model, options, message):
+    with pytest.raises(RequestError, match=message):
+        beam_search(model, [1, 2], **{"max_new_tokens": 4} | options)
+    assert beam_search(model, [1, 2], beams=1, max_new_tokens=31)
+
+
+def test_a_model_that_diverged_is_refused():
+    model = GPT(GPTConfig(context_length=8, vocab_size=5, num_layers=1, embd_size=16, num_heads=2))
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(RequestError, match="not numbers"):
+        beam_search(model, [1], max_new_tokens=2)

@@ -1,0 +1,160 @@
+"""Several prompts and samples side by side: each is what it would be alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.unit.models.test_gpt import KINDS, spread
+
+from whimbrel.base.errors import RequestError
+from whimbrel.cache import DynamicCache
+from whimbrel.inference import Sampling, generate, generate_batch
+from whimbrel.models import GPT
+from whimbrel.tokenization import load_tokenizer
+
+PROMPTS = [[3], [5, 6, 7, 8, 9, 10, 11, 12, 13], [1, 2, 3, 4], [3]]
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, GPT]:
+    torch.manual_seed(0)
+    return {kind: spread(GPT(config)) for kind, config in KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def model(models) -> GPT:
+    return models["llama3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01}], ids=str)
+def test_texts_of_a_batch_are_those_of_each_prompt_alone(models, kind, settings):
+    """Also past the context of 32, which rows of different lengths reach at different times."""
+    model = models[kind]
+    found = generate_batch(model, PROMPTS, Sampling(**settings), max_new_tokens=50, seed=4)
+    for prompt, [completion] in zip(PROMPTS, found, strict=True):
+        assert completion.tokens == generate(model, prompt, max_new_tokens=50, seed=4, **settings)
+        assert completion.finish == "length"
+
+
+def test_a_text_that_ends_leaves_the_others_alone(model):
+    alone = [generate(model, prompt, max_new_tokens=40, seed=1) for prompt in PROMPTS]
+    ends = {alone[0][3], alone[1][9], alone[2][20]}
+    for prompt, [found], tokens in zip(
+        PROMPTS, generate_batch(model, PROMPTS, max_new_tokens=40, seed=1, eos_id=ends), alone, strict=True
+    ):
+        stop = next((place for place, token in enumerate(tokens) if token in ends), None)
+        assert found.tokens == tokens[:stop] == generate(model, prompt, max_new_tokens=40, seed=1, eos_id=ends)
+        assert found.finish == ("length" if stop is None else "stop")
+
+
+def test_the_others_go_on_past_the_context_when_the_longest_has_ended(model):
+    alone = [generate(model, prompt, max_new_tokens=50, seed=1) for prompt in PROMPTS]
+    end = next(token for token in alone[1][:20] if token not in alone[0] + alone[2])
+    found = generate_batch(model, PROMPTS, max_new_tokens=50, seed=1, eos_id=end)
+    assert [completion.tokens for [completion] in found] == [
+        alone[0], alone[1][: alone[1].index(end)], alone[2], alone[3],
+    ]  # fmt: skip
+
+
+def test_samples_differ_and_share_one_reading_of_the_prompt(model, monkeypatch):
+    read = []
+    forward = GPT.forward
+    monkeypatch.setattr(
+        GPT, "forward", lambda self, idx, **kw: read.append(tuple(idx.shape)) or forward(self, idx, **kw)
+    )
+    [first, second] = generate_batch(model, PROMPTS[:2], n=3, max_new_tokens=6, seed=0)
+    assert read == [(2, 9), *[(6, 1)] * 5]
+    assert len({tuple(sample.tokens) for sample in first}) == 3
+    monkeypatch.undo()
+    assert first[0].tokens == generate(model, PROMPTS[0], max_new_tokens=6, seed=0)
+    [again] = generate_batch(model, PROMPTS[1:2], n=2, max_new_tokens=6, seed=0)
+    assert [sample.tokens for sample in again] == [sample.tokens for sample in second[:2]]
+
+
+@torch.no_grad()
+def test_scores_are_the_log_probabilities_of_the_model_itself(model):
+    settings = Sampling(temperature=0.5, repetition_penalty=1.5)
+    [[found], [other]] = generate_batch(model, PROMPTS[1:3], settings, max_new_tokens=8, seed=0, logprobs=2)
+    for prompt, completion in zip(PROMPTS[1:3], (found, other), strict=True):
+        logs = model(torch.tensor([[*prompt, *completion.tokens]])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        for row, token, score in zip(logs, completion.tokens, completion.scores, strict=True):
+            best = row.topk(2)
+            assert score.logprob == pytest.approx(row[token].item(), abs=1e-4)
+            assert [token for token, _ in score.top] == best.indices.tolist()
+            assert [log for _, log in score.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert generate_batch(model, [[1]], GREEDY, max_new_tokens=2)[0][0].scores == []
+    ended = generate_batch(model, PROMPTS[1:2], settings, max_new_tokens=8, seed=0, logprobs=0, eos_id=found.tokens[3])
+    logprobs = [score.logprob for score in ended[0][0].scores]
+    assert logprobs == pytest.approx([score.logprob for score in found.scores[:3]], abs=1e-4)
+    assert ended[0][0].scores[0].top == ()
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_penalties_count_what_was_drawn_also_past_the_context(model, penalty):
+    """A model of 97 tokens and a context of 32 draws each of them once, those of the prompt too."""
+    plain = generate(model, PROMPTS[2], max_new_tokens=97, temperature=0)
+    assert set(plain) != set(range(97))
+    found = generate(model, PROMPTS[2], max_new_tokens=97, temperature=0, **{penalty: 1e4})
+    assert sorted(found) == list(range(97))
+    beside = generate_batch(model, PROMPTS, Sampling(temperature=0, **{penalty: 1e4}), max_new_tokens=97)
+    assert [sorted(completion.tokens) for [completion] in beside] == [sorted(found)] * 4
+
+
+def test_the_penalty_of_repetition_counts_the_prompt_too(model):
+    settings = {"temperature": 0, "max_new_tokens": 97 - 9}
+    usual = generate(model, PROMPTS[1], **settings)
+    assert {*usual} & {*PROMPTS[1]}
+    biased = dict.fromkeys(range(97), 1e3)  # all positive: a penalty brings each of them below the others
+    fresh = generate(model, PROMPTS[1], **settings, logit_bias=biased, repetition_penalty=1e4)
+    assert {*fresh, *PROMPTS[1]} == {*range(97)}
+
+
+def test_a_bias_brings_its_token(model):
+    assert set(generate(model, [3], max_new_tokens=9, temperature=0, logit_bias={17: 1e4})) == {17}
+
+
+def test_stop_strings_end_a_text_where_they_are_spelled(models):
+    tokenizer = load_tokenizer("gpt2")
+    torch.manual_seed(0)
+    model = GPT(KINDS["gpt2"].__class__(context_length=64, num_layers=1, embd_size=16, num_heads=2))
+    [[plain]] = generate_batch(model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer)
+    assert plain.text == tokenizer.decode(plain.tokens)
+    stop = plain.text[len(plain.text) // 2 :][:6]
+    [[found]] = generate_batch(model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer, stops=[stop])
+    assert found.finish == "stop"
+    assert found.text == plain.text[: plain.text.index(stop)]
+    assert found.tokens == plain.tokens[: len(found.tokens)]
+    assert stop in tokenizer.decode(found.tokens)
+    assert stop not in tokenizer.decode(found.tokens[:-1])
+    assert generate(model, [50], max_new_tokens=20, seed=0, tokenizer=tokenizer, stops=[stop]) == found.tokens
+    begun = plain.text[-2:] + "which does not come"
+    [[whole]] = generate_batch(model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer, stops=[begun])
+    assert (whole.text, whole.finish) == (plain.text, "length")
+
+
+def test_a_coded_cache_is_used(model, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "whimbrel.inference.decode.DynamicCache",
+        lambda *args, **options: made.append(options) or DynamicCache(*args, **options),
+    )
+    generate_batch(model, [[1], [2, 3]], GREEDY, max_new_tokens=3, cache="int8")
+    assert {options["codec"] for options in made} == {"int8"}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1], []], {}, "non-empty"),
+        ([], {}, "no prompts"),
+        ([[1]], {"n": 0}, "n = 0 must be at least 1"),
+        ([[1]], {"logprobs": -1}, "logprobs = -1"),
+        ([[1]], {"stops": ["a"]}, "pass tokenizer too"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens = 0"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(model, prompts, options, message):
+    with pytest.raises(RequestError, match=message):
+        generate_batch(model, prompts, **options)

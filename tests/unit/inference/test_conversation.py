@@ -1,0 +1,197 @@
+"""Conversations: what the model is shown, what is read again, what is forgotten."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.unit.text.bytewise import byte_tokenizer
+
+from whimbrel.base.errors import RequestError
+from whimbrel.inference import Conversation, NgramDraft, Sampling, Session, generate
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.tokenization import ChatTemplate, Tokenizer
+
+TEMPLATE = ChatTemplate(
+    "{% for message in messages %}<turn>{{ message.role[0] }}:{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<turn>a:{% endif %}"
+)
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer(("<end>", "<turn>"))
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    """Writes letters only, each byte a character: so that what it wrote is read as what it was."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(context_length=120, vocab_size=258, num_layers=2, embd_size=32, num_heads=2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+@pytest.fixture
+def letters_only(tokenizer) -> Sampling:
+    letters = {tokenizer.encode(letter)[0] for letter in "abcdefgh"}
+    return Sampling(temperature=0, logit_bias={token: -1e4 for token in range(258) if token not in letters})
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list[int]:
+    seen: list[int] = []
+    forward = GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, idx, **kw: seen.append(idx.size(1)) or forward(self, idx, **kw))
+    return seen
+
+
+def conversation(model: GPT, tokenizer: Tokenizer, sampling: Sampling = GREEDY, **options: object) -> Conversation:
+    settings = {"max_new_tokens": 12, "eos_id": tokenizer.eot_id} | options
+    return Conversation(Session(model), tokenizer, TEMPLATE, sampling, **settings)
+
+
+def test_every_turn_is_what_the_whole_conversation_gives_and_only_what_is_new_is_read(
+    model, tokenizer, letters_only, reads
+):
+    talk = conversation(model, tokenizer, letters_only, system="Be brief.")
+    said = [{"role": "system", "content": "Be brief."}]
+    for turn, words in enumerate(("Hello", "And you?", "Why?")):
+        said.append({"role": "user", "content": words})
+        reads.clear()
+        pieces, forgotten = talk.ask(words)
+        answer = "".join(pieces)
+        # Of the turn before, all but the last token that was drawn has been read.
+        new = len(TEMPLATE.encode(tokenizer, said)) if turn == 0 else 1 + 3 + len(words) + 3
+        assert reads == [new, *[1] * 11]
+        assert forgotten == 0
+        expected = generate(
+            model,
+            TEMPLATE.encode(tokenizer, said),
+            max_new_tokens=12,
+            temperature=0,
+            logit_bias=letters_only.logit_bias,
+        )
+        assert answer == tokenizer.decode(expected)
+        assert len(answer) == 12
+        said.append({"role": "assistant", "content": answer})
+    assert talk.messages == said[1:]
+
+
+def test_a_draft_changes_no_word(model, tokenizer, letters_only):
+    plain, guessed = conversation(model, tokenizer, letters_only), conversation(model, tokenizer, letters_only)
+    for words in ("one one one", "two"):
+        assert list(plain.ask(words).pieces) == list(guessed.ask(words, NgramDraft()).pieces)
+    assert plain.messages == guessed.messages
+
+
+def test_a_reset_conversation_knows_nothing_of_before(model, tokenizer):
+    talk = conversation(model, tokenizer, system="x")
+    first = "".join(talk.ask("Hello").pieces)
+    talk.reset()
+    assert talk.messages == []
+    assert "".join(talk.ask("Hello").pieces) == first
+
+
+def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_went(model, tokenizer, letters_only):
+    talk = conversation(model, tokenizer, letters_only)
+    pieces = talk.ask("Hello").pieces
+    said = next(pieces) + next(pieces)
+    pieces.close()
+    assert talk.messages[1] == {"role": "assistant", "content": said}
+    whole = conversation(model, tokenizer, letters_only)
+    whole.messages = list(talk.messages)
+    assert "".join(talk.ask("More").pieces) == "".join(whole.ask("More").pieces)
+
+
+def test_an_answer_that_is_left_before_its_first_word_is_an_empty_one(model, tokenizer, letters_only):
+    alternating = (
+        "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ message.content }}{% endfor %}"
+    )
+    talk = Conversation(Session(model), tokenizer, ChatTemplate(alternating), letters_only, max_new_tokens=4)
+    talk.ask("Hello").pieces.close()
+    assert talk.messages == [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ""}]
+    late = talk.ask("Well?").pieces
+    assert len("".join(talk.ask("Hm.").pieces)) == 4  # with the one before not yet begun
+    talk.reset()
+    assert len("".join(late)) == 4
+    assert talk.messages == []
+
+
+def test_answers_end_at_stop_strings_and_end_tokens(model, tokenizer, letters_only):
+    text = "".join(conversation(model, tokenizer, letters_only).ask("Hello").pieces)
+    stop = text[4:6]
+    talk = conversation(model, tokenizer, letters_only, stops=[stop])
+    assert "".join(talk.ask("Hello").pieces) == text[: text.index(stop)] == talk.messages[1]["content"]
+    template = ChatTemplate(TEMPLATE.source, stops=[stop])
+    taught = Conversation(Session(model), tokenizer, template, letters_only, max_new_tokens=12, stops=["never"])
+    assert "".join(taught.ask("Hello").pieces) == text[: text.index(stop)]
+    done = Sampling(temperature=0, logit_bias={tokenizer.eot_id: 1e4})
+    assert "".join(conversation(model, tokenizer, done, eos_id=None).ask("Hello").pieces) == ""
+    ending = conversation(model, tokenizer, letters_only, eos_id=tokenizer.encode(text[3]))
+    assert "".join(ending.ask("Hello").pieces) == text[: text.index(text[3])]
+
+
+def test_the_oldest_turns_make_room_and_half_the_context_is_kept(model, tokenizer, letters_only, reads):
+    talk = conversation(model, tokenizer, letters_only, system="S")
+    forgot = []
+    for turn in range(12):
+        answer = talk.ask(f"message {turn:02}")
+        forgot.append(answer.forgotten)
+        list(answer.pieces)
+        assert talk.messages[0]["role"] == "user"
+    # A turn is 28 tokens: four of them do not fit before another in 120, one does in half of it.
+    assert forgot == [0, 0, 0, 0, 6, 0, 0, 6, 0, 0, 6, 0]
+    assert talk.messages[-2]["content"] == "message 11"
+
+
+def test_a_message_that_cannot_fit_is_refused_and_not_remembered(model, tokenizer):
+    talk = conversation(model, tokenizer)
+    list(talk.ask("Hello").pieces)
+    before = list(talk.messages)
+    with pytest.raises(
+        RequestError, match="comes to 206 tokens: beside an answer, the context of 120 has room for 108"
+    ):
+        talk.ask("x" * 200)
+    assert talk.messages == before
+    longest = conversation(model, tokenizer)
+    assert len("".join(longest.ask("x" * 102).pieces)) > 0
+
+
+def test_the_longest_word_of_the_system_leaves_room_for_a_message(model, tokenizer):
+    assert len("".join(conversation(model, tokenizer, system="x" * 98).ask("?").pieces)) > 0
+
+
+def test_seeds_settle_a_conversation_and_turns_differ(model, tokenizer):
+    def talked(seed: int | None) -> list[str]:
+        talk, answers = conversation(model, tokenizer, Sampling(temperature=2.0), seed=seed), []
+        for _ in range(2):
+            answers.append("".join(talk.ask("Hello").pieces))
+            talk.reset()
+        return answers
+
+    assert talked(1) == talked(1) != talked(2)
+    assert talked(1)[0] != talked(1)[1]
+    last = talked(2**63 - 1)
+    assert last[0] != last[1] == talked(0)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens = 0 must be at least 1"),
+        ({"stops": [""]}, "none of them empty"),
+        ({"seed": -1}, "seed = -1"),
+        (
+            {"system": "x" * 99},
+            "message, comes to 109 tokens: beside an answer, the context of 120 has room for 108",
+        ),
+        ({"system": "\ud800"}, "half a surrogate pair"),
+    ],
+)
+def test_what_no_turn_could_be_answered_with_is_refused_before_the_first(model, tokenizer, options, message):
+    with pytest.raises(RequestError, match=message):
+        conversation(model, tokenizer, **options)

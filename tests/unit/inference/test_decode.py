@@ -1,0 +1,156 @@
+"""Generation on a small model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.unit.models.test_gpt import KINDS, spread
+
+import whimbrel
+from whimbrel.base.errors import RequestError, WhimbrelError
+from whimbrel.cache import DynamicCache
+from whimbrel.inference import Sampling, decode_one, generate, prefill, stream
+from whimbrel.models import GPT, GPTConfig
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    config = GPTConfig(context_length=16, vocab_size=50, num_layers=2, embd_size=32, num_heads=2, tied_head=False)
+    return GPT(config)
+
+
+@torch.no_grad()
+def uncached(model: GPT, prompt: list[int], count: int) -> list[int]:
+    """The likeliest tokens, with the whole text read anew for each."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_those_of_the_uncached_model(kind):
+    torch.manual_seed(1)
+    model = spread(GPT(KINDS[kind]))
+    for prompt in ([3], [3, 1, 4, 1, 5], list(range(20))):
+        count = 32 - len(prompt)
+        assert generate(model, prompt, max_new_tokens=count, temperature=0) == uncached(model, prompt, count)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_in_bf16_a_token_differs_only_where_the_gap_is_under_the_measured_error(kind):
+    """Of 60 tokens each: what is not the likeliest of the fp32 model is so close to it that bf16 cannot tell."""
+    torch.manual_seed(2)
+    model = spread(GPT(KINDS[kind]))
+    ids = torch.randint(97, (2, 32))
+    exact = model(ids).logits
+    small = GPT(KINDS[kind]).bfloat16()
+    small.load_state_dict(model.state_dict())
+    error = (small(ids).logits.float() - exact).abs().max()
+    assert 0 < error < exact.std() / 2  # so that the bound below means something
+    cache = DynamicCache(KINDS[kind])
+    found = [prefill(small, ids[:, :2], cache)]
+    found += [decode_one(small, ids[:, position], cache) for position in range(2, 32)]
+    tokens = torch.stack(found, 1).argmax(-1, keepdim=True)
+    gaps = exact[:, 1:].amax(-1) - exact[:, 1:].gather(2, tokens)[..., 0]
+    assert gaps.max() <= 2 * error
+    assert (gaps == 0).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "mistral"])
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
+@torch.no_grad()
+def test_a_coded_cache_changes_logits_by_no_more_than_its_codes_do(kind, codec):
+    torch.manual_seed(3)
+    model = GPT(KINDS[kind])
+    ids = torch.randint(97, (2, 32))
+    exact = model(ids).logits
+    cache = DynamicCache(KINDS[kind], codec=codec)
+    found = [prefill(model, ids[:, :2], cache)]
+    found += [decode_one(model, ids[:, position], cache) for position in range(2, 32)]
+    off = (torch.stack(found, 1) - exact[:, 1:]).norm() / exact[:, 1:].norm()
+    assert 1e-4 < off < {"int8": 0.005, "fp8": 0.02, "int4": 0.08}[codec]
+
+
+def test_text_runs_past_the_context(model):
+    tokens = generate(model, range(10), max_new_tokens=50, temperature=0)
+    assert len(tokens) == 50
+    whole = [*range(10), *tokens]
+    # After position 16 the window restarts from the newest 8 tokens and grows again.
+    assert int(model(torch.tensor([whole[17 - 8 : 17]])).logits[0, -1].argmax()) == whole[17]
+    assert len(generate(model, list(range(40)), max_new_tokens=3)) == 3
+
+
+def test_a_seed_gives_the_same_text(model):
+    drawn = [generate(model, torch.tensor([1, 2]), max_new_tokens=30, seed=seed) for seed in (7, 7, 8)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert generate(model, [1], max_new_tokens=30) != generate(model, [1], max_new_tokens=30)
+
+
+def test_generation_stops_at_the_end_of_text(model):
+    tokens = generate(model, [1], max_new_tokens=30, seed=0)
+    end = tokens[5]
+    cut = tokens[: tokens.index(end)]
+    assert generate(model, [1], max_new_tokens=30, seed=0, eos_id=end) == cut
+    assert generate(model, [1], max_new_tokens=30, seed=0, eos_id=[end, 1000]) == cut
+
+
+def test_tokens_stream_one_at_a_time(model):
+    tokens = stream(model, [1], Sampling(temperature=0), max_new_tokens=5)
+    first = next(tokens)
+    assert [first, *tokens] == generate(model, [1], max_new_tokens=5, temperature=0)
+
+
+def test_the_package_function_works_before_and_after_the_room_is_imported(model):
+    assert whimbrel.generate(model, [1], max_new_tokens=2, seed=0) == generate(model, [1], max_new_tokens=2, seed=0)
+
+
+def test_compiled_blocks_are_not_compiled_again_for_each_length(model):
+    expected = generate(model, [1], max_new_tokens=12, temperature=0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    assert generate(model, [1], max_new_tokens=12, temperature=0) == expected
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_a_cache_that_is_not_known_is_refused(model):
+    with pytest.raises(WhimbrelError, match="int3"):
+        generate(model, [1], cache="int3")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "non-empty list"),
+        ([[1, 2]], {}, r"shape \(1, 2\)"),
+        ([[1], [1, 2]], {}, r"token ids, not \[\[1\], \[1, 2\]\]"),
+        ("a text", {}, "token ids, not 'a text'"),
+        ([True], {}, "token ids"),
+        ([0.5], {}, "token ids"),
+        ([50], {}, "token id 50 is outside the model's vocabulary: ids run from 0 to 49"),
+        ([-1], {}, "token id -1"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ([1], {"temperature": -1.0}, "temperature = -1.0"),
+        ([1], {"temperature": float("nan")}, "temperature = nan"),
+        ([1], {"seed": -1}, "seed = -1"),
+        ([1], {"seed": 2**70}, "from 0 to 2"),
+        ([1], {"top_k": -1}, "top_k = -1"),
+        ([1], {"top_p": 1.5}, "top_p = 1.5"),
+        ([1], {"logit_bias": {50: 1.0}}, "logit_bias of token 50"),
+        ([1], {"stops": ["x"]}, "pass tokenizer too"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(model, prompt, options, message):
+    with pytest.raises(RequestError, match=message):
+        generate(model, prompt, **options)
+
+
+def test_a_model_that_diverged_is_refused(model):
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(RequestError, match="not numbers"):
+        generate(model, [1], temperature=0)

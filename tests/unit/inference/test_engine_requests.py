@@ -1,0 +1,254 @@
+"""What a request may ask of the engine, what comes back, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.unit.generate.lone import alone, run, small_model, texts
+from torch._inductor import config as inductor
+
+from whimbrel.base.errors import ConfigError, RequestError
+from whimbrel.inference import Engine, EngineConfig, Event, Request, Sampling, Score
+
+GREEDY = Sampling(temperature=0)
+MODEL = small_model(position="rope")
+PROMPT = tuple(torch.randint(40, (21,), generator=torch.Generator().manual_seed(3)).tolist())
+
+
+def logs(tokens: list[int]) -> torch.Tensor:
+    """The log-probabilities of what comes after each of `tokens`, from one pass without a cache."""
+    with torch.inference_mode():
+        return MODEL(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+def assert_scored(score: Score, logs_V: torch.Tensor, token: int, number: int) -> None:
+    assert score.logprob == pytest.approx(float(logs_V[token]), abs=2e-5)
+    best = logs_V.topk(number)
+    assert [each for each, _ in score.top] == best.indices.tolist()
+    assert [each for _, each in score.top] == pytest.approx(best.values.tolist(), abs=2e-5)
+
+
+def test_new_tokens_come_with_their_scores_where_asked():
+    engine = Engine(MODEL)
+    asked = [None, 0, 4, 2]
+    for number in asked:
+        engine.submit(
+            Request(prompt_ids=PROMPT, max_new_tokens=5, sampling=Sampling(temperature=2), seed=1, logprobs=number)
+        )
+    events = run(engine)
+    for request, number in enumerate(asked):
+        own = [event for event in events if event.request == request]
+        tokens = [event.token for event in own]
+        assert len(tokens) == 5
+        expected = logs([*PROMPT, *tokens])[len(PROMPT) - 1 :]
+        for event, logs_V in zip(own, expected, strict=False):
+            if number is None:
+                assert (event.logprob, event.top) == (None, ())
+            else:  # of the model itself: the temperature of 2 does not show
+                assert_scored(Score(event.logprob, event.top), logs_V, event.token, number)
+
+
+def assert_prompt_scored(events: list[Event], prompt: tuple[int, ...], number: int) -> None:
+    first, *others = events
+    assert first.token is None
+    assert first.prompt is not None
+    assert len(first.prompt) == len(prompt)
+    assert first.prompt[0] == (None, ())
+    for score, logs_V, token in zip(first.prompt[1:], logs(list(prompt)), prompt[1:], strict=False):
+        assert_scored(score, logs_V, token, number)
+    assert [event for event in others if event.prompt is not None] == []
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_prompt_is_scored_whole_in_any_chunks_and_though_its_pages_are_known(chunk, warm):
+    engine = Engine(MODEL, EngineConfig(page_size=4, prefill_chunk=chunk))
+    if warm:
+        engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=1))
+        run(engine)
+    request = Request(prompt_ids=PROMPT, max_new_tokens=3, sampling=GREEDY, prompt_logprobs=3)
+    number = engine.submit(request)
+    events = run(engine)
+    assert_prompt_scored(events, PROMPT, 3)
+    assert texts(events)[number, 0] == alone(MODEL, request)
+    assert engine.stats().prefix_hits == 0
+
+
+def test_a_prompt_that_starts_over_is_scored_once():
+    """An older text takes the pages of a prompt that is half read; scores that are known are not asked again."""
+    engine = Engine(MODEL, EngineConfig(page_size=1, num_pages=46, prefill_chunk=3))
+    older = Request(prompt_ids=PROMPT[:5], max_new_tokens=30, sampling=GREEDY)
+    younger = Request(prompt_ids=PROMPT, max_new_tokens=10, sampling=GREEDY, prompt_logprobs=2)
+    engine.submit(older)
+    events = [event for _ in range(18) for event in engine.step()]
+    engine.submit(younger)
+    events += run(engine)
+    assert engine.stats().preemptions > 0
+    assert_prompt_scored([event for event in events if event.request == 1], PROMPT, 2)
+    assert texts(events) == {(0, 0): alone(MODEL, older), (1, 0): alone(MODEL, younger)}
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_prompt_can_be_scored_and_nothing_drawn(samples):
+    engine = Engine(MODEL)
+    whole = tuple(index % 40 for index in range(48))
+    for prompt in (PROMPT, whole, (5,)):
+        number = engine.submit(Request(prompt_ids=prompt, max_new_tokens=0, prompt_logprobs=0, n=samples))
+        events = run(engine)
+        assert_prompt_scored(events, prompt, 0)
+        assert events[1:] == [Event(number, sample, finish="length") for sample in range(samples)]
+
+
+def test_samples_share_what_they_can_and_differ():
+    engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=100))
+    request = Request(prompt_ids=PROMPT, max_new_tokens=6, seed=11, n=5)
+    engine.submit(request)
+    events = engine.step()
+    assert sorted(event.sample for event in events) == [0, 1, 2, 3, 4]
+    assert engine.stats().free_pages == 99 - 6, "one prompt of 21 tokens"
+    events += engine.step()
+    assert engine.stats().free_pages == 99 - 5 - 5, "five full pages, and a last one for each"
+    events += run(engine)
+    found = texts(events)
+    assert found == {(0, sample): alone(MODEL, request, sample) for sample in range(5)}
+    assert len({tuple(text) for text in found.values()}) == 5
+    assert engine.stats().free_pages == 99
+
+
+def test_a_request_without_a_seed_draws_differently_each_time():
+    engine = Engine(MODEL)
+    for _ in range(2):
+        engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=20, n=2))
+    assert len({tuple(text) for text in texts(run(engine)).values()}) == 4
+
+
+@pytest.mark.parametrize("when", range(6))
+def test_pages_are_free_as_soon_as_a_request_is_left(when):
+    engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=100, prefill_chunk=8))
+    number = engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=9, n=3))
+    for _ in range(when):
+        engine.step()
+    engine.cancel(number)
+    assert not engine.busy
+    assert engine.stats().free_pages == 99
+    assert engine.step() == []
+    engine.cancel(number)
+    engine.cancel(12345)
+
+
+@pytest.mark.parametrize("when", range(6))
+@pytest.mark.parametrize("left", [{0}, {1}, {0, 2}])
+def test_samples_are_left_one_by_one(when, left):
+    engine = Engine(MODEL, EngineConfig(page_size=4, prefill_chunk=8))
+    request = Request(prompt_ids=PROMPT, max_new_tokens=9, seed=2, n=3, prompt_logprobs=0)
+    number = engine.submit(request)
+    events = [event for _ in range(when) for event in engine.step()]
+    for sample in left:
+        engine.cancel(number, sample)
+    after = run(engine)
+    assert not {event.sample for event in after} & left
+    for sample in {0, 1, 2} - left:
+        assert texts(events + after)[number, sample] == alone(MODEL, request, sample)
+    assert [event.prompt is not None for event in events + after].count(True) == 1
+    for sample in left:
+        engine.cancel(number, sample)
+
+
+def test_a_stop_token_ends_a_text_and_is_not_part_of_it():
+    engine = Engine(MODEL)
+    free = alone(MODEL, Request(prompt_ids=PROMPT, max_new_tokens=20, seed=4))
+    stop = free[7]
+    request = Request(prompt_ids=PROMPT, max_new_tokens=20, seed=4, stop_ids=frozenset({stop, 1000}))
+    engine.submit(request)
+    *events, last = run(engine)
+    assert [event.token for event in events] == free[: free.index(stop)]
+    assert last == Event(0, 0, finish="stop")
+
+
+def test_a_text_ends_with_the_context():
+    engine = Engine(MODEL)
+    engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=1000, sampling=GREEDY))
+    events = run(engine)
+    assert len(PROMPT) + len(events) == 48
+    assert [event.finish for event in events] == [None] * 26 + ["length"]
+
+
+def test_stats_count_what_was_done():
+    engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=50, max_batch=2))
+    for _ in range(3):
+        engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=4))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.pages) == (2, 1, 49)
+    run(engine)
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.new_tokens, stats.prefix_hits, stats.preemptions) == (63, 12, 20, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": ()}, "the prompt is empty"),
+        ({"prompt_ids": (1, 40)}, "token id 40 is outside the model's vocabulary: ids run from 0 to 39"),
+        ({"prompt_ids": (-1,)}, "token id -1"),
+        ({"prompt_ids": (1,) * 48}, "a prompt of 48 tokens: the model's context has room for 47"),
+        ({"prompt_ids": (1,) * 49, "max_new_tokens": 0}, "the model's context has room for 48"),
+        ({"max_new_tokens": -1}, "max_new_tokens = -1 must be at least 0"),
+        ({"n": 0}, "n = 0 must be at least 1"),
+        ({"n": 9}, "n = 9 samples: the engine draws at most 8 at once"),
+        ({"seed": -1}, "seed = -1"),
+        ({"seed": 2**63}, "seed = 9223372036854775808"),
+        ({"logprobs": -1}, "logprobs = -1"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs = -2"),
+        ({"sampling": Sampling(logit_bias={40: 1.0})}, "logit_bias of token 40"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once(changes, message):
+    engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=16, max_batch=8))
+    with pytest.raises(RequestError, match=message):
+        engine.submit(Request(**{"prompt_ids": (1, 2, 3, 4), "max_new_tokens": 3, **changes}))
+    assert not engine.busy
+
+
+def test_a_text_ends_where_a_pool_of_less_than_a_context_is_full():
+    engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=8))
+    assert engine.context_length == 28
+    request = Request(prompt_ids=(1, 2, 3, 4), max_new_tokens=24, sampling=GREEDY)
+    for asked in (24, 25, 48):
+        engine.submit(replace(request, max_new_tokens=asked))
+        events = run(engine)
+        assert list(texts(events).values()) == [alone(MODEL, request)]
+        assert events[-1].finish == "length"
+    for prompt, new, room in ((28, 1, 27), (29, 0, 28)):
+        with pytest.raises(RequestError, match=f"a prompt of {prompt} tokens: the cache has room for {room}"):
+            engine.submit(replace(request, prompt_ids=(1,) * prompt, max_new_tokens=new))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"page_size": 0}, "page_size = 0"),
+        ({"max_batch": 0}, "max_batch = 0"),
+        ({"prefill_chunk": 0}, "prefill_chunk = 0"),
+        ({"ahead": 0}, "ahead = 0"),
+        ({"num_pages": 1}, "num_pages = 1"),
+        ({"cache": "int9"}, "int9"),
+        ({"num_pages": 10**12}, "num_pages = 1000000000000 take .* bytes: cpu has room for"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Engine(MODEL, EngineConfig(**settings))
+
+
+@inductor.patch({"cpp.cxx": "no-such-compiler"})
+def test_a_step_that_torch_could_not_compile_is_refused_when_the_engine_is_built():
+    with pytest.raises(ConfigError, match=r"^compile needs a C\+\+ compiler .* leave compile out$"):
+        Engine(MODEL, EngineConfig(compile=True))
+    Engine(MODEL)
+
+
+def test_pages_are_enough_for_every_text_of_a_batch_when_their_number_is_not_given():
+    assert Engine(MODEL, EngineConfig(page_size=5, max_batch=3)).stats().pages == 3 * 10

@@ -1,0 +1,222 @@
+"""Speculative decoding: the same text, or the same distribution of texts, in fewer steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from tests.unit.models.test_gpt import KINDS, spread
+
+from whimbrel.base.errors import RequestError
+from whimbrel.inference import (
+    Draws,
+    Guess,
+    History,
+    ModelDraft,
+    NgramDraft,
+    Sampling,
+    Session,
+    distribution,
+    generate,
+    speculate,
+)
+from whimbrel.inference.speculative import _settle
+from whimbrel.models import GPT, GPTConfig
+
+GREEDY = Sampling(temperature=0)
+NOTHING = History((), 0)
+PROMPTS = [[3], [5, 6, 7, 8, 9, 5, 6, 7], list(range(40))]
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, GPT]:
+    torch.manual_seed(0)
+    return {kind: spread(GPT(config)) for kind, config in KINDS.items()}
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list[int]:
+    """How many tokens each pass through a model read."""
+    seen: list[int] = []
+    forward = GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, idx, **kw: seen.append(idx.size(1)) or forward(self, idx, **kw))
+    return seen
+
+
+def drafts(models: dict[str, GPT], kind: str) -> dict[str, object]:
+    """Drafts that guess always, sometimes and hardly ever right, and one whose own context is shorter."""
+    torch.manual_seed(1)
+    near = GPT(KINDS[kind])
+    near.load_state_dict(models[kind].state_dict())
+    with torch.no_grad():
+        for parameter in near.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    short = GPT(GPTConfig(context_length=7, vocab_size=97, num_layers=1, embd_size=16, num_heads=2))
+    return {
+        "itself": ModelDraft(models[kind]),
+        "near": ModelDraft(near),
+        "short": ModelDraft(short),
+        "ngram": NgramDraft(),
+        "none": None,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_text_is_exactly_that_of_plain_decoding(models, kind):
+    """Also past the context of 32, from which it goes on as plain decoding does."""
+    model = models[kind]
+    for prompt in PROMPTS if kind == "alternating" else PROMPTS[1:2]:
+        plain = generate(model, prompt, max_new_tokens=45, temperature=0)
+        for name, draft in drafts(models, kind).items():
+            found = list(speculate(model, prompt, GREEDY, draft, max_new_tokens=45, ahead=3))
+            assert found == plain, name
+
+
+def test_penalties_and_restrictions_hold(models):
+    model = models["llama3"]
+    settings = {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {9: 1.5}}
+    plain = generate(model, PROMPTS[1], max_new_tokens=24, **settings)
+    assert plain != generate(model, PROMPTS[1], max_new_tokens=24, temperature=0)
+    for draft in drafts(models, "llama3").values():
+        assert list(speculate(model, PROMPTS[1], Sampling(**settings), draft, max_new_tokens=24)) == plain
+
+
+def test_penalties_of_a_draft_count_what_those_of_the_model_count(models, reads):
+    """So a model that guesses for itself is always right, in a text that no token comes in twice."""
+    model, sampling = models["gpt2"], Sampling(temperature=0, presence_penalty=1e4)
+    found = list(speculate(model, list(range(8)), sampling, ModelDraft(model), max_new_tokens=20, ahead=3))
+    assert [count for count in reads[1:] if count > 2] == [8 + 3, 4, 4, 4, 4]
+    assert len(set(found)) == 20
+    found = list(speculate(model, list(range(8)), sampling, ModelDraft(model), max_new_tokens=97, ahead=3))
+    assert set(found) == set(range(97))  # past the context, and those of the prompt too
+
+
+def test_right_guesses_save_steps_and_wrong_ones_are_taken_back(models, reads):
+    model = models["gpt2"]
+    list(speculate(model, [3, 4], GREEDY, ModelDraft(model), max_new_tokens=20, ahead=3))
+    # The model reads the prompt and 3 guesses, then its own last token and 3 more; its draft one by one.
+    assert [count for count in reads if count > 2] == [5, 4, 4, 4, 4]
+    reads.clear()
+    text = list(speculate(model, [3, 4], GREEDY, NgramDraft(), max_new_tokens=25))
+    reads.clear()
+    list(speculate(model, [3, 4, *text, 3, 4], GREEDY, NgramDraft(), max_new_tokens=3, ahead=4))
+    assert reads[0] == 29 + 2  # the text was seen before: guessed as far as there is need
+
+
+def test_a_stop_token_ends_the_text_also_in_a_guess(models):
+    model = models["gpt2"]
+    plain = generate(model, [3], max_new_tokens=20, temperature=0)
+    end = plain[6]
+    cut = plain[: plain.index(end)]
+    for draft in drafts(models, "gpt2").values():
+        assert list(speculate(model, [3], GREEDY, draft, max_new_tokens=20, eos_id=end)) == cut
+
+
+def test_without_a_draft_a_seed_draws_what_it_draws_in_plain_decoding(models):
+    model, sampling = models["qwen3"], Sampling(top_p=0.9)
+    plain = generate(model, PROMPTS[1], max_new_tokens=40, seed=3, top_p=0.9)
+    assert list(speculate(model, PROMPTS[1], sampling, max_new_tokens=40, seed=3)) == plain
+    guessed = [
+        list(speculate(model, PROMPTS[1], sampling, ModelDraft(model), max_new_tokens=40, seed=seed))
+        for seed in (3, 3, 4)
+    ]
+    assert guessed[0] == guessed[1] != guessed[2]
+
+
+@pytest.mark.parametrize("certain", [True, False], ids=["certain", "drawn"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 3}], ids=str)
+def test_what_comes_out_is_distributed_as_if_the_model_had_drawn_it(certain, settings):
+    """Of two guessed tokens and the one after: each as often as the product of its probabilities says."""
+    generator = torch.Generator().manual_seed(0)
+    logits, other = torch.randn(3, 4, generator=generator), torch.randn(2, 4, generator=generator)
+    sampling, draws, count = Sampling(**settings), Draws(0), 800
+    model = distribution(logits, [sampling] * 3, [NOTHING] * 3)
+    draft = distribution(other, [Sampling(temperature=1.5)] * 2, [NOTHING] * 2)
+    seen: Counter[tuple[int, ...]] = Counter()
+    for _ in range(count):
+        if certain:
+            guess = Guess([2, 1])
+        else:
+            guess = Guess(torch.multinomial(draft, 1, generator=generator)[:, 0].tolist(), draft)
+        out = _settle(logits, guess, NOTHING, sampling, draws)
+        assert out[:-1] == guess.tokens[: len(out) - 1]
+        # What was refused would be drawn by the model in the next step: here from the rows that are left.
+        while len(out) < 3:
+            out += _settle(logits[len(out) : len(out) + 1], Guess([]), NOTHING, sampling, draws)
+        seen[tuple(out)] += 1
+    expected = torch.einsum("i,j,k->ijk", *model) * count
+    assert sum(seen[place] for place in seen if expected[place] == 0) == 0
+    often = [tuple(place) for place in (expected >= 5).nonzero().tolist()]
+    statistic = sum((seen[place] - expected[place].item()) ** 2 / expected[place].item() for place in often)
+    assert len(often) > 15
+    assert statistic <= len(often) + 4 * math.sqrt(2 * len(often))
+
+
+def test_a_session_reads_only_what_is_new(models, reads):
+    ids = list(range(20))
+    texts = [(ids, 20), ([*ids, 1, 2], 2), ([*ids[:9], 7, 7, 7], 3), ([*ids[:9], 7, 7], 1), ([8, *ids], 21)]
+    for kind in ("gpt2", "mistral"):  # whose window of 5 must not let go of what a shorter text sees again
+        session = Session(models[kind])
+        for text, read in texts:
+            reads.clear()
+            found = session.read(text)
+            assert sum(reads) == read
+            torch.testing.assert_close(found, models[kind](torch.tensor([text])).logits[0, -1:], rtol=1e-4, atol=1e-4)
+            assert session.held == len(text)
+        assert session.read([9, *ids], keep=3).shape == (3, 97)
+
+
+def test_a_session_whose_windows_have_let_go_reads_all_again(models, reads):
+    model = models["mistral"]
+    session = Session(model)
+    ids = list(range(20))
+    session.read(ids)
+    session.read([*ids[:15], 1])  # which lets go of what is behind the window of 5
+    reads.clear()
+    found = session.read([*ids[:8], 2])
+    assert sum(reads) == 9
+    torch.testing.assert_close(found, model(torch.tensor([[*ids[:8], 2]])).logits[0, -1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("draft", [None, NgramDraft()], ids=["none", "ngram"])
+def test_windows_of_one_text_hold_little_more_than_they_see(models, draft, monkeypatch):
+    """Guesses may be taken back, so what they push out of a window of 5 is held until they are settled."""
+    model, held = models["mistral"], []
+    forward = GPT.forward
+
+    def watched(self, idx, *, cache, **options):
+        found = forward(self, idx, cache=cache, **options)
+        held.append(max(layer.keys.size(2) for layer in cache.layers))
+        return found
+
+    monkeypatch.setattr(GPT, "forward", watched)
+    list(speculate(model, [1, 2, 1, 2], GREEDY, draft, max_new_tokens=28, ahead=4))
+    assert max(held) <= 5 + 1 + 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens = 0 must be at least 1"),
+        ({"ahead": 0}, "ahead = 0 must be at least 1"),
+        ({"prompt_ids": []}, "non-empty"),
+        ({"sampling": Sampling(logit_bias={97: 1.0})}, "logit_bias of token 97"),
+        ({"seed": -1}, "seed = -1"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(models, options, message):
+    usual = {"prompt_ids": [1], "sampling": GREEDY, "max_new_tokens": 3}
+    with pytest.raises(RequestError, match=message):
+        speculate(models["gpt2"], **usual | options)
+
+
+def test_drafts_that_cannot_guess_are_refused(models):
+    other = ModelDraft(GPT(GPTConfig(context_length=8, vocab_size=50, num_layers=1, embd_size=16, num_heads=2)))
+    with pytest.raises(RequestError, match="the draft model has 50 tokens and the model 97"):
+        speculate(models["gpt2"], [1], GREEDY, other, max_new_tokens=3)
+    with pytest.raises(RequestError, match="longest = 0"):
+        NgramDraft(0)
+    with pytest.raises(RequestError, match="cache = int8 is settled where the session is made"):
+        speculate(Session(models["gpt2"]), [1], GREEDY, max_new_tokens=3, cache="int8")

@@ -1,0 +1,212 @@
+"""Tokens to text as they come: whole characters, spaces, stop strings, bytes that are no text."""
+
+from __future__ import annotations
+
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Pipeline
+
+from whimbrel.inference import TextStream, encode_prompt, stream_text
+from whimbrel.inference.text import Characters
+from whimbrel.tokenization import Tokenizer, load_tokenizer
+from whimbrel.tokenization.bytelevel import BYTE_OF_CHARACTER
+
+TEXT = "naïve 漢字 🐦 end"
+LEFT_OUT = None
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Tokenizer:
+    return load_tokenizer("gpt2")
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> Tokenizer:
+    """A tokenizer as Llama 2 has: spaces are letters, and characters that are no tokens are written in bytes."""
+    words = ["▁", "▁the", "▁end", "a", "n", "v", "e", "d"]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    pipeline = Pipeline(models.Unigram([(piece, -1.0) for piece in pieces], 0, byte_fallback=True))
+    pipeline.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    pipeline.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    pipeline.add_special_tokens([AddedToken(token, special=True) for token in pieces[:3]])
+    return Tokenizer(pipeline, "</s>")
+
+
+@pytest.fixture(scope="module", params=["gpt2", "sentencepiece"])
+def tokenizer(request) -> Tokenizer:
+    return request.getfixturevalue(request.param)
+
+
+def token_of(tokenizer: Tokenizer, byte: int | None) -> int:
+    """The token that is one byte, or one that is no text."""
+    if byte is LEFT_OUT:
+        return 1 if tokenizer.pipeline.id_to_token(1) == "<s>" else tokenizer.vocab_size
+    ids = map(tokenizer.pipeline.token_to_id, (f"<0x{byte:02X}>", {b: c for c, b in BYTE_OF_CHARACTER.items()}[byte]))
+    return next(token for token in ids if token is not None)
+
+
+def test_text_comes_in_whole_characters(tokenizer):
+    prompt, rest = tokenizer.encode("Say:"), tokenizer.encode("Say: " + TEXT)[len(tokenizer.encode("Say:")) :]
+    pieces = list(stream_text(tokenizer, prompt, rest))
+    assert "".join(pieces) == " " + TEXT
+    assert len(pieces) > 4
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+@given(
+    parts=st.lists(
+        st.one_of(
+            st.integers(0, 255).map(lambda byte: [byte]),
+            st.sampled_from("é漢🐦\ufffda ").map(lambda character: [*character.encode()]),
+            st.just([LEFT_OUT]),
+        ),
+        max_size=20,
+    ),
+    data=st.data(),
+)
+def test_bytes_are_read_as_a_text_of_them_all_and_each_token_stands_at_its_character(tokenizer, parts, data):
+    drawn = [byte for part in parts for byte in part]
+    for place in data.draw(st.lists(st.integers(0, len(drawn)), max_size=5)):
+        drawn.insert(place, LEFT_OUT)  # also amid a character
+    raw = bytes(byte for byte in drawn if byte is not LEFT_OUT)
+    assume(not re.search(rb"\xed[\xa0-\xbf]", raw))  # half a surrogate pair, at which Python waits for one byte more
+    stream, text, read = TextStream(tokenizer, [5]), "", b""
+    for byte in drawn:
+        text += stream.push(token_of(tokenizer, byte))
+        if byte is LEFT_OUT:
+            assert stream.span == (len(text), len(text))
+        else:
+            read += bytes([byte])
+            characters = len(read.decode(errors="replace"))
+            assert stream.span == (characters - 1, characters)
+    assert raw.decode(errors="replace") in (text, text + "\ufffd")  # a character at the end that is not whole
+
+
+@given(text=st.text(), data=st.data())
+def test_pieces_make_the_text_of_all_tokens_at_once_up_to_any_stop(tokenizer, text, data):
+    before, ids = tokenizer.encode("a the"), tokenizer.encode(text)
+    for place in data.draw(st.lists(st.integers(0, len(ids)), max_size=5)):
+        ids.insert(place, token_of(tokenizer, LEFT_OUT))
+    written = tokenizer.pipeline.decode(before + ids).removeprefix("a the")
+    stop = data.draw(st.text("a the\n", min_size=1, max_size=3) | st.just(text[1:3] or "a"))
+    assert "".join(stream_text(tokenizer, before, ids)) == written
+    assert "".join(stream_text(tokenizer, before, ids, [stop])) == written.split(stop)[0]
+
+
+def test_a_character_that_the_prompt_began_is_written_whole(gpt2):
+    ids = gpt2.encode("🐦!")
+    assert len(ids) > 2
+    assert "".join(stream_text(gpt2, ids[:1], ids[1:])) == "🐦!"
+
+
+def test_what_the_prompt_left_unfinished_or_spelled_is_not_written_again(gpt2):
+    assert "".join(stream_text(gpt2, gpt2.encode("🐦")[:1], gpt2.encode("!"))) == "!"
+    assert "".join(stream_text(gpt2, gpt2.encode("so \ufffd"), gpt2.encode(" then"))) == " then"
+
+
+def test_a_replacement_character_that_was_written_stays(tokenizer):
+    written = tokenizer.encode("the\ufffd")
+    assert "".join(stream_text(tokenizer, [], written)) == "the\ufffd"
+
+
+def test_tokens_that_are_no_text_hold_nothing_up(tokenizer):
+    """However many there are, each is looked at once; and those after the prompt do not make its text the first."""
+    seen = []
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(tokenizer.pipeline, name)
+
+        def decode(self, ids, **options):
+            seen.extend(ids)
+            return tokenizer.pipeline.decode(ids, **options)
+
+    none = [token_of(tokenizer, LEFT_OUT)] * 500
+    stream = TextStream(SimpleNamespace(pipeline=Counting(), eot_id=tokenizer.eot_id), tokenizer.encode("the") + none)
+    assert not any(map(stream.push, none))
+    assert "".join(map(stream.push, tokenizer.encode("a the")[-1:])) == " the"
+    assert len(seen) < 5 * len(none)
+
+
+def test_special_tokens_can_be_spelled(sentencepiece):
+    characters = Characters(sentencepiece, specials=True)
+    ids = [1, *sentencepiece.encode("the end"), 2]
+    assert "".join(map(characters.push, ids)) == sentencepiece.decode(ids) == "<s> the end</s>"
+
+
+def test_the_space_after_the_prompt_stays_and_one_at_the_start_of_a_text_does_not(sentencepiece):
+    ids = sentencepiece.encode("the end")
+    assert sentencepiece.pipeline.id_to_token(ids[0]) == "▁the"
+    assert "".join(stream_text(sentencepiece, [1], ids)) == "the end"
+    assert "".join(stream_text(sentencepiece, ids, ids)) == " the end"
+
+
+def test_bytes_that_are_no_text_are_shown_and_break_nothing(tokenizer):
+    rng = random.Random(0)
+    whole = tokenizer.encode("the end 漢")
+    for _ in range(300):
+        noise = [rng.randrange(3, 259) for _ in range(rng.randrange(1, 20))]
+        written = "".join(stream_text(tokenizer, [5], [*noise, *whole]))
+        assert written.endswith("the end 漢")
+    stream = TextStream(tokenizer, whole)
+    awaited = max(range(3, 259), key=lambda token: tokenizer.decode([token]) == "\ufffd")
+    assert "\ufffd" in "".join(stream.push(awaited) for _ in range(4))  # not held for ever
+
+
+def test_a_stop_string_may_span_tokens_and_what_it_hides_is_never_shown(gpt2):
+    ids = gpt2.encode("First line\nUser: second")
+    stream = TextStream(gpt2, [], ["ine\nUser:"])
+    shown = []
+    for token in ids:
+        shown.append(stream.push(token))
+        if stream.stopped:
+            break
+    assert "".join(shown) == "First l"
+    assert len(shown) < len(ids)
+    assert stream.flush() == stream.push(ids[0]) == ""
+    consumed = iter(ids)
+    assert "".join(stream_text(gpt2, [], consumed, ["ine\nUser:"])) == "First l"
+    assert list(consumed) == ids[len(shown) :]  # no token is drawn after the stop
+
+
+def test_what_was_held_back_comes_at_the_end(gpt2):
+    ids = gpt2.encode("one\nUse")
+    assert "".join(stream_text(gpt2, [], ids, ["\nUser:"])) == "one\nUse"
+
+
+def test_what_comes_with_the_beginning_of_a_character_is_not_lost_with_it(gpt2):
+    """Some tokens are a space and the first bytes of a character."""
+    half = next(token for token in range(50000) if gpt2.decode([token]) == " \ufffd")
+    assert "".join(stream_text(gpt2, [], [*gpt2.encode("one"), half])) == "one "
+    assert "".join(stream_text(gpt2, [], [half, gpt2.eot_id, *gpt2.encode("two")])) == " \n\ntwo"
+    stream = TextStream(gpt2, [], ["e "])
+    assert [*map(stream.push, [*gpt2.encode("one"), half]), stream.flush()] == ["on", "", ""]
+    assert stream.stopped
+
+
+def test_a_text_after_the_end_of_another_stands_apart(gpt2):
+    ids = [*gpt2.encode("one"), gpt2.eot_id, *gpt2.encode("two")]
+    assert "".join(stream_text(gpt2, [], ids)) == "one\n\ntwo"
+
+
+def test_an_empty_prompt_is_the_bos_token(gpt2, sentencepiece):
+    assert encode_prompt(gpt2, "") == [gpt2.eot_id]
+    assert encode_prompt(gpt2, "a b") == gpt2.encode("a b")
+    assert encode_prompt(gpt2, "", bos_id=7) == [7]
+    named = Tokenizer.from_json(sentencepiece.to_json(), "</s>", "<s>")
+    assert encode_prompt(named, "") == [named.pipeline.token_to_id("<s>")] != [named.eot_id]
+
+
+def test_special_tokens_in_a_prompt_are_parsed_unless_told_otherwise(tokenizer):
+    text = f"the{tokenizer.eot_token}end"
+    assert encode_prompt(tokenizer, text).count(tokenizer.eot_id) == 1
+    assert tokenizer.eot_id not in encode_prompt(tokenizer, text, parse_special=False)
+    assert tokenizer.encode(text) == encode_prompt(tokenizer, text, parse_special=False)

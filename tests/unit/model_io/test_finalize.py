@@ -1,0 +1,134 @@
+"""From a model directory to one that is published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError, WriteError
+from whimbrel.model_io import Measured, finalize_model, load_model, load_tokenizer, save_model, weight_state
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.precision import quantize_
+from whimbrel.tokenization import train_tokenizer
+
+SHAPE = GPTConfig(context_length=16, vocab_size=300, num_layers=1, embd_size=128, num_heads=4, init_std=0.2)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(SHAPE)
+
+
+@pytest.fixture
+def source(model: GPT, tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    save_model(model, folder, train_tokenizer(["to be or not to be"] * 9, vocab_size=270))
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [7, 9], "top_p": 0.5}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 3}))
+    (folder / "special_tokens_map.json").write_text('{"pad_token": "x"}')
+    return folder
+
+
+def distance(model: GPT) -> Measured:
+    """Stands for a loss: how far the logits are from zero."""
+    with torch.no_grad():
+        return Measured(float(model(torch.arange(16)[None]).logits.abs().mean()), 16, 16, "a text")
+
+
+def test_the_directory_has_all_that_a_user_needs(model, source, tmp_path):
+    result = finalize_model(
+        source, tmp_path / "out", recipe="int8", measure=distance, chat_template="{{ messages }}",
+        generation={"top_p": 0.9, "max_new_tokens": 7}, settings={"optim": {"lr": 0.25}},
+    )  # fmt: skip
+    out = tmp_path / "out"
+    expected = GPT(SHAPE)
+    expected.load_state_dict(model.state_dict())
+    quantize_(expected, "int8")
+    written = weight_state(load_model(out))
+    assert written.keys() == weight_state(expected).keys()
+    for name, tensor in weight_state(expected).items():
+        assert torch.equal(written[name], tensor)
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["top_p"], generation["max_new_tokens"]) == ([7, 9], 0.9, 7)
+    assert json.loads((out / "config.json").read_text())["pad_token_id"] == 3
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert load_tokenizer(out).fingerprint == load_tokenizer(source).fingerprint
+    assert {path.suffix for path in out.iterdir()} == {".json", ".safetensors", ".jinja", ".md"}
+    before, after = distance(model), distance(expected)
+    assert (result.before.measured, result.after.measured) == (before, after)
+    assert before.loss != after.loss
+    assert (result.recipe, result.left, result.parameters) == ("int8", ("lm_head",), model.num_parameters())
+    assert result.after.bytes == (out / "model.safetensors").stat().st_size < 0.8 * result.before.bytes
+
+
+def test_the_record_and_the_card_tell_what_was_measured(source, tmp_path):
+    result = finalize_model(source, tmp_path / "out", recipe="int4", measure=distance, settings={"optim": {"lr": 0.25}})
+    card, record = (tmp_path / "out/README.md").read_text(), json.loads((tmp_path / "out/finalize.json").read_text())
+    for side in (result.before, result.after):
+        assert side.measured is not None
+        for number in (f"{side.measured.loss:.4f}", f"{side.measured.perplexity:.3f}", f"{side.bytes:,}", side.format):
+            assert number in card
+    assert record["after"]["measured"]["loss"] == result.after.measured.loss
+    assert record["before"] | {"measured": None} == {
+        "format": "float32", "bytes": result.before.bytes, "measured": None
+    }  # fmt: skip
+    for told in ("# out", "gpt2", "int4", "16 tokens of a text", "import whimbrel.hf", "lr = 0.25", "lm_head"):
+        assert told in card
+    assert card.startswith("---\n")
+    assert "license:" not in card
+
+
+def test_without_a_recipe_it_is_plain_and_without_a_measure_it_says_so(model, source, tmp_path):
+    result = finalize_model(source, tmp_path / "out", dtype=torch.bfloat16)
+    assert (result.recipe, result.after.format, result.after.measured) == (None, "bfloat16", None)
+    assert torch.equal(load_model(tmp_path / "out").lm_head.weight, model.lm_head.weight.bfloat16())
+    table = json.loads((tmp_path / "out/config.json").read_text())
+    assert (table["dtype"], "quantization_config" in table) == ("bfloat16", False)
+    card = (tmp_path / "out/README.md").read_text()
+    assert "Not measured." in card
+    assert "import whimbrel.hf" not in card
+
+
+def test_a_quantised_model_is_finalised_as_what_it_is(source, tmp_path):
+    finalize_model(source, tmp_path / "one", recipe="int8")
+    again = finalize_model(tmp_path / "one", tmp_path / "two")
+    assert (again.recipe, again.before.format) == ("int8", "int8, float32")
+    first, second = (weight_state(load_model(tmp_path / name)) for name in ("one", "two"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(ConfigError, match="one holds int8 weights: quantise the plain model"):
+        finalize_model(tmp_path / "one", tmp_path / "three", recipe="int4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"recipe": "int3"}, PrecisionError, "quantize = 'int3' is not one of .*int8"),
+        ({"recipe": "bf16"}, PrecisionError, "quantize = 'bf16' is not one of"),
+        ({"out": "source"}, WriteError, "source exists and is not empty"),
+        ({"source": "nowhere"}, CheckpointError, "no run or model at nowhere"),
+        ({"source": "model.bin"}, ConfigError, "model.bin is a file: finalize takes a run"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_leaves_nothing(source, workdir, changes, error, message):
+    Path("model.bin").write_bytes(bytes(28))
+    before = sorted(path.name for path in workdir.iterdir())
+    with pytest.raises(error, match=message):
+        finalize_model(**{"source": "source", "out": "out"} | changes)
+    assert sorted(path.name for path in workdir.iterdir()) == before
+
+
+def test_a_measurement_that_fails_leaves_nothing(source, workdir):
+    def fails(_: GPT) -> Measured:
+        raise ConfigError("no such text")
+
+    with pytest.raises(ConfigError, match="no such text"):
+        finalize_model("source", "out", recipe="int8", measure=fails)
+    assert [path.name for path in workdir.iterdir()] == ["source"]

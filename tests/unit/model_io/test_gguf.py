@@ -1,0 +1,313 @@
+"""GGUF files: what they say, and what is refused. That others read them as we mean them is in tests/parity."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as Pipeline
+from tokenizers.processors import TemplateProcessing
+
+from whimbrel.base.errors import CheckpointError, ConfigError, WriteError
+from whimbrel.model_io import load_model, save_model
+from whimbrel.model_io.plain import export_hf
+from whimbrel.model_io.tensors import TensorFiles
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.models.config import RopeScaling
+from whimbrel.precision import quantize_
+from whimbrel.tokenization import Tokenizer, train_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="needs the package 'gguf': pip install 'whimbrel[gguf]'")
+from whimbrel.model_io.gguf import export_gguf  # noqa: E402 (it needs the extra)
+
+LLAMA = GPTConfig(
+    context_length=32,
+    vocab_size=270,
+    num_layers=2,
+    embd_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_size=96,
+    norm="rms",
+    norm_eps=1e-6,
+    position="rope",
+    rope_theta=500.0,
+    activation="silu",
+    gated_mlp=True,
+    bias="none",
+    tied_head=True,
+)
+GPT2 = GPTConfig(context_length=32, vocab_size=270, num_layers=1, embd_size=64, num_heads=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(["to be or not to be, that is the question"], 267, min_frequency=1)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Path]:
+    """A model directory of this shape, with a tokenizer that has three tokens fewer than the model."""
+
+    def make(config: GPTConfig, words: Tokenizer = tokenizer, name: str = "model") -> Path:
+        torch.manual_seed(0)
+        save_model(GPT(config), tmp_path / name, words)
+        return tmp_path / name
+
+    return make
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def fields(path: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def kinds(path: Path) -> dict[str, str]:
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_a_llama_is_told_in_their_words(saved, tmp_path, tokenizer):
+    export_gguf(saved(LLAMA), tmp_path / "small.gguf", dtype=torch.float16)
+    told = fields(tmp_path / "small.gguf")
+    assert told["general.architecture"] == "llama"
+    assert (told["general.name"], told["general.file_type"]) == ("small", gguf.LlamaFileType.MOSTLY_F16)
+    assert {name.removeprefix("llama."): value for name, value in told.items() if name.startswith("llama.")} == {
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 16,
+        "attention.layer_norm_rms_epsilon": pytest.approx(1e-6),
+        "attention.value_length": 16,
+        "block_count": 2,
+        "context_length": 32,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "rope.dimension_count": 16,
+        "rope.freq_base": 500.0,
+        "vocab_size": 270,
+    }
+    words = {name.removeprefix("tokenizer.ggml."): value for name, value in told.items() if "ggml" in name}
+    assert (words["model"], words["pre"]) == ("gpt2", "gpt-2")
+    assert words["tokens"][266:] == ["<|endoftext|>", "[PAD267]", "[PAD268]", "[PAD269]"]
+    assert words["token_type"] == [*[1] * 266, 3, 5, 5, 5]
+    assert len(words["merges"]) == 266 - 256
+    assert (words["bos_token_id"], words["eos_token_id"]) == (tokenizer.eot_id, tokenizer.eot_id)
+    assert (words["add_bos_token"], words["add_eos_token"]) == (False, False)
+    assert "tokenizer.chat_template" not in told
+
+
+def test_matrices_have_the_dtype_and_the_rest_is_fp32(saved, tmp_path):
+    export_gguf(saved(LLAMA), tmp_path / "llama.gguf", dtype=torch.bfloat16)
+    stored = kinds(tmp_path / "llama.gguf")
+    assert "output.weight" not in stored, "a tied head is stored once"
+    assert {name for name, kind in stored.items() if kind == "F32"} == {
+        "output_norm.weight", *(f"blk.{layer}.{part}_norm.weight" for layer in (0, 1) for part in ("attn", "ffn")),
+    }  # fmt: skip
+    assert set(stored.values()) == {"F32", "BF16"}
+    export_gguf(saved(GPT2, name="gpt2"), tmp_path / "gpt2.gguf", dtype=torch.float16)
+    half = {name for name, kind in kinds(tmp_path / "gpt2.gguf").items() if kind == "F16"}
+    assert half == {
+        "token_embd.weight", *(f"blk.0.{part}.weight" for part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
+    }  # fmt: skip
+
+
+def test_the_stored_dtype_is_kept_when_none_is_given(saved, tmp_path):
+    model = load_model(saved(LLAMA), dtype=torch.bfloat16)
+    save_model(model, tmp_path / "bf16", train_tokenizer(["to be or not"], 257))
+    export_gguf(tmp_path / "bf16", tmp_path / "bf16.gguf")
+    assert kinds(tmp_path / "bf16.gguf")["token_embd.weight"] == "BF16"
+    with pytest.raises(ConfigError, match="float64"):
+        export_gguf(tmp_path / "bf16", tmp_path / "more.gguf", dtype=torch.float64)
+
+
+def test_stretched_frequencies_are_told(saved, tmp_path):
+    linear = replace(LLAMA, rope_scaling=RopeScaling(kind="linear", factor=4.0))
+    export_gguf(saved(linear), tmp_path / "linear.gguf")
+    told = fields(tmp_path / "linear.gguf")
+    assert (told["llama.rope.scaling.type"], told["llama.rope.scaling.factor"]) == ("linear", 4.0)
+    llama3 = replace(LLAMA, rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_context_length=32))
+    export_gguf(saved(llama3, name="llama3"), tmp_path / "llama3.gguf")
+    [factors] = [t.data for t in gguf.GGUFReader(tmp_path / "llama3.gguf").tensors if t.name == "rope_freqs.weight"]
+    assert factors.shape == (8,)
+    assert factors[0] == 1, "the fastest pair is left alone"
+    assert factors[-1] == pytest.approx(8), "the slowest is stretched in full"
+
+
+@pytest.mark.parametrize(
+    ("config", "unread"),
+    [
+        (LLAMA, None),
+        (GPT2, None),
+        (replace(LLAMA, rope_scaling=RopeScaling(kind="linear", factor=4.0), bias="all"), "rope scaling and biases"),
+        (replace(GPT2, mlp_size=100), "the width of the MLP"),
+        (replace(LLAMA, bias="qkv", head_size=32), "the head size"),
+        (replace(LLAMA, qk_norm="weighted", head_size=32), "the head size"),
+        (replace(LLAMA, qk_norm="weighted", head_size=128), None),
+    ],
+)
+def test_what_transformers_does_not_read_is_said(saved, tmp_path, caplog, config, unread):
+    export_gguf(saved(config), tmp_path / "model.gguf")
+    assert [record.getMessage() for record in caplog.records] == (
+        [] if unread is None else [
+            f"transformers does not read {unread} in {tmp_path / 'model.gguf'}: give it "
+            f"config=AutoConfig.from_pretrained('{tmp_path / 'model'}') there"
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (replace(GPT2, residual_scale="attention"), "no architecture for model_type 'whimbrel'"),
+        (replace(GPT2, activation="gelu"), "'gpt2' cannot hold the activation gelu"),
+        (replace(LLAMA, activation="gelu_tanh"), "'llama' cannot hold the activation gelu_tanh"),
+        (replace(LLAMA, sliding_window=8), "'llama' cannot hold a sliding window of 8 tokens in a context of 32"),
+        (replace(LLAMA, qk_norm="weighted", bias="attention"), "'qwen3' cannot hold biases"),
+        (
+            replace(LLAMA, qk_norm="weighted", rope_scaling=RopeScaling(kind="llama3", factor=8.0)),
+            "'qwen3' cannot hold rope scaling of kind llama3",
+        ),
+    ],
+)
+def test_what_no_architecture_computes_is_refused(saved, tmp_path, config, said):
+    with pytest.raises(ConfigError, match=said) as refused:
+        export_gguf(saved(config), tmp_path / "model.gguf")
+    assert "--format hf" in str(refused.value)
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_a_window_as_long_as_the_context_is_none(saved, tmp_path):
+    directory = saved(replace(LLAMA, sliding_window=32))
+    assert json.loads((directory / "config.json").read_text())["model_type"] == "mistral"
+    export_gguf(directory, tmp_path / "model.gguf")
+    assert fields(tmp_path / "model.gguf")["general.architecture"] == "llama"
+
+
+def test_tokens_that_end_a_text_and_the_chat_template_are_told(saved, tmp_path, caplog):
+    directory = saved(LLAMA)
+    edit(directory / "generation_config.json", bos_token_id=3, eos_token_id=[4, 5, 6, 7])
+    edit(directory / "tokenizer_config.json", chat_template="{{ messages }}")
+    export_gguf(directory, tmp_path / "model.gguf")
+    told = fields(tmp_path / "model.gguf")
+    assert [told[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "eot", "eom")] == [3, 4, 5, 6]
+    assert told["tokenizer.chat_template"] == "{{ messages }}"
+    assert "(7,)" in caplog.text
+    (directory / "chat_template.jinja").write_text("{{ other }}")
+    edit(directory / "generation_config.json", bos_token_id=None, eos_token_id=None)
+    edit(directory / "config.json", bos_token_id=None, eos_token_id=None)
+    export_gguf(directory, tmp_path / "again.gguf")
+    told = fields(tmp_path / "again.gguf")
+    assert told["tokenizer.chat_template"] == "{{ other }}"
+    assert (told["tokenizer.ggml.bos_token_id"], told["tokenizer.ggml.eos_token_id"]) == (266, 266)
+
+
+def byte_level(**settings: Any) -> Pipeline:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pipeline = Pipeline(models.BPE({letter: index for index, letter in enumerate(alphabet)}, [], **settings))
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    return pipeline
+
+
+def with_splitter(splitter: Any) -> Pipeline:
+    pipeline = byte_level()
+    pipeline.pre_tokenizer = splitter
+    return pipeline
+
+
+def closed_twice() -> Pipeline:
+    pipeline = byte_level()
+    pipeline.post_processor = TemplateProcessing(
+        single="$A <|endoftext|> <|endoftext|>", special_tokens=[("<|endoftext|>", 256)]
+    )
+    return pipeline
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [
+        (byte_level(byte_fallback=True), "this one is BPE with byte_fallback"),
+        (byte_level(ignore_merges=True), "ignore_merges true"),
+        (with_splitter(pre_tokenizers.ByteLevel(add_prefix_space=True)), "add_prefix_space"),
+        (with_splitter(pre_tokenizers.Whitespace()), '"type": "Whitespace"'),
+        (
+            with_splitter(
+                pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel()])
+            ),
+            "Digits",
+        ),
+        (closed_twice(), r"adds the ids \(\) before and \(256, 256\) after a text"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_lacks_is_refused(saved, tmp_path, pipeline, said):
+    with pytest.raises(ConfigError, match=said):
+        export_gguf(saved(LLAMA, Tokenizer(pipeline)), tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_quantised_weights_are_the_numbers_they_stand_for(saved, tmp_path, tokenizer):
+    for name, config in (("llama", LLAMA), ("gpt2", GPT2)):
+        model = load_model(saved(config, name=name))
+        quantize_(model, "int8")
+        save_model(model, tmp_path / f"{name}-int8", tokenizer)
+        export_hf(tmp_path / f"{name}-int8", tmp_path / f"{name}-plain")
+        for source in ("int8", "plain"):
+            export_gguf(tmp_path / f"{name}-{source}", tmp_path / source / f"{name}.gguf")
+        files = [(tmp_path / source / f"{name}.gguf").read_bytes() for source in ("int8", "plain")]
+        assert files[0] == files[1]
+
+
+def test_one_tensor_at_a_time(saved, tmp_path, monkeypatch):
+    alive: list[weakref.ref[Any]] = []
+    read = TensorFiles.read
+
+    def watched(self: TensorFiles, name: str) -> torch.Tensor:
+        tensor = read(self, name)
+        assert not [kept for kept in alive if kept() is not None], f"another is still held when {name} is read"
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    directory = saved(LLAMA)
+    monkeypatch.setattr(TensorFiles, "read", watched)
+    export_gguf(directory, tmp_path / "model.gguf", dtype=torch.float32)
+    assert len(alive) >= 20
+
+
+def test_a_fault_leaves_nothing_behind(saved, tmp_path):
+    directory = saved(LLAMA)
+    model = load_model(directory)
+    with torch.no_grad():
+        next(iter(model.blocks)).mlp.c_proj.weight[0, 0] = 1e5
+    save_model(model, tmp_path / "large")
+    (tmp_path / "large" / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"down_proj.*fp16 cannot hold.*bf16"):
+        export_gguf(tmp_path / "large", out / "model.gguf", dtype=torch.float16)
+    assert not list(out.iterdir())
+    export_gguf(tmp_path / "large", out / "model.gguf", dtype=torch.bfloat16)
+    with pytest.raises(WriteError, match="exists"):
+        export_gguf(tmp_path / "large", out / "model.gguf")
+
+
+def test_what_is_no_model_or_no_name_is_refused(saved, tmp_path):
+    directory = saved(LLAMA)
+    with pytest.raises(ConfigError, match=r"end in \.gguf"):
+        export_gguf(directory, tmp_path / "model.bin")
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        export_gguf(directory, tmp_path / "model.gguf")
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model\.bin is a file"):
+        export_gguf(tmp_path / "model.bin", tmp_path / "model.gguf")
+    edit(directory / "config.json", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        export_gguf(directory, tmp_path / "model.gguf")

@@ -1,0 +1,43 @@
+"""llama2.c files that are not what they claim; that good ones give the right model is in tests/parity."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from whimbrel.base.errors import CheckpointError
+from whimbrel.model_io import load_model, weight_state
+from whimbrel.precision import quantize_
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\0" * 10, "too short to be a llama2.c model"),
+        (struct.pack("<7i", 0x616B3432, 1, 0, 0, 0, 0, 0), "of version 1: export it as version 0"),
+        (struct.pack("<7i", 64, 172, 4, 5, 5, 512, 128), "not a llama2.c model: embd_size = 64 is not a multiple"),
+        (struct.pack("<7i", 64, 172, 0, 4, 4, 512, 128), "num_layers = 0"),
+        (struct.pack("<7i", 64, 172, 4, 4, 4, 512, 128) + b"\0" * 400, "has 428 bytes where .* has 932124"),
+    ],
+)
+def test_a_file_that_is_no_whole_model_is_refused(tmp_path: Path, content, message):
+    path = tmp_path / "model.bin"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(path)
+
+
+def test_weights_are_quantised_after_they_are_read(tmp_path: Path):
+    path = tmp_path / "model.bin"
+    sizes = (2 * 50 * 64, 64, 4 * 64 * 64, 64, 3 * 128 * 64, 64, 2 * 8 * 8)
+    numbers = np.random.default_rng(0).standard_normal(sum(sizes), dtype=np.float32)
+    path.write_bytes(struct.pack("<7i", 64, 128, 1, 4, 4, -50, 8) + numbers.tobytes())
+    plain, loaded = load_model(path), load_model(path, weights="int8")
+    quantize_(plain, "int8")
+    expected = weight_state(plain)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weight_state(loaded).items())
+    assert sum(name.endswith(".codes") for name in expected) == 4

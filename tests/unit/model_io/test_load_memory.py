@@ -1,0 +1,128 @@
+"""How much memory it takes to load and quantise a model, measured in a process that does nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from whimbrel.model_io import load_model, save_model, weight_state
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.precision import quantize_
+
+SHAPE = GPTConfig(
+    context_length=16, vocab_size=512, num_layers=8, embd_size=1024, num_heads=8, num_kv_heads=4, mlp_size=3072,
+    norm="rms", position="rope", activation="silu", gated_mlp=True, bias="none", tied_head=False,
+)  # fmt: skip
+LARGEST = 2 * 2 * 3072 * 1024
+"""Bytes of the largest weight, gate and up of an MLP in one."""
+
+FORMS = ("int8", "int4")
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+"""So that what is freed is handed back at once, and not there already when it is measured anew."""
+
+MEASURE = """
+import gc, sys, threading, time
+from whimbrel.model_io import load_model
+from whimbrel.precision import quantize_
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.0005)
+
+def streamed(path, form):
+    return load_model(path, weights=form)
+
+def naive(path, form):
+    model = load_model(path)
+    quantize_(model, form)
+    return model
+
+large, small, way, *forms = sys.argv[1:]
+load = globals()[way]
+for form in forms:
+    load(small, form)  # so that what torch itself takes on first use is there before
+    gc.collect()
+    before = peak = anonymous()
+    done = False
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = load(large, form)
+    done = True
+    watcher.join()
+    print(peak - before)
+    del model
+"""
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory) -> tuple[Path, Path]:
+    """A model of 200 MB and a small one, in bf16."""
+    folder = tmp_path_factory.mktemp("models")
+    small = GPT(GPTConfig(context_length=16, vocab_size=50, num_layers=1, embd_size=128, num_heads=4))
+    save_model(small.bfloat16(), folder / "small")
+    large = on_meta().to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in large.parameters():
+            parameter.copy_(torch.randn(1).expand(parameter.shape))
+    save_model(large, folder / "large", max_shard_size=100 * 10**6)
+    return folder / "large", folder / "small"
+
+
+def on_meta() -> GPT:
+    with torch.device("meta"):
+        return GPT(SHAPE).bfloat16()
+
+
+def size(form: str | None) -> int:
+    model = on_meta()
+    if form is not None:
+        quantize_(model, form)
+    return sum(tensor.nbytes for tensor in weight_state(model).values())
+
+
+def peaks(directories: tuple[Path, Path], way: str) -> list[int]:
+    """The most anonymous memory that loading took, in bytes for each form; files that are mapped are not counted."""
+    command = [sys.executable, "-c", MEASURE, *map(str, directories), way, *FORMS]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | MALLOC)
+    return [int(line) for line in done.stdout.split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_model_that_is_quantised_on_load_is_never_whole_in_memory(directories):
+    for form, streamed, naive in zip(FORMS, peaks(directories, "streamed"), peaks(directories, "naive"), strict=True):
+        assert naive > 0.9 * size(None), "the plain model was not seen: the measurement is wrong"
+        assert 0.8 * size(form) < streamed <= size(form) + LARGEST  # four times that is the bar
+        assert streamed <= 0.65 * naive
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_nor_is_it_whole_on_a_gpu(directories, form):
+    def peak(load: Callable[[], GPT]) -> int:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model = load()
+        assert next(model.parameters()).is_cuda
+        return torch.cuda.max_memory_allocated() - before
+
+    def naive() -> GPT:
+        model = load_model(directories[0], device="cuda")
+        quantize_(model, form)
+        return model
+
+    streamed = peak(lambda: load_model(directories[0], device="cuda", weights=form))
+    assert size(form) <= streamed <= size(form) + 4 * LARGEST
+    assert streamed <= 0.65 * peak(naive)

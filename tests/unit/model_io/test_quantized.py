@@ -1,0 +1,282 @@
+"""Directories of quantised models: bit-equal when read back, quantised as they are read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import whimbrel
+from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError
+from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
+from whimbrel.model_io import load_model, load_weights, save_model, weight_state
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.precision import FORMATS, QuantizedWeight, WeightFormat, dequantize_, quantize_
+from whimbrel.train.model_state import model_state
+
+LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
+SMALL = {"context_length": 16, "vocab_size": 50, "num_layers": 2, "embd_size": 128, "num_heads": 4}
+SHAPES = {
+    "gpt2": GPTConfig(**SMALL),
+    "llama": GPTConfig(**SMALL, **LLAMA, num_kv_heads=2),
+    "llama of 96": GPTConfig(**SMALL | {"embd_size": 96}, **LLAMA),
+    "whimbrel": GPTConfig(**SMALL, residual_scale="attention"),
+}
+FIRST = "model.layers.0.self_attn.k_proj.weight"
+
+
+def drawn(shape: GPTConfig = SHAPES["llama"], form: str | None = None) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.zero_padding()
+    if form is not None:
+        quantize_(model, form)
+    return model
+
+
+def bits(state: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, bytes]]:
+    return {
+        name: (tensor.dtype, tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        for name, tensor in state.items()
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_model(drawn(form="int8"), tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_read_back_or_quantised_on_the_way_is_bit_equal(shape, form, tmp_path):
+    model = drawn(SHAPES[shape])
+    save_model(model, tmp_path / "plain")
+    quantize_(model, form)
+    save_model(model, tmp_path / "whole")
+    save_model(model, tmp_path / "shards", max_shard_size=1)
+    assert json.loads((tmp_path / "whole/config.json").read_text())["model_type"] == shape.split()[0]
+    x = torch.randint(50, (1, 9))
+    for loaded in (
+        load_model(tmp_path / "whole"),
+        load_model(tmp_path / "shards", weights=form),
+        load_model(tmp_path / "plain", weights=form),
+    ):
+        assert bits(weight_state(loaded)) == bits(weight_state(model))
+        assert torch.equal(loaded(x).logits, model(x).logits)
+        linears = [m for m in loaded.modules() if isinstance(m, torch.nn.Linear) and m is not loaded.lm_head]
+        assert all(isinstance(linear.weight, QuantizedWeight) for linear in linears)
+        assert (loaded.lm_head.weight is loaded.token_embedding.weight) == model.config.tied_head
+
+
+@pytest.mark.parametrize("form", ["int8", "int8-dynamic", "int4", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_embedding_and_head_are_quantised_on_request(shape, form, tmp_path):
+    model = drawn(SHAPES[shape])
+    save_model(model, tmp_path / "plain")
+    quantize_(model, form, skip=(), embeddings=True)
+    save_model(model, tmp_path / "coded")
+    quantize_(only_linears := drawn(SHAPES[shape]), form)
+    held, more = (sum(p.nbytes for p in m.parameters()) for m in (model, only_linears))
+    assert held < more
+    x = torch.randint(50, (1, 9))
+    for loaded in (
+        load_model(tmp_path / "coded"),
+        load_model(tmp_path / "plain", weights=form, quantize_embeddings=True),
+    ):
+        assert bits(weight_state(loaded)) == bits(weight_state(model))
+        assert torch.equal(loaded(x).logits, model(x).logits)
+        assert torch.equal(loaded(x, x).loss, model(x, x).loss)
+        tables = [loaded.token_embedding.weight, loaded.lm_head.weight]
+        assert all(isinstance(table, QuantizedWeight) for table in tables)
+        assert (tables[0] is tables[1]) == model.config.tied_head
+    dequantize_(model)
+    reference = drawn(SHAPES[shape]).token_embedding.weight[:50].detach()
+    assert torch.allclose(model.token_embedding.weight[:50], reference, atol=float(reference.abs().max()) / 7.5)
+
+
+def test_embeddings_are_quantised_where_that_means_something(saved, tmp_path):
+    with pytest.raises(ConfigError, match="quantize_embeddings = True needs a format"):
+        load_model(saved, quantize_embeddings=True)
+    with pytest.raises(CheckpointError, match="is not quantized"):
+        load_model(saved, weights="int8", quantize_embeddings=True)
+    with pytest.raises(PrecisionError, match="leaves embedding and head plain, as they were trained"):
+        load_model(saved, weights="int4-weight-only", quantize_embeddings=True)
+    with pytest.raises(PrecisionError, match="does not say which its token embedding is"):
+        quantize_(torch.nn.Sequential(torch.nn.Linear(8, 8)), "int8", embeddings=True)
+
+
+def test_shards_part_codes_from_scales(tmp_path):
+    save_model(drawn(form="int4"), tmp_path / "model", max_shard_size=1)
+    places = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())["weight_map"]
+    assert places[f"{FIRST}.codes"] != places[f"{FIRST}.scales"]
+
+
+def test_the_files_are_plain_safetensors_of_codes_and_scales(tmp_path):
+    model = drawn(form="int4")
+    save_model(model, tmp_path / "model")
+    table = json.loads((tmp_path / "model/config.json").read_text())
+    assert table["quantization_config"] == {
+        "quant_method": "whimbrel",
+        "version": 1,
+        "recipe": "int4",
+        "format": {"codes": "int4", "group": 128, "activations": None},
+    }
+    with safe_open(tmp_path / "model/model.safetensors", framework="np") as file:
+        codes, scales = file.get_tensor(f"{FIRST}.codes"), file.get_tensor(f"{FIRST}.scales")
+        assert FIRST not in file.keys()  # noqa: SIM118 (it is no dict)
+        assert file.get_tensor("model.embed_tokens.weight").dtype == "float32"
+    assert (codes.shape, codes.dtype, scales.shape) == ((64, 64), "uint8", (64, 1))
+    weight = model.transformer["h"][0].attn.c_attn.weight.dequantize()[128:192]
+    assert (weight[:, 0::2].numpy() == ((codes & 15).astype("float32") - 8) * scales).all()
+    assert (weight[:, 1::2].numpy() == ((codes >> 4).astype("float32") - 8) * scales).all()
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+def test_a_dtype_is_that_of_the_plain_model_before_it_is_quantised(form, tmp_path):
+    model = drawn()
+    save_model(model, tmp_path / "plain")
+    quantize_(model.bfloat16(), form)
+    loaded = load_model(tmp_path / "plain", dtype=torch.bfloat16, weights=form)
+    assert bits(weight_state(loaded)) == bits(weight_state(model))
+    save_model(loaded, tmp_path / "quantized")
+    assert json.loads((tmp_path / "quantized/config.json").read_text())["dtype"] == "bfloat16"
+    wide = load_model(tmp_path / "quantized", dtype=torch.float32)
+    weight, narrow = (m.transformer["h"][0].mlp.c_proj.weight for m in (wide, loaded))
+    assert (weight.dtype, weight.scales.dtype) == (torch.float32, torch.float32)
+    assert torch.equal(weight.codes.view(torch.uint8), narrow.codes.view(torch.uint8))
+
+
+def test_weights_go_into_a_model_of_either_kind(saved, tmp_path):
+    quantized = drawn(form="int8")
+    plain = GPT(SHAPES["llama"])
+    load_weights(plain, saved)
+    expected = quantized.transformer["h"][1].mlp.c_fc.weight.dequantize()
+    assert torch.equal(plain.transformer["h"][1].mlp.c_fc.weight, expected)
+    save_model(drawn(), tmp_path / "plain")
+    other = GPT(SHAPES["llama"])
+    quantize_(other, "int8")
+    kept = {name: id(parameter) for name, parameter in other.named_parameters()}
+    for source in (tmp_path / "plain", saved):
+        load_weights(other, source)
+        assert bits(weight_state(other)) == bits(weight_state(quantized))
+    assert {name: id(parameter) for name, parameter in other.named_parameters()} == kept
+    mixed = GPT(SHAPES["llama"])
+    quantize_(mixed, "int4")
+    with pytest.raises(CheckpointError, match=r"as int8 and the model has it as int4: give the plain model"):
+        load_weights(mixed, saved)
+
+
+def test_a_checkpoint_of_trained_codes_is_bit_exact(tmp_path):
+    model = drawn()
+    quantize_(model, "int8", trainable=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randint(50, (2, 9))
+    model(x, x).loss.backward()
+    optimizer.step()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, [StateComponent("model", model_state(model), SharingPattern.GLOBAL)])
+    before = bits(weight_state(model))
+    model(x, x).loss.backward()
+    optimizer.step()
+    assert bits(weight_state(model)) != before
+    manager.load([StateComponent("model", model_state(model), SharingPattern.GLOBAL)])
+    assert bits(weight_state(model)) == before
+    assert bits(weight_state(load_model(tmp_path))) == before
+
+
+def test_the_text_of_a_directory_is_that_of_the_model_quantised_in_memory(saved, tmp_path):
+    save_model(drawn(), tmp_path / "plain")
+    expected = whimbrel.generate(drawn(form="int8"), [1, 2, 3], max_new_tokens=24, temperature=0)
+    for loaded in (load_model(saved), whimbrel.load_model(tmp_path / "plain", weights="int8")):
+        assert whimbrel.generate(loaded, [1, 2, 3], max_new_tokens=24, temperature=0) == expected
+
+
+def test_a_quantised_directory_is_no_other_format(saved):
+    load_model(saved, weights="int8")
+    with pytest.raises(CheckpointError, match="holds int8 weights, not int4: leave weights= out"):
+        load_model(saved, weights="int4")
+    with pytest.raises(PrecisionError, match="weights = 'int3' is not one of int8-dynamic-act"):
+        load_model(saved, weights="int3")
+    with pytest.raises(PrecisionError, match="weights = 8 is not one of int8-dynamic-act"):
+        load_model(saved, weights=8)  # type: ignore[arg-type]
+
+
+def test_one_directory_has_one_known_format(tmp_path):
+    model = drawn(form="int8")
+    other = drawn(form="int4").transformer["h"][0].attn.c_attn.weight
+    model.transformer["h"][0].attn.c_attn.weight = torch.nn.Parameter(other, requires_grad=False)
+    with pytest.raises(CheckpointError, match="formats int4 and int8: quantise all to one"):
+        save_model(model, tmp_path / "model")
+    own = drawn()
+    quantize_(own, WeightFormat("mine", "int4", group=64))
+    with pytest.raises(CheckpointError, match="of the format mine cannot be written: use one of int8"):
+        save_model(own, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def in_config(**changes: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        table = json.loads((folder / "config.json").read_text())
+        table["quantization_config"] |= changes
+        (folder / "config.json").write_text(json.dumps(table))
+
+    return edit
+
+
+def in_file(**changes: Callable[[Tensor], Tensor] | None) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        for part, change in changes.items():
+            tensor = tensors.pop(f"{FIRST}.{part}")
+            if change is not None:
+                tensors[f"{FIRST}.{part}"] = change(tensor)
+        save_file(tensors, folder / "model.safetensors")
+
+    return edit
+
+
+def decoded(folder: Path) -> None:
+    save_model(drawn(), folder.with_name("plain"))
+    (folder.with_name("plain") / "model.safetensors").replace(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (in_file(codes=None), f"lacks the tensor '{FIRST}.codes'"),
+        (in_file(scales=None), f"lacks the tensor '{FIRST}.scales'"),
+        (in_file(codes=None, scales=None), f"lacks the tensor '{FIRST}'"),
+        (in_file(codes=lambda t: t[:32].clone()), rf"'{FIRST}.codes' of shape \[32, 128\]; .* says \[64, 128\]"),
+        (in_file(scales=lambda t: t[:, 0].clone()), rf"'{FIRST}.scales' of shape \[64\]; .* says \[64, 1\]"),
+        (in_file(codes=lambda t: t.int()), f"'{FIRST}' in codes of torch.int32 .* int8 has codes of torch.int8"),
+        (in_file(scales=lambda t: t.int()), "scales of torch.int32; int8 has .* floating-point scales"),
+        (decoded, "holds no codes and scales, which its config.json calls for"),
+        (in_config(version=2), "version 2; this version reads 1: get a newer whimbrel"),
+        (in_config(recipe="int3"), "names the recipe 'int3': known are int8, "),
+        (in_config(format={"codes": "int8", "group": 32, "activations": None}), "of the recipe int8, which is"),
+        (in_config(quant_method="gptq"), "quantization_config: load its unquantised weights instead"),
+    ],
+)
+def test_what_is_damaged_foreign_or_unknown_is_refused_by_name(saved, damage, message):
+    damage(saved)
+    with pytest.raises(CheckpointError, match=message) as error:
+        load_model(saved)
+    assert str(saved) in str(error.value)
+
+
+def test_codes_without_a_config_that_speaks_of_them_are_refused(saved):
+    table = json.loads((saved / "config.json").read_text())
+    del table["quantization_config"]
+    (saved / "config.json").write_text(json.dumps(table))
+    with pytest.raises(CheckpointError, match="lacks the tensor"):
+        load_model(saved)

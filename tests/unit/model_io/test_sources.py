@@ -1,0 +1,99 @@
+"""A run, a checkpoint and a model directory all stand for a model and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import whimbrel
+from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent, checkpoint_path
+from whimbrel.model_io import load_weights, model_directory
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.tokenization import Tokenizer, train_tokenizer
+
+SHAPE = GPTConfig(context_length=8, vocab_size=300, num_layers=1, embd_size=8, num_heads=1)
+
+
+class Saveable:
+    def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
+        self.model, self.tokenizer = model, tokenizer
+
+    def state_dict(self):
+        return dict(self.model.named_parameters())
+
+    def load_state_dict(self, state):
+        self.model.load_state_dict(state, strict=False)
+
+    def save_directory(self, state, folder):
+        whimbrel.save_model(self.model, folder, self.tokenizer, state=state)
+
+    def load_directory(self, folder):
+        load_weights(self.model, folder)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[int, GPT]:
+    torch.manual_seed(0)
+    return {step: GPT(SHAPE) for step in (5, 10, 15)}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(["to be or not to be"] * 9, vocab_size=270)
+
+
+@pytest.fixture
+def run(models, tokenizer, tmp_path) -> Path:
+    """A run with three checkpoints, of which the newest is not whole."""
+    for step, model in models.items():
+        component = StateComponent("model", Saveable(model, tokenizer), SharingPattern.GLOBAL)
+        CheckpointManager(tmp_path).save(step, [component])
+    (checkpoint_path(tmp_path, 15) / "manifest.json").unlink()
+    return tmp_path
+
+
+def test_a_run_stands_for_its_newest_whole_checkpoint(models, tokenizer, run):
+    assert model_directory(run) == checkpoint_path(run, 10) / "model"
+    assert torch.equal(whimbrel.load_model(str(run)).lm_head.weight, models[10].lm_head.weight)
+    assert whimbrel.load_tokenizer(str(run)).fingerprint == tokenizer.fingerprint
+
+
+def test_a_checkpoint_stands_for_its_model(models, tokenizer, run):
+    older = checkpoint_path(run, 5)
+    assert torch.equal(whimbrel.load_model(older).lm_head.weight, models[5].lm_head.weight)
+    assert whimbrel.load_tokenizer(older).fingerprint == tokenizer.fingerprint
+
+
+def test_a_model_directory_stands_for_itself_whatever_lies_beside_its_files(models, run):
+    directory = run / "mine"
+    whimbrel.save_model(models[5], directory)
+    (directory / "checkpoints").mkdir()
+    assert model_directory(directory) == directory
+
+
+def test_a_tokenizer_comes_by_name_file_or_folder(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    assert whimbrel.load_tokenizer().vocab_size == whimbrel.load_tokenizer("gpt2").vocab_size == 50257
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        assert whimbrel.load_tokenizer(path).fingerprint == tokenizer.fingerprint
+
+
+def test_what_stands_for_nothing_is_refused(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for load in (whimbrel.load_model, whimbrel.load_tokenizer):
+        with pytest.raises(CheckpointError, match="has no whole checkpoint yet"):
+            load(tmp_path)
+    with pytest.raises(CheckpointError, match="no run or model at"):
+        whimbrel.load_model(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="no tokenizer at"):
+        whimbrel.load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_folder_without_a_model_is_told_from_one_without_a_tokenizer(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    with pytest.raises(CheckpointError, match="has no config.json: give a run, a model directory or"):
+        model_directory(tmp_path)
+    assert whimbrel.load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint

@@ -1,0 +1,46 @@
+"""A small model to serve."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from whimbrel.inference import Engine, EngineConfig
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.tokenization import Tokenizer, load_tokenizer
+from whimbrel.tokenization.llama2c import load_llama2c_tokenizer
+
+if TYPE_CHECKING:
+    from whimbrel.server.served import Served
+
+
+@pytest.fixture(scope="session")
+def served() -> Served:
+    """Random weights, large enough that the model does not say the same word for ever."""
+    from whimbrel.server.served import Served
+
+    torch.manual_seed(0)
+    size = {"context_length": 128, "num_layers": 1, "embd_size": 16, "num_heads": 2}
+    model = GPT(GPTConfig(**size, tied_head=False, init_std=0.3, embd_init_std=0.3)).eval()
+    return Served(model=model, tokenizer=load_tokenizer("gpt2"), name="tiny", stop_ids=frozenset({50256}))
+
+
+@pytest.fixture
+def engine(served: Served) -> Engine:
+    return Engine(served.model, EngineConfig(num_pages=256, max_batch=16))
+
+
+@pytest.fixture(scope="session")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer of pieces, which opens texts with `<s>`, and whose texts begin with a space that is not shown."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), " ", "a", "b", "ab", " ab"]
+    packed = b"".join(
+        struct.pack("<fi", float(-index), len(piece)) + piece.encode() for index, piece in enumerate(pieces)
+    )
+    file: Path = tmp_path_factory.mktemp("pieces") / "tokenizer.bin"
+    file.write_bytes(struct.pack("<i", 8) + packed)
+    return load_llama2c_tokenizer(file)

@@ -1,0 +1,93 @@
+"""A service on a real socket, in a thread of the test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from whimbrel.inference import Engine, EngineConfig, Event, Request, Stats
+from whimbrel.server import ServeConfig
+from whimbrel.server.app import Service
+from whimbrel.server.served import Served
+from whimbrel.server.server import Server, bind, url_of
+
+
+class Faulty:
+    """A real engine whose next steps fail as often as it is told, or wait until it is told to go on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.failing = 0
+        self.go_on, self.stepping = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    @property
+    def busy(self) -> bool:
+        return self.engine.busy
+
+    @property
+    def context_length(self) -> int:
+        return self.engine.context_length
+
+    def submit(self, request: Request) -> int:
+        return self.engine.submit(request)
+
+    def step(self) -> Sequence[Event]:
+        self.stepping.set()
+        self.go_on.wait(30)
+        if self.failing:
+            self.failing -= 1
+            raise RuntimeError("this step was told to fail")
+        return self.engine.step()
+
+    def cancel(self, request: int, sample: int | None = None) -> None:
+        self.engine.cancel(request, sample)
+
+    def stats(self) -> Stats:
+        return self.engine.stats()
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    """Look until it holds."""
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@dataclass(frozen=True)
+class Running:
+    """What a test talks to."""
+
+    client: httpx.Client
+    engine: Faulty
+    service: Service
+    server: Server
+    thread: threading.Thread
+
+
+@contextmanager
+def running(served: Served, pages: int = 256, **settings) -> Iterator[Running]:
+    config = ServeConfig(**({"port": 0} | settings))
+    engine = Faulty(Engine(served.model, EngineConfig(num_pages=pages, max_batch=16)))
+    service = Service(served, engine, config)
+    server = Server(service)
+    ready = threading.Event()
+    with bind(config) as door:
+        thread = threading.Thread(target=server.serve_on, args=[door, ready.set])
+        thread.start()
+        assert ready.wait(60)
+        headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        try:
+            with httpx.Client(base_url=url_of(door), headers=headers, timeout=30) as client:
+                yield Running(client, engine, service, server, thread)
+        finally:
+            engine.go_on.set()
+            server.should_exit = True
+            thread.join(20)
+        assert not thread.is_alive()

@@ -1,0 +1,349 @@
+"""The app as a whole: full, stopping, unwell, under another name, with other limits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+
+import httpx
+import torch
+from tests.unit.serve.running import running, wait_for
+
+from whimbrel.server.prompts import PromptReader
+from whimbrel.server.routes import ENCODERS
+from whimbrel.server.served import Served
+from whimbrel.server.worker import FAILURES_TO_BE_UNWELL
+from whimbrel.tokenization import PLAIN, ChatTemplate
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SHORT = {"model": "tiny", "prompt": "Once", "max_tokens": 3}
+
+
+def error(answer) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_one_request_too_many_is_told_to_come_back(served: Served):
+    with running(served, max_requests=2) as run:
+        run.engine.go_on.clear()
+        waiting = [
+            threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": SHORT}) for _ in range(2)
+        ]
+        for each in waiting:
+            each.start()
+        wait_for(lambda: run.service.traffic.held == 2)
+        answer = run.client.post(COMPLETIONS, json=SHORT)
+        assert error(answer) == (429, "too_many_requests")
+        assert answer.headers["Retry-After"] == "1"
+        assert run.client.get("/health").status_code == 200
+        run.engine.go_on.set()
+        for each in waiting:
+            each.join()
+        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+
+
+def test_a_prompt_that_takes_long_to_read_keeps_nobody_waiting(served: Served, monkeypatch: pytest.MonkeyPatch):
+    begun, go_on, read = threading.Event(), threading.Event(), PromptReader.read
+
+    def slow(*given):
+        begun.set()
+        go_on.wait(30)
+        return read(*given)
+
+    monkeypatch.setattr(PromptReader, "read", slow)
+    with running(served) as run:
+        waiting = threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": SHORT})
+        waiting.start()
+        begun.wait(30)
+        assert run.client.get("/health").status_code == 200
+        assert waiting.is_alive()
+        go_on.set()
+        waiting.join()
+
+
+def test_special_tokens_in_a_prompt_are_parsed_unless_told_otherwise(served: Served):
+    text = "a<|endoftext|>b"
+    with running(served) as run:
+        for asked, tokens in (({}, 3), ({"parse_special": True}, 3), ({"parse_special": False}, 9)):
+            body = {"model": "tiny", "prompt": text, "max_tokens": 1, "echo": True, "logprobs": 0, **asked}
+            answer = run.client.post(COMPLETIONS, json=body).json()
+            assert answer["usage"]["prompt_tokens"] == tokens
+            [choice] = answer["choices"]
+            assert choice["text"].startswith(text)
+            offsets, names = choice["logprobs"]["text_offset"][:tokens], choice["logprobs"]["tokens"][:tokens]
+            assert all(text.startswith(name, at) for name, at in zip(names, offsets, strict=True))
+            assert "".join(names) == text
+
+
+def test_a_chat_template_that_does_not_end_keeps_no_completion_waiting(served: Served):
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate("{% if messages | length > 1 %}" + endless + "{% endif %}" + PLAIN.source)
+    with running(replace(served, template=template)) as run:
+        many = TALK | {"messages": TALK["messages"] * 2}
+        for _ in range(7):
+            with pytest.raises(httpx.ReadTimeout):
+                run.client.post(CHAT, json=many, timeout=0.1)
+        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+        assert run.client.get("/health").status_code == 200
+        assert run.client.post(CHAT, json=TALK, timeout=120).status_code == 200
+        answer = run.client.post(CHAT, json=many, timeout=120)
+        assert error(answer) == (400, "invalid_value")
+        assert "CPU time" in answer.json()["error"]["message"]
+
+
+def test_few_prompts_are_encoded_at_once(served: Served, monkeypatch: pytest.MonkeyPatch):
+    running_now, most_at_once, lock, read = [0], [0], threading.Lock(), PromptReader.read
+    full = threading.Event()
+
+    def slow(*given):
+        with lock:
+            running_now[0] += 1
+            most_at_once[0] = max(running_now[0], most_at_once[0])
+            if running_now[0] == ENCODERS:
+                full.set()
+        full.wait(30)
+        with lock:
+            running_now[0] -= 1
+        return read(*given)
+
+    monkeypatch.setattr(PromptReader, "read", slow)
+    with running(served) as run:
+        waiting = [
+            threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": SHORT}) for _ in range(8)
+        ]
+        for each in waiting:
+            each.start()
+        for each in waiting:
+            each.join()
+    assert most_at_once[0] == ENCODERS
+
+
+def test_an_expensive_body_is_refused_before_it_is_parsed(served: Served, monkeypatch: pytest.MonkeyPatch):
+    parsed: list[int] = []
+    loads = json.loads
+
+    def note(text, *given, **named):
+        parsed.append(len(text))
+        return loads(text, *given, **named)
+
+    monkeypatch.setattr(json, "loads", note)
+    body = b'{"model": "tiny", "prompt": [' + b"[1]," * 830_000 + b"[1]]}"
+    with running(served) as run:
+        answer = run.client.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+        assert error(answer) == (400, "invalid_value")
+    assert max(parsed) < 1000
+
+
+def test_limits_are_those_it_was_told(served: Served):
+    with running(served, max_prompt_tokens=4, max_choices=3, max_body_bytes=200) as run:
+        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 5})) == (400, "context_length_exceeded")
+        assert run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 4}).status_code == 200
+        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": ["a", "b"], "n": 2})) == (
+            400,
+            "invalid_value",
+        )
+        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": "a" * 200})) == (413, "too_large")
+
+
+TALK = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        (COMPLETIONS, SHORT | {"logit_bias": {"50257": 1}}, "logit_bias"),
+        (CHAT, TALK | {"logit_bias": {"50257": 1}}, "logit_bias"),
+        (COMPLETIONS, SHORT | {"n": 17}, "n"),
+        (COMPLETIONS, SHORT | {"prompt": [50257]}, "prompt"),
+        (COMPLETIONS, SHORT | {"prompt": [1] * 128}, "prompt"),
+        (CHAT, TALK | {"messages": [{"role": "user", "content": "so " * 128}]}, "messages"),
+        (CHAT, TALK | {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (CHAT, TALK | {"messages": [{"role": "system", "content": "refuse"}]}, "messages"),
+    ],
+)
+def test_what_cannot_be_served_is_named(served: Served, route: str, body: dict[str, object], param: str):
+    template = ChatTemplate(
+        "{% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}" + PLAIN.source
+    )
+    with running(replace(served, template=template)) as run:
+        answer = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+
+
+def test_text_ends_where_the_pages_do(served: Served):
+    with running(served, pages=5) as run:
+        assert run.client.get("/v1/models/tiny").json()["context_length"] == 64
+        body = TALK | {"logit_bias": {"50256": -100}}
+        answer = run.client.post(CHAT, json=body).json()
+        assert (answer["usage"]["total_tokens"], answer["choices"][0]["finish_reason"]) == (64, "length")
+        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 64})) == (
+            400,
+            "context_length_exceeded",
+        )
+
+
+def test_text_ends_where_the_context_does(served: Served):
+    with running(served) as run:
+        body = SHORT | {"prompt": [1] * 120, "max_tokens": 100, "logit_bias": {"50256": -100}}
+        answer = run.client.post(COMPLETIONS, json=body).json()
+        assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (8, "length")
+        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 128})) == (
+            400,
+            "context_length_exceeded",
+        )
+        scored = run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 128, "max_tokens": 0, "echo": True})
+        assert scored.json()["usage"] == {"prompt_tokens": 128, "completion_tokens": 0, "total_tokens": 128}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_of_the_engine_is_answered(served: Served, stream: bool):
+    with running(served) as run:
+        run.engine.failing = 1
+        answer = run.client.post(COMPLETIONS, json=SHORT | {"stream": stream})
+        assert answer.status_code == (200 if stream else 500)
+        assert json.loads(answer.text.removeprefix("data: "))["error"]["code"] == "engine_failed"
+        assert run.client.get("/health").status_code == 200
+        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+
+
+def test_an_unwell_engine_is_told_at_health(served: Served):
+    with running(served) as run:
+        run.engine.failing = 3
+        assert [run.client.post(COMPLETIONS, json=SHORT).status_code for _ in range(3)] == [500] * 3
+        assert error(run.client.get("/health")) == (503, "engine_failed")
+        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+        assert run.client.get("/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_non_finite_logits_fail_requests_and_turn_health_unhealthy(served: Served, value: float, caplog):
+    weight = served.model.lm_head.weight
+    kept = weight.detach().clone()
+    with running(served) as run, caplog.at_level(logging.ERROR):
+        try:
+            with torch.no_grad():
+                weight.fill_(value)
+            for failures in range(FAILURES_TO_BE_UNWELL):
+                assert run.client.get("/health").status_code == 200
+                answer = run.client.post(COMPLETIONS, json=SHORT)
+                assert error(answer) == (500, "engine_failed")
+                assert "non-finite logits" in answer.json()["error"]["message"]
+                assert caplog.text.count("the model produced non-finite logits") == failures + 1
+        finally:
+            with torch.no_grad():
+                weight.copy_(kept)
+        assert error(run.client.get("/health")) == (503, "engine_failed")
+        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+        assert run.client.get("/health").status_code == 200
+
+
+def test_access_log_has_one_line_per_request(served: Served, caplog):
+    with caplog.at_level(logging.INFO, "whimbrel.server"), running(served) as run:
+        run.client.post(COMPLETIONS, json=SHORT | {"logit_bias": {"50256": -100}, "user": "a\nb"})
+        run.client.post(CHAT, json=TALK | {"max_tokens": 2, "stream": True, "logit_bias": {"50256": -100}})
+        run.client.get("/v1/nothing%0Ahere?key=secret")
+        run.client.get("/health")
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("whimbrel.server")]
+    lines = [re.sub(r"[0-9.]+ ms", "T", line) for line in lines]
+    prompt = len(served.reader.converse(TALK["messages"], 100).ids)
+    assert sorted(lines) == [
+        "127.0.0.1 GET /health 200 T",
+        "127.0.0.1 GET /v1/nothing%0Ahere 404 T",
+        f"127.0.0.1 POST /v1/chat/completions 200 T prompt_tokens={prompt} completion_tokens=2",
+        r"127.0.0.1 POST /v1/completions 200 T prompt_tokens=1 completion_tokens=3 user='a\nb'",
+    ]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models", "/health", "/", "/nothing"])
+def test_options_needs_the_key(served: Served, path: str):
+    with running(served, api_key="k") as run:
+        refused = run.client.options(path, headers={"Authorization": "Bearer wrong"})
+        assert error(refused) == (401, "invalid_api_key")
+        assert run.client.options(path).status_code in (404, 405)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (COMPLETIONS, SHORT | {"\ud800": 1}),
+        (COMPLETIONS, SHORT | {"stream": True, "stream_options": {"\ud800": 1}}),
+        (COMPLETIONS, SHORT | {"logit_bias": {"\ud800": 1}}),
+        (COMPLETIONS, SHORT | {"user": "\ud800"}),
+        (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": "a", "\ud800": 1}]}),
+        (CHAT, {"model": "tiny", "messages": [{"role": "\ud800", "content": "a"}]}),
+    ],
+)
+def test_a_lone_surrogate_anywhere_in_a_body_is_a_bad_request(served: Served, route: str, body: dict[str, object]):
+    with running(served) as run:
+        answer = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        assert error(answer)[0] == 400
+
+
+@pytest.mark.parametrize("digits", [20, 400, 4300, 4301])
+@pytest.mark.parametrize("field", ["prompt", "n", "seed", "max_tokens", "temperature", "model"])
+def test_an_integer_of_any_length_is_a_bad_request(served: Served, field: str, digits: int):
+    body = json.dumps(SHORT | {field: "X"}).replace('"X"', "9" * digits)
+    with running(served) as run:
+        answer = run.client.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+        assert error(answer)[0] == 400
+        assert len(answer.text) < 500
+
+
+def test_other_names_are_answered_to_when_allowed(served: Served):
+    for allowed, name, status in (((), "box.lan", 421), (("box.lan",), "BOX.lan:80", 200), (("*",), "any", 200)):
+        with running(served, allowed_hosts=allowed) as run:
+            assert run.client.get("/health", headers={"Host": name}).status_code == status
+            assert run.client.get("/health", headers={"Host": "localhost"}).status_code == 200
+
+
+def test_elsewhere_any_name_will_do_unless_some_are_named(served: Served):
+    with running(served, host="0.0.0.0", api_key="k") as run:
+        assert run.client.get("/v1/models", headers={"Host": "box.lan"}).status_code == 200
+    with running(served, host="0.0.0.0", api_key="k", allowed_hosts=("box.lan",)) as run:
+        assert run.client.get("/v1/models", headers={"Host": "box.lan"}).status_code == 200
+        assert run.client.get("/v1/models", headers={"Host": "localhost"}).status_code == 421
+
+
+def test_without_a_key_nothing_asks_for_one(served: Served):
+    with running(served) as run:
+        assert run.client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        document = run.client.get("/openapi.json").json()
+        assert "securitySchemes" not in document["components"]
+        assert run.client.get("/").headers["Content-Security-Policy"].startswith("default-src 'none'")
+        assert (
+            "Access-Control-Allow-Origin" not in run.client.get("/v1/models", headers={"Origin": "http://a.b"}).headers
+        )
+
+
+def test_a_server_that_does_not_drain_in_time_ends_all_the_same(served: Served):
+    with running(served, drain_seconds=0.1) as run:
+        run.engine.go_on.clear()
+        with run.client.stream("POST", COMPLETIONS, json=SHORT | {"stream": True}) as answer:
+            loop = run.service.worker._loop
+            loop.call_soon_threadsafe(run.server.stop)
+            wait_for(lambda: run.server.should_exit)
+            run.engine.go_on.set()
+            lines = [line for line in answer.iter_lines() if line]
+        assert "engine_ended" in lines[-1] or lines[-1] == "data: [DONE]"
+        run.thread.join(20)
+        assert not run.thread.is_alive()
+
+
+def test_counts(served: Served):
+    with running(served) as run:
+        run.client.post(COMPLETIONS, json=SHORT | {"logit_bias": {"50256": -100}})
+        run.client.get("/v1/no-such-thing")
+        text = run.client.get("/metrics").text
+        assert "whimbrel_engine_new_tokens_total 3.0" in text
+        assert 'whimbrel_requests_total{route="/v1/completions",status="200"} 1.0' in text
+        assert 'whimbrel_requests_total{route="other",status="404"} 1.0' in text
+    with running(served) as other:
+        assert "whimbrel_engine_new_tokens_total 0.0" in other.client.get("/metrics").text

@@ -1,0 +1,158 @@
+"""What a body may hold: nothing is guessed, nothing is dropped without a word."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+
+from pydantic import ValidationError
+
+from whimbrel.server.errors import from_validation
+from whimbrel.server.requests import ChatRequest, CompletionRequest
+
+USER = [{"role": "user", "content": "a"}]
+
+
+def completion(**given) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "tiny", "prompt": "a", **given})
+
+
+def chat(**given) -> ChatRequest:
+    return ChatRequest.model_validate({"model": "tiny", "messages": USER, **given})
+
+
+def fault(error: ValidationError) -> tuple[str, str | None, str | None]:
+    found = from_validation(error.errors())
+    return str(found), found.param, found.code
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("a", ["a"]),
+        ("", [""]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([1.0, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_all_forms_of_a_prompt(given, prompts):
+    assert completion(prompt=given).prompt == prompts
+
+
+@pytest.mark.parametrize(
+    "given", [None, 1, True, {}, [], [[]], [[1], []], ["a", 1], [True], [1.5], [[1], "a"], [[["a"]]]]
+)
+def test_no_other(given):
+    with pytest.raises(ValidationError) as refused:
+        completion(prompt=given)
+    assert fault(refused.value)[1] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "auto"),
+        ("response_format", {"type": "json_object"}),
+        ("reasoning_effort", "low"),
+        ("store", True),
+        ("service_tier", "flex"),
+        ("audio", {}),
+    ],
+)
+def test_what_a_conversation_cannot_have_is_refused_by_name(name: str, value):
+    with pytest.raises(ValidationError) as refused:
+        chat(**{name: value})
+    assert fault(refused.value) == (f"{name} is not supported: leave it out", name, "unsupported_parameter")
+
+
+def test_what_asks_for_nothing_passes():
+    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "audio": None}
+    assert chat(**nothing, temperature=None, stop=None) == chat()
+    assert completion(suffix=None, best_of=1, user=None) == completion()
+
+
+def test_equal_is_not_the_same():
+    for value in (0, 0.0):  # which Python takes for False
+        with pytest.raises(ValidationError):
+            chat(store=value)
+    with pytest.raises(ValidationError):
+        completion(best_of=True)
+
+
+def test_an_unknown_field_is_refused_with_the_nearest():
+    with pytest.raises(ValidationError) as refused:
+        completion(max_token=5)
+    message, param, code = fault(refused.value)
+    assert message == "unknown field 'max_token': did you mean 'max_tokens'?"
+    assert (param, code) == ("max_token", "unknown_parameter")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": "1"},
+        {"temperature": True},
+        {"temperature": 2.1},
+        {"top_p": 0},
+        {"n": 0},
+        {"n": 1.5},
+        {"n": True},
+        {"stream": 1},
+        {"stream": "true"},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"logprobs": True},
+        {"stop": [""]},
+        {"stop": ["a"] * 17},
+        {"stop": "a" * 257},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {"-1": 1}},
+        {"logit_bias": {"1": 101}},
+        {"logit_bias": {"1": True}},
+        {"logit_bias": [1]},
+        {"logit_bias": {str(token): 0 for token in range(1025)}},
+        {"stream_options": {"include_usage": True}},
+        {"stream": True, "stream_options": {"include_usage": 1}},
+        {"stream": True, "stream_options": {"other": 1}},
+        {"echo": "yes"},
+        {"model": 1},
+    ],
+)
+def test_values_of_another_kind_or_size(given: dict):
+    with pytest.raises(ValidationError) as refused:
+        completion(**given)
+    message, param, _ = fault(refused.value)
+    assert param.partition(".")[0] in given
+    assert message.count("\n") == 0
+
+
+def test_whole_numbers_may_be_written_with_a_point():
+    asked = completion(n=2.0, seed=7.0, max_tokens=3.0, logit_bias={"5": -1})
+    assert (asked.n, asked.seed, asked.max_tokens, asked.logit_bias) == (2, 7, 3, {5: -1.0})
+
+
+def test_messages():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    answered = {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []}
+    asked = chat(messages=[{"role": "user", "content": parts}, answered])
+    assert [message.content for message in asked.messages] == ["ab", "c"]
+    for broken in (
+        {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": "other", "content": "a"},
+        {"role": "user"},
+    ):
+        with pytest.raises(ValidationError) as refused:
+            chat(messages=[broken])
+        assert fault(refused.value)[1].startswith("messages")
+
+
+def test_one_length_and_scores_that_belong_together():
+    assert chat(max_completion_tokens=3).length == chat(max_tokens=3).length == 3
+    with pytest.raises(ValidationError, match="give one"):
+        chat(max_tokens=3, max_completion_tokens=3)
+    with pytest.raises(ValidationError, match="needs logprobs"):
+        chat(top_logprobs=2)

@@ -1,0 +1,134 @@
+"""Templates that would take all time or memory are stopped, and others still render."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from whimbrel.base.errors import DataError, RequestError
+from whimbrel.tokenization import ChatTemplate, load_chat_template, rendering
+from whimbrel.tokenization.rendering import LimitExceededError, Renderer
+
+SAID = [{"role": "user", "content": "Hello"}]
+GIVEN = {"messages": SAID}
+PLAIN = "{{ messages[0].content }}"
+DOUBLING = "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+NESTING = "{% set ns = namespace(s=[]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}"
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+POWER = "{{ 10 ** 1000000000 }}"  # evaluated when it is compiled
+
+if not Path("/proc/self/statm").exists():
+    pytest.skip("memory is limited on Linux alone", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    made = Renderer()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOOPS,
+        POWER,
+        DOUBLING,
+        NESTING,
+        "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro %}{{ f(60) }}",
+        "{{ 'x' * messages[0].content | length * 10 ** 10 }}",
+        "{{ messages[0].content.center(10 ** 10) }}",
+        "{{ messages[0].content | center(10 ** 10) }}",
+        "{{ '{:>10000000000}'.format(messages[0].role) }}",
+        "{{ lipsum(n=99999, min=99999, max=999999) }}",
+        "{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+        "{% for a in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}",
+        "(" * 100_000 + "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
+    ],
+    ids=range(13),
+)
+def test_a_template_without_bounds_is_ended_and_the_next_renders(renderer: Renderer, source: str):
+    with pytest.raises((LimitExceededError, rendering.SourceError)):
+        renderer.render(source, GIVEN)
+    assert renderer.render(PLAIN, GIVEN) == "Hello"
+
+
+def test_limits_refuse_a_request_and_a_model_directory(tmp_path: Path):
+    sometimes = "{% if messages | length > 1 %}" + LOOPS + "{% endif %}" + PLAIN
+    template = ChatTemplate(sometimes)
+    with pytest.raises(RequestError, match="chat template takes more than 2 s of CPU time.* for these messages"):
+        template.render(SAID * 2)
+    assert template.render(SAID) == "Hello"
+    (tmp_path / "chat_template.jinja").write_text(LOOPS)
+    with pytest.raises(DataError, match="chat template takes more than 2 s .* for one short message"):
+        load_chat_template(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(POWER)
+    with pytest.raises(DataError, match="chat template takes more than .* to compile"):
+        load_chat_template(tmp_path)
+
+
+def test_a_template_that_refuses_a_plain_message_is_loaded_with_a_warning(tmp_path: Path, caplog):
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only\x1btools') }}")
+    assert load_chat_template(tmp_path) is not None
+    assert "refuses a conversation of one user message: 'only\\x1btools'" in caplog.text
+
+
+def test_a_template_that_is_not_utf8_is_named(tmp_path: Path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"chat_template\.jinja is not UTF-8 at byte 0"):
+        load_chat_template(tmp_path)
+
+
+def test_threads_have_their_own_answers(renderer: Renderer):
+    found: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        for _ in range(20):
+            found[number] = renderer.render("{{ number }}", {"number": number})
+
+    threads = [threading.Thread(target=ask, args=[number]) for number in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == {number: str(number) for number in range(4)}
+
+
+def test_a_child_that_was_killed_is_replaced(renderer: Renderer):
+    assert renderer.render(PLAIN, GIVEN) == "Hello"
+    os.kill(renderer._process.pid, signal.SIGKILL)
+    with pytest.raises(LimitExceededError, match="exit code -9"):
+        renderer.render(PLAIN, GIVEN)
+    assert renderer.render(PLAIN, GIVEN) == "Hello"
+
+
+def test_an_interrupted_rendering_does_not_answer_the_next(renderer: Renderer, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(file) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rendering, "_unpacked", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            renderer.render("{{ 'first' }}", {})
+    assert renderer.render("{{ 'second' }}", {}) == "second"
+
+
+def test_a_child_does_not_know_the_environment(renderer: Renderer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WHIMBREL_API_KEY", "secret")
+    renderer.close()
+    renderer.render(PLAIN, GIVEN)
+    known = Path(f"/proc/{renderer._process.pid}/environ").read_bytes()
+    assert b"secret" not in known
+
+
+def test_messages_must_be_json(renderer: Renderer):
+    with pytest.raises(rendering.RefusedError, match="expected messages of JSON values"):
+        renderer.render(PLAIN, {"messages": [object()]})
+    text = json.dumps(["é\u2028", "\ud800"])
+    assert renderer.render("{{ text }}", {"text": text}) == text
