@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.text.bytewise import byte_tokenizer
+from tests.unit.tokenization.bytewise import byte_tokenizer
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.cli.chat import chat

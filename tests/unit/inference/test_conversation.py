@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.text.bytewise import byte_tokenizer
+from tests.unit.tokenization.bytewise import byte_tokenizer
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import Conversation, NgramDraft, Sampling, Session, generate

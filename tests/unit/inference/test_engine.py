@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.generate.lone import alone, run, small_model, texts
+from tests.unit.inference.lone import alone, run, small_model, texts
 
 from whimbrel.cache.paged import PagedBatch
 from whimbrel.inference import Engine, EngineConfig, Request, Sampling, generate

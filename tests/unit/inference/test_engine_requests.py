@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.unit.generate.lone import alone, run, small_model, texts
+from tests.unit.inference.lone import alone, run, small_model, texts
 from torch._inductor import config as inductor
 
 from whimbrel.base.errors import ConfigError, RequestError

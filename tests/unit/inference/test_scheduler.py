@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.generate.lone import small_model
+from tests.unit.inference.lone import small_model
 
 from whimbrel.cache.paged import PagePool
 from whimbrel.inference.request import Request, Row

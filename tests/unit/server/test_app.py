@@ -14,7 +14,7 @@ pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
 import httpx
 import torch
-from tests.unit.serve.running import running, wait_for
+from tests.unit.server.running import running, wait_for
 
 from whimbrel.server.prompts import PromptReader
 from whimbrel.server.routes import ENCODERS

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
-from tests.unit.serve.running import running, wait_for
+from tests.unit.server.running import running, wait_for
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.server import ServeConfig

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
-from tests.unit.serve.running import Faulty
+from tests.unit.server.running import Faulty
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import Engine, Event, Request, Sampling

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from tests.unit.text.bytewise import byte_tokenizer
+from tests.unit.tokenization.bytewise import byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
