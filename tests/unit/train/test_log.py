@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import whimbrel.train
 from whimbrel.base.errors import DataError
 from whimbrel.train.log import BLOCK, last_step, log_line, read_log, truncate_log
 
@@ -47,3 +50,14 @@ def test_a_log_of_something_else_is_refused(tmp_path: Path, text: str, fault: st
     (tmp_path / "log.jsonl").write_text(text)
     with pytest.raises(DataError, match=fault):
         read_log(tmp_path / "log.jsonl")
+
+
+@pytest.mark.parametrize("module", ["whimbrel.train.log", "whimbrel.train.control"])
+def test_logs_and_control_are_importable_without_torch(module: str) -> None:
+    program = f"import {module}, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_every_public_name_of_the_package_is_importable() -> None:
+    assert all(getattr(whimbrel.train, name) is not None for name in whimbrel.train.__all__)
+    assert dir(whimbrel.train) == sorted(whimbrel.train.__all__)
