@@ -35,7 +35,7 @@ from whimbrel.precision import QuantizedWeight
 from whimbrel.train import RunConfig
 from whimbrel.train.assemble import build_optimizer_of
 from whimbrel.train.config import run_config
-from whimbrel.train.memory import optimizer_names, predict_memory, rehearsal, skeleton, with_optimizer
+from whimbrel.train.memory import dry_run, optimizer_names, predict_memory, skeleton, with_optimizer
 from whimbrel.train.recipe import draw_model
 
 GIB = 2**30
@@ -132,7 +132,7 @@ def make_steps(config: RunConfig, device: torch.device, steps: int) -> None:
         model = draw_model(config) if config.train.weights is None else drawn_codes(config, device)
     recompute(model, config.train.recompute)
     optimizer = build_optimizer_of(model, config, None, accumulation=config.train.accumulation or 1)
-    loop = rehearsal(config, model, device, optimizer)
+    loop = dry_run(config, model, device, optimizer)
     for number in range(steps):
         loop.step(number + 1)
         loop.settle(0, lambda _: None)

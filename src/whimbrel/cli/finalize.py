@@ -170,7 +170,7 @@ def _measure(
 def _told(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run that its model card tells of: what the model is, and how it was trained."""
     from whimbrel.config import to_table
-    from whimbrel.train.settings import TrainConfig
+    from whimbrel.train.config import TrainConfig
 
     usual = to_table(TrainConfig(steps=1)) | {"device": settings.get("train", {}).get("device")}
     told = {name: settings[name] for name in ("model", "train", "optim", "schedule") if name in settings}

@@ -34,9 +34,9 @@ from whimbrel.optim import (
     step_in_backward,
 )
 from whimbrel.precision import prepare
+from whimbrel.train.config import TrainerConfig
 from whimbrel.train.loop import Scheduler
 from whimbrel.train.model_state import check_can_be_saved
-from whimbrel.train.settings import TrainerConfig
 
 __all__ = [
     "build_optimizer_of",

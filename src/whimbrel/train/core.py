@@ -22,11 +22,13 @@ from whimbrel.config import nearest, to_table
 from whimbrel.precision import PrecisionPlan
 from whimbrel.tokenization import Tokenizer
 from whimbrel.train import assemble
-from whimbrel.train.arguments import MinimalTrainingArguments
-from whimbrel.train.batches import DatasetBatches, TokenBatches, collate
+from whimbrel.train.arguments import MinimalTrainingArguments, to_config
+from whimbrel.train.batches import TokenBatches
 from whimbrel.train.callback import Callbacks, StopRequest
 from whimbrel.train.callbacks import ProgressCallback, TensorBoardCallback, TrackerCallback
-from whimbrel.train.callbacks.jsonl import JsonLog
+from whimbrel.train.callbacks.loggers import JsonlLogger
+from whimbrel.train.config import LogConfig, TrainerConfig
+from whimbrel.train.dataset_batches import DatasetBatches, collate
 from whimbrel.train.device import choose_device
 from whimbrel.train.distributed import check_single_process, refuse_wrapped_model
 from whimbrel.train.elsewhere import TRAINER_ELSEWHERE
@@ -39,10 +41,8 @@ from whimbrel.train.model_state import export_model, model_state
 from whimbrel.train.optimizer_state import OptimizerState, SchedulerState
 from whimbrel.train.outputs import LossFunction
 from whimbrel.train.overrides import check_overrides, missing_method, overrides
-from whimbrel.train.settings import LogConfig, TrainerConfig
 from whimbrel.train.signals import SignalHandler
 from whimbrel.train.state import Tally, TrainerControl, TrainerState
-from whimbrel.train.translate import to_config
 
 __all__ = ["TrainerCore"]
 
@@ -100,7 +100,7 @@ class TrainerCore:
             self.callbacks.add(callback)
         if not self.config.log.progress:
             self.callbacks.pop(ProgressCallback)
-        self._log_file, self._signals = Callbacks([JsonLog()]), SignalHandler()
+        self._log_file, self._signals = Callbacks([JsonlLogger()]), SignalHandler()
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Scheduler | None = None
         self.train_dataloader: TokenBatches | DatasetBatches | None = None

@@ -13,7 +13,7 @@ from whimbrel.base.files import atomic_file
 from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import step_folders
 from whimbrel.config import dump_toml, load_toml, to_table
-from whimbrel.train.settings import TrainerConfig
+from whimbrel.train.config import TrainerConfig
 
 __all__ = ["check_directory", "clear_directory", "events_folder", "record_settings"]
 

@@ -16,8 +16,8 @@ from whimbrel.checkpoint import CheckpointManager, RNGState, Saved
 from whimbrel.optim import whole_steps
 from whimbrel.train.batches import Batches
 from whimbrel.train.callback import Callbacks, StopRequest
+from whimbrel.train.config import TrainerConfig
 from whimbrel.train.loop import Loop, NonFiniteError, StepMetrics
-from whimbrel.train.settings import TrainerConfig
 from whimbrel.train.state import Tally, TrainerControl, TrainerState
 
 __all__ = ["Driven", "Driver"]

@@ -21,9 +21,9 @@ from whimbrel.data import TokenDataLoader
 from whimbrel.optim import InBackward
 from whimbrel.precision import torch_switches
 from whimbrel.train import assemble
-from whimbrel.train.batches import DatasetBatches, LoaderBatches, TokenBatches, make_batches, to_device
-from whimbrel.train.columns import drop_unused_columns
+from whimbrel.train.batches import TokenBatches, make_batches
 from whimbrel.train.core import TrainerCore
+from whimbrel.train.dataset_batches import DatasetBatches, LoaderBatches, drop_unused_columns, to_device
 from whimbrel.train.distributed import refuse_wrapped_model
 from whimbrel.train.evaluation import label_names_of, labels_of, select_predictions
 from whimbrel.train.loop import Scheduler

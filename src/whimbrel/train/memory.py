@@ -20,15 +20,14 @@ from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBack
 from whimbrel.optim.config import LISTENS
 from whimbrel.precision import PrecisionPlan, prepare, sdpa_backends
 from whimbrel.train import assemble, recipe
-from whimbrel.train.batching import accumulation_steps
-from whimbrel.train.config import RunConfig
+from whimbrel.train.batches import accumulation_steps
+from whimbrel.train.config import RunConfig, TrainConfig
 from whimbrel.train.device import Stopwatch, choose_device
 from whimbrel.train.loop import Loop
+from whimbrel.train.memory_tracker import MemoryTracker, simulated_device
 from whimbrel.train.outputs import Objective
-from whimbrel.train.settings import TrainConfig
-from whimbrel.train.simulated import Ledger, simulated_device
 
-__all__ = ["MemoryPrediction", "optimizer_names", "predict_memory", "rehearsal", "skeleton", "with_optimizer"]
+__all__ = ["MemoryPrediction", "optimizer_names", "predict_memory", "dry_run", "skeleton", "with_optimizer"]
 
 WORKSPACE = {"cuda": 64 * 2**20}
 """What a device's library of products takes for itself: 32 MiB on Hopper, once for forward and once for backward."""
@@ -132,10 +131,10 @@ def _passes(config: RunConfig, kind: str) -> _Walk:
             for parameter in model.parameters():
                 parameter.grad = parameter.new_empty(parameter.shape)  # plain, also where the parameter is codes
                 ledger.mark([parameter.grad], "gradients")
-        return _walk(ledger, config, kind, model, _Still(model.parameters(), {"lr": 0.0}), micro_batches=1)
+        return _walk(ledger, config, kind, model, NoOpOptimizer(model.parameters(), {"lr": 0.0}), micro_batches=1)
 
 
-class _Still(Optimizer):
+class NoOpOptimizer(Optimizer):
     """Moves nothing, and takes no memory for it."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -173,12 +172,12 @@ def _beside(config: RunConfig, kind: str, passes: _Walk) -> MemoryPrediction:
 
 
 @contextlib.contextmanager
-def _simulation(kind: str) -> Iterator[Ledger]:
+def _simulation(kind: str) -> Iterator[MemoryTracker]:
     with simulated_device(kind) as ledger, torch.random.fork_rng(devices=()):
         yield ledger
 
 
-def _model(config: RunConfig, ledger: Ledger) -> GPT:
+def _model(config: RunConfig, ledger: MemoryTracker) -> GPT:
     """The model, its gradients told apart from what else backward makes."""
     model = recipe.draw_model(config) if config.train.weights is None else skeleton(config)
     ledger.mark([*model.parameters(), *model.buffers()], "weights")
@@ -208,14 +207,14 @@ def skeleton(config: RunConfig, device: torch.device = HOST) -> GPT:
 
 
 def _walk(
-    ledger: Ledger, config: RunConfig, kind: str, model: GPT, optimizer: Optimizer, *, micro_batches: int
+    ledger: MemoryTracker, config: RunConfig, kind: str, model: GPT, optimizer: Optimizer, *, micro_batches: int
 ) -> _Walk:
     """A step of so many micro-batches: their passes, norm and clipping, and what the optimizer does."""
     shape = (2, config.train.micro_batch or 1, config.sequence_length)
     others = (config.train.accumulation or 1) - micro_batches
     tokens = [torch.empty(shape, dtype=torch.int64) for _ in range(others)]  # all of a step are there at once
     few = replace(config, train=replace(config.train, accumulation=micro_batches))
-    loop = rehearsal(few, model, HOST, optimizer, ledger.enter)
+    loop = dry_run(few, model, HOST, optimizer, ledger.enter)
     loop.precision.scaler = None  # a few numbers, at which it looks
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     ledger.mark(states, "states")
@@ -226,7 +225,7 @@ def _walk(
     return _Walk(ledger.peak, ledger.phase, dict(ledger.at_peak), dict(ledger.most))
 
 
-def _temporaries(ledger: Ledger, model: GPT, optimizer: Optimizer) -> int:
+def _temporaries(ledger: MemoryTracker, model: GPT, optimizer: Optimizer) -> int:
     """The most that a step takes and gives back; of many blocks, which are alike, it is seen from the first few.
 
     Where each of them still adds to it, all are looked at. Otherwise it has come to the size that work is cut to.
@@ -246,7 +245,7 @@ def _temporaries(ledger: Ledger, model: GPT, optimizer: Optimizer) -> int:
     return max(all_kinds, most)
 
 
-def _step(ledger: Ledger, optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
+def _step(ledger: MemoryTracker, optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
     """What a step takes and gives back where these have gradients."""
     gradients = [parameter.new_empty(parameter.shape) for parameter in parameters]
     for _ in range(1 if all(parameter in optimizer.state for parameter in parameters) else 2):  # a first makes states
@@ -310,7 +309,7 @@ def _settled(config: RunConfig, kind: str) -> RunConfig:
     return replace(config, train=train)
 
 
-def rehearsal(
+def dry_run(
     config: RunConfig, model: GPT, device: torch.device, optimizer: Optimizer, tell: Callable[[str], object] = str
 ) -> Loop:
     """The loop of a run, its parts made as for the run itself, but for tokens: those are any."""

@@ -15,7 +15,7 @@ from whimbrel.data.stream import has_split
 from whimbrel.models import GPT
 from whimbrel.precision import torch_switches
 from whimbrel.tokenization import Tokenizer, load_tokenizer
-from whimbrel.train.batching import default_micro_batch
+from whimbrel.train.batches import default_micro_batch
 from whimbrel.train.config import RunConfig
 
 __all__ = ["build_batches", "build_validation", "choose_micro_batch", "draw_model", "find_tokenizer"]

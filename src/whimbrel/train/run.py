@@ -15,9 +15,8 @@ from whimbrel.checkpoint import list_checkpoints, read_manifest
 from whimbrel.models import GPT
 from whimbrel.tokenization import Tokenizer
 from whimbrel.train import recipe
-from whimbrel.train.arguments import MinimalTrainingArguments
-from whimbrel.train.batches import TokenBatches
-from whimbrel.train.batching import accumulation_steps
+from whimbrel.train.arguments import MinimalTrainingArguments, from_config
+from whimbrel.train.batches import TokenBatches, accumulation_steps
 from whimbrel.train.callbacks import (
     DivergenceCallback,
     EarlyStoppingCallback,
@@ -32,7 +31,6 @@ from whimbrel.train.device import choose_device
 from whimbrel.train.distributed import check_single_process
 from whimbrel.train.state import TrainOutput
 from whimbrel.train.trainer import Trainer
-from whimbrel.train.translate import from_config
 
 __all__ = ["RunTrainer", "Sampler", "train"]
 

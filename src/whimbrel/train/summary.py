@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whimbrel.optim import ParameterRow, ProjectInBackward, StepInBackward, state_bytes
-from whimbrel.train.settings import TrainerConfig
+from whimbrel.train.config import TrainerConfig
 
 __all__ = ["MemoryEstimate", "RunSummary", "estimate_memory", "features"]
 

@@ -22,9 +22,11 @@ from whimbrel.models import GPT
 from whimbrel.optim import parameter_table, whole_steps
 from whimbrel.precision import sdpa_backends, torch_switches
 from whimbrel.train import assemble
-from whimbrel.train.arguments import lone_tokenizers
-from whimbrel.train.batches import DatasetBatches, TokenBatches, held_out
+from whimbrel.train.arguments import no_tokenizer_parallelism
+from whimbrel.train.batches import TokenBatches, held_out
 from whimbrel.train.callbacks import ControlCallback, ProgressCallback
+from whimbrel.train.config import TrainerConfig
+from whimbrel.train.dataset_batches import DatasetBatches
 from whimbrel.train.device import Stopwatch, device_name, peak_flops, peak_memory
 from whimbrel.train.directory import check_directory, clear_directory, events_folder, record_settings
 from whimbrel.train.driver import Driver
@@ -33,7 +35,6 @@ from whimbrel.train.hooks import TrainerHooks
 from whimbrel.train.loop import Loop
 from whimbrel.train.metric import find_metric, has_metric
 from whimbrel.train.overrides import check_overrides, overrides
-from whimbrel.train.settings import TrainerConfig
 from whimbrel.train.state import Tally, TrainerControl, TrainerState, TrainOutput
 from whimbrel.train.summary import RunSummary, estimate_memory, features
 
@@ -357,7 +358,7 @@ class BaseTrainer(TrainerHooks):
                 stack.enter_context(offload_activations(self.device))
             if isinstance(train.recompute, float):
                 stack.enter_context(memory_budget(train.recompute))
-            stack.enter_context(lone_tokenizers(self.config.loader.workers))
+            stack.enter_context(no_tokenizer_parallelism(self.config.loader.workers))
             yield
 
     def _make_state(self, total: int) -> TrainerState:

@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whimbrel.ops import kernels_of
-from whimbrel.train.simulated import simulated_device
+from whimbrel.train.memory_tracker import simulated_device
 
 
 def test_a_tensor_takes_the_kernels_of_its_device_unless_it_stands_for_another():

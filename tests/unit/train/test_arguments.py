@@ -20,7 +20,7 @@ from whimbrel.train.arguments import (
     BaseTrainingArguments,
     MinimalTrainingArguments,
     TrainingArguments,
-    lone_tokenizers,
+    no_tokenizer_parallelism,
 )
 from whimbrel.train.elsewhere import HELD, TRANSLATED
 
@@ -207,9 +207,9 @@ def test_tokenizers_stay_out_of_the_way_of_workers(before: str | None, monkeypat
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     if before:
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
-    with lone_tokenizers(0):
+    with no_tokenizer_parallelism(0):
         assert os.environ.get("TOKENIZERS_PARALLELISM") == before
-    with lone_tokenizers(2):
+    with no_tokenizer_parallelism(2):
         assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
     assert os.environ.get("TOKENIZERS_PARALLELISM") == before
 

@@ -25,8 +25,9 @@ from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.train import TrainerCallback
-from whimbrel.train.batches import DatasetBatches, TokenBatches, collate, make_batches, token_count
-from whimbrel.train.settings import LoaderConfig
+from whimbrel.train.batches import TokenBatches, make_batches, token_count
+from whimbrel.train.config import LoaderConfig
+from whimbrel.train.dataset_batches import DatasetBatches, collate
 
 Make = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from whimbrel.config import list_settings
 from whimbrel.models import GPT, GPTConfig, preset
 from whimbrel.train import RunConfig, load_run_config
 from whimbrel.train.assemble import routed_parameters
-from whimbrel.train.batching import accumulation_steps, default_micro_batch
+from whimbrel.train.batches import accumulation_steps, default_micro_batch
 from whimbrel.train.device import choose_device
 
 MakeRun = Callable[..., RunConfig]
@@ -137,10 +137,10 @@ def test_an_indivisible_step_names_the_nearest_legal_totals() -> None:
 
 
 def test_the_default_micro_batch_divides_the_step_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from whimbrel.train import batching
+    from whimbrel.train import batches
 
     def chosen(free: int | None, tokens: int = 524_288) -> int:
-        monkeypatch.setattr(batching, "free_memory", lambda device: free)
+        monkeypatch.setattr(batches, "free_memory", lambda device: free)
         return default_micro_batch(GPTConfig(), tokens, 1024, torch.device("cpu"), itemsize=2, reserve=3 * 2**30)
 
     assert chosen(None) == 4

@@ -11,7 +11,7 @@ import torch
 from whimbrel.train.assemble import build_optimizer_of
 from whimbrel.train.config import run_config
 from whimbrel.train.device import Stopwatch
-from whimbrel.train.memory import rehearsal
+from whimbrel.train.memory import dry_run
 from whimbrel.train.recipe import draw_model
 
 
@@ -37,7 +37,7 @@ def test_numbers_leave_before_the_mark_that_is_waited_for(tmp_path: Path, monkey
         }
     )  # fmt: skip
     model, device = draw_model(config), torch.device("cpu")
-    loop = rehearsal(config, model, device, build_optimizer_of(model, config, None))
+    loop = dry_run(config, model, device, build_optimizer_of(model, config, None))
     loop.stopwatch = Watch(device)
     loop.step(1)
     assert order == ["mark", "numbers", "mark"]

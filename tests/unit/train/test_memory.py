@@ -18,19 +18,18 @@ from whimbrel.optim import GroupConfig, OptimConfig
 from whimbrel.precision import sdpa_backends
 from whimbrel.train import RunConfig
 from whimbrel.train.assemble import build_optimizer_of
-from whimbrel.train.config import run_config
+from whimbrel.train.config import EmaConfig, run_config
 from whimbrel.train.memory import (
     WORKSPACE,
     MemoryPrediction,
+    dry_run,
     optimizer_names,
     predict_memory,
-    rehearsal,
     skeleton,
     with_optimizer,
 )
+from whimbrel.train.memory_tracker import simulated_device
 from whimbrel.train.recipe import draw_model
-from whimbrel.train.settings import EmaConfig
-from whimbrel.train.simulated import simulated_device
 
 MakeRun = Callable[..., RunConfig]
 LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
@@ -57,7 +56,7 @@ def make_steps(config: RunConfig, device: torch.device, steps: int = 2) -> None:
         model = draw_model(config) if config.train.weights is None else skeleton(config, device)
     recompute(model, config.train.recompute)
     optimizer = build_optimizer_of(model, config, None, accumulation=config.train.accumulation or 1)
-    loop = rehearsal(config, model, device, optimizer)
+    loop = dry_run(config, model, device, optimizer)
     for number in range(steps):
         loop.step(number + 1)
 

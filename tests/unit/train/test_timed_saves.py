@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from whimbrel.base.errors import ConfigError
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent, list_checkpoints, read_manifest
 from whimbrel.train import RunConfig, TrainerCallback, TrainingArguments, load_run_config, read_log, train
-from whimbrel.train.translate import from_config, to_config
+from whimbrel.train.arguments import from_config, to_config
 
 Make = Callable[..., Any]
 MakeRun = Callable[..., RunConfig]

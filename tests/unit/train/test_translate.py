@@ -12,9 +12,15 @@ import torch
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import list_settings
 from whimbrel.optim import OptimConfig, ScheduleConfig, lr_factor
-from whimbrel.train.arguments import MinimalTrainingArguments, TrainingArguments
-from whimbrel.train.schedules import SCHEDULER_TYPES, schedule_arguments, schedule_settings
-from whimbrel.train.settings import (
+from whimbrel.train.arguments import (
+    TABLE,
+    UNEXPRESSED,
+    MinimalTrainingArguments,
+    TrainingArguments,
+    from_config,
+    to_config,
+)
+from whimbrel.train.config import (
     CheckpointConfig,
     LoaderConfig,
     LogConfig,
@@ -23,7 +29,7 @@ from whimbrel.train.settings import (
     TrainerConfig,
     ValidationConfig,
 )
-from whimbrel.train.translate import TABLE, UNEXPRESSED, from_config, to_config
+from whimbrel.train.schedules import SCHEDULER_TYPES, schedule_arguments, schedule_settings
 
 NAMES = [field.name for field in dataclasses.fields(TrainingArguments)]
 

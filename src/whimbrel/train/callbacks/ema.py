@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import remove_stale
 from whimbrel.train.callback import TrainerCallback
-from whimbrel.train.callbacks.numbers import plain_numbers
+from whimbrel.train.callbacks.monitors import dequantized
 
 __all__ = ["EmaCallback"]
 
@@ -34,7 +34,7 @@ class EmaCallback(TrainerCallback):
         """Begin with the weights, unless a checkpoint brought a mean."""
         weights = _weights(event["model"])
         self._mean = self._mean or {
-            name: plain_numbers(own).to(torch.float32, copy=True) for name, own in weights.items()
+            name: dequantized(own).to(torch.float32, copy=True) for name, own in weights.items()
         }
         if self._mean.keys() != weights.keys():
             odd = min(self._mean.keys() ^ weights.keys())
@@ -50,7 +50,7 @@ class EmaCallback(TrainerCallback):
         """Move the mean towards the weights."""
         if event["state"].global_step % self._every == 0:
             weights = _weights(event["model"])
-            now = [plain_numbers(weights[name]).float() for name in self._mean]  # those that are fp32 are not copied
+            now = [dequantized(weights[name]).float() for name in self._mean]  # those that are fp32 are not copied
             torch._foreach_lerp_(list(self._mean.values()), now, 1 - self._decay)
 
     def on_train_end(self, **event: Any) -> None:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from whimbrel.base.units import readable_bytes
 from whimbrel.optim import ParameterRow
 from whimbrel.train.callback import StopRequest, TrainerCallback
-from whimbrel.train.callbacks.writer import Warnings
+from whimbrel.train.callbacks.loggers import Warnings
 from whimbrel.train.device import peak_memory
 from whimbrel.train.log import number
 from whimbrel.train.signals import SIGNALS

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from whimbrel.train.callbacks import DivergenceCallback
+from whimbrel.train.config import DivergenceConfig
 from whimbrel.train.log import read_log
-from whimbrel.train.settings import DivergenceConfig
 
 
 def losses_of_training(lr: float, steps: int = 300) -> list[float]:

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from whimbrel.train.callbacks import jsonl
-from whimbrel.train.callbacks.jsonl import JsonLog
+from whimbrel.train.callbacks import loggers
+from whimbrel.train.callbacks.loggers import JsonlLogger
 from whimbrel.train.log import read_log
 
 
 def go(make_run: Any, first: int, last: int) -> None:
-    run = make_run(JsonLog(), steps=6).begin(first)
+    run = make_run(JsonlLogger(), steps=6).begin(first)
     for step in range(first, last):
         run.step(loss=3 - step / 10)
         if run.state.global_step % 2 == 0:
@@ -30,7 +30,7 @@ def go(make_run: Any, first: int, last: int) -> None:
 
 
 def test_a_line_for_every_step_evaluation_sample_and_log(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLog(), steps=6).begin()
+    run = make_run(JsonlLogger(), steps=6).begin()
     run.step(loss=2.0)
     run.evaluate(loss=1.5, accuracy=0.0)
     run.tell("on_sample", text="Ay, me!\n", step=1)
@@ -46,7 +46,7 @@ def test_a_line_for_every_step_evaluation_sample_and_log(make_run: Any, tmp_path
 
 
 def test_a_step_that_was_skipped_says_so(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLog()).begin()
+    run = make_run(JsonlLogger()).begin()
     run.step(loss=math.inf, skipped=True)
     run.end()
     assert read_log(tmp_path / "run" / "log.jsonl")[0]["skipped"] is True
@@ -66,7 +66,7 @@ def test_a_run_that_goes_on_has_the_log_of_one_that_never_stopped(make_run: Any,
 
 
 def test_going_back_drops_what_no_longer_holds(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLog()).begin()
+    run = make_run(JsonlLogger()).begin()
     for loss in (3.0, 2.0, 9.0):
         run.step(loss=loss)
     run.state.global_step = 2
@@ -77,7 +77,7 @@ def test_going_back_drops_what_no_longer_holds(make_run: Any, tmp_path: Path) ->
 
 
 def test_every_line_is_json_also_where_a_loss_is_not_finite(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLog()).begin()
+    run = make_run(JsonlLogger()).begin()
     run.step(loss=math.nan, grad_norm=math.inf)
     run.end()
 
@@ -90,14 +90,14 @@ def test_every_line_is_json_also_where_a_loss_is_not_finite(make_run: Any, tmp_p
 
 
 def test_a_line_is_there_as_soon_as_it_is_written(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLog()).begin()
+    run = make_run(JsonlLogger()).begin()
     run.step(loss=1.0)
     assert len(read_log(tmp_path / "run" / "log.jsonl")) == 1  # the run has not ended: a kill now loses nothing
     run.fail()
 
 
 def test_one_process_writes_for_all(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLog())
+    run = make_run(JsonlLogger())
     run.state.is_world_process_zero = False
     run.begin().step(loss=1.0)
     run.end()
@@ -105,7 +105,7 @@ def test_one_process_writes_for_all(make_run: Any, tmp_path: Path) -> None:
 
 
 def test_a_log_of_ones_own_is_written_also_under_the_names_of_an_evaluation(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLog(), steps=6).begin()
+    run = make_run(JsonlLogger(), steps=6).begin()
     run.step(loss=2.0)
     run.log({"eval_accuracy": 0.5})
     run.evaluate(loss=1.5)
@@ -123,7 +123,7 @@ def test_a_log_of_ones_own_is_written_also_under_the_names_of_an_evaluation(make
 
 
 def test_what_is_logged_between_two_runs_is_in_neither(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLog()).begin()
+    run = make_run(JsonlLogger()).begin()
     run.end()
     run.log({"eval_accuracy": 0.5})
     run.begin().step(loss=1.0)
@@ -132,7 +132,7 @@ def test_what_is_logged_between_two_runs_is_in_neither(make_run: Any, tmp_path: 
 
 
 def test_any_value_can_be_logged(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLog()).begin()
+    run = make_run(JsonlLogger()).begin()
     run.log({
         "tensor": torch.tensor(0.5, requires_grad=True), "half": torch.tensor(2.0, dtype=torch.bfloat16),
         "scalar": np.float32(0.25), "count": np.int64(3), "array": np.array([1.0, math.nan]), "list": [1, math.inf],
@@ -150,7 +150,7 @@ def test_any_value_can_be_logged(make_run: Any, tmp_path: Path) -> None:
 
 
 def test_an_evaluation_need_not_have_a_loss(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(JsonLog()).begin()
+    run = make_run(JsonlLogger()).begin()
     run.evaluate(accuracy=0.5)
     run.end()
     (line,) = read_log(tmp_path / "run" / "log.jsonl")
@@ -181,7 +181,7 @@ def test_full_disk_is_one_warning_and_no_line_is_lost(
     make_run: Any, tmp_path: Path, fill_disk: Callable[[bool], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "run" / "log.jsonl"
-    run = make_run(JsonLog()).begin()
+    run = make_run(JsonlLogger()).begin()
     run.step(loss=3.0)
     fill_disk(True)
     for loss in (2.0, 1.5):
@@ -200,9 +200,9 @@ def test_full_disk_is_one_warning_and_no_line_is_lost(
 def test_lines_that_a_full_disk_takes_are_counted(
     make_run: Any, tmp_path: Path, fill_disk: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jsonl, "MAX_PENDING", 2)
+    monkeypatch.setattr(loggers, "MAX_PENDING", 2)
     log = tmp_path / "run" / "log.jsonl"
-    run = make_run(JsonLog()).begin()
+    run = make_run(JsonlLogger()).begin()
     fill_disk(True)
     for loss in (4.0, 3.0, 2.0):
         run.step(loss=loss)
@@ -219,7 +219,7 @@ def test_lines_that_a_full_disk_takes_are_counted(
 def test_log_that_cannot_be_opened_is_opened_later(make_run: Any, tmp_path: Path, caplog: Any) -> None:
     log = tmp_path / "run" / "log.jsonl"
     log.mkdir(parents=True)
-    run = make_run(JsonLog()).begin()
+    run = make_run(JsonlLogger()).begin()
     run.step(loss=3.0)
     log.rmdir()
     run.step(loss=2.0)

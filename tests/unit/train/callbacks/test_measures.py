@@ -18,7 +18,7 @@ from whimbrel.train.callbacks import (
     ProfilerCallback,
     SampleCallback,
 )
-from whimbrel.train.callbacks.jsonl import JsonLog
+from whimbrel.train.callbacks.loggers import JsonlLogger
 from whimbrel.train.log import read_log
 
 
@@ -30,7 +30,7 @@ def dreams(model: nn.Module, step: int) -> str:
 
 
 def test_samples_are_told_to_everyone_and_logged(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(SampleCallback(dreams, every=2), JsonLog()).begin()
+    run = make_run(SampleCallback(dreams, every=2), JsonlLogger()).begin()
     for _ in range(5):
         run.step()
         assert run.model.training

@@ -123,7 +123,7 @@ def test_events_that_cannot_be_written_are_one_warning_and_tried_again(
     def full(self: RecordWriter, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("whimbrel.train.callbacks.tensorboard.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("whimbrel.train.callbacks.loggers.RETRY_SECONDS", 0.0)
     run = make_run(TensorBoardCallback()).begin()
     run.step(loss=3.0)
     run.save()

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Ledger", "simulated_device"]
+__all__ = ["MemoryTracker", "simulated_device"]
 
 ATEN = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
@@ -31,9 +31,9 @@ GRANULE = {"cuda": 512, "cpu": 64}
 
 
 @contextlib.contextmanager
-def simulated_device(kind: str) -> Iterator[Ledger]:
+def simulated_device(kind: str) -> Iterator[MemoryTracker]:
     """Inside, every new tensor is one of shape alone, on a device of this kind, and counted in the ledger."""
-    ledger = Ledger(kind)
+    ledger = MemoryTracker(kind)
     with contextlib.ExitStack() as restore:
         if kind == "cuda":
             for name, kernel in GPU_KERNELS.items():
@@ -59,7 +59,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     )
 
 
-class Ledger(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Counts the live bytes of a device by what they are for, and remembers when there were most.
 
     What is new counts as `kind` until `mark` calls it something else. Single numbers that follow from constants alone,
