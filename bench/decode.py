@@ -26,7 +26,7 @@ import whimbrel
 import whimbrel.hf
 from legs import draw, now
 from record import record
-from whimbrel.inference import Engine, EngineConfig, Request, Sampling
+from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams
 from whimbrel.models import GPTConfig, preset
 
 DEMO = Path(__file__).parent.parent / "configs" / "shakespeare-cpu.toml"
@@ -50,9 +50,10 @@ def ours(model: Any, batch: int, prompt: int, new: int, *, compiled: bool) -> Le
     engine = Engine(model, EngineConfig(max_batch=batch, prefix_cache=False, compile=compiled, prefill_chunk=chunk))
 
     def run(prompts: list[list[int]]) -> list[list[int]]:
-        greedy = Sampling(temperature=0)
+        greedy = SamplingParams(temperature=0)
         numbers = [
-            engine.submit(Request(prompt_ids=tuple(prompt), max_new_tokens=new, sampling=greedy)) for prompt in prompts
+            engine.add_request(Request(prompt_ids=tuple(prompt), max_new_tokens=new, sampling=greedy))
+            for prompt in prompts
         ]
         drawn: dict[int, list[int]] = {number: [] for number in numbers}
         while engine.busy:

@@ -13,7 +13,7 @@ import pytest
 
 from whimbrel.cli.main import main
 from whimbrel.data.prepare import prepare
-from whimbrel.inference import Sampling
+from whimbrel.inference import SamplingParams
 from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import train
 from whimbrel.train.config import run_config
@@ -86,4 +86,4 @@ def test_a_program(page, tmp_path, number, printed, capsys):
 
 def test_the_table_names_every_setting_of_sampling(page):
     named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*? \|", page, re.MULTILINE)))
-    assert sorted(named) == sorted(field.name for field in dataclasses.fields(Sampling))
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(SamplingParams))

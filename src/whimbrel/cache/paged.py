@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whimbrel.cache.blocks import SCRATCH, BlockManager
 from whimbrel.cache.codec import Codec, find_codec
-from whimbrel.cache.pages import SCRATCH, Pages
 from whimbrel.ops import View, store
 
-__all__ = ["PagePool", "PagedBatch", "Shape"]
+__all__ = ["BlockPool", "PagedBatch", "Shape"]
 
 
 class Shape(Protocol):
@@ -32,7 +32,7 @@ class Shape(Protocol):
         """Width of one head."""
 
 
-class PagePool(Pages):
+class BlockPool(BlockManager):
     """The pages of all layers: a page number stands for one page in each. Page 0 takes what padding writes.
 
     Everything is allocated here, once, and filled with zeros: what a row has not written yet is masked, and a masked
@@ -42,32 +42,32 @@ class PagePool(Pages):
     def __init__(
         self,
         config: Shape,
-        num_pages: int,
-        page_size: int = 16,
+        num_blocks: int,
+        block_size: int = 16,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         codec: str = "none",
     ) -> None:
-        super().__init__(num_pages, page_size)
+        super().__init__(num_blocks, block_size)
         self.dtype, self.device = dtype, torch.device(device)
         self.codec = find_codec(codec)
         widths = _widths(config.head_width, dtype, self.codec)
         # Tensors of their own, not parts of one: compiled code would copy a whole that it writes to by several names.
         self._layers = [
             {
-                name: _zeros((num_pages, page_size, config.kv_heads, width), kind, self.device)
+                name: _zeros((num_blocks, block_size, config.kv_heads, width), kind, self.device)
                 for name, (width, kind) in widths.items()
             }
             for _ in range(config.num_layers)
         ]
 
     @staticmethod
-    def page_nbytes(config: Shape, page_size: int = 16, *, dtype: torch.dtype, codec: str = "none") -> int:
+    def block_nbytes(config: Shape, block_size: int = 16, *, dtype: torch.dtype, codec: str = "none") -> int:
         """Bytes of one page, over all layers."""
         widths = _widths(config.head_width, dtype, find_codec(codec))
         token = sum(width * kind.itemsize for width, kind in widths.values())
-        return config.num_layers * page_size * config.kv_heads * token
+        return config.num_layers * block_size * config.kv_heads * token
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +122,7 @@ class PagedBatch:
     host waits for nothing, and the same addresses with other numbers in them make another batch (CUDA graphs).
     """
 
-    def __init__(self, pool: PagePool, tables: Tensor, starts: Tensor, counts: Tensor, *, stored: int = 0) -> None:
+    def __init__(self, pool: BlockPool, tables: Tensor, starts: Tensor, counts: Tensor, *, stored: int = 0) -> None:
         self.pool = pool
         self.tables, self.starts, self.counts = tables, starts, counts
         """(rows, pages of the longest row), (rows,), (rows,)."""
@@ -135,9 +135,9 @@ class PagedBatch:
         offsets_T = torch.arange(tokens, device=device)
         starts_B1, counts_B1 = self.starts[:, None].long(), self.counts[:, None].long()
         positions_BT = starts_B1 + torch.minimum(offsets_T, (counts_B1 - 1).clamp(min=0))
-        pages_BT = self.tables.long().gather(1, positions_BT // self.pool.page_size)
-        slots_BT = pages_BT * self.pool.page_size + positions_BT % self.pool.page_size
-        scratch = SCRATCH * self.pool.page_size
+        pages_BT = self.tables.long().gather(1, positions_BT // self.pool.block_size)
+        slots_BT = pages_BT * self.pool.block_size + positions_BT % self.pool.block_size
+        scratch = SCRATCH * self.pool.block_size
         self._slots = torch.where(offsets_T < counts_B1, slots_BT, scratch).flatten()
         # A row of padding sees the one token that it writes to the scratch page; seeing none, it would not be finite.
         self._lengths = (self.starts + self.counts).clamp(min=1)

@@ -117,7 +117,7 @@ def _generation(
     file: Path | None, temperature: float | None, top_k: int | None, top_p: float | None, max_new_tokens: int | None
 ) -> dict[str, Any]:
     """Settings as `generation_config.json` spells them; there null is not set."""
-    from whimbrel.inference import Sampling
+    from whimbrel.inference import SamplingParams
     from whimbrel.model_io.tables import read_table
 
     if file is not None and not file.is_file():
@@ -125,7 +125,7 @@ def _generation(
     settings = {} if file is None else read_table(file)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     own = {name: value for name, value in given.items() if value is not None}
-    Sampling(**own)  # type: ignore[arg-type]
+    SamplingParams(**own)  # type: ignore[arg-type]
     if temperature == 0:
         settings |= {"do_sample": False, **dict.fromkeys(given)}
     elif own:

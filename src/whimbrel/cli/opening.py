@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from whimbrel.inference import Draft, Sampling
+    from whimbrel.inference import Draft, SamplingParams
     from whimbrel.models import GPT
     from whimbrel.tokenization import Tokenizer
 
@@ -95,13 +95,13 @@ class Opened:
 
         return load_model(self.source, device=choose_device(device), weights=weights)
 
-    def drawing(self, **given: Any) -> tuple[Sampling, int]:
+    def drawing(self, **given: Any) -> tuple[SamplingParams, int]:
         """How tokens are drawn and how many at most: as given, else as the model says, else as is usual."""
-        from whimbrel.inference import Sampling
+        from whimbrel.inference import SamplingParams
 
         asked = DEFAULTS | self.settings | {name: value for name, value in given.items() if value is not None}
         most = asked.pop("max_new_tokens")
-        return Sampling(**asked), most
+        return SamplingParams(**asked), most
 
 
 def open_model(model: Path, tokenizer: Path | None) -> Opened:

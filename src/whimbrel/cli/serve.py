@@ -88,7 +88,7 @@ def serve(
         drain_seconds=drain_seconds,
     )
     load = partial(_load, model, name=name, tokenizer=tokenizer, device=device, weights=weights)
-    _run(config, load, {"max_batch": max_batch, "num_pages": pages, "cache": cache, "compile": compile})
+    _run(config, load, {"max_batch": max_batch, "num_blocks": pages, "cache": cache, "compile": compile})
 
 
 def _run(config: ServeConfig, load: Callable[[], Served], engine: dict[str, Any]) -> None:

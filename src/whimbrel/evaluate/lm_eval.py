@@ -14,7 +14,7 @@ import torch
 
 from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
 from whimbrel.evaluate.subject import Subject
-from whimbrel.inference import Engine, EngineConfig, Request, Sampling, TextStream
+from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, TextStream
 from whimbrel.model_io import model_directory, special_tokens
 from whimbrel.tokenization import PLAIN, ChatTemplate, Message, load_chat_template
 from whimbrel.train.device import choose_device
@@ -80,7 +80,7 @@ class WhimbrelLM(LM):  # type: ignore[misc]
         engine = Engine(
             self.subject.model, EngineConfig() if self._rows is None else EngineConfig(max_batch=self._rows)
         )
-        numbers = [engine.submit(request) for request, _ in asked]
+        numbers = [engine.add_request(request) for request, _ in asked]
         texts = dict(zip(numbers, (text for _, text in asked), strict=True))
         written: dict[int, list[str]] = {number: [] for number in numbers}
         while engine.busy:
@@ -88,7 +88,7 @@ class WhimbrelLM(LM):  # type: ignore[misc]
                 if token is not None and not texts[number].stopped:
                     written[number].append(texts[number].push(token))
                 if texts[number].stopped:
-                    engine.cancel(number)
+                    engine.abort(number)
         return ["".join(written[number]) + texts[number].flush() for number in numbers]
 
     def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
@@ -122,7 +122,7 @@ class WhimbrelLM(LM):  # type: ignore[misc]
         shape = {name: known.pop(name, None) for name in ("top_k", "top_p")}
         if known:
             raise RequestError(f"generation_kwargs {', '.join(known)} are not known: leave them out")
-        sampling = Sampling(temperature=(temperature or 1.0) if drawn else 0.0, **shape)
+        sampling = SamplingParams(temperature=(temperature or 1.0) if drawn else 0.0, **shape)
         room = max(1, self.subject.model.config.context_length - count)
         prompt = self.subject.prompt(context)[-room:]
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]

@@ -1,15 +1,15 @@
 """Sampling from a model: `generate(model, prompt_ids)`, `stream` for tokens as they come; the engine of a server."""
 
 from whimbrel.inference.beam import Beam, beam_search
+from whimbrel.inference.chat import Answer, Conversation
 from whimbrel.inference.complete import Completion, generate, generate_batch
-from whimbrel.inference.conversation import Answer, Conversation
 from whimbrel.inference.decode import Text, decode_n, decode_one, prefill, stream
+from whimbrel.inference.detokenizer import TextStream, encode_prompt, stream_text
 from whimbrel.inference.engine import Engine, EngineConfig, Stats
-from whimbrel.inference.request import Event, Request, Score
-from whimbrel.inference.sampling import Draws, History, Sampling, distribution, log_probabilities, sample
+from whimbrel.inference.sampling import History, SampleRNG, SamplingParams, distribution, log_probabilities, sample
+from whimbrel.inference.sequence import Event, Logprob, Request
 from whimbrel.inference.session import Session
 from whimbrel.inference.speculative import Draft, Guess, ModelDraft, NgramDraft, speculate
-from whimbrel.inference.text import TextStream, encode_prompt, stream_text
 
 __all__ = [
     "Answer",
@@ -17,7 +17,7 @@ __all__ = [
     "Completion",
     "Conversation",
     "Draft",
-    "Draws",
+    "SampleRNG",
     "Engine",
     "EngineConfig",
     "Event",
@@ -26,8 +26,8 @@ __all__ = [
     "ModelDraft",
     "NgramDraft",
     "Request",
-    "Sampling",
-    "Score",
+    "SamplingParams",
+    "Logprob",
     "Session",
     "Stats",
     "Text",

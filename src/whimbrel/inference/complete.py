@@ -10,9 +10,9 @@ from torch import Tensor
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference.decode import Text, checked_prompt, checked_stops, decode_n
-from whimbrel.inference.request import Score
-from whimbrel.inference.sampling import Draws, Sampling
-from whimbrel.inference.text import TextStream
+from whimbrel.inference.detokenizer import TextStream
+from whimbrel.inference.sampling import SampleRNG, SamplingParams
+from whimbrel.inference.sequence import Logprob
 from whimbrel.models import GPT
 from whimbrel.tokenization import Tokenizer
 
@@ -29,7 +29,7 @@ class Completion:
     """`stop` where a stop token or string ended it."""
     text: str | None
     """Up to the stop string; None where no tokenizer was given."""
-    scores: list[Score]
+    scores: list[Logprob]
     """How likely each token was to the model itself, where `logprobs` were asked for."""
 
 
@@ -58,7 +58,7 @@ def generate(
     `tokenizer` makes of the tokens. Text may run past the model's context: it then goes on from the newest half of
     what it holds. `cache` is how keys and values are stored: as they are (none), or coded (fp8, int8, int4).
     """
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -85,7 +85,7 @@ def generate(
 def generate_batch(
     model: GPT,
     prompts: Sequence[Sequence[int] | Tensor],
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     *,
     n: int = 1,
     max_new_tokens: int = 256,
@@ -109,14 +109,14 @@ def generate_batch(
         raise RequestError("stop strings are found in text: pass tokenizer too, or stop at tokens by eos_id")
     if not prompts:
         raise RequestError("no prompts: give at least one")
-    sampling = sampling or Sampling()
+    sampling = sampling or SamplingParams()
     sampling.check_vocabulary(model.config.vocab_size)
     checked, stop_ids = [checked_prompt(model, prompt) for prompt in prompts], checked_stops(eos_id)
     texts = [
         Text(
             list(ids),
             sampling,
-            Draws(seed, number),
+            SampleRNG(seed, number),
             stop_ids,
             words=None if tokenizer is None else TextStream(tokenizer, ids, stops),
         )

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from whimbrel.base.errors import RequestError
 from whimbrel.cache import DynamicCache
-from whimbrel.inference.request import Score
-from whimbrel.inference.sampling import Draws, History, Sampling, log_probabilities, sample
-from whimbrel.inference.text import TextStream
+from whimbrel.inference.detokenizer import TextStream
+from whimbrel.inference.sampling import History, SampleRNG, SamplingParams, log_probabilities, sample
+from whimbrel.inference.sequence import Logprob
 from whimbrel.models import GPT, KVStore
 
 __all__ = [
@@ -39,9 +39,9 @@ class Text:
 
     ids: list[int]
     """The prompt and what was drawn."""
-    sampling: Sampling
+    sampling: SamplingParams
     """How each token is drawn."""
-    draws: Draws
+    rng: SampleRNG
     """What decides which."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end it, and are not part of it."""
@@ -49,7 +49,7 @@ class Text:
     """Makes text of the tokens, and finds stop strings in it."""
     pieces: list[str] = field(default_factory=list)
     """The text after the prompt, where there are `words` to make it."""
-    scores: list[Score] = field(default_factory=list)
+    scores: list[Logprob] = field(default_factory=list)
     """How likely each token was, where that was asked for."""
     finish: Literal["stop", "length"] | None = None
     """Why it ended."""
@@ -64,7 +64,7 @@ class Text:
         """What penalties count."""
         return History(self.ids, self.prompt)
 
-    def take(self, token: int, score: Score | None = None) -> None:
+    def take(self, token: int, score: Logprob | None = None) -> None:
         """Go on with a token, or end with it."""
         if token in self.stop_ids:
             self.finish = "stop"
@@ -81,7 +81,7 @@ class Text:
 def stream(
     model: GPT,
     prompt_ids: Sequence[int] | Tensor,
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     max_new_tokens: int,
     seed: int | None = None,
@@ -91,7 +91,7 @@ def stream(
     """`generate`, handing out each token as it is drawn. What is asked is checked at once, not at the first token."""
     ids = checked_prompt(model, prompt_ids)
     sampling.check_vocabulary(model.config.vocab_size)
-    text = Text(ids, sampling, Draws(seed), checked_stops(eos_id))
+    text = Text(ids, sampling, SampleRNG(seed), checked_stops(eos_id))
     steps = decode_n(model, [text], max_new_tokens, cache=cache)
     return (text.ids[-1] for _ in steps if text.finish != "stop")
 
@@ -117,7 +117,7 @@ def _decode(reader: _Reader, texts: list[Text], count: int, logprobs: int | None
         tokens_B = sample(
             logits_BV,
             [text.sampling for text in texts],
-            [0 if text.sampling.greedy else text.draws.key() for text in texts],
+            [0 if text.sampling.greedy else text.rng.key() for text in texts],
             [text.history for text in texts],
         )
         scores = [None] * len(texts) if logprobs is None else score_tokens(logits_BV, tokens_B, logprobs)
@@ -139,9 +139,9 @@ def _decode(reader: _Reader, texts: list[Text], count: int, logprobs: int | None
             logits_BV = reader.advance(tokens_B)
 
 
-def score_tokens(logits_BV: Tensor, tokens_B: Tensor, top: int) -> list[Score | None]:
+def score_tokens(logits_BV: Tensor, tokens_B: Tensor, top: int) -> list[Logprob | None]:
     """The score of each row's token, with `top` of the likeliest beside it."""
-    return [Score(logprob, tuple(best)) for logprob, best in log_probabilities(logits_BV, tokens_B, top)]
+    return [Logprob(logprob, tuple(best)) for logprob, best in log_probabilities(logits_BV, tokens_B, top)]
 
 
 def _newest(ids: list[int], count: int, context: int) -> list[int]:

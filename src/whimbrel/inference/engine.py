@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import ConfigError, RequestError
-from whimbrel.cache.paged import PagePool
+from whimbrel.cache.paged import BlockPool
 from whimbrel.inference.graphs import DecodeGraphs
-from whimbrel.inference.request import Event, Finish, Request, Row, Score
-from whimbrel.inference.runner import Runner
+from whimbrel.inference.model_runner import ModelRunner
 from whimbrel.inference.sampling import log_probabilities, sample
 from whimbrel.inference.scheduler import Scheduler
+from whimbrel.inference.sequence import Event, Finish, Logprob, Request, Sequence
 from whimbrel.models import GPT
 from whimbrel.ops.compiler import check_compiler
 
@@ -30,10 +31,10 @@ SHARE_OF_MEMORY = {"cuda": 0.8, "cpu": 0.25}
 class EngineConfig:
     """How much the engine takes on at once."""
 
-    page_size: int = 16
+    block_size: int = 16
     """Tokens of one page of the cache."""
-    num_pages: int | None = None
-    """Pages of the cache; enough for `max_batch` texts of the whole context, or what memory gives, when not given."""
+    num_blocks: int | None = None
+    """Blocks of the cache; enough for `max_batch` texts of the whole context, or what memory gives, when not given."""
     max_batch: int = 64
     """How many texts go on at once."""
     prefill_chunk: int = 512
@@ -49,7 +50,7 @@ class EngineConfig:
     """Compile the decoding step: `warm_up`, or else the first requests, wait for it; generation is then faster."""
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_batch", "prefill_chunk", "ahead"):
+        for name in ("block_size", "max_batch", "prefill_chunk", "ahead"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
 
@@ -60,8 +61,8 @@ class Stats:
 
     running: int
     waiting: int
-    pages: int
-    free_pages: int
+    blocks: int
+    free_blocks: int
     preemptions: int
     prompt_tokens: int
     """Tokens of prompts that were taken on."""
@@ -71,7 +72,7 @@ class Stats:
 
 
 class Engine:
-    """Continuous batching: `submit` requests at any time, call `step` while `busy`, `cancel` what nobody waits for.
+    """Continuous batching: `add_request` requests at any time, call `step` while `busy`, `abort` what nobody waits for.
 
     One thread owns an engine.
     """
@@ -81,10 +82,10 @@ class Engine:
         if self.config.compile:
             check_compiler(model.token_embedding.weight.device, "compile")
         self.pool = _build_pool(model, self.config)
-        room = (self.pool.num_pages - 1) * self.pool.page_size
+        room = (self.pool.num_blocks - 1) * self.pool.block_size
         self.context_length = min(model.config.context_length, room)
         """The longest text, prompt included: the model's, or what the pool has room for where that is less."""
-        self.runner = Runner(model, self.pool)
+        self.runner = ModelRunner(model, self.pool)
         self._graphs: DecodeGraphs | None = None
         if self.pool.device.type == "cuda" or self.config.compile:
             self._graphs = DecodeGraphs(
@@ -98,7 +99,7 @@ class Engine:
             prefix_cache=self.config.prefix_cache,
             ahead=1 if self._graphs is None else self.config.ahead,
         )
-        self._rows: dict[int, list[Row]] = {}
+        self._rows: dict[int, list[Sequence]] = {}
         self._numbers = count()
         self._prompt_tokens = self._new_tokens = 0
 
@@ -121,25 +122,25 @@ class Engine:
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            pages=self.pool.num_pages - 1,
-            free_pages=self.pool.available,
+            blocks=self.pool.num_blocks - 1,
+            free_blocks=self.pool.available,
             preemptions=scheduler.preemptions,
             prompt_tokens=self._prompt_tokens,
             prefix_hits=scheduler.prefix_hits,
             new_tokens=self._new_tokens,
         )
 
-    def submit(self, request: Request) -> int:
+    def add_request(self, request: Request) -> int:
         """Take on a request and give it a number; what can never be served is refused here."""
         self._check(request)
         number = next(self._numbers)
-        row = Row.of(request, number, self.pool, self.context_length)
+        row = Sequence.of(request, number, self.pool, self.context_length)
         self._rows[number] = [row]
         self._scheduler.add(row)
         self._prompt_tokens += len(request.prompt_ids)
         return number
 
-    def cancel(self, request: int, sample: int | None = None) -> None:
+    def abort(self, request: int, sample: int | None = None) -> None:
         """Drop a request, or one of its samples; pages are free at once. One that has ended is let be."""
         for row in list(self._rows.get(request, ())):
             if sample is None or row.samples == [sample]:
@@ -160,15 +161,15 @@ class Engine:
             ]
         result = self.runner.run(plan)
         for row, tokens in work:
-            row.holding.advance(row.tokens, row.holding.stored + tokens, remember=self.config.prefix_cache)
+            row.block_table.advance(row.tokens, row.block_table.stored + tokens, remember=self.config.prefix_cache)
         for row, logits in result.prompts:
             _score_prompt(row, logits)
         return self._finish(result.rows, result.logits)
 
-    def _finish(self, ready: list[Row], logits: Tensor) -> list[Event]:
+    def _finish(self, ready: list[Sequence], logits: Tensor) -> list[Event]:
         """Draw a token for each row that has read all it knows, and end those that have come to their end."""
         events: list[Event] = []
-        rows: list[Row] = []
+        rows: list[Sequence] = []
         picks: list[int] = []
         finite = logits.amax(-1).isfinite().tolist()
         for index, row in enumerate(ready):
@@ -193,7 +194,7 @@ class Engine:
         events += [self._take(*taken) for taken in zip(rows, tokens, scores, strict=True)]
         return events
 
-    def _split(self, row: Row) -> list[Row]:
+    def _split(self, row: Sequence) -> list[Sequence]:
         """A row for each sample, all of them running."""
         rows = row.split() if len(row.samples) > 1 else [row]
         for other in rows[1:]:
@@ -201,17 +202,19 @@ class Engine:
             self._scheduler.join(other)
         return rows
 
-    def _go_on(self, row: Row, drawn: list[int]) -> Iterator[Event]:
+    def _go_on(self, row: Sequence, drawn: list[int]) -> Iterator[Event]:
         """Let a row take tokens that were drawn one after the other, up to one that ends it."""
         for token in drawn:
-            row.holding.advance(row.tokens, row.holding.stored + 1, remember=self.config.prefix_cache)
+            row.block_table.advance(row.tokens, row.block_table.stored + 1, remember=self.config.prefix_cache)
             self._new_tokens += token >= 0
-            event = self._end(row, "error") if token < 0 else self._take(row, token, Score(None), broken=min(drawn) < 0)
+            event = (
+                self._end(row, "error") if token < 0 else self._take(row, token, Logprob(None), broken=min(drawn) < 0)
+            )
             yield event
-            if event.finish is not None:
+            if event.finish_reason is not None:
                 return
 
-    def _take(self, row: Row, token: int, score: Score, *, broken: bool = False) -> Event:
+    def _take(self, row: Sequence, token: int, score: Logprob, *, broken: bool = False) -> Event:
         """Let a row go on with a token that was drawn, or end; pages that are `broken` past it are of no use."""
         if token in row.request.stop_ids:
             return self._end(row, "stop", broken=broken)
@@ -222,11 +225,11 @@ class Engine:
             self._drop(row)
         return Event(row.number, row.sample, token, score.logprob, score.top, finish)
 
-    def _end(self, row: Row, finish: Finish, *, broken: bool = False) -> Event:
+    def _end(self, row: Sequence, finish: Finish, *, broken: bool = False) -> Event:
         self._drop(row, broken=broken or finish == "error")
-        return Event(row.number, row.sample, finish=finish)
+        return Event(row.number, row.sample, finish_reason=finish)
 
-    def _drop(self, row: Row, *, broken: bool = False) -> None:
+    def _drop(self, row: Sequence, *, broken: bool = False) -> None:
         self._scheduler.remove(row, broken=broken)
         rows = self._rows[row.number]
         rows.remove(row)
@@ -251,44 +254,44 @@ class Engine:
             )
 
 
-def _draw(rows: Sequence[Row], logits: Tensor) -> Tensor:
+def _draw(rows: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
     samplings = [row.request.sampling for row in rows]
-    keys = [0 if row.request.sampling.greedy else row.draws.key() for row in rows]
+    keys = [0 if row.request.sampling.greedy else row.rng.key() for row in rows]
     return sample(logits, samplings, keys, [row.history for row in rows])
 
 
-def _score(rows: Sequence[Row], logits: Tensor, tokens: Tensor) -> list[Score]:
+def _score(rows: abc.Sequence[Sequence], logits: Tensor, tokens: Tensor) -> list[Logprob]:
     """Scores of the rows that asked for them."""
-    scores = [Score(None)] * len(rows)
+    scores = [Logprob(None)] * len(rows)
     asked = {index: row.request.logprobs for index, row in enumerate(rows) if row.request.logprobs is not None}
     if asked:
         picked = torch.tensor(list(asked), device=logits.device)
         found = log_probabilities(logits[picked], tokens[picked], max(asked.values()))
         for (index, number), (logprob, top) in zip(asked.items(), found, strict=True):
-            scores[index] = Score(logprob, tuple(top[:number]))
+            scores[index] = Logprob(logprob, tuple(top[:number]))
     return scores
 
 
-def _score_prompt(row: Row, logits: Tensor) -> None:
+def _score_prompt(row: Sequence, logits: Tensor) -> None:
     first = len(row.scores)
     tokens = torch.tensor(row.request.prompt_ids[first : first + len(logits)], device=logits.device)
     found = log_probabilities(logits, tokens, row.request.prompt_logprobs or 0)
-    row.scores += [Score(logprob, tuple(top)) for logprob, top in found]
+    row.scores += [Logprob(logprob, tuple(top)) for logprob, top in found]
 
 
-def _build_pool(model: GPT, config: EngineConfig) -> PagePool:
+def _build_pool(model: GPT, config: EngineConfig) -> BlockPool:
     weight = model.token_embedding.weight
-    dtype, device, pages = weight.dtype, weight.device, config.num_pages
-    page = PagePool.page_nbytes(model.config, config.page_size, dtype=dtype, codec=config.cache)
+    dtype, device, pages = weight.dtype, weight.device, config.num_blocks
+    page = BlockPool.block_nbytes(model.config, config.block_size, dtype=dtype, codec=config.cache)
     memory = _memory(device)
     if pages is None:
-        enough = config.max_batch * -(-model.config.context_length // config.page_size) + 1
+        enough = config.max_batch * -(-model.config.context_length // config.block_size) + 1
         pages = max(2, min(enough, int(memory * SHARE_OF_MEMORY.get(device.type, 0.25)) // page))
     elif pages * page > memory:
         raise ConfigError(
-            f"num_pages = {pages} take {pages * page} bytes: {device} has room for {memory // page} pages"
+            f"num_blocks = {pages} take {pages * page} bytes: {device} has room for {memory // page} pages"
         )
-    return PagePool(model.config, pages, config.page_size, dtype=dtype, device=device, codec=config.cache)
+    return BlockPool(model.config, pages, config.block_size, dtype=dtype, device=device, codec=config.cache)
 
 
 def _memory(device: torch.device) -> int:

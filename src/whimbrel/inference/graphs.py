@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whimbrel.cache.paged import PagedBatch, PagePool
+from whimbrel.cache.paged import BlockPool, PagedBatch
 from whimbrel.models import GPT
 
 __all__ = ["DecodeGraphs"]
@@ -59,9 +59,9 @@ class Recorded:
 class DecodeGraphs:
     """Reads one token of each row: `graphs(tokens, batch)`, where the batch has `padded(rows)` rows."""
 
-    def __init__(self, model: GPT, pool: PagePool, *, max_batch: int, compile_step: bool) -> None:
+    def __init__(self, model: GPT, pool: BlockPool, *, max_batch: int, compile_step: bool) -> None:
         self._model, self._pool = model, pool
-        self._pages = -(-model.config.context_length // pool.page_size)
+        self._pages = -(-model.config.context_length // pool.block_size)
         self._sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
         self._compiled = compile_step
         self._step: Callable[..., tuple[Tensor, Tensor]] = self._read
@@ -82,7 +82,7 @@ class DecodeGraphs:
         On a GPU each width is a graph of its own, so they are powers of two; but the kernel for plain caches stops at
         the length of each row, and one width serves all. Compiled code on a CPU takes any width.
         """
-        least = -(-MIN_TOKENS // self._pool.page_size)
+        least = -(-MIN_TOKENS // self._pool.block_size)
         cuda = self._pool.device.type == "cuda"
         if self._pages <= max(least, 1) or (cuda and self._pool.codec.is_plain):
             return self._pages

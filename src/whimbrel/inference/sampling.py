@@ -20,7 +20,16 @@ from torch import Tensor
 
 from whimbrel.base.errors import RequestError
 
-__all__ = ["Draws", "History", "Sampling", "check_numbers", "distribution", "draw", "log_probabilities", "sample"]
+__all__ = [
+    "SampleRNG",
+    "History",
+    "SamplingParams",
+    "check_numbers",
+    "distribution",
+    "draw",
+    "log_probabilities",
+    "sample",
+]
 
 PARTS = 2**40
 """Probabilities are added up in whole numbers of this part of one."""
@@ -33,7 +42,7 @@ FEW = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class SamplingParams:
     """How a token is drawn: bias, penalties, temperature, top_k, top_p, min_p, in this order."""
 
     temperature: float = 1.0
@@ -105,7 +114,7 @@ class History(NamedTuple):
     """How many of them are the prompt."""
 
 
-class Draws:
+class SampleRNG:
     """The random numbers of one request, or of one of its samples: the same seed gives the same ones on any device."""
 
     def __init__(self, seed: int | None = None, sample: int = 0) -> None:
@@ -135,7 +144,7 @@ def check_numbers(logits_BV: Tensor) -> None:
 @torch.no_grad()
 def sample(
     logits_BV: Tensor,
-    samplings: Sequence[Sampling],
+    samplings: Sequence[SamplingParams],
     keys: Sequence[int],
     histories: Sequence[History],
 ) -> Tensor:
@@ -162,10 +171,10 @@ def draw(probabilities_BV: Tensor, keys: Sequence[int]) -> Tensor:
     Tokens wait for as long as an exponential distribution says, shorter in the measure of their probability; the first
     wins. By how much the probabilities are too large or small together does not matter.
     """
-    return (probabilities_BV / _waits(keys, probabilities_BV)).argmax(-1)
+    return (probabilities_BV / _exponential_noise(keys, probabilities_BV)).argmax(-1)
 
 
-def _waits(keys: Sequence[int], like_BV: Tensor) -> Tensor:
+def _exponential_noise(keys: Sequence[int], like_BV: Tensor) -> Tensor:
     """Waiting times (B, V): that of token v comes from number v of the stream of its row's key (splitmix64).
 
     They are as exact as fp32 can be, however short, and never nothing or for ever.
@@ -184,7 +193,7 @@ def _shifted(numbers: Tensor, bits: int) -> Tensor:
 
 
 @torch.no_grad()
-def distribution(logits_BV: Tensor, samplings: Sequence[Sampling], histories: Sequence[History]) -> Tensor:
+def distribution(logits_BV: Tensor, samplings: Sequence[SamplingParams], histories: Sequence[History]) -> Tensor:
     """The probabilities (B, V) that tokens are drawn with; all of it on one token where a row is greedy."""
     check_numbers(logits_BV)
     logits_BV = _adjusted(logits_BV, samplings, histories)
@@ -209,7 +218,7 @@ def log_probabilities(logits_BV: Tensor, tokens_B: Tensor, top: int = 0) -> list
     return list(zip(own, best, strict=True))
 
 
-def _adjusted(logits_BV: Tensor, samplings: Sequence[Sampling], histories: Sequence[History]) -> Tensor:
+def _adjusted(logits_BV: Tensor, samplings: Sequence[SamplingParams], histories: Sequence[History]) -> Tensor:
     """Logits after bias and penalties, in fp32; as they came where no row asks for either."""
     penalties = [
         (row, token, float(drawn), sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
@@ -246,7 +255,7 @@ def _times_drawn(history: History) -> Counter[int]:
     return times
 
 
-def _restricted(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def _restricted(logits_RV: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
     """The probabilities of rows that are drawn, after temperature, top_k, top_p and min_p.
 
     Tokens as likely as the last one that is kept are kept too, so no order among equals has to be settled.

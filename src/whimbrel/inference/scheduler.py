@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from whimbrel.cache.pages import Pages
-from whimbrel.inference.request import Row
+from whimbrel.cache.blocks import BlockManager
+from whimbrel.inference.sequence import Sequence
 
 __all__ = ["Plan", "Scheduler"]
 
@@ -17,9 +17,9 @@ __all__ = ["Plan", "Scheduler"]
 class Plan:
     """What one step reads. Every row has pages for it."""
 
-    decoding: list[Row] = field(default_factory=list)
+    decoding: list[Sequence] = field(default_factory=list)
     """Rows that read one token, their last."""
-    reading: list[Row] = field(default_factory=list)
+    reading: list[Sequence] = field(default_factory=list)
     """Rows with more to read."""
     width: int = 0
     """How many tokens each of those reads at most."""
@@ -27,7 +27,7 @@ class Plan:
     """How many tokens the rows that read one draw, each after the other, before anyone looks at them."""
 
     @property
-    def work(self) -> Iterator[tuple[Row, int]]:
+    def work(self) -> Iterator[tuple[Sequence, int]]:
         """Each row and how many tokens it reads."""
         yield from ((row, 1) for row in self.decoding)
         yield from ((row, min(row.pending, self.width)) for row in self.reading)
@@ -42,28 +42,30 @@ class Scheduler:
     (its tokens stay known). The oldest row can always go on, so all of them come to their end.
     """
 
-    def __init__(self, pool: Pages, *, max_batch: int, prefill_chunk: int, prefix_cache: bool, ahead: int = 1) -> None:
+    def __init__(
+        self, pool: BlockManager, *, max_batch: int, prefill_chunk: int, prefix_cache: bool, ahead: int = 1
+    ) -> None:
         self._pool, self._max_batch, self._chunk, self._prefix_cache = pool, max_batch, prefill_chunk, prefix_cache
         self._ahead = ahead
-        self.waiting: deque[Row] = deque()
-        self.running: list[Row] = []
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
         self.preemptions = 0
         self.prefix_hits = 0
         """Tokens that did not have to be read because a known page held them."""
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Sequence) -> None:
         """Let a new row wait."""
         self.waiting.append(row)
 
-    def join(self, row: Row) -> None:
+    def join(self, row: Sequence) -> None:
         """Let a row run that was split from a running one."""
         insort(self.running, row, key=lambda row: row.age)
 
-    def remove(self, row: Row, *, broken: bool = False) -> None:
+    def remove(self, row: Sequence, *, broken: bool = False) -> None:
         """Drop a row, wherever it is; its pages are free at once."""
         rows = self.running if row in self.running else self.waiting
         rows.remove(row)
-        row.holding.release(broken=broken)
+        row.block_table.release(broken=broken)
 
     def schedule(self) -> Plan:
         """Find pages for the rows that run, let others begin where there is room, and say who reads what."""
@@ -82,48 +84,48 @@ class Scheduler:
     def _look_ahead(self, plan: Plan) -> None:
         """Draw several tokens at once, where none of the rows is to end before, and pages are left for all."""
         steps = min(self._ahead, *(row.longest - len(row.tokens) for row in plan.decoding))
-        if steps > 1 and sum(row.holding.lacking(steps) for row in plan.decoding) <= self._pool.available:
+        if steps > 1 and sum(row.block_table.blocks_needed(steps) for row in plan.decoding) <= self._pool.available:
             for row in plan.decoding:
-                row.holding.reserve(steps)
+                row.block_table.reserve(steps)
             plan.ahead = steps
 
     def _make_room(self) -> None:
-        """Pages for what each running row has to read, the oldest first, at the cost of the youngest."""
+        """BlockManager for what each running row has to read, the oldest first, at the cost of the youngest."""
         done = 0
         while done < len(self.running):
             row = self.running[done]
-            lacking = row.holding.lacking(row.pending)
+            lacking = row.block_table.blocks_needed(row.pending)
             if lacking > self._pool.available:
                 self._preempt()
                 continue  # with the same row, unless it was the youngest itself
             if lacking:
-                row.holding.reserve(row.pending)
+                row.block_table.reserve(row.pending)
             done += 1
 
     def _preempt(self) -> None:
         row = self.running.pop()
-        row.holding.release()
+        row.block_table.release()
         self.waiting.appendleft(row)
         self.preemptions += 1
 
-    def _admit(self, row: Row) -> bool:
+    def _admit(self, row: Sequence) -> bool:
         """Give a waiting row all pages that its known tokens need, unless others would soon have to take them back."""
         if sum(len(each.samples) for each in (row, *self.running)) > self._max_batch:
             return False
         if self._prefix_cache:
-            row.holding.match(row.tokens, min([len(row.tokens) - 1, *row.unscored[:1]]))
-        if row.holding.lacking(row.pending) + len(self.running) > self._pool.available:
-            row.holding.release()
+            row.block_table.match(row.tokens, min([len(row.tokens) - 1, *row.unscored[:1]]))
+        if row.block_table.blocks_needed(row.pending) + len(self.running) > self._pool.available:
+            row.block_table.release()
             return False
-        self.prefix_hits += row.holding.stored
-        row.holding.reserve(row.pending)
+        self.prefix_hits += row.block_table.stored
+        row.block_table.reserve(row.pending)
         return True
 
     def _fits_in(self, plan: Plan) -> bool:
         """Whether one more row can read: rows are padded to the widest, and padding costs what tokens do."""
         return max(plan.width, 1) * (len(plan.reading) + 1) <= self._chunk
 
-    def _place(self, row: Row, plan: Plan) -> None:
+    def _place(self, row: Sequence, plan: Plan) -> None:
         if row.pending == 1:
             plan.decoding.append(row)
         elif self._fits_in(plan):

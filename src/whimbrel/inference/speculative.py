@@ -15,7 +15,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference.decode import checked_prompt, checked_stops
-from whimbrel.inference.sampling import Draws, History, Sampling, distribution, draw, sample
+from whimbrel.inference.sampling import History, SampleRNG, SamplingParams, distribution, draw, sample
 from whimbrel.inference.session import Session
 from whimbrel.models import GPT
 
@@ -34,7 +34,7 @@ class Guess:
 class Draft(Protocol):
     """What guesses."""
 
-    def guess(self, text: History, count: int, sampling: Sampling, draws: Draws) -> Guess:
+    def guess(self, text: History, count: int, sampling: SamplingParams, rng: SampleRNG) -> Guess:
         """At most `count` tokens to follow `text`, which goes on from what it was the time before."""
 
 
@@ -48,7 +48,7 @@ class NgramDraft:
         self._after: dict[tuple[int, ...], int] = {}
         self._known = 0
 
-    def guess(self, text: History, count: int, sampling: Sampling, draws: Draws) -> Guess:
+    def guess(self, text: History, count: int, sampling: SamplingParams, rng: SampleRNG) -> Guess:
         """What followed the longest run of newest tokens that was seen before, when it was seen last."""
         ids = text.tokens
         for end in range(self._known, len(ids)):
@@ -72,7 +72,7 @@ class ModelDraft:
         """How many tokens the model knows."""
         return self._session.model.config.vocab_size
 
-    def guess(self, text: History, count: int, sampling: Sampling, draws: Draws) -> Guess:
+    def guess(self, text: History, count: int, sampling: SamplingParams, rng: SampleRNG) -> Guess:
         """Tokens as the smaller model would draw them."""
         ids = text.tokens
         context = self._session.model.config.context_length
@@ -85,14 +85,14 @@ class ModelDraft:
         for _ in range(count):
             logits_1V = self._session.read(tokens[self._start :])
             chances.append(distribution(logits_1V, [sampling], [History(tokens, text.prompt)]))
-            tokens.append(int(draw(chances[-1], [0 if sampling.greedy else draws.key()])))
+            tokens.append(int(draw(chances[-1], [0 if sampling.greedy else rng.key()])))
         return Guess(tokens[len(ids) :], torch.cat(chances)) if chances else Guess([])
 
 
 def speculate(
     session: Session | GPT,
     prompt_ids: Sequence[int] | Tensor,
-    sampling: Sampling,
+    sampling: SamplingParams,
     draft: Draft | None = None,
     *,
     max_new_tokens: int,
@@ -121,17 +121,17 @@ def speculate(
             f"the draft model has {draft.vocab_size} tokens and the model {model.config.vocab_size}: they must share "
             "one tokenizer"
         )
-    return _speculate(session, ids, sampling, draft, max_new_tokens, ahead, Draws(seed), checked_stops(eos_id))
+    return _speculate(session, ids, sampling, draft, max_new_tokens, ahead, SampleRNG(seed), checked_stops(eos_id))
 
 
 def _speculate(
     session: Session,
     ids: list[int],
-    sampling: Sampling,
+    sampling: SamplingParams,
     draft: Draft | None,
     left: int,
     ahead: int,
-    draws: Draws,
+    rng: SampleRNG,
     stops: frozenset[int],
 ) -> Iterator[int]:
     context = session.model.config.context_length
@@ -141,9 +141,9 @@ def _speculate(
         if len(ids) - start > context:
             start = len(ids) - max(1, context // 2)
         room = min(ahead, left - 1, context - (len(ids) - start))
-        guess = draft.guess(text, room, sampling, draws) if draft and room else Guess([])
+        guess = draft.guess(text, room, sampling, rng) if draft and room else Guess([])
         logits_KV = session.read(ids[start:] + guess.tokens, keep=len(guess.tokens) + 1)
-        for token in _settle(logits_KV, guess, text, sampling, draws):
+        for token in _settle(logits_KV, guess, text, sampling, rng):
             if token in stops:
                 return
             ids.append(token)
@@ -151,19 +151,19 @@ def _speculate(
             yield token
 
 
-def _settle(logits_KV: Tensor, guess: Guess, text: History, sampling: Sampling, draws: Draws) -> list[int]:
+def _settle(logits_KV: Tensor, guess: Guess, text: History, sampling: SamplingParams, rng: SampleRNG) -> list[int]:
     """The guessed tokens that stand, and one more: in place of the first that does not, or after the last."""
     if not guess.tokens:
-        return sample(logits_KV, [sampling], [0 if sampling.greedy else draws.key()], [text]).tolist()
+        return sample(logits_KV, [sampling], [0 if sampling.greedy else rng.key()], [text]).tolist()
     histories = [History([*text.tokens, *guess.tokens[:place]], text.prompt) for place in range(len(guess.tokens) + 1)]
     wanted_KV = distribution(logits_KV, [sampling] * len(histories), histories)
     for place, token in enumerate(guess.tokens):
         wanted_V, chance_V = wanted_KV[place], _chances(guess, place, wanted_KV[place])
-        if draws.uniform() * chance_V[token] >= wanted_V[token]:
+        if rng.uniform() * chance_V[token] >= wanted_V[token]:
             missing_V = (wanted_V - chance_V).clamp(min=0)
             rest_V = missing_V / missing_V.sum() if missing_V.any() else wanted_V
-            return [*guess.tokens[:place], int(draw(rest_V[None], [draws.key()]))]
-    return [*guess.tokens, int(draw(wanted_KV[-1:], [draws.key()]))]
+            return [*guess.tokens[:place], int(draw(rest_V[None], [rng.key()]))]
+    return [*guess.tokens, int(draw(wanted_KV[-1:], [rng.key()]))]
 
 
 def _chances(guess: Guess, place: int, like_V: Tensor) -> Tensor:

@@ -78,13 +78,13 @@ class Answer:
                 if event.prompt is not None:
                     self._sources[place].scores = event.prompt
                 choice = self._choices[place][event.sample]
-                if event.finish == "error" and choice.finish is None:
+                if event.finish_reason == "error" and choice.finish is None:
                     raise non_finite()
                 piece = choice.take(event)
                 grown.setdefault(choice, Piece()).extend(piece)
                 if piece.finish is not None:
                     going_on -= 1
-                    if event.finish is None:  # a stop string, of which the engine knows nothing
+                    if event.finish_reason is None:  # a stop string, of which the engine knows nothing
                         self._job.cancel(place, event.sample)
             for choice, piece in grown.items():
                 if piece:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from whimbrel.inference import Event, Score, TextStream
-from whimbrel.inference.text import Characters
+from whimbrel.inference import Event, Logprob, TextStream
+from whimbrel.inference.detokenizer import Detokenizer
 from whimbrel.server.prompts import Prompt
 from whimbrel.tokenization import Tokenizer
 
@@ -19,7 +19,7 @@ class Scored(NamedTuple):
     """A token, how likely it was, and where its text begins."""
 
     token: int
-    score: Score
+    score: Logprob
     offset: int
 
 
@@ -50,7 +50,7 @@ class Source:
     """Strings that end a text."""
     echo: bool
     """Whether the prompt stands before it."""
-    scores: Sequence[Score] = ()
+    scores: Sequence[Logprob] = ()
     """Of the prompt's tokens, where they were asked for."""
 
     def opening(self, tokenizer: Tokenizer) -> Piece:
@@ -66,7 +66,7 @@ class Source:
 
 def _decoded_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, ...]:
     """The offset of each token in the decoded text, with special tokens included."""
-    characters, offsets = Characters(tokenizer, specials=True), []
+    characters, offsets = Detokenizer(tokenizer, specials=True), []
     for token in ids:
         characters.push(token)
         offsets.append(characters.span[0])
@@ -92,7 +92,7 @@ class Choice:
         if self.finish is not None:
             return Piece()
         piece = Piece()
-        if not self._opened and (event.token is not None or event.finish is not None):
+        if not self._opened and (event.token is not None or event.finish_reason is not None):
             self._opened = True
             piece = self.source.opening(self._tokenizer)
         text = ""
@@ -102,8 +102,8 @@ class Choice:
             self._note(event)
         if self._stream.stopped:
             self.finish = "stop"
-        elif event.finish is not None:
-            self.finish = event.finish
+        elif event.finish_reason is not None:
+            self.finish = event.finish_reason
             text += self._stream.flush()
         self._shown += len(text)
         piece.extend(Piece(text, self._settled(), self.finish))
@@ -114,7 +114,7 @@ class Choice:
         if self._pending is None or event.token is None:
             return
         start, end = self._stream.span
-        scored = Scored(event.token, Score(event.logprob, event.top), len(self.source.prompt.text) + start)
+        scored = Scored(event.token, Logprob(event.logprob, event.top), len(self.source.prompt.text) + start)
         self._pending.append((min(start + 1, end), scored))
 
     def _settled(self) -> list[Scored]:

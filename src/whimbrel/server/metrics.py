@@ -58,7 +58,7 @@ class Metrics(Collector):
         for name, words in COUNTED.items():
             yield CounterMetricFamily(f"whimbrel_engine_{name}", words, getattr(stats, name))
         for name, words in MEASURED.items():
-            yield GaugeMetricFamily(f"whimbrel_engine_{name}", words, getattr(stats, name))
+            yield GaugeMetricFamily(f"whimbrel_engine_{name}", words, getattr(stats, name.replace("pages", "blocks")))
         yield GaugeMetricFamily("whimbrel_engine_well", "1 while the engine's steps succeed", int(self._worker.well))
 
     def text(self) -> bytes:

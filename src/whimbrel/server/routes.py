@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 
 from whimbrel.inference import Request as Work
-from whimbrel.inference import Sampling
+from whimbrel.inference import SamplingParams
 from whimbrel.server.answer import Answer
 from whimbrel.server.choice import Source
 from whimbrel.server.config import ServeConfig
@@ -128,7 +128,7 @@ class Routes:
         return Work(
             prompt_ids=prompt.ids,
             max_new_tokens=min(length, self.worker.context_length),
-            sampling=Sampling(**{**self.served.defaults, **given}, logit_bias=asked.logit_bias),
+            sampling=SamplingParams(**{**self.served.defaults, **given}, logit_bias=asked.logit_bias),
             seed=asked.seed,
             n=asked.n or 1,
             stop_ids=self.served.stop_ids,

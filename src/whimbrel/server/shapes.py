@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel
 
-from whimbrel.inference import Score
+from whimbrel.inference import Logprob
 from whimbrel.server.choice import Piece, Scored
 from whimbrel.server.tokens import TokenTexts
 
@@ -171,7 +171,7 @@ class CompletionShape:
             "text_offset": [entry.offset for entry in scored],
         }
 
-    def _top(self, token: int, score: Score) -> dict[str, float | None] | None:
+    def _top(self, token: int, score: Logprob) -> dict[str, float | None] | None:
         """The likeliest tokens and the token itself, by name; of two with one name, the likelier."""
         if score.logprob is None:
             return None

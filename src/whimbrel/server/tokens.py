@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from whimbrel.inference.text import Characters
+from whimbrel.inference.detokenizer import Detokenizer
 from whimbrel.tokenization import Tokenizer
 
 __all__ = ["TokenTexts"]
@@ -18,7 +18,7 @@ class TokenTexts:
     """The bytes of each token, and a name for it: its text, or `bytes:\\xe2\\x80` where it is no whole character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        amid = Characters(tokenizer, [tokenizer.eot_id], specials=True)  # after any token, a space is kept
+        amid = Detokenizer(tokenizer, [tokenizer.eot_id], specials=True)  # after any token, a space is kept
         self.bytes_of = functools.lru_cache(maxsize=None)(amid.added_by)  # a vocabulary at most
         self.longest = max(map(len, map(self.bytes_of, set(tokenizer.pipeline.get_vocab().values()))))
         """Bytes of the longest token."""

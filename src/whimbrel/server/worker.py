@@ -50,9 +50,9 @@ class Steps(Protocol):
     def busy(self) -> bool: ...
     @property
     def context_length(self) -> int: ...
-    def submit(self, request: Request) -> int: ...
+    def add_request(self, request: Request) -> int: ...
     def step(self) -> Sequence[Event]: ...
-    def cancel(self, request: int, sample: int | None = None) -> None: ...
+    def abort(self, request: int, sample: int | None = None) -> None: ...
     def stats(self) -> Stats: ...
 
 
@@ -158,7 +158,7 @@ class Worker:
         """In the thread: give back what a job holds, or a part of it."""
         for number, held in list(self._held.items()):
             if held.job is job and place in (None, held.place):
-                self._engine.cancel(number, sample)
+                self._engine.abort(number, sample)
                 if sample is not None and sample in held.samples:  # a stop string ended it
                     self.failures = 0
                 held.samples -= held.samples if sample is None else {sample}
@@ -169,7 +169,7 @@ class Worker:
             return self._tell(_settle, accepted, ended())
         try:
             for place, request in enumerate(job.requests):
-                self._held[self._engine.submit(request)] = _Held(job, place, set(range(request.n)))
+                self._held[self._engine.add_request(request)] = _Held(job, place, set(range(request.n)))
         except RequestError as error:
             self.release(job)
             return self._tell(_settle, accepted, error)
@@ -212,7 +212,7 @@ class Worker:
             _log.exception("a step of the engine failed, and with it the %d requests it held", len(self._held))
             try:
                 for number in self._held:
-                    self._engine.cancel(number)
+                    self._engine.abort(number)
                 self.stats = self._engine.stats()
             finally:
                 self._drop_all(failed())
@@ -223,7 +223,7 @@ class Worker:
         for event in events:
             held = self._held[event.request]
             arrived.setdefault(held.job, []).append((held.place, event))
-            if event.finish is not None:
+            if event.finish_reason is not None:
                 held.samples.discard(event.sample)
                 self._forget_ended(event.request)
         if arrived:
@@ -231,10 +231,10 @@ class Worker:
 
     def _count_failures(self, events: Sequence[Event]) -> None:
         """Only a finished sequence proves that the engine works: it may fail after any number of tokens."""
-        broken = {event.request for event in events if event.finish == "error"}
+        broken = {event.request for event in events if event.finish_reason == "error"}
         if broken:
             _log.error("the model produced non-finite logits (NaN or infinity): %d requests failed", len(broken))
-        if any(event.finish not in (None, "error") for event in events):
+        if any(event.finish_reason not in (None, "error") for event in events):
             self.failures = 0
         elif broken:
             self.failures += 1

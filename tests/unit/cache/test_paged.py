@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from whimbrel.cache.codec import find_codec
-from whimbrel.cache.paged import PagedBatch, PagePool
+from whimbrel.cache.paged import BlockPool, PagedBatch
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.ops import attend
 
@@ -21,7 +21,7 @@ MODELS = {
     },
 }
 TABLES = [[7, 3, 9, 5, 4], [8, 2, 0, 0, 0], [6, 1, 0, 0, 0]]
-"""Pages of three rows, four tokens each."""
+"""BlockManager of three rows, four tokens each."""
 
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
@@ -30,7 +30,7 @@ def model(request) -> GPT:
     return GPT(GPTConfig(**{**SMALL, **request.param})).eval()
 
 
-def batch(pool: PagePool, starts: list[int], counts: list[int], tables: list[list[int]] = TABLES) -> PagedBatch:
+def batch(pool: BlockPool, starts: list[int], counts: list[int], tables: list[list[int]] = TABLES) -> PagedBatch:
     return PagedBatch(pool, *(torch.tensor(each, dtype=torch.int32) for each in (tables, starts, counts)))
 
 
@@ -38,7 +38,7 @@ def batch(pool: PagePool, starts: list[int], counts: list[int], tables: list[lis
 def test_ragged_rows_read_in_pieces_give_what_each_gives_alone(model):
     texts = torch.randint(50, (3, 20))
     whole = model(texts).logits
-    pool = PagePool(model.config, 10, 4)
+    pool = BlockPool(model.config, 10, 4)
     starts = [0, 0, 0]
     for counts in ([7, 3, 1], [6, 0, 4], [1, 1, 1], [5, 4, 0], [1, 0, 1]):
         tokens = torch.zeros(3, max(counts), dtype=torch.long)
@@ -54,7 +54,7 @@ def test_ragged_rows_read_in_pieces_give_what_each_gives_alone(model):
 @torch.inference_mode()
 def test_rows_of_padding_change_nothing_and_are_written_to_no_page_of_a_row(model):
     texts = torch.randint(50, (1, 20))
-    pool = PagePool(model.config, 10, 4)
+    pool = BlockPool(model.config, 10, 4)
     model(texts[:, :19], cache=batch(pool, [0], [19], TABLES[:1]))
     before = [tensor.clone() for tensor in pool.tensors]
     tokens = torch.tensor([[int(texts[0, 19])], [0], [0]])
@@ -69,7 +69,7 @@ def test_rows_of_padding_change_nothing_and_are_written_to_no_page_of_a_row(mode
 def test_a_pass_asks_the_device_for_nothing(codec):
     """On the meta device there are no numbers: to look at one fails."""
     meta = torch.device("meta")
-    pool = PagePool(GPTConfig(**SMALL), 10, 4, device=meta, codec=codec)
+    pool = BlockPool(GPTConfig(**SMALL), 10, 4, device=meta, codec=codec)
     tables, starts, counts = (torch.zeros(shape, dtype=torch.int32, device=meta) for shape in ((3, 5), (3,), (3,)))
     for tokens in (1, 6):
         paged = PagedBatch(pool, tables, starts, counts)
@@ -81,7 +81,7 @@ def test_a_pass_asks_the_device_for_nothing(codec):
 @torch.inference_mode()
 def test_the_same_tensors_with_other_numbers_make_another_batch(model):
     texts = torch.randint(50, (3, 6))
-    pool = PagePool(model.config, 10, 4)
+    pool = BlockPool(model.config, 10, 4)
     reused = batch(pool, [0, 0, 0], [5, 5, 5])
     model(texts[:, :5], cache=reused)
     reused.starts.fill_(5)
@@ -92,7 +92,7 @@ def test_the_same_tensors_with_other_numbers_make_another_batch(model):
 
 def test_a_view_says_how_many_tokens_each_row_holds():
     """The new ones included; a row of padding says one, for an attention over nothing is not a number."""
-    paged = batch(PagePool(GPTConfig(**SMALL), 10, 4), [9, 0, 0], [2, 3, 0])
+    paged = batch(BlockPool(GPTConfig(**SMALL), 10, 4), [9, 0, 0], [2, 3, 0])
     view = paged.append(*torch.randn(2, 3, 4, 3, 8), 0)
     assert view.lengths.tolist() == [11, 3, 1]
     assert view.pages is paged.tables
@@ -101,7 +101,7 @@ def test_a_view_says_how_many_tokens_each_row_holds():
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
 def test_codes_lie_in_pages_and_stay_as_they_were_written(codec):
     config = GPTConfig(**SMALL)
-    pool = PagePool(config, 10, 4, codec=codec)
+    pool = BlockPool(config, 10, 4, codec=codec)
     states = torch.randn(3, 4, 7, 8)
     view = batch(pool, [0, 0, 0], [7, 7, 7]).append(states, 2 * states, 1)
     keys, values = view.dense(torch.float32)
@@ -111,12 +111,12 @@ def test_codes_lie_in_pages_and_stay_as_they_were_written(codec):
     before = [tensor[[7, 8, 6]].clone() for tensor in pool.tensors]
     batch(pool, [7, 7, 7], [1, 1, 1]).append(1e4 * torch.randn(3, 4, 1, 8), torch.randn(3, 4, 1, 8), 1)
     assert all(torch.equal(tensor[[7, 8, 6]], held) for tensor, held in zip(pool.tensors, before, strict=True))
-    assert pool.nbytes == 10 * PagePool.page_nbytes(config, 4, dtype=torch.float32, codec=codec)
-    assert pool.nbytes < 0.6 * PagePool(config, 10, 4).nbytes
+    assert pool.nbytes == 10 * BlockPool.block_nbytes(config, 4, dtype=torch.float32, codec=codec)
+    assert pool.nbytes < 0.6 * BlockPool(config, 10, 4).nbytes
 
 
 def test_a_page_is_copied_and_cleared_with_its_scales_in_every_layer():
-    pool = PagePool(GPTConfig(**SMALL), 10, 4, codec="int8")
+    pool = BlockPool(GPTConfig(**SMALL), 10, 4, codec="int8")
     for layer in range(2):
         batch(pool, [0, 0, 0], [4, 4, 4]).append(torch.randn(3, 4, 4, 8), torch.randn(3, 4, 4, 8), layer)
     pool.copy(7, 5)

@@ -11,7 +11,7 @@ from tests.unit.tokenization.bytewise import byte_tokenizer
 
 from whimbrel.base.errors import ConfigError, WhimbrelError
 from whimbrel.cli.generate import generate
-from whimbrel.inference import Sampling, beam_search, generate_batch, stream_text
+from whimbrel.inference import SamplingParams, beam_search, generate_batch, stream_text
 from whimbrel.inference import generate as tokens_after
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
@@ -97,7 +97,7 @@ def test_a_stop_string_ends_the_text(written):
 
 def test_several_texts_are_samples_of_one_seed(model, written):
     [samples] = generate_batch(
-        model, [TOKENIZER.encode("So")], Sampling(temperature=0.8), n=3, max_new_tokens=20, seed=1, eos_id=END
+        model, [TOKENIZER.encode("So")], SamplingParams(temperature=0.8), n=3, max_new_tokens=20, seed=1, eos_id=END
     )
     texts = [shown(sample.tokens) for sample in samples]
     assert written(n=3) == "\n".join(texts)

@@ -89,7 +89,7 @@ def test_every_option_reaches_the_engine_and_the_server(tmp_path: Path, monkeypa
     answer = CliRunner().invoke(app, [*words.split(), *OTHERS], catch_exceptions=False)
     assert answer.exit_code == 0
     config, load, engine = given
-    assert engine == {"max_batch": 3, "num_pages": 70, "cache": "int8", "compile": True}
+    assert engine == {"max_batch": 3, "num_blocks": 70, "cache": "int8", "compile": True}
     assert (config.port, config.api_key, config.allowed_hosts, config.max_requests) == (0, "k", ("a.b",), 5)
     assert config.max_connections == 9
     assert (config.max_prompt_tokens, config.max_body_bytes, config.drain_seconds) == (6, 7, 8)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from whimbrel.inference import Draws, Engine, Event, History, Request, sample
+from whimbrel.inference import Engine, Event, History, Request, SampleRNG, sample
 from whimbrel.models import GPT, GPTConfig
 
 SMALL = {"context_length": 48, "vocab_size": 40, "num_layers": 2, "embd_size": 32, "num_heads": 4, "init_std": 0.3}
@@ -21,7 +21,7 @@ def small_model(**settings: object) -> GPT:
 @torch.inference_mode()
 def alone(model: GPT, request: Request, number: int = 0) -> list[int | str]:
     """The tokens of one sample, and why they end."""
-    tokens, draws = list(request.prompt_ids), Draws(request.seed, number)
+    tokens, draws = list(request.prompt_ids), SampleRNG(request.seed, number)
     drawn: list[int | str] = []
     for _ in range(min(request.max_new_tokens, model.config.context_length - len(tokens))):
         logits = model(torch.tensor([tokens])).logits[:, -1]
@@ -38,7 +38,7 @@ def texts(events: Iterable[Event]) -> dict[tuple[int, int], list[int | str]]:
     """The tokens of each sample of each request, and why they end."""
     found: dict[tuple[int, int], list[int | str]] = defaultdict(list)
     for event in events:
-        found[event.request, event.sample] += [part for part in (event.token, event.finish) if part is not None]
+        found[event.request, event.sample] += [part for part in (event.token, event.finish_reason) if part is not None]
     return dict(found)
 
 

@@ -8,12 +8,12 @@ from tests.unit.models.test_gpt import KINDS, spread
 
 from whimbrel.base.errors import RequestError
 from whimbrel.cache import DynamicCache
-from whimbrel.inference import Sampling, generate, generate_batch
+from whimbrel.inference import SamplingParams, generate, generate_batch
 from whimbrel.models import GPT
 from whimbrel.tokenization import load_tokenizer
 
 PROMPTS = [[3], [5, 6, 7, 8, 9, 10, 11, 12, 13], [1, 2, 3, 4], [3]]
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def model(models) -> GPT:
 def test_texts_of_a_batch_are_those_of_each_prompt_alone(models, kind, settings):
     """Also past the context of 32, which rows of different lengths reach at different times."""
     model = models[kind]
-    found = generate_batch(model, PROMPTS, Sampling(**settings), max_new_tokens=50, seed=4)
+    found = generate_batch(model, PROMPTS, SamplingParams(**settings), max_new_tokens=50, seed=4)
     for prompt, [completion] in zip(PROMPTS, found, strict=True):
         assert completion.tokens == generate(model, prompt, max_new_tokens=50, seed=4, **settings)
         assert completion.finish == "length"
@@ -75,7 +75,7 @@ def test_samples_differ_and_share_one_reading_of_the_prompt(model, monkeypatch):
 
 @torch.no_grad()
 def test_scores_are_the_log_probabilities_of_the_model_itself(model):
-    settings = Sampling(temperature=0.5, repetition_penalty=1.5)
+    settings = SamplingParams(temperature=0.5, repetition_penalty=1.5)
     [[found], [other]] = generate_batch(model, PROMPTS[1:3], settings, max_new_tokens=8, seed=0, logprobs=2)
     for prompt, completion in zip(PROMPTS[1:3], (found, other), strict=True):
         logs = model(torch.tensor([[*prompt, *completion.tokens]])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
@@ -98,7 +98,7 @@ def test_penalties_count_what_was_drawn_also_past_the_context(model, penalty):
     assert set(plain) != set(range(97))
     found = generate(model, PROMPTS[2], max_new_tokens=97, temperature=0, **{penalty: 1e4})
     assert sorted(found) == list(range(97))
-    beside = generate_batch(model, PROMPTS, Sampling(temperature=0, **{penalty: 1e4}), max_new_tokens=97)
+    beside = generate_batch(model, PROMPTS, SamplingParams(temperature=0, **{penalty: 1e4}), max_new_tokens=97)
     assert [sorted(completion.tokens) for [completion] in beside] == [sorted(found)] * 4
 
 

@@ -9,7 +9,7 @@ from tests.unit.models.test_gpt import KINDS, spread
 import whimbrel
 from whimbrel.base.errors import RequestError, WhimbrelError
 from whimbrel.cache import DynamicCache
-from whimbrel.inference import Sampling, decode_one, generate, prefill, stream
+from whimbrel.inference import SamplingParams, decode_one, generate, prefill, stream
 from whimbrel.models import GPT, GPTConfig
 
 
@@ -98,7 +98,7 @@ def test_generation_stops_at_the_end_of_text(model):
 
 
 def test_tokens_stream_one_at_a_time(model):
-    tokens = stream(model, [1], Sampling(temperature=0), max_new_tokens=5)
+    tokens = stream(model, [1], SamplingParams(temperature=0), max_new_tokens=5)
     first = next(tokens)
     assert [first, *tokens] == generate(model, [1], max_new_tokens=5, temperature=0)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.unit.inference.lone import alone, run, small_model, texts
 
 from whimbrel.cache.paged import PagedBatch
-from whimbrel.inference import Engine, EngineConfig, Request, Sampling, generate
+from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, generate
 
 MODELS = {
     "learned": small_model(),
@@ -25,11 +25,11 @@ requests = st.builds(
     max_new_tokens=st.integers(1, 20),
     sampling=st.sampled_from(
         [
-            Sampling(temperature=0),
-            Sampling(),
-            Sampling(temperature=0.8, top_k=10, top_p=0.9),
-            Sampling(min_p=0.05, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.1),
-            Sampling(temperature=0, logit_bias={3: 2.0}),
+            SamplingParams(temperature=0),
+            SamplingParams(),
+            SamplingParams(temperature=0.8, top_k=10, top_p=0.9),
+            SamplingParams(min_p=0.05, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.1),
+            SamplingParams(temperature=0, logit_bias={3: 2.0}),
         ]
     ),
     seed=st.integers(0, 5),
@@ -38,7 +38,7 @@ requests = st.builds(
 )
 configs = st.builds(
     EngineConfig,
-    page_size=st.sampled_from([1, 4, 16]),
+    block_size=st.sampled_from([1, 4, 16]),
     max_batch=st.sampled_from([3, 8, 64]),
     prefill_chunk=st.sampled_from([1, 7, 512]),
     prefix_cache=st.booleans(),
@@ -58,15 +58,15 @@ def test_a_request_gives_what_it_gives_alone(name, asked, config, spare, pauses,
     """Requests come at any time and some are left at any time; the pool holds little more than the longest one."""
     model = MODELS[name]
     longest = max(len(request.prompt_ids) + request.max_new_tokens for request in asked)
-    pages = -(-min(longest, model.config.context_length) // config.page_size) + 1 + spare
-    engine = Engine(model, EngineConfig(**{**fields(config), "num_pages": pages}))
+    pages = -(-min(longest, model.config.context_length) // config.block_size) + 1 + spare
+    engine = Engine(model, EngineConfig(**{**fields(config), "num_blocks": pages}))
     numbers, events = [], []
     for request, pause in zip(asked, pauses, strict=False):
-        numbers.append(engine.submit(request))
+        numbers.append(engine.add_request(request))
         events += [event for _ in range(pause) for event in engine.step()]
         for number in numbers:
             if number in left and pause % 2:
-                engine.cancel(number)
+                engine.abort(number)
     events += run(engine)
     found = texts(events)
     for number, request in zip(numbers, asked, strict=True):
@@ -75,7 +75,7 @@ def test_a_request_gives_what_it_gives_alone(name, asked, config, spare, pauses,
             given_back = found.get((number, sample), [])
             assert given_back == (expected if number not in left else expected[: len(given_back)])
     stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, pages - 1)
+    assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, pages - 1)
 
 
 def fields(config: EngineConfig) -> dict[str, object]:
@@ -89,7 +89,7 @@ def many(count: int = 12, **settings: object) -> list[Request]:
         Request(
             prompt_ids=tuple(torch.randint(40, (length,), generator=generator).tolist()),
             max_new_tokens=12,
-            sampling=Sampling(temperature=index % 2),
+            sampling=SamplingParams(temperature=index % 2),
             seed=index,
             **settings,
         )
@@ -100,10 +100,10 @@ def many(count: int = 12, **settings: object) -> list[Request]:
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 def test_tokens_are_those_of_generate(chunk):
     model = MODELS["learned"]
-    engine = Engine(model, EngineConfig(page_size=4, prefill_chunk=chunk))
+    engine = Engine(model, EngineConfig(block_size=4, prefill_chunk=chunk))
     asked = many()
     for request in asked:
-        engine.submit(request)
+        engine.add_request(request)
     found = texts(run(engine))
     for number, request in enumerate(asked):
         expected = generate(
@@ -119,9 +119,9 @@ def test_tokens_are_those_of_generate(chunk):
 def test_a_pool_too_small_for_all_makes_the_youngest_start_over():
     model = MODELS["rope"]
     asked = many()
-    engine = Engine(model, EngineConfig(page_size=2, num_pages=25, prefill_chunk=16))
+    engine = Engine(model, EngineConfig(block_size=2, num_blocks=25, prefill_chunk=16))
     for request in asked:
-        engine.submit(request)
+        engine.add_request(request)
     events = run(engine)
     assert engine.stats().preemptions > 3
     assert texts(events) == {(number, 0): alone(model, request) for number, request in enumerate(asked)}
@@ -131,10 +131,10 @@ def test_a_pool_too_small_for_all_makes_the_youngest_start_over():
 
 def test_what_was_drawn_before_starting_over_still_counts_as_drawn():
     """A model of 40 tokens draws each of them once, those of the prompt too, however often pages are taken away."""
-    sampling = Sampling(temperature=0, presence_penalty=1e4)
-    engine = Engine(MODELS["rope"], EngineConfig(page_size=2, num_pages=50))
+    sampling = SamplingParams(temperature=0, presence_penalty=1e4)
+    engine = Engine(MODELS["rope"], EngineConfig(block_size=2, num_blocks=50))
     for first in range(6):
-        engine.submit(Request(prompt_ids=(first, 1, 2, 1), max_new_tokens=40, sampling=sampling))
+        engine.add_request(Request(prompt_ids=(first, 1, 2, 1), max_new_tokens=40, sampling=sampling))
     drawn = texts(run(engine))
     assert engine.stats().preemptions > 3
     assert [sorted(tokens[:-1]) for tokens in drawn.values()] == [list(range(40))] * 6
@@ -142,22 +142,22 @@ def test_what_was_drawn_before_starting_over_still_counts_as_drawn():
 
 def test_a_prompt_seen_before_is_not_read_again():
     model = MODELS["rope"]
-    engine = Engine(model, EngineConfig(page_size=4))
-    first = Request(prompt_ids=tuple(range(21)), max_new_tokens=7, sampling=Sampling(temperature=0))
-    engine.submit(first)
+    engine = Engine(model, EngineConfig(block_size=4))
+    first = Request(prompt_ids=tuple(range(21)), max_new_tokens=7, sampling=SamplingParams(temperature=0))
+    engine.add_request(first)
     answer = texts(run(engine))[0, 0][:-1]
     assert engine.stats().prefix_hits == 0
-    engine.submit(first)
+    engine.add_request(first)
     assert texts(run(engine))[1, 0][:-1] == answer
     assert engine.stats().prefix_hits == 20
     # What was drawn is known too, but for the last token, which was never read.
-    then = Request(prompt_ids=(*first.prompt_ids, *answer, 5), max_new_tokens=3, sampling=Sampling(temperature=0))
-    engine.submit(then)
+    then = Request(prompt_ids=(*first.prompt_ids, *answer, 5), max_new_tokens=3, sampling=SamplingParams(temperature=0))
+    engine.add_request(then)
     assert texts(run(engine))[2, 0] == alone(model, then)
     assert engine.stats().prefix_hits == 20 + 24
-    without = Engine(model, EngineConfig(page_size=4, prefix_cache=False))
+    without = Engine(model, EngineConfig(block_size=4, prefix_cache=False))
     for _ in range(2):
-        without.submit(first)
+        without.add_request(first)
         run(without)
     assert without.stats().prefix_hits == 0
     assert without.pool.match(first.prompt_ids, 20)[0] == []
@@ -165,7 +165,7 @@ def test_a_prompt_seen_before_is_not_read_again():
 
 def test_a_batch_padded_with_rows_of_nothing_gives_the_same():
     model = MODELS["windows"]
-    engine = Engine(model, EngineConfig(page_size=4, max_batch=8))
+    engine = Engine(model, EngineConfig(block_size=4, max_batch=8))
     heights = []
     decode = engine.runner.decode
 
@@ -176,7 +176,7 @@ def test_a_batch_padded_with_rows_of_nothing_gives_the_same():
     engine.runner.decode, engine.runner.padded = watched, lambda rows: -(-rows // 8) * 8
     asked = many(11)
     for request in asked:
-        engine.submit(request)
+        engine.add_request(request)
     assert texts(run(engine)) == {(number, 0): alone(model, request) for number, request in enumerate(asked)}
     assert set(heights) == {8}
 
@@ -185,13 +185,13 @@ def test_a_batch_padded_with_rows_of_nothing_gives_the_same():
 def test_coded_pages_give_what_a_request_alone_gives_in_them(codec):
     model = MODELS["rope"]
     asked = many(6)
-    together = Engine(model, EngineConfig(page_size=4, num_pages=20, prefill_chunk=7, cache=codec))
+    together = Engine(model, EngineConfig(block_size=4, num_blocks=20, prefill_chunk=7, cache=codec))
     lone = Engine(model, EngineConfig(prefill_chunk=7, cache=codec, prefix_cache=False))
     for request in asked:
-        together.submit(request)
+        together.add_request(request)
     found = texts(run(together))
     for number, request in enumerate(asked):
-        assert lone.submit(request) == number
+        assert lone.add_request(request) == number
         assert found[number, 0] == texts(run(lone))[number, 0]
     assert together.pool.codec.name == codec
 
@@ -200,16 +200,16 @@ def test_numbers_that_are_not_finite_end_one_request_and_touch_no_other():
     model = small_model()
     with torch.no_grad():
         model.token_embedding.weight[7] = torch.nan
-    engine = Engine(model, EngineConfig(page_size=4, num_pages=30))
+    engine = Engine(model, EngineConfig(block_size=4, num_blocks=30))
     good = [request for request in many(20, stop_ids=frozenset({7})) if 7 not in request.prompt_ids]
     assert len(good) > 4
     bad = Request(prompt_ids=(1, 2, 7, 3, 4, 5, 6), max_new_tokens=5, seed=0, n=2)
     order = [*(request for one in good for request in (one, bad)), *good]
     for request in order:
-        engine.submit(request)
+        engine.add_request(request)
     found = texts(run(engine))
     for number, request in enumerate(order):
         for sample in range(request.n):
             assert found[number, sample] == (["error"] if request is bad else alone(model, request, sample))
-    assert engine.stats().free_pages == 29
+    assert engine.stats().free_blocks == 29
     assert not any(tensor[1:].isnan().any() for tensor in engine.pool.tensors)

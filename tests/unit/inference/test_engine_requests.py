@@ -10,9 +10,9 @@ from tests.unit.inference.lone import alone, run, small_model, texts
 from torch._inductor import config as inductor
 
 from whimbrel.base.errors import ConfigError, RequestError
-from whimbrel.inference import Engine, EngineConfig, Event, Request, Sampling, Score
+from whimbrel.inference import Engine, EngineConfig, Event, Logprob, Request, SamplingParams
 
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 MODEL = small_model(position="rope")
 PROMPT = tuple(torch.randint(40, (21,), generator=torch.Generator().manual_seed(3)).tolist())
 
@@ -23,7 +23,7 @@ def logs(tokens: list[int]) -> torch.Tensor:
         return MODEL(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-def assert_scored(score: Score, logs_V: torch.Tensor, token: int, number: int) -> None:
+def assert_scored(score: Logprob, logs_V: torch.Tensor, token: int, number: int) -> None:
     assert score.logprob == pytest.approx(float(logs_V[token]), abs=2e-5)
     best = logs_V.topk(number)
     assert [each for each, _ in score.top] == best.indices.tolist()
@@ -34,8 +34,10 @@ def test_new_tokens_come_with_their_scores_where_asked():
     engine = Engine(MODEL)
     asked = [None, 0, 4, 2]
     for number in asked:
-        engine.submit(
-            Request(prompt_ids=PROMPT, max_new_tokens=5, sampling=Sampling(temperature=2), seed=1, logprobs=number)
+        engine.add_request(
+            Request(
+                prompt_ids=PROMPT, max_new_tokens=5, sampling=SamplingParams(temperature=2), seed=1, logprobs=number
+            )
         )
     events = run(engine)
     for request, number in enumerate(asked):
@@ -47,7 +49,7 @@ def test_new_tokens_come_with_their_scores_where_asked():
             if number is None:
                 assert (event.logprob, event.top) == (None, ())
             else:  # of the model itself: the temperature of 2 does not show
-                assert_scored(Score(event.logprob, event.top), logs_V, event.token, number)
+                assert_scored(Logprob(event.logprob, event.top), logs_V, event.token, number)
 
 
 def assert_prompt_scored(events: list[Event], prompt: tuple[int, ...], number: int) -> None:
@@ -64,12 +66,12 @@ def assert_prompt_scored(events: list[Event], prompt: tuple[int, ...], number: i
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_prompt_is_scored_whole_in_any_chunks_and_though_its_pages_are_known(chunk, warm):
-    engine = Engine(MODEL, EngineConfig(page_size=4, prefill_chunk=chunk))
+    engine = Engine(MODEL, EngineConfig(block_size=4, prefill_chunk=chunk))
     if warm:
-        engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=1))
+        engine.add_request(Request(prompt_ids=PROMPT, max_new_tokens=1))
         run(engine)
     request = Request(prompt_ids=PROMPT, max_new_tokens=3, sampling=GREEDY, prompt_logprobs=3)
-    number = engine.submit(request)
+    number = engine.add_request(request)
     events = run(engine)
     assert_prompt_scored(events, PROMPT, 3)
     assert texts(events)[number, 0] == alone(MODEL, request)
@@ -78,12 +80,12 @@ def test_a_prompt_is_scored_whole_in_any_chunks_and_though_its_pages_are_known(c
 
 def test_a_prompt_that_starts_over_is_scored_once():
     """An older text takes the pages of a prompt that is half read; scores that are known are not asked again."""
-    engine = Engine(MODEL, EngineConfig(page_size=1, num_pages=46, prefill_chunk=3))
+    engine = Engine(MODEL, EngineConfig(block_size=1, num_blocks=46, prefill_chunk=3))
     older = Request(prompt_ids=PROMPT[:5], max_new_tokens=30, sampling=GREEDY)
     younger = Request(prompt_ids=PROMPT, max_new_tokens=10, sampling=GREEDY, prompt_logprobs=2)
-    engine.submit(older)
+    engine.add_request(older)
     events = [event for _ in range(18) for event in engine.step()]
-    engine.submit(younger)
+    engine.add_request(younger)
     events += run(engine)
     assert engine.stats().preemptions > 0
     assert_prompt_scored([event for event in events if event.request == 1], PROMPT, 2)
@@ -95,65 +97,65 @@ def test_a_prompt_can_be_scored_and_nothing_drawn(samples):
     engine = Engine(MODEL)
     whole = tuple(index % 40 for index in range(48))
     for prompt in (PROMPT, whole, (5,)):
-        number = engine.submit(Request(prompt_ids=prompt, max_new_tokens=0, prompt_logprobs=0, n=samples))
+        number = engine.add_request(Request(prompt_ids=prompt, max_new_tokens=0, prompt_logprobs=0, n=samples))
         events = run(engine)
         assert_prompt_scored(events, prompt, 0)
-        assert events[1:] == [Event(number, sample, finish="length") for sample in range(samples)]
+        assert events[1:] == [Event(number, sample, finish_reason="length") for sample in range(samples)]
 
 
 def test_samples_share_what_they_can_and_differ():
-    engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=100))
+    engine = Engine(MODEL, EngineConfig(block_size=4, num_blocks=100))
     request = Request(prompt_ids=PROMPT, max_new_tokens=6, seed=11, n=5)
-    engine.submit(request)
+    engine.add_request(request)
     events = engine.step()
     assert sorted(event.sample for event in events) == [0, 1, 2, 3, 4]
-    assert engine.stats().free_pages == 99 - 6, "one prompt of 21 tokens"
+    assert engine.stats().free_blocks == 99 - 6, "one prompt of 21 tokens"
     events += engine.step()
-    assert engine.stats().free_pages == 99 - 5 - 5, "five full pages, and a last one for each"
+    assert engine.stats().free_blocks == 99 - 5 - 5, "five full pages, and a last one for each"
     events += run(engine)
     found = texts(events)
     assert found == {(0, sample): alone(MODEL, request, sample) for sample in range(5)}
     assert len({tuple(text) for text in found.values()}) == 5
-    assert engine.stats().free_pages == 99
+    assert engine.stats().free_blocks == 99
 
 
 def test_a_request_without_a_seed_draws_differently_each_time():
     engine = Engine(MODEL)
     for _ in range(2):
-        engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=20, n=2))
+        engine.add_request(Request(prompt_ids=PROMPT, max_new_tokens=20, n=2))
     assert len({tuple(text) for text in texts(run(engine)).values()}) == 4
 
 
 @pytest.mark.parametrize("when", range(6))
 def test_pages_are_free_as_soon_as_a_request_is_left(when):
-    engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=100, prefill_chunk=8))
-    number = engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=9, n=3))
+    engine = Engine(MODEL, EngineConfig(block_size=4, num_blocks=100, prefill_chunk=8))
+    number = engine.add_request(Request(prompt_ids=PROMPT, max_new_tokens=9, n=3))
     for _ in range(when):
         engine.step()
-    engine.cancel(number)
+    engine.abort(number)
     assert not engine.busy
-    assert engine.stats().free_pages == 99
+    assert engine.stats().free_blocks == 99
     assert engine.step() == []
-    engine.cancel(number)
-    engine.cancel(12345)
+    engine.abort(number)
+    engine.abort(12345)
 
 
 @pytest.mark.parametrize("when", range(6))
 @pytest.mark.parametrize("left", [{0}, {1}, {0, 2}])
 def test_samples_are_left_one_by_one(when, left):
-    engine = Engine(MODEL, EngineConfig(page_size=4, prefill_chunk=8))
+    engine = Engine(MODEL, EngineConfig(block_size=4, prefill_chunk=8))
     request = Request(prompt_ids=PROMPT, max_new_tokens=9, seed=2, n=3, prompt_logprobs=0)
-    number = engine.submit(request)
+    number = engine.add_request(request)
     events = [event for _ in range(when) for event in engine.step()]
     for sample in left:
-        engine.cancel(number, sample)
+        engine.abort(number, sample)
     after = run(engine)
     assert not {event.sample for event in after} & left
     for sample in {0, 1, 2} - left:
         assert texts(events + after)[number, sample] == alone(MODEL, request, sample)
     assert [event.prompt is not None for event in events + after].count(True) == 1
     for sample in left:
-        engine.cancel(number, sample)
+        engine.abort(number, sample)
 
 
 def test_a_stop_token_ends_a_text_and_is_not_part_of_it():
@@ -161,27 +163,27 @@ def test_a_stop_token_ends_a_text_and_is_not_part_of_it():
     free = alone(MODEL, Request(prompt_ids=PROMPT, max_new_tokens=20, seed=4))
     stop = free[7]
     request = Request(prompt_ids=PROMPT, max_new_tokens=20, seed=4, stop_ids=frozenset({stop, 1000}))
-    engine.submit(request)
+    engine.add_request(request)
     *events, last = run(engine)
     assert [event.token for event in events] == free[: free.index(stop)]
-    assert last == Event(0, 0, finish="stop")
+    assert last == Event(0, 0, finish_reason="stop")
 
 
 def test_a_text_ends_with_the_context():
     engine = Engine(MODEL)
-    engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=1000, sampling=GREEDY))
+    engine.add_request(Request(prompt_ids=PROMPT, max_new_tokens=1000, sampling=GREEDY))
     events = run(engine)
     assert len(PROMPT) + len(events) == 48
-    assert [event.finish for event in events] == [None] * 26 + ["length"]
+    assert [event.finish_reason for event in events] == [None] * 26 + ["length"]
 
 
 def test_stats_count_what_was_done():
-    engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=50, max_batch=2))
+    engine = Engine(MODEL, EngineConfig(block_size=4, num_blocks=50, max_batch=2))
     for _ in range(3):
-        engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=4))
+        engine.add_request(Request(prompt_ids=PROMPT, max_new_tokens=4))
     engine.step()
     stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.pages) == (2, 1, 49)
+    assert (stats.running, stats.waiting, stats.blocks) == (2, 1, 49)
     run(engine)
     stats = engine.stats()
     assert (stats.prompt_tokens, stats.new_tokens, stats.prefix_hits, stats.preemptions) == (63, 12, 20, 0)
@@ -202,40 +204,40 @@ def test_stats_count_what_was_done():
         ({"seed": 2**63}, "seed = 9223372036854775808"),
         ({"logprobs": -1}, "logprobs = -1"),
         ({"prompt_logprobs": -2}, "prompt_logprobs = -2"),
-        ({"sampling": Sampling(logit_bias={40: 1.0})}, "logit_bias of token 40"),
+        ({"sampling": SamplingParams(logit_bias={40: 1.0})}, "logit_bias of token 40"),
     ],
 )
 def test_what_can_never_be_served_is_refused_at_once(changes, message):
-    engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=16, max_batch=8))
+    engine = Engine(MODEL, EngineConfig(block_size=4, num_blocks=16, max_batch=8))
     with pytest.raises(RequestError, match=message):
-        engine.submit(Request(**{"prompt_ids": (1, 2, 3, 4), "max_new_tokens": 3, **changes}))
+        engine.add_request(Request(**{"prompt_ids": (1, 2, 3, 4), "max_new_tokens": 3, **changes}))
     assert not engine.busy
 
 
 def test_a_text_ends_where_a_pool_of_less_than_a_context_is_full():
-    engine = Engine(MODEL, EngineConfig(page_size=4, num_pages=8))
+    engine = Engine(MODEL, EngineConfig(block_size=4, num_blocks=8))
     assert engine.context_length == 28
     request = Request(prompt_ids=(1, 2, 3, 4), max_new_tokens=24, sampling=GREEDY)
     for asked in (24, 25, 48):
-        engine.submit(replace(request, max_new_tokens=asked))
+        engine.add_request(replace(request, max_new_tokens=asked))
         events = run(engine)
         assert list(texts(events).values()) == [alone(MODEL, request)]
-        assert events[-1].finish == "length"
+        assert events[-1].finish_reason == "length"
     for prompt, new, room in ((28, 1, 27), (29, 0, 28)):
         with pytest.raises(RequestError, match=f"a prompt of {prompt} tokens: the cache has room for {room}"):
-            engine.submit(replace(request, prompt_ids=(1,) * prompt, max_new_tokens=new))
+            engine.add_request(replace(request, prompt_ids=(1,) * prompt, max_new_tokens=new))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"page_size": 0}, "page_size = 0"),
+        ({"block_size": 0}, "block_size = 0"),
         ({"max_batch": 0}, "max_batch = 0"),
         ({"prefill_chunk": 0}, "prefill_chunk = 0"),
         ({"ahead": 0}, "ahead = 0"),
-        ({"num_pages": 1}, "num_pages = 1"),
+        ({"num_blocks": 1}, "num_blocks = 1"),
         ({"cache": "int9"}, "int9"),
-        ({"num_pages": 10**12}, "num_pages = 1000000000000 take .* bytes: cpu has room for"),
+        ({"num_blocks": 10**12}, "num_blocks = 1000000000000 take .* bytes: cpu has room for"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
@@ -251,4 +253,4 @@ def test_a_step_that_torch_could_not_compile_is_refused_when_the_engine_is_built
 
 
 def test_pages_are_enough_for_every_text_of_a_batch_when_their_number_is_not_given():
-    assert Engine(MODEL, EngineConfig(page_size=5, max_batch=3)).stats().pages == 3 * 10
+    assert Engine(MODEL, EngineConfig(block_size=5, max_batch=3)).stats().blocks == 3 * 10

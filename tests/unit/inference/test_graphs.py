@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 from whimbrel.cache.codec import find_codec
 from whimbrel.cache.paged import PagedBatch
-from whimbrel.inference import Engine, EngineConfig, Request, Sampling, generate
+from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, generate
 from whimbrel.inference.graphs import DecodeGraphs
 from whimbrel.models import GPT, GPTConfig
 
@@ -37,8 +37,8 @@ def model_of(kind: str, device: str = "cpu") -> GPT:
 
 def texts(engine: Engine, prompts: list[list[int]], **sampling: float) -> list[list[int]]:
     drawn: dict[int, list[int]] = {
-        engine.submit(
-            Request(prompt_ids=tuple(ids), max_new_tokens=5 + 4 * i, sampling=Sampling(**sampling), seed=i)
+        engine.add_request(
+            Request(prompt_ids=tuple(ids), max_new_tokens=5 + 4 * i, sampling=SamplingParams(**sampling), seed=i)
         ): []
         for i, ids in enumerate(prompts)
     }
@@ -79,11 +79,11 @@ def test_recorded_steps_change_nothing(
     if ahead != 2:
         monkeypatch.setattr("whimbrel.inference.graphs.MIN_TOKENS", 4)  # tables of many widths
     model = model_of(kind)
-    engine = Engine(model, EngineConfig(max_batch=6, compile=True, ahead=ahead, page_size=4, num_pages=pages))
+    engine = Engine(model, EngineConfig(max_batch=6, compile=True, ahead=ahead, block_size=4, num_blocks=pages))
     for _ in range(2):  # the second time from pages that the first has left
         assert texts(engine, PROMPTS, temperature=0) == alone(model)
     assert engine.stats().preemptions > 0 or pages is None
-    assert engine.stats().free_pages == engine.stats().pages
+    assert engine.stats().free_blocks == engine.stats().blocks
     assert engine.stats().new_tokens == 2 * sum(len(text) for text in alone(model))
 
 
@@ -102,7 +102,7 @@ def test_attention_reads_the_pages_that_are_filled_and_not_the_whole_context(
     monkeypatch.setattr("whimbrel.inference.graphs.PagedBatch", Noted)
     monkeypatch.setattr("whimbrel.inference.graphs.MIN_TOKENS", 8)
     model = model_of("gpt2")
-    engine = Engine(model, EngineConfig(compile=True, page_size=4, ahead=ahead))
+    engine = Engine(model, EngineConfig(compile=True, block_size=4, ahead=ahead))
     assert texts(engine, [[5, 6, 7]] * 6, temperature=0)[5] == generate(
         model, [5, 6, 7], max_new_tokens=25, temperature=0
     )
@@ -128,7 +128,7 @@ def test_a_step_is_compiled_once_for_one_row_and_once_for_more(monkeypatch: pyte
     monkeypatch.setattr(torch, "compile", lambda step, options, **rest: compiled(step, backend=counter, **rest))
     monkeypatch.setattr("whimbrel.inference.graphs.MIN_TOKENS", 8)
     model = model_of("llama")
-    engine = Engine(model, EngineConfig(max_batch=6, compile=True, page_size=4))
+    engine = Engine(model, EngineConfig(max_batch=6, compile=True, block_size=4))
     engine.warm_up()
     assert counter.frame_count == 2
     drawn: list[list[list[int]]] = []
@@ -143,14 +143,16 @@ def test_a_step_is_compiled_once_for_one_row_and_once_for_more(monkeypatch: pyte
 @pytest.mark.usefixtures("recorded")
 def test_greedy_rows_are_drawn_several_tokens_at_a_time() -> None:
     engine = Engine(model_of("gpt2"), EngineConfig(compile=True, ahead=8))
-    engine.submit(Request(prompt_ids=(1, 2), max_new_tokens=20, sampling=Sampling(temperature=0)))
+    engine.add_request(Request(prompt_ids=(1, 2), max_new_tokens=20, sampling=SamplingParams(temperature=0)))
     assert [len(engine.step()) for _ in range(4)] == [1, 8, 8, 3]
     for asked in (
-        {"sampling": Sampling(temperature=0.5)},
+        {"sampling": SamplingParams(temperature=0.5)},
         {"logprobs": 0},
-        {"sampling": Sampling(temperature=0, presence_penalty=1)},
+        {"sampling": SamplingParams(temperature=0, presence_penalty=1)},
     ):
-        engine.submit(Request(prompt_ids=(1, 2), max_new_tokens=9, **{"sampling": Sampling(temperature=0), **asked}))
+        engine.add_request(
+            Request(prompt_ids=(1, 2), max_new_tokens=9, **{"sampling": SamplingParams(temperature=0), **asked})
+        )
         assert [len(engine.step()) for _ in range(9)] == [1] * 9  # someone looks at each
         assert not engine.busy
 
@@ -159,7 +161,9 @@ def test_greedy_rows_are_drawn_several_tokens_at_a_time() -> None:
 @pytest.mark.parametrize("prompt", [(1,), tuple(range(17))])  # whose last token is read by itself
 def test_scores_of_a_prompt_are_told_before_tokens_are_drawn_ahead(prompt: tuple[int, ...]) -> None:
     engine = Engine(model_of("gpt2"), EngineConfig(compile=True, ahead=8, prefill_chunk=16))
-    engine.submit(Request(prompt_ids=prompt, max_new_tokens=9, sampling=Sampling(temperature=0), prompt_logprobs=1))
+    engine.add_request(
+        Request(prompt_ids=prompt, max_new_tokens=9, sampling=SamplingParams(temperature=0), prompt_logprobs=1)
+    )
     events = []
     while engine.busy:
         events += engine.step()
@@ -174,16 +178,16 @@ def test_what_was_drawn_past_a_stop_is_forgotten() -> None:
     stop = next(token for token in text[3:] if token not in text[:3])
     engine = Engine(model, EngineConfig(compile=True, ahead=8))
     request = Request(
-        prompt_ids=(5, 6, 7), max_new_tokens=30, sampling=Sampling(temperature=0), stop_ids=frozenset({stop})
+        prompt_ids=(5, 6, 7), max_new_tokens=30, sampling=SamplingParams(temperature=0), stop_ids=frozenset({stop})
     )
-    engine.submit(request)
+    engine.add_request(request)
     events = []
     while engine.busy:
         events += engine.step()
     assert [event.token for event in events[:-1]] == text[: text.index(stop)]
-    assert events[-1].finish == "stop"
+    assert events[-1].finish_reason == "stop"
     assert events[-1].token is None
-    assert engine.stats().free_pages == engine.stats().pages
+    assert engine.stats().free_blocks == engine.stats().blocks
     assert texts(engine, [[5, 6, 7]], temperature=0) == [
         text[:5]
     ]  # pages known by what was read, not by what was drawn
@@ -193,10 +197,10 @@ def test_what_was_drawn_past_a_stop_is_forgotten() -> None:
 def test_numbers_that_are_not_finite_end_a_text() -> None:
     model = model_of("gpt2")
     engine = Engine(model, EngineConfig(compile=True))
-    engine.submit(Request(prompt_ids=(1, 2), max_new_tokens=9, sampling=Sampling(temperature=0)))
+    engine.add_request(Request(prompt_ids=(1, 2), max_new_tokens=9, sampling=SamplingParams(temperature=0)))
     engine.step()
     model.lm_head.weight.data.fill_(float("nan"))
-    assert [event.finish for event in engine.step()] == ["error"]
+    assert [event.finish_reason for event in engine.step()] == ["error"]
     assert not engine.busy
 
 
@@ -205,15 +209,20 @@ def test_numbers_that_are_not_finite_past_a_stop_leave_no_trace() -> None:
     model = model_of("gpt2")
     text = generate(model, [5, 6, 7, 8, 9, 1, 2, 3], max_new_tokens=7, temperature=0)
     stop = next(token for token in text[1:] if token != text[0])
-    engine = Engine(model, EngineConfig(compile=True, num_pages=2))
+    engine = Engine(model, EngineConfig(compile=True, num_blocks=2))
     stops = frozenset({stop})
-    engine.submit(
-        Request(prompt_ids=(5, 6, 7, 8, 9, 1, 2, 3), max_new_tokens=7, sampling=Sampling(temperature=0), stop_ids=stops)
+    engine.add_request(
+        Request(
+            prompt_ids=(5, 6, 7, 8, 9, 1, 2, 3),
+            max_new_tokens=7,
+            sampling=SamplingParams(temperature=0),
+            stop_ids=stops,
+        )
     )
     engine.step()
     model.transformer["wpe"].weight.data[8 + text.index(stop)] = float("nan")  # where the stop would be read
     events = engine.step()
-    assert events[-1].finish == "stop"
+    assert events[-1].finish_reason == "stop"
     assert texts(engine, [[3]], temperature=0) == [generate(model_of("gpt2"), [3], max_new_tokens=5, temperature=0)]
 
 
@@ -223,7 +232,7 @@ def test_one_process_may_compile_for_many_engines(monkeypatch: pytest.MonkeyPatc
         torch, "compile", lambda step, options, **rest: compiled(step, backend="eager", **rest)
     )  # as many compilations, but quick ones
     model = model_of("gpt2")
-    engines = [Engine(model, EngineConfig(max_batch=1, compile=True, num_pages=pages)) for pages in range(20, 26)]
+    engines = [Engine(model, EngineConfig(max_batch=1, compile=True, num_blocks=pages)) for pages in range(20, 26)]
     for engine in engines:
         assert texts(engine, PROMPTS[:1], temperature=0) == alone(model)[:1]
 
@@ -232,7 +241,7 @@ def test_a_compiled_step_draws_the_same_at_any_width_of_the_block_table(monkeypa
     monkeypatch.setattr("whimbrel.inference.graphs.MIN_TOKENS", 8)
     torch.manual_seed(0)
     model = GPT(replace(SHAPES["llama"], num_layers=1, layer_types=None)).eval()
-    engine = Engine(model, EngineConfig(max_batch=1, compile=True, page_size=4))
+    engine = Engine(model, EngineConfig(max_batch=1, compile=True, block_size=4))
     assert texts(engine, PROMPTS, temperature=0) == alone(model)
 
 

@@ -1,4 +1,4 @@
-"""Sampling: what is drawn and how often, beside the processors of `transformers`, and rows that are alone."""
+"""SamplingParams: what is drawn and how often, beside the processors of `transformers`, and rows that are alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from whimbrel.base.errors import RequestError
-from whimbrel.inference import Draws, History, Sampling, log_probabilities, sample
+from whimbrel.inference import History, SampleRNG, SamplingParams, log_probabilities, sample
 from whimbrel.inference.sampling import distribution, draw
 
 VOCAB = 61
@@ -42,15 +42,15 @@ SETTINGS = [
 ]
 
 
-def draw_many(logits_V: torch.Tensor, sampling: Sampling, count: int, history: History = NOTHING) -> torch.Tensor:
+def draw_many(logits_V: torch.Tensor, sampling: SamplingParams, count: int, history: History = NOTHING) -> torch.Tensor:
     """How often each token comes out of `count` draws."""
-    draws = Draws(0)
+    draws = SampleRNG(0)
     keys = [draws.key() for _ in range(count)]
     tokens = sample(logits_V.expand(count, -1), [sampling] * count, keys, [history] * count)
     return tokens.bincount(minlength=logits_V.numel())
 
 
-def peer(sampling: Sampling) -> LogitsProcessorList:
+def peer(sampling: SamplingParams) -> LogitsProcessorList:
     """The same settings as `transformers` spells them, in the order it applies them."""
     steps = LogitsProcessorList()
     if sampling.logit_bias:
@@ -72,7 +72,7 @@ def test_distributions_are_those_of_transformers(settings):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(40, VOCAB, generator=generator) * 3
     histories = torch.randint(VOCAB, (40, 12), generator=generator)
-    sampling = Sampling(**settings)
+    sampling = SamplingParams(**settings)
     # It overflows where a temperature is next to nothing: logits from which the largest was taken mean the same.
     given = logits - logits.amax(-1, keepdim=True) if sampling.temperature < 1e-10 else logits
     expected = peer(sampling)(histories, given.clone()).softmax(-1)
@@ -85,7 +85,7 @@ def test_distributions_are_those_of_transformers(settings):
 def test_a_nucleus_of_many_tokens_is_that_of_transformers(top_p):
     """Also where it reaches past the tokens that are looked at first, in some rows."""
     logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(4)) * torch.linspace(0.5, 3, 6)[:, None]
-    sampling = Sampling(top_p=top_p)
+    sampling = SamplingParams(top_p=top_p)
     expected = peer(sampling)(torch.zeros(6, 1, dtype=torch.long), logits.clone()).softmax(-1)
     found = distribution(logits, [sampling] * 6, [NOTHING] * 6)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
@@ -97,7 +97,7 @@ def test_a_nucleus_of_many_tokens_is_that_of_transformers(top_p):
 def test_penalties_of_presence_and_frequency_count_what_was_drawn():
     """As OpenAI's formula has it: what the prompt says is no repetition."""
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
+    sampling = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     for prompt in ([], [2], [3, 3, 2, 2]):
         found = distribution(logits, [sampling], [History([*prompt, 1, 3, 3, 3], len(prompt))])
         torch.testing.assert_close(found, torch.tensor([[1.0, 2 - 0.75, 3.0, 4 - 1.25]]).softmax(-1))
@@ -105,7 +105,7 @@ def test_penalties_of_presence_and_frequency_count_what_was_drawn():
 
 def test_penalties_of_one_row_count_each_its_own():
     logits = torch.tensor([[1.0, -2.0, 3.0, 4.0]])
-    sampling = Sampling(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    sampling = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
     found = distribution(logits, [sampling], [History([1, 3, 3, 0], 2)])
     torch.testing.assert_close(found, torch.tensor([[0.5 - 0.75, -4.0, 3.0, 2 - 0.75]]).softmax(-1))
 
@@ -118,7 +118,7 @@ def test_tokens_come_as_often_as_their_probability_says(settings):
         20_000,
         History((1, 5, 5, 9), 2),
     )
-    sampling = Sampling(**settings)
+    sampling = SamplingParams(**settings)
     expected = distribution(logits[None], [sampling], [history])[0] * count
     seen = draw_many(logits, sampling, count, history).float()
     possible = expected > 0
@@ -145,7 +145,7 @@ def test_tokens_come_as_often_as_their_probability_says(settings):
     ],
 )
 def test_tokens_are_drawn_with_the_frequencies_asked_for(settings, expected):
-    found = (draw_many(torch.tensor([0.1, 0.2, 0.3, 0.4]).log(), Sampling(**settings), 4000) / 4000).tolist()
+    found = (draw_many(torch.tensor([0.1, 0.2, 0.3, 0.4]).log(), SamplingParams(**settings), 4000) / 4000).tolist()
     assert found == pytest.approx(expected, abs=0.03)
     assert [frequency == 0 for frequency in found] == [frequency == 0 for frequency in expected]
 
@@ -184,7 +184,7 @@ def test_rounding_of_the_logits_seldom_changes_what_is_drawn():
     logits = torch.randn(50_000, generator=generator)
     others = logits * (1 + 1e-4 * torch.randn(200, 50_000, generator=generator))
     keys = torch.randint(2**63 - 1, (200,), generator=generator).tolist()
-    asked = [Sampling()] * 200, keys, [NOTHING] * 200
+    asked = [SamplingParams()] * 200, keys, [NOTHING] * 200
     assert torch.equal(sample(logits.expand(200, -1), *asked), sample(others, *asked))
 
 
@@ -193,9 +193,9 @@ def test_rows_are_bitwise_those_of_the_row_alone(device):
     generator = torch.Generator().manual_seed(2)
     # Many tokens of equal logits: an order that neighbours could change would show.
     logits = (torch.randn(60, 5000, generator=generator) * 2).bfloat16().to(device)
-    samplings = [Sampling(**SETTINGS[row % len(SETTINGS)]) for row in range(60)]
-    samplings[7::8] = [Sampling(temperature=0, frequency_penalty=1.0)] * len(samplings[7::8])
-    samplings[3::8] = [Sampling(temperature=0)] * len(samplings[3::8])
+    samplings = [SamplingParams(**SETTINGS[row % len(SETTINGS)]) for row in range(60)]
+    samplings[7::8] = [SamplingParams(temperature=0, frequency_penalty=1.0)] * len(samplings[7::8])
+    samplings[3::8] = [SamplingParams(temperature=0)] * len(samplings[3::8])
     histories = [History(tokens, 4) for tokens in torch.randint(5000, (60, 12), generator=generator).tolist()]
     keys = torch.randint(2**63 - 1, (60,), generator=generator).tolist()
     together = sample(logits, samplings, keys, histories).tolist()
@@ -210,23 +210,23 @@ def test_rows_are_bitwise_those_of_the_row_alone(device):
 def test_greedy_rows_take_the_likeliest_token_and_no_number():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [4.0, 0.0, 0.0, 3.9]])
     nothing = (None, None)
-    assert sample(logits, [Sampling(temperature=0)] * 2, nothing, [NOTHING] * 2).tolist() == [1, 0]
-    penalised = [Sampling(temperature=0), Sampling(temperature=0, presence_penalty=1.0)]
+    assert sample(logits, [SamplingParams(temperature=0)] * 2, nothing, [NOTHING] * 2).tolist() == [1, 0]
+    penalised = [SamplingParams(temperature=0), SamplingParams(temperature=0, presence_penalty=1.0)]
     assert sample(logits, penalised, nothing, [History((1,), 0), History((0,), 0)]).tolist() == [1, 3]
-    biased = [Sampling(temperature=0, logit_bias={3: 5.0}), Sampling(temperature=0)]
+    biased = [SamplingParams(temperature=0, logit_bias={3: 5.0}), SamplingParams(temperature=0)]
     assert sample(logits, biased, nothing, [NOTHING] * 2).tolist() == [3, 0]
     assert logits.tolist() == [[1.0, 3.0, 3.0, 2.0], [4.0, 0.0, 0.0, pytest.approx(3.9)]]
 
 
 def test_a_temperature_next_to_nothing_is_greedy():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    assert sample(logits, [Sampling(temperature=1e-300)], [9], [NOTHING]).tolist() == [1]
-    assert distribution(logits, [Sampling(temperature=1e-300)], [NOTHING]).tolist() == [[0, 1, 0]]
+    assert sample(logits, [SamplingParams(temperature=1e-300)], [9], [NOTHING]).tolist() == [1]
+    assert distribution(logits, [SamplingParams(temperature=1e-300)], [NOTHING]).tolist() == [[0, 1, 0]]
 
 
 def test_seeds_settle_the_numbers_and_samples_have_their_own():
     def numbers(*seed: int | None) -> list[float]:
-        draws = Draws(*seed)
+        draws = SampleRNG(*seed)
         return [number for _ in range(5) for number in (draws.key(), draws.uniform())]
 
     assert numbers(7) == numbers(7) == numbers(7, 0)
@@ -248,9 +248,9 @@ def test_log_probabilities_are_the_models_own():
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_a_model_that_diverged_is_refused(number):
     with pytest.raises(RequestError, match="not numbers"):
-        sample(torch.tensor([[0.0, 1.0], [0.0, number]]), [Sampling()] * 2, [5] * 2, [NOTHING] * 2)
+        sample(torch.tensor([[0.0, 1.0], [0.0, number]]), [SamplingParams()] * 2, [5] * 2, [NOTHING] * 2)
     with pytest.raises(RequestError, match="not numbers"):
-        distribution(torch.tensor([[0.0, 1.0], [0.0, number]]), [Sampling()] * 2, [NOTHING] * 2)
+        distribution(torch.tensor([[0.0, 1.0], [0.0, number]]), [SamplingParams()] * 2, [NOTHING] * 2)
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,14 @@ def test_a_model_that_diverged_is_refused(number):
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(RequestError, match=message):
-        Sampling(**settings)
+        SamplingParams(**settings)
 
 
 def test_a_bias_of_a_token_that_the_model_has_not_is_refused():
-    Sampling(logit_bias={49: 1.0}).check_vocabulary(50)
+    SamplingParams(logit_bias={49: 1.0}).check_vocabulary(50)
     with pytest.raises(RequestError, match="logit_bias of token 50: the vocabulary's ids run from 0 to 49"):
-        Sampling(logit_bias={50: 1.0}).check_vocabulary(50)
+        SamplingParams(logit_bias={50: 1.0}).check_vocabulary(50)
 
 
 def test_settings_can_be_told_apart_and_kept_in_sets():
-    assert len({Sampling(), Sampling(logit_bias={1: 2.0}), Sampling(), Sampling(top_k=3)}) == 3
+    assert len({SamplingParams(), SamplingParams(logit_bias={1: 2.0}), SamplingParams(), SamplingParams(top_k=3)}) == 3

@@ -7,22 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.inference.lone import small_model
 
-from whimbrel.cache.paged import PagePool
-from whimbrel.inference.request import Request, Row
+from whimbrel.cache.paged import BlockPool
 from whimbrel.inference.scheduler import Plan, Scheduler
+from whimbrel.inference.sequence import Request, Sequence
 
 MODEL = small_model()
 
 
 def scheduler(*, pages: int = 100, batch: int = 8, chunk: int = 16, prefix_cache: bool = False) -> Scheduler:
-    pool = PagePool(MODEL.config, pages, 4)
+    pool = BlockPool(MODEL.config, pages, 4)
     return Scheduler(pool, max_batch=batch, prefill_chunk=chunk, prefix_cache=prefix_cache)
 
 
-def add(to: Scheduler, *lengths: int, n: int = 1) -> list[Row]:
+def add(to: Scheduler, *lengths: int, n: int = 1) -> list[Sequence]:
     first = 1 + max((row.number for row in (*to.running, *to.waiting)), default=-1)
     rows = [
-        Row.of(Request(prompt_ids=(number,) * length, max_new_tokens=9, n=n), number, to._pool, 48)
+        Sequence.of(Request(prompt_ids=(number,) * length, max_new_tokens=9, n=n), number, to._pool, 48)
         for number, length in enumerate(lengths, first)
     ]
     for row in rows:
@@ -34,7 +34,7 @@ def read(plan: Plan, draw: int = 1) -> list[tuple[int, int]]:
     """Do what a plan says, without a model: each row's number and how many tokens it read."""
     done = [(row, count) for row, count in plan.work]
     for row, count in done:
-        row.holding.advance(row.tokens, row.holding.stored + count)
+        row.block_table.advance(row.tokens, row.block_table.stored + count)
         if row.pending == 0:
             row.tokens += [row.number] * draw
     return [(row.number, count) for row, count in done]
@@ -90,7 +90,7 @@ def test_the_youngest_gives_up_its_pages_and_is_the_first_to_come_back():
     while not schedule.preemptions:
         read(schedule.schedule())
     assert [row.number for row in schedule.waiting] == [2, 3]
-    assert (len(rows[2].holding.pages), rows[2].holding.stored) == (0, 0)
+    assert (len(rows[2].block_table.pages), rows[2].block_table.stored) == (0, 0)
     assert rows[2].drawn > 1, "what was drawn stays known"
     schedule.remove(rows[0])
     assert (2, len(rows[2].tokens)) in read(schedule.schedule())
@@ -124,7 +124,9 @@ def test_a_row_is_taken_on_when_those_that_run_have_room_to_go_on():
     batch=st.integers(1, 8),
     prefix_cache=st.booleans(),
 )
-def test_every_row_comes_to_its_end_and_the_first_one_never_waits(lengths, pages, chunk, batch, prefix_cache):
+def test_every_row_comes_to_its_end_and_the_first_one_never_exponential_noise(
+    lengths, pages, chunk, batch, prefix_cache
+):
     schedule = scheduler(pages=pages, chunk=chunk, batch=batch, prefix_cache=prefix_cache)
     rows = add(schedule, *lengths)
     steps = 0

@@ -11,12 +11,12 @@ from tests.unit.models.test_gpt import KINDS, spread
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import (
-    Draws,
     Guess,
     History,
     ModelDraft,
     NgramDraft,
-    Sampling,
+    SampleRNG,
+    SamplingParams,
     Session,
     distribution,
     generate,
@@ -25,7 +25,7 @@ from whimbrel.inference import (
 from whimbrel.inference.speculative import _settle
 from whimbrel.models import GPT, GPTConfig
 
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 NOTHING = History((), 0)
 PROMPTS = [[3], [5, 6, 7, 8, 9, 5, 6, 7], list(range(40))]
 
@@ -80,12 +80,12 @@ def test_penalties_and_restrictions_hold(models):
     plain = generate(model, PROMPTS[1], max_new_tokens=24, **settings)
     assert plain != generate(model, PROMPTS[1], max_new_tokens=24, temperature=0)
     for draft in drafts(models, "llama3").values():
-        assert list(speculate(model, PROMPTS[1], Sampling(**settings), draft, max_new_tokens=24)) == plain
+        assert list(speculate(model, PROMPTS[1], SamplingParams(**settings), draft, max_new_tokens=24)) == plain
 
 
 def test_penalties_of_a_draft_count_what_those_of_the_model_count(models, reads):
     """So a model that guesses for itself is always right, in a text that no token comes in twice."""
-    model, sampling = models["gpt2"], Sampling(temperature=0, presence_penalty=1e4)
+    model, sampling = models["gpt2"], SamplingParams(temperature=0, presence_penalty=1e4)
     found = list(speculate(model, list(range(8)), sampling, ModelDraft(model), max_new_tokens=20, ahead=3))
     assert [count for count in reads[1:] if count > 2] == [8 + 3, 4, 4, 4, 4]
     assert len(set(found)) == 20
@@ -115,7 +115,7 @@ def test_a_stop_token_ends_the_text_also_in_a_guess(models):
 
 
 def test_without_a_draft_a_seed_draws_what_it_draws_in_plain_decoding(models):
-    model, sampling = models["qwen3"], Sampling(top_p=0.9)
+    model, sampling = models["qwen3"], SamplingParams(top_p=0.9)
     plain = generate(model, PROMPTS[1], max_new_tokens=40, seed=3, top_p=0.9)
     assert list(speculate(model, PROMPTS[1], sampling, max_new_tokens=40, seed=3)) == plain
     guessed = [
@@ -131,9 +131,9 @@ def test_what_comes_out_is_distributed_as_if_the_model_had_drawn_it(certain, set
     """Of two guessed tokens and the one after: each as often as the product of its probabilities says."""
     generator = torch.Generator().manual_seed(0)
     logits, other = torch.randn(3, 4, generator=generator), torch.randn(2, 4, generator=generator)
-    sampling, draws, count = Sampling(**settings), Draws(0), 800
+    sampling, draws, count = SamplingParams(**settings), SampleRNG(0), 800
     model = distribution(logits, [sampling] * 3, [NOTHING] * 3)
-    draft = distribution(other, [Sampling(temperature=1.5)] * 2, [NOTHING] * 2)
+    draft = distribution(other, [SamplingParams(temperature=1.5)] * 2, [NOTHING] * 2)
     seen: Counter[tuple[int, ...]] = Counter()
     for _ in range(count):
         if certain:
@@ -202,7 +202,7 @@ def test_windows_of_one_text_hold_little_more_than_they_see(models, draft, monke
         ({"max_new_tokens": 0}, "max_new_tokens = 0 must be at least 1"),
         ({"ahead": 0}, "ahead = 0 must be at least 1"),
         ({"prompt_ids": []}, "non-empty"),
-        ({"sampling": Sampling(logit_bias={97: 1.0})}, "logit_bias of token 97"),
+        ({"sampling": SamplingParams(logit_bias={97: 1.0})}, "logit_bias of token 97"),
         ({"seed": -1}, "seed = -1"),
     ],
 )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whimbrel.base.errors import RequestError
-from whimbrel.inference.stops import StopStrings
+from whimbrel.inference.detokenizer import StopStrings
 
 
 def passed(pieces: list[str], stops: list[str]) -> tuple[list[str], bool]:

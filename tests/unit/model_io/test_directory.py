@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.tokenization.bytewise import byte_tokenizer
 
 from whimbrel.base.errors import CheckpointError, ConfigError, WriteError
-from whimbrel.inference import Sampling
+from whimbrel.inference import SamplingParams
 from whimbrel.model_io import (
     generation_settings,
     load_model,
@@ -327,7 +327,7 @@ def test_a_generation_setting_out_of_range_is_refused_where_it_would_be_used(sav
 def test_a_top_k_of_0_is_off(saved):
     write_generation(saved, do_sample=True, top_k=0, temperature=0.7)
     assert not generation_settings(saved)["top_k"]
-    Sampling(**generation_settings(saved))
+    SamplingParams(**generation_settings(saved))
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])

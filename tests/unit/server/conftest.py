@@ -31,7 +31,7 @@ def served() -> Served:
 
 @pytest.fixture
 def engine(served: Served) -> Engine:
-    return Engine(served.model, EngineConfig(num_pages=256, max_batch=16))
+    return Engine(served.model, EngineConfig(num_blocks=256, max_batch=16))
 
 
 @pytest.fixture(scope="session")

@@ -34,8 +34,8 @@ class Faulty:
     def context_length(self) -> int:
         return self.engine.context_length
 
-    def submit(self, request: Request) -> int:
-        return self.engine.submit(request)
+    def add_request(self, request: Request) -> int:
+        return self.engine.add_request(request)
 
     def step(self) -> Sequence[Event]:
         self.stepping.set()
@@ -45,8 +45,8 @@ class Faulty:
             raise RuntimeError("this step was told to fail")
         return self.engine.step()
 
-    def cancel(self, request: int, sample: int | None = None) -> None:
-        self.engine.cancel(request, sample)
+    def abort(self, request: int, sample: int | None = None) -> None:
+        self.engine.abort(request, sample)
 
     def stats(self) -> Stats:
         return self.engine.stats()
@@ -74,7 +74,7 @@ class Running:
 @contextmanager
 def running(served: Served, pages: int = 256, **settings) -> Iterator[Running]:
     config = ServeConfig(**({"port": 0} | settings))
-    engine = Faulty(Engine(served.model, EngineConfig(num_pages=pages, max_batch=16)))
+    engine = Faulty(Engine(served.model, EngineConfig(num_blocks=pages, max_batch=16)))
     service = Service(served, engine, config)
     server = Server(service)
     ready = threading.Event()

@@ -9,7 +9,7 @@ pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
 from tokenizers import AddedToken
 
-from whimbrel.inference import Event, Score
+from whimbrel.inference import Event, Logprob
 from whimbrel.server.choice import Choice, Piece, Source
 from whimbrel.server.prompts import Prompt
 from whimbrel.server.served import Served
@@ -28,14 +28,16 @@ def grow(
     served: Served, text: str, *, stops=(), echo=False, finish="length", prompt="So"
 ) -> tuple[list[Piece], Choice]:
     ids = tuple(served.tokenizer.encode(prompt))
-    source = Source(Prompt(prompt, ids), stops, echo, [Score(None), *[Score(-2.0)] * (len(ids) - 1)] if echo else ())
+    source = Source(
+        Prompt(prompt, ids), stops, echo, [Logprob(None), *[Logprob(-2.0)] * (len(ids) - 1)] if echo else ()
+    )
     choice = Choice(0, source, served.tokenizer, scored=True)
     return take(choice, served.tokenizer.encode(text), finish), choice
 
 
 def take(choice: Choice, tokens: list[int], finish="length") -> list[Piece]:
     events = [Event(0, 0, token, -1.0) for token in tokens[:-1]]
-    return [choice.take(event) for event in [*events, Event(0, 0, tokens[-1], -1.0, finish=finish)]]
+    return [choice.take(event) for event in [*events, Event(0, 0, tokens[-1], -1.0, finish_reason=finish)]]
 
 
 def joined(pieces: list[Piece]) -> Piece:
@@ -81,7 +83,7 @@ def test_tokens_of_a_stop_string_are_neither_text_nor_scored(served: Served):
 def test_a_stop_token_adds_nothing(served: Served):
     source = Source(Prompt("So", (2396,)), (), echo=False)
     choice = Choice(0, source, served.tokenizer, scored=True)
-    assert choice.take(Event(0, 0, finish="stop")) == Piece("", [], "stop")
+    assert choice.take(Event(0, 0, finish_reason="stop")) == Piece("", [], "stop")
     assert choice.tokens == 0
 
 
@@ -130,7 +132,7 @@ def test_an_echoed_prompt_is_scored_where_it_stands_in_its_own_text(sentencepiec
         (Prompt("ab é ab", ids, tuple(sentencepiece.encode_prompt("ab é ab").offsets)), [0, 0, 2, 3, 3, 4]),
         (Prompt("<s> ab é ab", ids), [0, 3, 6, 7, 7, 8]),
     ):
-        choice = Choice(0, Source(prompt, (), True, [Score(-1.0)] * len(ids)), sentencepiece, scored=True)
+        choice = Choice(0, Source(prompt, (), True, [Logprob(-1.0)] * len(ids)), sentencepiece, scored=True)
         echoed = joined(take(choice, [sentencepiece.pipeline.token_to_id("b")]))
         assert echoed.text == prompt.text + "b"
         assert [entry.offset for entry in echoed.scored] == [*offsets, len(prompt.text)]
@@ -140,7 +142,7 @@ def test_an_echoed_prompt_with_special_tokens_is_scored_where_they_stand(talking
     text = "So<|turn|> it<|turn|> goes"
     ids, offsets = talking.encode_prompt(text)
     assert len(ids) == 5
-    source = Source(Prompt(text, tuple(ids), tuple(offsets)), (), True, [Score(-1.0)] * 5)
+    source = Source(Prompt(text, tuple(ids), tuple(offsets)), (), True, [Logprob(-1.0)] * 5)
     echoed = joined(take(Choice(0, source, talking, scored=True), talking.encode(" on")))
     assert echoed.text == text + " on"
     assert [entry.offset for entry in echoed.scored] == [0, 2, 10, 13, 21, len(text)]

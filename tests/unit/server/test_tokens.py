@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
-from whimbrel.inference.text import Characters
+from whimbrel.inference.detokenizer import Detokenizer
 from whimbrel.server.tokens import TokenTexts
 from whimbrel.tokenization import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -37,8 +37,8 @@ def test_only_ids_that_tokens_have_are_looked_at(monkeypatch: pytest.MonkeyPatch
     content = json.loads(train_tokenizer(["a b"], 257).to_json())
     content["model"]["vocab"]["zz"] = 100_000
     seen = []
-    added_by = Characters.added_by
-    monkeypatch.setattr(Characters, "added_by", lambda self, token: seen.append(token) or added_by(self, token))
+    added_by = Detokenizer.added_by
+    monkeypatch.setattr(Detokenizer, "added_by", lambda self, token: seen.append(token) or added_by(self, token))
     tokenizer = Tokenizer.from_json(json.dumps(content))
     TokenTexts(tokenizer)
     assert tokenizer.vocab_size == 100_001

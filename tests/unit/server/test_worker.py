@@ -12,11 +12,11 @@ pytest.importorskip("fastapi", reason="needs the extra `serve`")
 from tests.unit.server.running import Faulty
 
 from whimbrel.base.errors import RequestError
-from whimbrel.inference import Engine, Event, Request, Sampling
+from whimbrel.inference import Engine, Event, Request, SamplingParams
 from whimbrel.server.errors import ApiError
 from whimbrel.server.worker import FAILURES_TO_BE_UNWELL, Worker
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def ask(prompt: tuple[int, ...] = (1, 2, 3), length: int = 5, **options) -> Request:
@@ -24,7 +24,7 @@ def ask(prompt: tuple[int, ...] = (1, 2, 3), length: int = 5, **options) -> Requ
 
 
 def alone(engine: Engine, request: Request) -> list[int]:
-    engine.submit(request)
+    engine.add_request(request)
     tokens = []
     while engine.busy:
         tokens += [event.token for event in engine.step()]
@@ -36,7 +36,7 @@ async def tokens_of(job, texts: int = 1) -> dict[tuple[int, int], list[int]]:
     async for arrived in job:
         for place, event in arrived:
             found.setdefault((place, event.sample), []).append(event.token)
-            texts -= event.finish is not None
+            texts -= event.finish_reason is not None
         if not texts:
             return found
     raise AssertionError("a job does not end by itself")
@@ -88,7 +88,7 @@ def test_cancelling_frees_a_job_a_request_or_a_sample(engine: Engine):
         faulty.go_on.set()
         job.cancel(0, 1)
         async for arrived in job:
-            if any(place == 1 and event.finish for place, event in arrived):
+            if any(place == 1 and event.finish_reason for place, event in arrived):
                 break
         while worker.stats.running != 2:
             await asyncio.sleep(0.01)
@@ -97,7 +97,7 @@ def test_cancelling_frees_a_job_a_request_or_a_sample(engine: Engine):
         job.cancel()
         await tokens_of(await worker.submit([ask()]))
         assert not engine.busy
-        assert engine.stats().free_pages == engine.stats().pages
+        assert engine.stats().free_blocks == engine.stats().blocks
 
     at_work(faulty, act)
 
@@ -133,7 +133,7 @@ def test_a_step_that_fails_fails_its_requests_and_no_others(engine: Engine, capl
                 await tokens_of(job)
             assert failed.value.status == 500
         assert worker.well
-        assert engine.stats().free_pages == engine.stats().pages
+        assert engine.stats().free_blocks == engine.stats().blocks
         assert (await tokens_of(await worker.submit([ask()])))[0, 0] == expected
 
     with caplog.at_level(logging.ERROR):
@@ -167,20 +167,20 @@ class Scripted(Faulty):
     def busy(self) -> bool:
         return bool(self.steps)
 
-    def submit(self, request: Request) -> int:
+    def add_request(self, request: Request) -> int:
         self.steps = self.scripts.pop(0).copy()
         return 0
 
     def step(self) -> list[Event]:
         return [self.steps.pop(0)]
 
-    def cancel(self, request: int, sample: int | None = None) -> None:
+    def abort(self, request: int, sample: int | None = None) -> None:
         pass
 
 
 def test_requests_that_fail_after_some_tokens_count_as_failures(engine: Engine):
-    failing = [Event(0, 0, 5), Event(0, 0, finish="error")]
-    faulty = Scripted(engine, *[failing] * FAILURES_TO_BE_UNWELL, [Event(0, 0, 5), Event(0, 0, finish="stop")])
+    failing = [Event(0, 0, 5), Event(0, 0, finish_reason="error")]
+    faulty = Scripted(engine, *[failing] * FAILURES_TO_BE_UNWELL, [Event(0, 0, 5), Event(0, 0, finish_reason="stop")])
 
     async def act(worker: Worker) -> None:
         for left in reversed(range(FAILURES_TO_BE_UNWELL)):
@@ -193,7 +193,7 @@ def test_requests_that_fail_after_some_tokens_count_as_failures(engine: Engine):
 
 
 def test_a_stop_string_counts_as_success(engine: Engine):
-    failing = [[Event(0, 0, finish="error")]] * (FAILURES_TO_BE_UNWELL - 1)
+    failing = [[Event(0, 0, finish_reason="error")]] * (FAILURES_TO_BE_UNWELL - 1)
     faulty = Scripted(engine, *failing, [Event(0, 0, 5)], *failing)
 
     async def act(worker: Worker) -> None:
@@ -218,7 +218,7 @@ def test_an_engine_that_cannot_even_let_go_ends_the_worker_and_nothing_hangs(eng
 
     async def act(worker: Worker) -> None:
         faulty.failing = 1
-        monkeypatch.setattr(faulty, "cancel", broken)
+        monkeypatch.setattr(faulty, "abort", broken)
         with pytest.raises(ApiError):
             await tokens_of(await worker.submit([ask()]))
         with pytest.raises(ApiError, match="has ended") as ended:

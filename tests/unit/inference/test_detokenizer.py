@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 
 from whimbrel.inference import TextStream, encode_prompt, stream_text
-from whimbrel.inference.text import Characters
+from whimbrel.inference.detokenizer import Detokenizer
 from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.tokenization.bytelevel import BYTE_OF_CHARACTER
 
@@ -137,7 +137,7 @@ def test_tokens_that_are_no_text_hold_nothing_up(tokenizer):
 
 
 def test_special_tokens_can_be_spelled(sentencepiece):
-    characters = Characters(sentencepiece, specials=True)
+    characters = Detokenizer(sentencepiece, specials=True)
     ids = [1, *sentencepiece.encode("the end"), 2]
     assert "".join(map(characters.push, ids)) == sentencepiece.decode(ids) == "<s> the end</s>"
 

@@ -8,11 +8,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from whimbrel.base.errors import RequestError
-from whimbrel.inference.stops import StopStrings
 from whimbrel.tokenization import Tokenizer
 from whimbrel.tokenization.bytelevel import BYTE_OF_CHARACTER
 
-__all__ = ["Characters", "TextStream", "encode_prompt", "stream_text"]
+__all__ = ["Detokenizer", "StopStrings", "TextStream", "encode_prompt", "stream_text"]
 
 BETWEEN_TEXTS = "\n\n"
 """What stands for an end-of-text token after which another text follows."""
@@ -43,7 +42,7 @@ def encode_prompt(
     return ids or [tokenizer.bos_id if bos_id is None else bos_id]
 
 
-class Characters:
+class Detokenizer:
     """Tokens to characters, each as soon as it is whole, and where in the text each token stands.
 
     The tokenizer's decoder says what a token adds after the one before it, spaces above all. It cannot say which bytes
@@ -124,7 +123,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str] = ()) -> None:
         self._eot_id = tokenizer.eot_id
-        self._characters = Characters(tokenizer, prompt_ids)
+        self._characters = Detokenizer(tokenizer, prompt_ids)
         self._stops = StopStrings(stops)
 
     @property
@@ -162,3 +161,40 @@ def _pieces(text: TextStream, tokens: Iterable[int]) -> Iterator[str]:
             return
     if rest := text.flush():
         yield rest
+
+
+class StopStrings:
+    """Lets text through in pieces, but for what may yet become a stop string, and nothing from the first one on.
+
+    The stop string that ends first is the one met, so it does not matter how the text is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        if isinstance(stops, str) or not all(stops):
+            raise RequestError(f"stop strings {stops!r} must be a list of texts, none of them empty")
+        self.met = False
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, piece: str) -> str:
+        """The text that is certain to come before a stop string."""
+        if self.met:
+            return ""
+        text = self._held + piece
+        places = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            self.met, self._held = True, ""
+            return text[: min(places)[1]]
+        safe = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` are the beginning of `stop`."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

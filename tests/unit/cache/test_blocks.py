@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from whimbrel.base.errors import ConfigError, RequestError
+from whimbrel.cache.blocks import BlockTable
+from whimbrel.cache.paged import BlockPool as AnyPagePool
 from whimbrel.cache.paged import PagedBatch
-from whimbrel.cache.paged import PagePool as AnyPagePool
-from whimbrel.cache.pages import Holding
 from whimbrel.models import GPTConfig
 
 SHAPE = GPTConfig(num_layers=1, embd_size=2, num_heads=1)
-PagePool = partial(AnyPagePool, dtype=torch.float64)
+BlockPool = partial(AnyPagePool, dtype=torch.float64)
 TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
@@ -28,96 +28,96 @@ def marks(tokens: list[int]) -> torch.Tensor:
     return torch.tensor([crc32(str(tokens[: end + 1]).encode()) for end in range(len(tokens))], dtype=torch.float64)
 
 
-def write(holding: Holding, pool: AnyPagePool, tokens: list[int]) -> None:
-    """Write the marks of `tokens` that the holding lacks, as a forward pass of one row would."""
-    start, states = holding.stored, marks(tokens)[holding.stored :]
+def write(block_table: BlockTable, pool: AnyPagePool, tokens: list[int]) -> None:
+    """Write the marks of `tokens` that the block_table lacks, as a forward pass of one row would."""
+    start, states = block_table.stored, marks(tokens)[block_table.stored :]
     batch = PagedBatch(
         pool,
-        torch.tensor([holding.pages.tolist()], dtype=torch.int32),
+        torch.tensor([block_table.pages.tolist()], dtype=torch.int32),
         torch.tensor([start], dtype=torch.int32),
         torch.tensor([len(states)], dtype=torch.int32),
     )
     batch.positions(len(states), torch.device("cpu"))
     keys = states[None, None, :, None].expand(1, 1, -1, 2)
     batch.append(keys, -keys, 0)
-    holding.advance(tokens, len(tokens))
+    block_table.advance(tokens, len(tokens))
 
 
-def held(holding: Holding, pool: AnyPagePool) -> tuple[torch.Tensor, torch.Tensor]:
-    tables = torch.tensor([holding.pages.tolist()], dtype=torch.int32)
-    keys, values = pool.view(0, tables, torch.tensor([holding.stored])).dense(torch.float64)
-    return keys[0, 0, : holding.stored, 0], values[0, 0, : holding.stored, 0]
+def held(block_table: BlockTable, pool: AnyPagePool) -> tuple[torch.Tensor, torch.Tensor]:
+    tables = torch.tensor([block_table.pages.tolist()], dtype=torch.int32)
+    keys, values = pool.view(0, tables, torch.tensor([block_table.stored])).dense(torch.float64)
+    return keys[0, 0, : block_table.stored, 0], values[0, 0, : block_table.stored, 0]
 
 
 class PoolMachine(RuleBasedStateMachine):
     """Rows that begin, go on, fork and end in any order, in a pool that is often full."""
 
-    holdings: Bundle[Holding] = Bundle("holdings")
+    tables: Bundle[BlockTable] = Bundle("tables")
 
     @initialize(pages=st.integers(2, 12), size=st.integers(1, 4))
     def begin(self, pages: int, size: int) -> None:
-        self.pool = PagePool(SHAPE, pages, size)
-        self.texts: dict[Holding, list[int]] = {}
+        self.pool = BlockPool(SHAPE, pages, size)
+        self.texts: dict[BlockTable, list[int]] = {}
 
-    def grow(self, holding: Holding, tokens: list[int]) -> None:
-        lacking, available = holding.lacking(len(tokens) - holding.stored), self.pool.available
+    def grow(self, block_table: BlockTable, tokens: list[int]) -> None:
+        lacking, available = block_table.blocks_needed(len(tokens) - block_table.stored), self.pool.available
         if lacking > available:
-            before = holding.pages[:]
+            before = block_table.pages[:]
             with pytest.raises(RequestError, match=f"{lacking} pages asked for but {available} are free"):
-                holding.reserve(len(tokens) - holding.stored)
-            assert holding.pages == before
+                block_table.reserve(len(tokens) - block_table.stored)
+            assert block_table.pages == before
             return
-        holding.reserve(len(tokens) - holding.stored)
+        block_table.reserve(len(tokens) - block_table.stored)
         assert self.pool.available == available - lacking
-        write(holding, self.pool, tokens)
-        self.texts[holding] = tokens
+        write(block_table, self.pool, tokens)
+        self.texts[block_table] = tokens
 
-    @rule(target=holdings, tokens=TEXT)
-    def open(self, tokens: list[int]) -> Holding:
-        holding = Holding(self.pool)
-        self.texts[holding] = []
-        holding.match(tokens, len(tokens) - 1)
-        assert holding.stored < len(tokens)
-        self.texts[holding] = tokens[: holding.stored]
-        self.grow(holding, tokens)
-        return holding
+    @rule(target=tables, tokens=TEXT)
+    def open(self, tokens: list[int]) -> BlockTable:
+        block_table = BlockTable(self.pool)
+        self.texts[block_table] = []
+        block_table.match(tokens, len(tokens) - 1)
+        assert block_table.stored < len(tokens)
+        self.texts[block_table] = tokens[: block_table.stored]
+        self.grow(block_table, tokens)
+        return block_table
 
-    @rule(holding=holdings, more=TEXT)
-    def extend(self, holding: Holding, more: list[int]) -> None:
-        self.grow(holding, self.texts[holding] + more)
+    @rule(block_table=tables, more=TEXT)
+    def extend(self, block_table: BlockTable, more: list[int]) -> None:
+        self.grow(block_table, self.texts[block_table] + more)
 
-    @rule(target=holdings, holding=holdings)
-    def fork(self, holding: Holding) -> Holding:
-        available, twin = self.pool.available, holding.fork()
+    @rule(target=tables, block_table=tables)
+    def fork(self, block_table: BlockTable) -> BlockTable:
+        available, twin = self.pool.available, block_table.fork()
         assert self.pool.available == available
-        self.texts[twin] = self.texts[holding]
+        self.texts[twin] = self.texts[block_table]
         return twin
 
-    @rule(holding=consumes(holdings), broken=st.booleans())
-    def release(self, holding: Holding, broken: bool) -> None:
-        last = {page for page in holding.pages if self.pool.owners(page) == 1}
-        holding.release(broken=broken)
-        del self.texts[holding]
-        assert (len(holding.pages), holding.stored) == (0, 0)
+    @rule(block_table=consumes(tables), broken=st.booleans())
+    def release(self, block_table: BlockTable, broken: bool) -> None:
+        last = {page for page in block_table.pages if self.pool.owners(page) == 1}
+        block_table.release(broken=broken)
+        del self.texts[block_table]
+        assert (len(block_table.pages), block_table.stored) == (0, 0)
         if broken:
             assert all(not tensor[list(last)].any() for tensor in self.pool.tensors)
 
     @invariant()
     def every_page_is_owned_by_those_who_hold_it(self) -> None:
-        owners = Counter(page for holding in self.texts for page in holding.pages)
+        owners = Counter(page for block_table in self.texts for page in block_table.pages)
         assert owners[0] == 0
         assert {page: self.pool.owners(page) for page in owners} == owners
-        assert self.pool.available == self.pool.num_pages - 1 - len(owners)
+        assert self.pool.available == self.pool.num_blocks - 1 - len(owners)
         free = {*self.pool._empty, *self.pool._remembered}
         assert len(free) == self.pool.available
         assert not free & owners.keys()
 
     @invariant()
     def every_row_finds_its_own_text(self) -> None:
-        for holding, tokens in self.texts.items():
-            assert holding.stored == len(tokens)
+        for block_table, tokens in self.texts.items():
+            assert block_table.stored == len(tokens)
             if tokens:
-                keys, values = held(holding, self.pool)
+                keys, values = held(block_table, self.pool)
                 assert torch.equal(keys, marks(tokens))
                 assert torch.equal(values, -keys)
 
@@ -126,24 +126,24 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
 
 
-def opened(pool: AnyPagePool, tokens: list[int], *, most: int | None = None) -> Holding:
-    holding = Holding(pool)
-    holding.match(tokens, len(tokens) - 1 if most is None else most)
-    holding.reserve(len(tokens) - holding.stored)
-    write(holding, pool, tokens)
-    return holding
+def opened(pool: AnyPagePool, tokens: list[int], *, most: int | None = None) -> BlockTable:
+    block_table = BlockTable(pool)
+    block_table.match(tokens, len(tokens) - 1 if most is None else most)
+    block_table.reserve(len(tokens) - block_table.stored)
+    write(block_table, pool, tokens)
+    return block_table
 
 
 def matched(pool: AnyPagePool, tokens: list[int], most: int | None = None) -> int:
-    holding = Holding(pool)
-    holding.match(tokens, len(tokens) - 1 if most is None else most)
-    stored = holding.stored
-    holding.release()
+    block_table = BlockTable(pool)
+    block_table.match(tokens, len(tokens) - 1 if most is None else most)
+    stored = block_table.stored
+    block_table.release()
     return stored
 
 
 def test_a_prefix_is_found_by_full_pages_and_never_whole():
-    pool = PagePool(SHAPE, 20, 4)
+    pool = BlockPool(SHAPE, 20, 4)
     text = list(range(12))
     opened(pool, text)
     assert matched(pool, text) == 8
@@ -158,13 +158,13 @@ def test_a_prefix_is_found_by_full_pages_and_never_whole():
 def test_texts_of_equal_hash_are_told_apart():
     """In Python -1 and -2 have the same hash, and so have tuples of them."""
     assert hash((0, (-1, -1))) == hash((0, (-2, -2)))
-    pool = PagePool(SHAPE, 20, 2)
+    pool = BlockPool(SHAPE, 20, 2)
     opened(pool, [0, 0]).advance([-1, -1], 2)
     assert pool.match([-2, -2, 5], 2)[0] == []
 
 
 def test_pages_of_a_text_that_ended_are_kept_until_their_room_is_needed_the_oldest_ones_first():
-    pool = PagePool(SHAPE, 9, 2)
+    pool = BlockPool(SHAPE, 9, 2)
     for first in (10, 20, 30):
         opened(pool, [first, 1, 2, 3, 4]).release()
     assert pool.available == 8
@@ -177,7 +177,7 @@ def test_pages_of_a_text_that_ended_are_kept_until_their_room_is_needed_the_olde
 
 
 def test_one_text_is_known_once_though_two_rows_wrote_it():
-    pool = PagePool(SHAPE, 9, 2)
+    pool = BlockPool(SHAPE, 9, 2)
     first, second = (opened(pool, [1, 2, 3], most=0) for _ in range(2))
     assert first.pages[0] != second.pages[0]
     second.release()
@@ -185,12 +185,12 @@ def test_one_text_is_known_once_though_two_rows_wrote_it():
 
 
 def test_rows_that_share_a_page_copy_it_before_they_write():
-    pool = PagePool(SHAPE, 20, 4)
+    pool = BlockPool(SHAPE, 20, 4)
     row = opened(pool, [1, 2, 3, 4, 5, 6])
     twins = [row.fork() for _ in range(3)]
     assert pool.available == 19 - 2
     for end, each in enumerate((row, *twins)):
-        assert each.lacking(1) == (end < 3), "the last one has the page for itself"
+        assert each.blocks_needed(1) == (end < 3), "the last one has the page for itself"
         each.reserve(1)
         write(each, pool, [1, 2, 3, 4, 5, 6, end])
     assert pool.available == 19 - 1 - 4
@@ -200,17 +200,17 @@ def test_rows_that_share_a_page_copy_it_before_they_write():
 
 
 def test_a_fork_of_full_pages_copies_nothing():
-    pool = PagePool(SHAPE, 20, 4)
+    pool = BlockPool(SHAPE, 20, 4)
     row = opened(pool, [1, 2, 3, 4])
     row.reserve(3)  # a page the twin has no part in
     twin = row.fork()
     assert list(twin.pages) == list(row.pages[:1])
-    assert (row.lacking(1), twin.lacking(1), twin.lacking(0)) == (0, 1, 0)
+    assert (row.blocks_needed(1), twin.blocks_needed(1), twin.blocks_needed(0)) == (0, 1, 0)
 
 
 @pytest.mark.parametrize(
-    ("pages", "size", "message"), [(1, 4, "num_pages = 1 must be at least 2"), (4, 0, "page_size = 0")]
+    ("pages", "size", "message"), [(1, 4, "num_blocks = 1 must be at least 2"), (4, 0, "block_size = 0")]
 )
 def test_pools_that_make_no_sense_are_refused(pages, size, message):
     with pytest.raises(ConfigError, match=message):
-        PagePool(SHAPE, pages, size)
+        BlockPool(SHAPE, pages, size)

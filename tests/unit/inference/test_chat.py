@@ -7,7 +7,7 @@ import torch
 from tests.unit.tokenization.bytewise import byte_tokenizer
 
 from whimbrel.base.errors import RequestError
-from whimbrel.inference import Conversation, NgramDraft, Sampling, Session, generate
+from whimbrel.inference import Conversation, NgramDraft, SamplingParams, Session, generate
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.tokenization import ChatTemplate, Tokenizer
 
@@ -15,7 +15,7 @@ TEMPLATE = ChatTemplate(
     "{% for message in messages %}<turn>{{ message.role[0] }}:{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<turn>a:{% endif %}"
 )
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def model() -> GPT:
 
 
 @pytest.fixture
-def letters_only(tokenizer) -> Sampling:
+def letters_only(tokenizer) -> SamplingParams:
     letters = {tokenizer.encode(letter)[0] for letter in "abcdefgh"}
-    return Sampling(temperature=0, logit_bias={token: -1e4 for token in range(258) if token not in letters})
+    return SamplingParams(temperature=0, logit_bias={token: -1e4 for token in range(258) if token not in letters})
 
 
 @pytest.fixture
@@ -48,7 +48,9 @@ def reads(monkeypatch) -> list[int]:
     return seen
 
 
-def conversation(model: GPT, tokenizer: Tokenizer, sampling: Sampling = GREEDY, **options: object) -> Conversation:
+def conversation(
+    model: GPT, tokenizer: Tokenizer, sampling: SamplingParams = GREEDY, **options: object
+) -> Conversation:
     settings = {"max_new_tokens": 12, "eos_id": tokenizer.eot_id} | options
     return Conversation(Session(model), tokenizer, TEMPLATE, sampling, **settings)
 
@@ -129,7 +131,7 @@ def test_answers_end_at_stop_strings_and_end_tokens(model, tokenizer, letters_on
     template = ChatTemplate(TEMPLATE.source, stops=[stop])
     taught = Conversation(Session(model), tokenizer, template, letters_only, max_new_tokens=12, stops=["never"])
     assert "".join(taught.ask("Hello").pieces) == text[: text.index(stop)]
-    done = Sampling(temperature=0, logit_bias={tokenizer.eot_id: 1e4})
+    done = SamplingParams(temperature=0, logit_bias={tokenizer.eot_id: 1e4})
     assert "".join(conversation(model, tokenizer, done, eos_id=None).ask("Hello").pieces) == ""
     ending = conversation(model, tokenizer, letters_only, eos_id=tokenizer.encode(text[3]))
     assert "".join(ending.ask("Hello").pieces) == text[: text.index(text[3])]
@@ -167,7 +169,7 @@ def test_the_longest_word_of_the_system_leaves_room_for_a_message(model, tokeniz
 
 def test_seeds_settle_a_conversation_and_turns_differ(model, tokenizer):
     def talked(seed: int | None) -> list[str]:
-        talk, answers = conversation(model, tokenizer, Sampling(temperature=2.0), seed=seed), []
+        talk, answers = conversation(model, tokenizer, SamplingParams(temperature=2.0), seed=seed), []
         for _ in range(2):
             answers.append("".join(talk.ask("Hello").pieces))
             talk.reset()

@@ -9,7 +9,7 @@ from itertools import count
 
 from whimbrel.base.errors import ConfigError, RequestError
 
-__all__ = ["Holding", "Pages"]
+__all__ = ["BlockTable", "BlockManager"]
 
 SCRATCH = 0
 """The page that padding is written to; nobody owns it."""
@@ -18,22 +18,22 @@ NO_TEXT = 0
 """The prefix of every text."""
 
 
-class Pages(ABC):
-    """Pages with owners. A page without owners is free, but may go on holding a known text until its room is needed.
+class BlockManager(ABC):
+    """Blocks with owners. A page without owners is free, but may go on holding a known text until its room is needed.
 
     A full page is known by the prefix before it and its own tokens, chained: the key of a page is the number of the
     prefix that ends before it, and its tokens. The keys live in a dict, which compares them after their hashes, so no
     collision can pass one text for another.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        if page_size < 1:
-            raise ConfigError(f"page_size = {page_size} must be at least 1")
-        if num_pages < 2:
-            raise ConfigError(f"num_pages = {num_pages} must be at least 2: the first takes padding")
-        self.num_pages, self.page_size = num_pages, page_size
-        self._owners = [0] * num_pages
-        self._empty = list(range(num_pages - 1, SCRATCH, -1))
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if block_size < 1:
+            raise ConfigError(f"block_size = {block_size} must be at least 1")
+        if num_blocks < 2:
+            raise ConfigError(f"num_blocks = {num_blocks} must be at least 2: the first takes padding")
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._owners = [0] * num_blocks
+        self._empty = list(range(num_blocks - 1, SCRATCH, -1))
         self._remembered: dict[int, None] = {}  # free pages of known texts, least recently used first
         self._known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (prefix, tokens) -> (prefix, page)
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -93,8 +93,8 @@ class Pages(ABC):
         self.release(pages)
 
     def match(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
-        """Pages that hold the beginning of `tokens`, at most `most` of them, now retained; and their prefix."""
-        pages, prefix, size = [], NO_TEXT, self.page_size
+        """BlockManager that hold the beginning of `tokens`, at most `most` of them, now retained; and their prefix."""
+        pages, prefix, size = [], NO_TEXT, self.block_size
         for start in range(0, most - size + 1, size):
             found = self._known.get((prefix, tuple(tokens[start : start + size])))
             if found is None:
@@ -121,12 +121,12 @@ class Pages(ABC):
         return page
 
 
-class Holding:
+class BlockTable:
     """The pages of one row, in the order of its text."""
 
     __slots__ = ("_known", "_pool", "_prefix", "pages", "stored")
 
-    def __init__(self, pool: Pages) -> None:
+    def __init__(self, pool: BlockManager) -> None:
         self._pool = pool
         self.pages = array("i")
         self.stored = 0
@@ -138,18 +138,18 @@ class Holding:
         pages, self._prefix = self._pool.match(tokens, most)
         self.pages.extend(pages)
         self._known = len(pages)
-        self.stored = len(pages) * self._pool.page_size
+        self.stored = len(pages) * self._pool.block_size
 
-    def lacking(self, tokens: int) -> int:
+    def blocks_needed(self, tokens: int) -> int:
         """Free pages that `reserve(tokens)` will take."""
-        missing = -(-(self.stored + tokens) // self._pool.page_size) - len(self.pages)
+        missing = -(-(self.stored + tokens) // self._pool.block_size) - len(self.pages)
         return max(missing, 0) + (tokens > 0 and self._shares_its_end())
 
     def reserve(self, tokens: int) -> None:
         """Have room for `tokens` more, in pages that no other row writes to."""
-        fresh = self._pool.allocate(self.lacking(tokens))
+        fresh = self._pool.allocate(self.blocks_needed(tokens))
         if tokens > 0 and self._shares_its_end():
-            index = self.stored // self._pool.page_size
+            index = self.stored // self._pool.block_size
             shared, self.pages[index] = self.pages[index], fresh.pop()
             self._pool.copy(shared, self.pages[index])
             self._pool.release([shared])
@@ -158,16 +158,16 @@ class Holding:
     def advance(self, tokens: Sequence[int], stored: int, *, remember: bool = True) -> None:
         """Note that the first `stored` of `tokens` are in the pages now, and let others find those that became full."""
         self.stored = stored
-        size = self._pool.page_size
+        size = self._pool.block_size
         while remember and (self._known + 1) * size <= stored:
             own = tuple(tokens[self._known * size : (self._known + 1) * size])
             self._prefix = self._pool.remember(self._prefix, own, self.pages[self._known])
             self._known += 1
 
-    def fork(self) -> Holding:
+    def fork(self) -> BlockTable:
         """Another holding of the same text; a page is copied when one of them is about to write to it."""
-        twin = Holding(self._pool)
-        twin.pages = self.pages[: -(-self.stored // self._pool.page_size)]
+        twin = BlockTable(self._pool)
+        twin.pages = self.pages[: -(-self.stored // self._pool.block_size)]
         twin.stored, twin._known, twin._prefix = self.stored, self._known, self._prefix
         self._pool.retain(twin.pages)
         return twin
@@ -179,5 +179,5 @@ class Holding:
         self.stored, self._known, self._prefix = 0, 0, NO_TEXT
 
     def _shares_its_end(self) -> bool:
-        index, filled = divmod(self.stored, self._pool.page_size)
+        index, filled = divmod(self.stored, self._pool.block_size)
         return filled > 0 and self._pool.owners(self.pages[index]) > 1

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whimbrel.cache.paged import PagedBatch, PagePool
+from whimbrel.cache.paged import BlockPool, PagedBatch
 from whimbrel.inference.graphs import DecodeGraphs
-from whimbrel.inference.request import Row
 from whimbrel.inference.scheduler import Plan
+from whimbrel.inference.sequence import Sequence
 from whimbrel.models import GPT
 
-__all__ = ["Result", "Runner", "decode"]
+__all__ = ["Result", "ModelRunner", "decode"]
 
 Decode = Callable[[Tensor, PagedBatch], Tensor]
 
@@ -24,11 +25,11 @@ Decode = Callable[[Tensor, PagedBatch], Tensor]
 class Result:
     """What a step found out."""
 
-    rows: list[Row]
+    rows: list[Sequence]
     """Rows that have read all they know."""
     logits: Tensor
     """(rows, vocabulary): what comes next in each."""
-    prompts: list[tuple[Row, Tensor]]
+    prompts: list[tuple[Sequence, Tensor]]
     """Rows with positions of their prompt to score, and the logits of those (positions, vocabulary)."""
 
 
@@ -38,10 +39,10 @@ def decode(model: GPT, tokens_B1: Tensor, batch: PagedBatch) -> Tensor:
     return logits
 
 
-class Runner:
+class ModelRunner:
     """Runs plans on a model: one pass for rows that read one token, one for rows that read more."""
 
-    def __init__(self, model: GPT, pool: PagePool) -> None:
+    def __init__(self, model: GPT, pool: BlockPool) -> None:
         self._model, self._pool = model, pool
         self.decode: Decode = lambda tokens, batch: decode(model, tokens, batch)
         """How one token of each row is read."""
@@ -61,7 +62,7 @@ class Runner:
         """Read what the plan says."""
         rows = list(plan.decoding)
         logits: list[Tensor] = []
-        prompts: list[tuple[Row, Tensor]] = []
+        prompts: list[tuple[Sequence, Tensor]] = []
         if plan.decoding:
             ones = [1] * len(rows)
             tokens, batch = self._batch(rows, ones, self.padded(len(rows)))
@@ -72,7 +73,7 @@ class Runner:
             logits.append(reading)
         return Result(rows, logits[0] if len(logits) == 1 else torch.cat(logits), prompts)
 
-    def _read(self, plan: Plan) -> tuple[list[Row], Tensor, list[tuple[Row, Tensor]]]:
+    def _read(self, plan: Plan) -> tuple[list[Sequence], Tensor, list[tuple[Sequence, Tensor]]]:
         """One pass over several tokens of each row; logits only where they are asked for."""
         rows = plan.reading
         counts = [min(row.pending, plan.width) for row in rows]
@@ -82,7 +83,7 @@ class Runner:
         picks = [index * plan.width + counts[index] - 1 for index, _ in ready]
         scored = []
         for index, row in enumerate(rows):
-            start = row.holding.stored
+            start = row.block_table.stored
             asked = range(max(start, row.unscored.start), min(start + counts[index], row.unscored.stop))
             if asked:
                 scored.append((row, len(asked)))
@@ -92,17 +93,17 @@ class Runner:
         last, *prompts = logits.split([len(ready), *(number for _, number in scored)])
         return [row for _, row in ready], last, [(row, part) for (row, _), part in zip(scored, prompts, strict=True)]
 
-    def _batch(self, rows: Sequence[Row], counts: Sequence[int], height: int) -> tuple[Tensor, PagedBatch]:
+    def _batch(self, rows: abc.Sequence[Sequence], counts: abc.Sequence[int], height: int) -> tuple[Tensor, PagedBatch]:
         """The next tokens of each row, (height, most tokens), and their cache; sent to the device in one piece."""
         width = max(counts)
-        pages = max(len(row.holding.pages) for row in rows)
+        pages = max(len(row.block_table.pages) for row in rows)
         ints = np.zeros(height * (width + pages + 2), dtype=np.int32)
         sizes = [height * width, height * pages, height, height]
         tokens, tables, starts, taken = np.split(ints, np.cumsum(sizes)[:-1])
         tokens, tables = tokens.reshape(height, width), tables.reshape(height, pages)
-        starts[: len(rows)], taken[: len(rows)] = [row.holding.stored for row in rows], counts
+        starts[: len(rows)], taken[: len(rows)] = [row.block_table.stored for row in rows], counts
         for index, row in enumerate(rows):
-            start, held = row.holding.stored, row.holding.pages
+            start, held = row.block_table.stored, row.block_table.pages
             tokens[index, : counts[index]] = row.tokens[start : start + counts[index]]
             tables[index, : len(held)] = held
             tables[index, len(held) :] = held[-1]  # never seen, but read: then better its own page than another's

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from whimbrel.base.errors import RequestError
-from whimbrel.cache.pages import Holding, Pages
-from whimbrel.inference.sampling import Draws, History, Sampling
+from whimbrel.cache.blocks import BlockManager, BlockTable
+from whimbrel.inference.sampling import History, SampleRNG, SamplingParams
 
-__all__ = ["Event", "Finish", "Request", "Row", "Score"]
+__all__ = ["Event", "Finish", "Request", "Sequence", "Logprob"]
 
 Finish = Literal["stop", "length", "error"]
 
 
-class Score(NamedTuple):
+class Logprob(NamedTuple):
     """How likely a token was to the model, and which ones were likeliest in its place."""
 
     logprob: float | None
@@ -31,7 +31,7 @@ class Request:
     """The tokens to go on from."""
     max_new_tokens: int
     """How many tokens are drawn at most, also no more than the context has room for; 0 only scores the prompt."""
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     """How each is drawn."""
     seed: int | None = None
     """The same seed gives the same tokens; None draws differently each time."""
@@ -40,9 +40,9 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a sample and are not part of it."""
     logprobs: int | None = None
-    """Score each new token, with this many of the likeliest beside it."""
+    """Logprob each new token, with this many of the likeliest beside it."""
     prompt_logprobs: int | None = None
-    """Score each token of the prompt, with this many of the likeliest beside it."""
+    """Logprob each token of the prompt, with this many of the likeliest beside it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", tuple(self.prompt_ids))
@@ -60,7 +60,7 @@ class Event(NamedTuple):
     """Something that happened to one sample of a request."""
 
     request: int
-    """What `submit` gave."""
+    """The number returned by `add_request`."""
     sample: int
     """0 to n - 1."""
     token: int | None = None
@@ -69,15 +69,15 @@ class Event(NamedTuple):
     """Of the token, where the request asked."""
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens in its place, with their log-probabilities."""
-    finish: Finish | None = None
+    finish_reason: Finish | None = None
     """Why this is the sample's last event: a stop token was drawn, there is room for no more tokens, or the model's
     numbers are not finite (`error`)."""
-    prompt: tuple[Score, ...] | None = None
+    prompt: tuple[Logprob, ...] | None = None
     """Scores of the prompt's tokens, where asked: once per request, on its first sample, before the first token."""
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class Sequence:
     """One text under way: what is known of it, and what of that its pages hold.
 
     Known tokens that the pages lack are still to be read; when the last has been read, the next token is drawn. So a
@@ -88,27 +88,29 @@ class Row:
     """Of the request, in the order they came."""
     request: Request
     """What was asked."""
-    holding: Holding
+    block_table: BlockTable
     """The pages."""
     tokens: list[int]
     """The prompt and what was drawn after it."""
     samples: list[int]
     """Which samples of the request this is: all that are wanted until the prompt has been read, then one."""
-    scores: list[Score]
+    scores: list[Logprob]
     """Of the prompt's tokens, as far as they are known."""
-    draws: Draws
+    rng: SampleRNG
     """The random stream, which goes on where it was whatever becomes of the pages."""
     longest: int
     """How many tokens the text may come to have."""
 
     @classmethod
-    def of(cls, request: Request, number: int, pool: Pages, context_length: int) -> Row:
+    def of(cls, request: Request, number: int, pool: BlockManager, context_length: int) -> Sequence:
         """A row with nothing read yet."""
         tokens, samples = list(request.prompt_ids), list(range(request.n))
         longest = min(len(tokens) + request.max_new_tokens, context_length)
-        return cls(number, request, Holding(pool), tokens, samples, [Score(None)], Draws(request.seed), longest)
+        return cls(
+            number, request, BlockTable(pool), tokens, samples, [Logprob(None)], SampleRNG(request.seed), longest
+        )
 
-    def split(self) -> list[Row]:
+    def split(self) -> list[Sequence]:
         """A row for each sample, this one first, that share the pages read so far but have random streams apart."""
         self.samples, others = self.samples[:1], self.samples[1:]
         return [self, *(self._twin(sample) for sample in others)]
@@ -116,12 +118,12 @@ class Row:
     def leave_out(self, sample: int) -> None:
         """Stand for all samples that this row stood for but one."""
         self.samples.remove(sample)
-        self.draws = Draws(self.request.seed, self.sample)
+        self.rng = SampleRNG(self.request.seed, self.sample)
 
-    def _twin(self, sample: int) -> Row:
-        draws = Draws(self.request.seed, sample)
-        holding, tokens = self.holding.fork(), self.tokens[:]
-        return Row(self.number, self.request, holding, tokens, [sample], self.scores, draws, self.longest)
+    def _twin(self, sample: int) -> Sequence:
+        draws = SampleRNG(self.request.seed, sample)
+        holding, tokens = self.block_table.fork(), self.tokens[:]
+        return Sequence(self.number, self.request, holding, tokens, [sample], self.scores, draws, self.longest)
 
     @property
     def sample(self) -> int:
@@ -136,7 +138,7 @@ class Row:
     @property
     def pending(self) -> int:
         """Known tokens that have not been read."""
-        return len(self.tokens) - self.holding.stored
+        return len(self.tokens) - self.block_table.stored
 
     @property
     def drawn(self) -> int:

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference.decode import checked_stops
-from whimbrel.inference.sampling import Draws, Sampling
+from whimbrel.inference.detokenizer import StopStrings, TextStream
+from whimbrel.inference.sampling import SampleRNG, SamplingParams
 from whimbrel.inference.session import Session
 from whimbrel.inference.speculative import Draft, speculate
-from whimbrel.inference.stops import StopStrings
-from whimbrel.inference.text import TextStream
 from whimbrel.tokenization import ChatTemplate, Message, Tokenizer
 
 __all__ = ["Answer", "Conversation"]
@@ -35,7 +34,7 @@ class Conversation:
         session: Session,
         tokenizer: Tokenizer,
         template: ChatTemplate,
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         max_new_tokens: int = 256,
         system: str | None = None,
@@ -49,7 +48,7 @@ class Conversation:
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         if max_new_tokens < 1:
             raise RequestError(f"max_new_tokens = {max_new_tokens} must be at least 1")
-        StopStrings(self._stops), Draws(seed)  # which refuse what no turn could be answered with
+        StopStrings(self._stops), SampleRNG(seed)  # which refuse what no turn could be answered with
         self._check_opening()
         self._turns = 0
         self.messages: list[Message] = []
