@@ -29,7 +29,7 @@ import torch
 
 from record import record
 from whimbrel.config import to_table
-from whimbrel.distributed import recompute
+from whimbrel.distributed import apply_activation_checkpointing
 from whimbrel.models import GPT
 from whimbrel.precision import QuantizedWeight
 from whimbrel.train import RunConfig
@@ -130,7 +130,7 @@ def make_steps(config: RunConfig, device: torch.device, steps: int) -> None:
     """Steps of the run, on any tokens, and from any codes."""
     with device:
         model = draw_model(config) if config.train.weights is None else drawn_codes(config, device)
-    recompute(model, config.train.recompute)
+    apply_activation_checkpointing(model, config.train.recompute)
     optimizer = build_optimizer_of(model, config, None, accumulation=config.train.accumulation or 1)
     loop = dry_run(config, model, device, optimizer)
     for number in range(steps):

@@ -1,1 +1,1 @@
-"""The floor every room stands on: errors, atomic files, logging, seeds, progress. Knows no torch and no other room."""
+"""Errors, atomic files, directory locks and progress reporting. Imports neither torch nor any other package of ours."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
 import threading
@@ -14,7 +15,6 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from whimbrel.base.errors import ConfigError, WriteError
-from whimbrel.base.logging import get_logger
 
 flock: ModuleType | None
 try:
@@ -30,7 +30,7 @@ OWNER_WAIT_SECONDS = 0.5
 LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
 """Mount options of network file systems (NFS, Lustre) that make `flock` local to one host."""
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class DirectoryLock:

@@ -1,45 +1,52 @@
-"""How a long job tells how far it is without knowing who looks."""
+"""Progress reporting for long jobs, independent of how it is displayed."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Progress", "Silent"]
+__all__ = ["NoProgress", "Progress", "format_bytes"]
 
 
 class Progress(Protocol):
-    """A progress display. `total` is None where the end is not known."""
+    """A progress display."""
 
     def start(self, total: int | None, unit: str, done: int = 0) -> None:
-        """Begin a job of `total` units, of which earlier runs did `done`."""
+        """Start a job of `total` units (None: unknown), of which earlier runs completed `done`."""
 
     def expect(self, total: int) -> None:
-        """Say about how many units it will be, where `total` was not known."""
+        """Update the estimated number of units, if `start` was given none."""
 
     def advance(self, count: int) -> None:
-        """Say that `count` more units are done."""
+        """Report `count` more completed units."""
 
     def finish(self) -> None:
-        """Say that the job is done."""
+        """Report that the job is complete."""
 
     def close(self) -> None:
-        """Take the display down, whether or not the job is done."""
+        """Remove the display, whether or not the job is complete."""
 
 
-class Silent:
-    """A `Progress` that shows nothing."""
+class NoProgress:
+    """A `Progress` that displays nothing."""
 
     def start(self, total: int | None, unit: str, done: int = 0) -> None:
-        """Show nothing."""
+        """Do nothing."""
 
     def expect(self, total: int) -> None:
-        """Show nothing."""
+        """Do nothing."""
 
     def advance(self, count: int) -> None:
-        """Show nothing."""
+        """Do nothing."""
 
     def finish(self) -> None:
-        """Show nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Show nothing."""
+        """Do nothing."""
+
+
+def format_bytes(size: int) -> str:
+    """`size` in KiB, MiB or GiB, as in "1.50 GiB"."""
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import nearest
+from whimbrel.config import did_you_mean
 
 __all__ = [
     "DirectoryStateful",
@@ -99,7 +99,9 @@ def check_components(components: Sequence[StateComponent], groups: Collection[st
     for component in components:
         name = component.process_group_name
         if name is not None and name not in groups:
-            raise ConfigError(f"component '{component.key}': unknown process group '{name}'{nearest(name, groups)}")
+            raise ConfigError(
+                f"component '{component.key}': unknown process group '{name}'{did_you_mean(name, groups)}"
+            )
 
 
 def check_skipped(skip: Collection[str], components: Sequence[StateComponent]) -> None:
@@ -107,7 +109,7 @@ def check_skipped(skip: Collection[str], components: Sequence[StateComponent]) -
     required = {component.key: component.required for component in components}
     for key in skip:
         if key not in required:
-            raise ConfigError(f"unknown component '{key}' to skip{nearest(key, required)}")
+            raise ConfigError(f"unknown component '{key}' to skip{did_you_mean(key, required)}")
         if required[key]:
             optional = sorted(key for key, needed in required.items() if not needed)
             raise ConfigError(f"component '{key}' is required; what can be skipped: {', '.join(optional) or 'nothing'}")

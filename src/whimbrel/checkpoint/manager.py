@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
 from collections import deque
@@ -16,7 +17,6 @@ from typing import Any, NamedTuple
 from whimbrel.base.errors import CheckpointError, ConfigError, WhimbrelError, WriteError
 from whimbrel.base.files import remove_stale
 from whimbrel.base.lock import DirectoryLock
-from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint.component import (
     DirectoryStateful,
     StateComponent,
@@ -34,7 +34,7 @@ from whimbrel.checkpoint.writing import Piece, write_checkpoint
 
 __all__ = ["CheckpointManager", "Saved"]
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 RETRY_PAUSES = (1.0, 5.0, 15.0)
 """Seconds to wait before each further attempt of a save that failed."""

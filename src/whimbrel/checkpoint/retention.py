@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection
 from pathlib import Path
 
 from whimbrel.base.errors import CheckpointError
-from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint.layout import list_checkpoints, remove_checkpoint, step_folders
 from whimbrel.checkpoint.manifest import read_manifest
 
@@ -16,7 +16,7 @@ __all__ = ["TEMPORARY", "best_first", "prune_checkpoints", "temporary_checkpoint
 TEMPORARY = "temporary"
 """Key in a manifest's `about` that marks a checkpoint to remove once a newer one exists."""
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def best_first(run: Path, *, greater_is_better: bool) -> list[tuple[float, Path]]:

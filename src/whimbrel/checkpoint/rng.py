@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -9,11 +10,10 @@ import numpy as np
 import torch
 
 from whimbrel.base.errors import CheckpointError
-from whimbrel.base.logging import get_logger
 
 __all__ = ["RNGState"]
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 GENERATOR = "MT19937"
 

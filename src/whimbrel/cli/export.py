@@ -33,7 +33,7 @@ def export(
         raise ConfigError(f"--format {form} and {out} do not fit: a GGUF file, and nothing else, ends in {GGUF}")
     import torch
 
-    from whimbrel.base.units import readable_bytes
+    from whimbrel.base.progress import format_bytes
 
     number = {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     if out.suffix == GGUF:
@@ -46,4 +46,4 @@ def export(
 
         export_hf(source, out, dtype=number)
         size = sum(file.stat().st_size for file in out.iterdir())
-    print(f"{out}: {readable_bytes(size)}")
+    print(f"{out}: {format_bytes(size)}")

@@ -180,10 +180,10 @@ def _told(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tell(out: Path, result: Finalized) -> None:
-    from whimbrel.base.units import readable_bytes
+    from whimbrel.base.progress import format_bytes
 
     was, is_now = result.before, result.after
-    sizes = f"{readable_bytes(was.bytes)} -> {readable_bytes(is_now.bytes)}"
+    sizes = f"{format_bytes(was.bytes)} -> {format_bytes(is_now.bytes)}"
     print(f"{out}: {result.parameters:,} parameters, {was.format} -> {is_now.format}, {sizes}")
     if was.measured is not None and is_now.measured is not None:
         before, after = was.measured, is_now.measured

@@ -39,7 +39,7 @@ def memory(
     setting of the file can be tried as --section.name=value.
     """
     from whimbrel.base.errors import ConfigError
-    from whimbrel.config import nearest
+    from whimbrel.config import did_you_mean
     from whimbrel.optim.config import PLAIN_ALONE
     from whimbrel.train import load_run_config
     from whimbrel.train.memory import optimizer_names, predict_memory
@@ -48,7 +48,7 @@ def memory(
         raise ConfigError(f"--device {device} is not one of {', '.join(KINDS)}")
     for name in optimizer or ():
         if name not in optimizer_names():
-            raise ConfigError(f"--optimizer {name} is none{nearest(name, optimizer_names())}")
+            raise ConfigError(f"unknown --optimizer {name}{did_you_mean(name, optimizer_names())}")
     loaded = load_run_config(config, context.args)
     able = [name for name in optimizer_names() if loaded.train.weights is None or name not in PLAIN_ALONE]
     others = [name for name in optimizer or able if name != loaded.optim.name]
@@ -62,7 +62,7 @@ def memory(
 
 
 def _show(config: RunConfig, found: Sequence[MemoryPrediction], *, parameters: bool) -> None:
-    from whimbrel.base.units import readable_bytes
+    from whimbrel.base.progress import format_bytes
     from whimbrel.cli.table import show_table
     from whimbrel.train.summary import features
 
@@ -77,7 +77,7 @@ def _show(config: RunConfig, found: Sequence[MemoryPrediction], *, parameters: b
             (
                 row.optimizer + ", in backward" * row.in_backward,
                 *(
-                    readable_bytes(size)
+                    format_bytes(size)
                     for size in (row.weights, row.gradients, row.states, row.activations, row.temporaries, row.peak)
                 ),
                 row.phase,
@@ -98,9 +98,9 @@ def _show(config: RunConfig, found: Sequence[MemoryPrediction], *, parameters: b
 
 def _notes(config: RunConfig, own: MemoryPrediction) -> Iterator[str]:
     """What to know of the figures."""
-    from whimbrel.base.units import readable_bytes
+    from whimbrel.base.progress import format_bytes
 
-    parts = ", ".join(f"{readable_bytes(size)} {name}" for name, size in own.at_peak.items())
+    parts = ", ".join(f"{format_bytes(size)} {name}" for name, size in own.at_peak.items())
     yield f"The peak of {own.optimizer}: {parts}."
     yield "Each column is the most of its kind; they need not be there at once, and the peak is what is."
     if own.device == "cuda":
@@ -110,8 +110,8 @@ def _notes(config: RunConfig, own: MemoryPrediction) -> Iterator[str]:
 
 
 def _parameter(row: ParameterRow) -> tuple[str, ...]:
-    from whimbrel.base.units import readable_bytes
+    from whimbrel.base.progress import format_bytes
 
     shape = " x ".join(map(str, row.shape))
-    state = "not known" if row.state is None else readable_bytes(row.state)
-    return row.name, str(row.count), shape, row.dtype, row.rule, readable_bytes(row.weights), state
+    state = "not known" if row.state is None else format_bytes(row.state)
+    return row.name, str(row.count), shape, row.dtype, row.rule, format_bytes(row.weights), state

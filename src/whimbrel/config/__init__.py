@@ -1,6 +1,5 @@
-"""TOML and `--a.b=c` overrides to frozen dataclasses; a misspelt or ill-typed key is refused with the nearest name."""
+"""TOML files and `--a.b=c` overrides to frozen dataclasses. Unknown or mistyped keys are errors with a suggestion."""
 
-from whimbrel.config.overrides import apply_overrides
 from whimbrel.config.schema import (
     Setting,
     build,
@@ -8,12 +7,14 @@ from whimbrel.config.schema import (
     check_known,
     check_unused,
     convert,
+    did_you_mean,
     field_docs,
     list_settings,
-    nearest,
+    not_one_of,
+    suggest,
     to_table,
 )
-from whimbrel.config.toml import dump_toml, load_toml
+from whimbrel.config.toml import apply_overrides, dump_toml, load_toml
 
 __all__ = [
     "Setting",
@@ -23,10 +24,12 @@ __all__ = [
     "check_known",
     "check_unused",
     "convert",
+    "did_you_mean",
     "dump_toml",
     "field_docs",
     "list_settings",
     "load_toml",
-    "nearest",
+    "not_one_of",
+    "suggest",
     "to_table",
 ]

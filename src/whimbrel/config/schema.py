@@ -1,7 +1,7 @@
-"""Plain tables (what TOML gives) to dataclasses and back, strictly.
+"""Strict conversion between tables (nested dicts, as TOML produces them) and dataclasses.
 
 Field types: bool, int, float, str, Path, Literal, tuple[X, ...], unions of those with None, nested dataclasses, and
-tuples of dataclasses (arrays of tables in TOML). An int is taken for a float; nothing else is converted.
+tuples of dataclasses (arrays of tables in TOML). An int is accepted for a float; nothing else is converted.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config.overrides import Override
+from whimbrel.config.toml import Override
 
 __all__ = [
     "Setting",
     "build",
+    "check_choices",
     "check_known",
     "check_unused",
     "convert",
+    "did_you_mean",
     "field_docs",
     "list_settings",
-    "nearest",
+    "not_one_of",
+    "suggest",
     "to_table",
 ]
 
@@ -39,7 +42,7 @@ Table = Mapping[str, Any]
 
 
 def build(cls: type[T], table: Table, where: str = "") -> T:
-    """Make a `cls` from `table`; `where` is the dotted name of the table, for messages."""
+    """Create a `cls` from `table`. `where` is the dotted name of the table, used in error messages."""
     fields = {field.name: field for field in dataclasses.fields(cast(Any, cls)) if field.init}
     check_known(where, table, fields)
     hints = typing.get_type_hints(cls)
@@ -51,33 +54,33 @@ def build(cls: type[T], table: Table, where: str = "") -> T:
 
 
 def to_table(value: object) -> dict[str, Any]:
-    """The inverse of `build`: nested dataclasses become nested dicts; settings that are None are left out."""
+    """The inverse of `build`: nested dataclasses become nested dicts; fields that are None are omitted."""
     table: dict[str, Any] = {}
     for field in dataclasses.fields(cast(Any, value)):
         item = getattr(value, field.name)
         if item is None:
             continue
-        table[field.name] = _to_plain(item)
+        table[field.name] = _to_value(item)
     return table
 
 
-def _to_plain(value: Any) -> Any:
+def _to_value(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return to_table(value)
     if isinstance(value, tuple):
-        return [_to_plain(item) for item in value]
+        return [_to_value(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def check_known(section: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse keys the schema does not have, naming the nearest one it does."""
+    """Raise for keys that are not in `known`."""
     for name in given:
         if name not in known:
-            raise ConfigError(f"unknown setting '{_join(section, name)}'{nearest(name, known)}")
+            raise ConfigError(f"unknown setting '{_join(section, name)}'{did_you_mean(name, known)}")
 
 
 def check_unused(section: str, settings: object, names: Iterable[str], needs: str) -> None:
-    """Refuse settings that are not left at their defaults and do nothing, since what they need is not so."""
+    """Raise for settings that differ from their defaults but have no effect, because they need `needs`."""
     defaults = {field.name: field.default for field in dataclasses.fields(cast(Any, settings))}
     for name in names:
         value = getattr(settings, name)
@@ -94,11 +97,23 @@ def check_choices(section: str, settings: object) -> None:
             convert(kind, getattr(settings, field.name), _join(section, field.name))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A half-sentence for an error message: the nearest known name, or all of them when none is near."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f": did you mean '{close[0]}'?" if close else f": known are {', '.join(names)}"
+def suggest(name: str, known: Iterable[str]) -> str | None:
+    """The known name closest to a misspelled one, or None if none is similar."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """The end of an error message about an unknown name: the closest known name, or all of them."""
+    close = suggest(name, known)
+    return f" (choose from: {', '.join(sorted(known))})" if close is None else f": did you mean '{close}'?"
+
+
+def not_one_of(setting: str, value: object, choices: Collection[str]) -> str:
+    """The error message for a value that is not among the choices of a setting."""
+    close = suggest(value, choices) if isinstance(value, str) else None
+    hint = "" if close is None else f": did you mean '{close}'?"
+    return f"{setting} = {value!r} is not one of {', '.join(choices)}{hint}"
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -110,14 +125,14 @@ def field_docs(cls: type) -> dict[str, str]:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         body = cast(ast.ClassDef, tree).body
         for field, text in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_text(text):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_docstring(text):
                 docs[field.target.id] = inspect.cleandoc(cast(Any, text).value.value).replace("\n", " ")
     return docs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """One value that a configuration can hold: its dotted name, its default (None: there is none) and its meaning."""
+    """One setting of a configuration: dotted name, default (None if required or unset) and description."""
 
     name: str
     default: Any
@@ -125,7 +140,7 @@ class Setting:
 
 
 def list_settings(cls: type, section: str = "") -> Iterator[Setting]:
-    """Every setting of a dataclass and of those nested in it, in order."""
+    """All settings of a dataclass and its nested dataclasses, in order of definition."""
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
     for field in dataclasses.fields(cls):
         name, kind = _join(section, field.name), hints[field.name]
@@ -138,7 +153,7 @@ def list_settings(cls: type, section: str = "") -> Iterator[Setting]:
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:
-    """`value` as the type `kind`, or a refusal that names the setting `where`, the value and what is allowed."""
+    """`value` as the type `kind`. Raises ConfigError with the setting `where`, the value and the expected type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if isinstance(value, Override) and origin not in (Union, types.UnionType):
         value = value.text() if kind in (str, Path) else value.items() if origin is tuple else value.parsed()
@@ -147,34 +162,31 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         if value in arguments and type(value) in {type(a) for a in arguments}:
             return value
-        close = nearest(value, [str(a) for a in arguments]) if isinstance(value, str) else ""
-        raise ConfigError(
-            f"{where} = {value!r} is not one of {', '.join(map(str, arguments))}{close if '?' in close else ''}"
-        )
+        raise ConfigError(not_one_of(where, value, [str(a) for a in arguments]))
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise _wrong(where, value, "a list")
+            raise _type_error(where, value, "a list")
         items = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         if len(items) != len(value):
-            raise _wrong(where, value, f"a list of {len(items)} values")
+            raise _type_error(where, value, f"a list of {len(items)} values")
         return tuple(convert(item, v, f"{where}[{i}]") for i, (item, v) in enumerate(zip(items, value, strict=True)))
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
-            raise _wrong(where, value, "a table")
+            raise _type_error(where, value, "a table")
         return build(cast(Any, kind), value, where)
-    return _convert_plain(kind, value, where)
+    return _convert_scalar(kind, value, where)
 
 
-def _convert_plain(kind: Any, value: Any, where: str) -> Any:
+def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
     if kind is Path and isinstance(value, str) and "\0" not in value:
         return Path(value)
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
-        raise _wrong(where, value, names.get(kind, str(kind)))
+        names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}
+        raise _type_error(where, value, names.get(kind, str(kind)))
     if kind is float and not math.isfinite(value):
-        raise _wrong(where, value, "a finite number")
+        raise _type_error(where, value, "a finite number")
     return value
 
 
@@ -183,7 +195,7 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
         return None
     listed = isinstance(value, list | tuple) or (isinstance(value, Override) and len(value.items()) != 1)
     errors: dict[bool, ConfigError] = {}
-    for kind in sorted(arguments, key=_is_list):  # a single value before a list of one
+    for kind in sorted(arguments, key=_is_list):  # try scalars first: "x" is a string, not a list of one
         try:
             if kind is not type(None):
                 return convert(kind, value, where)
@@ -196,7 +208,7 @@ def _is_list(kind: Any) -> bool:
     return get_origin(kind) is tuple
 
 
-def _is_text(node: ast.stmt) -> bool:
+def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
@@ -204,8 +216,8 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _wrong(where: str, value: Any, wanted: str) -> ConfigError:
-    return ConfigError(f"{where} = {value!r} must be {wanted}")
+def _type_error(where: str, value: Any, expected: str) -> ConfigError:
+    return ConfigError(f"{where} = {value!r} must be {expected}")
 
 
 def _join(section: str, name: str) -> str:

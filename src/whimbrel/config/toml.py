@@ -1,20 +1,21 @@
-"""Read TOML with the line of a fault in the message; write the small subset of TOML that configurations need."""
+"""TOML files, the subset of TOML that configurations are written in, and `--a.b=c` overrides."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from whimbrel.base.errors import ConfigError
 
-__all__ = ["dump_toml", "load_toml"]
+__all__ = ["Override", "apply_overrides", "dump_toml", "load_toml"]
 
 
 def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The table in a TOML file."""
+    """Parse a TOML file. Raises ConfigError with the path and, for a syntax error, the line."""
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
@@ -29,6 +30,52 @@ def dump_toml(table: Mapping[str, Any], header: str = "") -> str:
     """TOML text for a table of scalars, lists of scalars, nested tables and lists of tables."""
     lines = [f"[{header}]"] if header else []
     return _dump(table, header, lines)
+
+
+class Override(str):
+    """An override value as typed. It is parsed once the type of its setting is known: a path `2024` stays a string."""
+
+    __slots__ = ()
+
+    def parsed(self) -> Any:
+        """The value parsed as TOML; the string itself if it is not valid TOML (a bare word)."""
+        try:
+            return tomllib.loads(f"value = {self}")["value"]
+        except (ValueError, RecursionError):
+            return str(self)
+
+    def text(self) -> str:
+        """The string, without TOML quotes."""
+        value = self.parsed()
+        return value if isinstance(value, str) else str(self)
+
+    def items(self) -> list[Any]:
+        """The list: a TOML list, or values separated by commas."""
+        value = self.parsed()
+        if isinstance(value, list):
+            return value
+        text = self.text()
+        return [Override(item.strip()) for item in text.split(",")] if text else []
+
+
+def apply_overrides(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of `table` with each `--a.b=c` applied; `none` removes the key, which restores its default."""
+    result = copy.deepcopy(dict(table))
+    for text in overrides:
+        name, equals, raw = text.removeprefix("--").partition("=")
+        if not text.startswith("--") or not equals or not all(name.split(".")):
+            raise ConfigError(f"expected --section.name=value, got '{text}'")
+        *sections, key = name.replace("-", "_").split(".")
+        target = result
+        for section in sections:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise ConfigError(f"cannot set '{name}': '{section}' is a single value, not a section")
+        if raw == "none":
+            target.pop(key, None)
+        else:
+            target[key] = Override(raw)
+    return result
 
 
 def _dump(table: Mapping[str, Any], header: str, lines: list[str]) -> str:

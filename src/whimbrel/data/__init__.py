@@ -6,8 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from whimbrel.data.documents import document_ids
-    from whimbrel.data.loader import TokenDataLoader
+    from whimbrel.data.loader import TokenDataLoader, document_ids
     from whimbrel.data.manifest import Manifest, read_manifest
     from whimbrel.data.shards import read_shard, write_shard
 
@@ -16,7 +15,7 @@ __all__ = ["Manifest", "TokenDataLoader", "document_ids", "read_manifest", "read
 _HOMES = {
     "Manifest": "manifest",
     "TokenDataLoader": "loader",
-    "document_ids": "documents",
+    "document_ids": "loader",
     "read_manifest": "manifest",
     "read_shard": "shards",
     "write_shard": "shards",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from whimbrel.base.errors import DataError
-from whimbrel.base.logging import get_logger
 
 __all__ = [
     "BATCH_DOCUMENTS",
@@ -85,7 +85,7 @@ def text_batches(path: Path, codec: str | None, separator: str | None) -> Iterat
         yield Batch(place, functools.partial(_parse_texts, block, place, number, mark), read)
         number += sum(1 for _ in mark.finditer(block)) if mark else 1
     if mark and number == 1:
-        get_logger(__name__).warning("%s does not contain the separator %r: it is one document", path, separator)
+        logging.getLogger(__name__).warning("%s does not contain the separator %r: it is one document", path, separator)
 
 
 def _separator_pattern(separator: str) -> re.Pattern[bytes]:

@@ -7,6 +7,7 @@ the process dies, the manifest describes a true beginning of the output and the 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,7 @@ from numpy.typing import NDArray
 from whimbrel import __version__
 from whimbrel.base.errors import ConfigError, DataError, WhimbrelError
 from whimbrel.base.files import remove_stale
-from whimbrel.base.logging import get_logger
-from whimbrel.base.progress import Progress, Silent
+from whimbrel.base.progress import NoProgress, Progress
 from whimbrel.data.encoding import BatchEncoder, Encoded, fingerprint
 from whimbrel.data.manifest import (
     MANIFEST_FILE,
@@ -98,13 +98,13 @@ def prepare(
     manifest = _continued(directory, plan)
     _check_tokenizer(directory, tokenizer)
     if manifest.resume is None:
-        get_logger(__name__).info("%s is prepared already", directory)
+        logging.getLogger(__name__).info("%s is prepared already", directory)
         return manifest
     job = _Job(directory, manifest, tokenizer, len(held_out), [origin.text_bytes() for origin in training])
     batches = (engine or encode_on_threads(available_cores()))(
         held_out + training, manifest.resume, BatchEncoder(tokenizer, settings.val_share), settings
     )
-    return job.run(batches, progress or Silent())
+    return job.run(batches, progress or NoProgress())
 
 
 def default_directory(name: str, sources: Sequence[str], total_tokens: int | None) -> Path:
@@ -207,7 +207,9 @@ class _Job:
             (val_tokens, self._val.tokens, "validation"),
         ):
             if wanted is not None and got < wanted:
-                get_logger(__name__).warning("the source ended at %d of the %d %s tokens asked for", got, wanted, split)
+                logging.getLogger(__name__).warning(
+                    "the source ended at %d of the %d %s tokens asked for", got, wanted, split
+                )
 
     def _save(self, resume: ResumePoint | None) -> None:
         if not self._manifest.shards:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import logging
 import os
 import re
 import resource
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 
 from whimbrel.base.errors import DataError
 from whimbrel.base.files import sha256_file
-from whimbrel.base.logging import get_logger
 from whimbrel.data.manifest import MANIFEST_FILE, SPLITS, Manifest, read_manifest
 from whimbrel.data.shards import check_ids, read_header, read_shard
 
@@ -28,7 +28,7 @@ MAX_MAPPED = 512
 """Maximum number of mapped shards, lower under a low open-file limit: each map keeps a file descriptor open."""
 SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation)(?:[_.-]\d+)*\.bin", re.IGNORECASE)
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class TokenStream:

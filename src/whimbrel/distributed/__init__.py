@@ -1,6 +1,10 @@
-"""What spreads or spares a model's memory: activations computed again or kept in host memory."""
+"""Activation memory: checkpointing (recomputation in backward), the compiler's memory budget, and offload."""
 
-from whimbrel.distributed.offload import offload_activations
-from whimbrel.distributed.recompute import find_blocks, memory_budget, recompute
+from whimbrel.distributed.activation_checkpoint import (
+    activation_memory_budget,
+    apply_activation_checkpointing,
+    find_blocks,
+    offload_activations,
+)
 
-__all__ = ["find_blocks", "memory_budget", "offload_activations", "recompute"]
+__all__ = ["activation_memory_budget", "apply_activation_checkpointing", "find_blocks", "offload_activations"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import sha256_file
-from whimbrel.base.progress import Progress, Silent
+from whimbrel.base.progress import NoProgress, Progress
 from whimbrel.evaluate.files import find_file, find_task, read_items
 from whimbrel.evaluate.metrics import Estimate, Item
 from whimbrel.evaluate.scoring import Score, is_cut
@@ -71,7 +71,7 @@ def evaluate_items(
     progress: Progress | None = None,
 ) -> tuple[dict[str, Estimate], int]:
     """The metrics of a task on these questions, and how many contexts were cut."""
-    shown, length = progress or Silent(), subject.model.config.context_length
+    shown, length = progress or NoProgress(), subject.model.config.context_length
     pairs = subject.pairs([pair for item in items for pair in item.pairs])
     shown.start(sum(min(length, len(pair.context) + len(pair.continuation) - 1) for pair in pairs), "tokens")
     try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import ConfigError, DataError, PrecisionError
-from whimbrel.base.progress import Progress, Silent
+from whimbrel.base.progress import NoProgress, Progress
 from whimbrel.models import GPT
 
 __all__ = ["Pair", "Score", "Window", "is_cut", "score", "windows"]
@@ -76,7 +76,7 @@ def score(
     """
     if batch_size is not None and batch_size < 1:
         raise ConfigError(f"batch_size = {batch_size} must be at least 1")
-    shown = progress or Silent()
+    shown = progress or NoProgress()
     if any(not pair.context or not pair.continuation for pair in pairs):
         raise DataError("a context or a continuation has no token: both need one at least")
     rows = [(number, row) for number, pair in enumerate(pairs) for row in windows(pair, model.config.context_length)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.base.progress import Progress, Silent
+from whimbrel.base.progress import NoProgress, Progress
 from whimbrel.data import read_manifest
 from whimbrel.data.stream import open_stream
 from whimbrel.evaluate.scoring import Pair
@@ -107,7 +107,7 @@ def _total(
     """Score documents a batch of them at a time; those without a token count only as documents."""
     if limit is not None and limit < 1:
         raise ConfigError(f"limit = {limit} must be at least 1")
-    shown, waiting = progress or Silent(), list[Pair]()
+    shown, waiting = progress or NoProgress(), list[Pair]()
     count = tokens = size = held = 0
     sums: list[float] = []
 

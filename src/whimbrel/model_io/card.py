@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from whimbrel import __version__
-from whimbrel.base.units import readable_bytes
+from whimbrel.base.progress import format_bytes
 from whimbrel.config import dump_toml
 from whimbrel.model_io.measure import Finalized
 
@@ -54,7 +54,7 @@ def _weights(result: Finalized) -> str:
         "|---|---|---|",
         f"| format | {before.format} | {after.format} |",
         f"| bytes | {before.bytes:,} | {after.bytes:,} |",
-        f"| that is | {readable_bytes(before.bytes)} | {readable_bytes(after.bytes)} |",
+        f"| that is | {format_bytes(before.bytes)} | {format_bytes(after.bytes)} |",
     ]
     if result.left:
         rows += ["", f"Plain, besides embeddings and norms: {', '.join(f'`{name}`' for name in result.left)}."]

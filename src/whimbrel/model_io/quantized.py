@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError
-from whimbrel.config import nearest
+from whimbrel.config import not_one_of
 from whimbrel.precision import FORMATS, RECIPES, QuantizedWeight, Recipe, WeightFormat, with_embeddings
 
 __all__ = [
@@ -76,8 +76,7 @@ def weight_recipe(argument: str, name: str, *, embeddings: bool = False) -> Reci
     """
     known = {recipe.name: recipe for recipe in RECIPES.values() if recipe.finalize is not None}
     if name not in known:
-        hint = nearest(str(name), known)
-        raise PrecisionError(f"{argument} = {name!r} is not one of {', '.join(known)}{hint if '?' in hint else ''}")
+        raise PrecisionError(not_one_of(argument, name, known))
     return with_embeddings(known[name]) if embeddings else known[name]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from whimbrel import tokenization
 from whimbrel.base.errors import CheckpointError, ConfigError
-from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import best_first, list_checkpoints, verify_component
 from whimbrel.tokenization.llama2c import load_llama2c_tokenizer
 
@@ -74,7 +74,7 @@ def _newest_whole(run: Path) -> Path:
         try:
             verify_component(path, "model")
         except CheckpointError as error:
-            get_logger(__name__).warning("passed over: %s", error)
+            logging.getLogger(__name__).warning("passed over: %s", error)
         else:
             return path
     raise CheckpointError(f"the run {run} has no whole checkpoint yet: train it further")

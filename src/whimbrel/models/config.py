@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import nearest, to_table
+from whimbrel.config import not_one_of, to_table
 
 __all__ = ["GPTConfig", "LayerType", "RopeScaling"]
 
@@ -232,5 +232,4 @@ def _check_positive(settings: object, names: tuple[str, ...], section: str = "")
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        hint = nearest(str(value), choices)
-        raise ConfigError(f"{name} = {value!r} is not one of {', '.join(choices)}{hint if '?' in hint else ''}")
+        raise ConfigError(not_one_of(name, value, choices))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import build, nearest, to_table
+from whimbrel.config import build, not_one_of, to_table
 from whimbrel.models.config import GPTConfig
 
 __all__ = ["canonical", "config_from_hf", "config_to_hf"]
@@ -277,8 +277,7 @@ def _object(value: Any, key: str) -> Table:
 
 def _one_of(key: str, value: Any, known: Collection[str]) -> str:
     if not isinstance(value, str) or value not in known:
-        hint = nearest(str(value), known)
-        raise ConfigError(f"{key} = {value!r} is not one of {', '.join(known)}{hint if '?' in hint else ''}")
+        raise ConfigError(not_one_of(key, value, known))
     return value
 
 

@@ -7,6 +7,7 @@ they share, and each row has moments of its own.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 from torch.optim import Optimizer
 
 from whimbrel.base.errors import ConfigError, OptimizerError
-from whimbrel.base.logging import get_logger
 from whimbrel.ops import kernels_of
 from whimbrel.optim.composed import Composed
 from whimbrel.optim.config import LISTENS, PLAIN_ALONE, GroupConfig, OptimConfig
@@ -28,7 +28,7 @@ from whimbrel.optim.store import CodedWeight
 
 __all__ = ["build_optimizer", "restore_optimizer"]
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 DEFAULT_RANK = 128
 """Of the presets."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -13,12 +14,11 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils import get_total_norm
 
 from whimbrel.base.errors import NoSparseGradientError
-from whimbrel.base.logging import get_logger
 from whimbrel.optim.shards import all_true, local, shard_of
 
 __all__ = ["Careful", "LARGEST", "examine", "run_eagerly"]
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 run_eagerly = _disable_dynamo  # as torch.compiler.disable, without importing the compiler along with this module
 """Run a function, and everything it calls, eagerly under `torch.compile`.

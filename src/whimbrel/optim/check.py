@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.config import nearest
+from whimbrel.config import did_you_mean
 from whimbrel.optim.lift import LIFTS
 from whimbrel.optim.rules import RULES
 from whimbrel.optim.store import codec
@@ -40,7 +40,7 @@ def check_keys(optimizer: str, group: Mapping[str, Any], known: Collection[str])
     """Refuse keys of a group that nobody would read, with the nearest that somebody does."""
     for key in group:
         if key not in known and key not in ALSO:
-            raise OptimizerError(f"a group has {key!r}, which {optimizer} does not know{nearest(key, known)}")
+            raise OptimizerError(f"a group has {key!r}, which {optimizer} does not know{did_you_mean(key, known)}")
 
 
 def check_numbers(group: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whimbrel.base.errors import ConfigError, PrecisionError
-from whimbrel.config import nearest
+from whimbrel.config import not_one_of
 
 __all__ = ["BACKENDS", "backend_names", "sdpa_backends"]
 
@@ -32,10 +32,7 @@ def backend_names(asked: str | SDPBackend | Iterable[str | SDPBackend]) -> tuple
     names = tuple(str(members.get(item, item)) if isinstance(item, SDPBackend) else item for item in listed)
     for name in names:
         if name not in BACKENDS:
-            hint = nearest(str(name), BACKENDS)
-            raise ConfigError(
-                f"sdpa_backend = {name!r} is not one of {', '.join(BACKENDS)}{hint if '?' in hint else ''}"
-            )
+            raise ConfigError(not_one_of("sdpa_backend", name, BACKENDS))
     if not names:
         raise ConfigError(f"sdpa_backend is empty: name at least one of {', '.join(BACKENDS)}")
     return names

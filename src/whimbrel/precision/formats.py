@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import PrecisionError
-from whimbrel.config import nearest
+from whimbrel.config import not_one_of
 
 __all__ = ["FORMATS", "FP8", "WeightFormat", "code_tokens", "weight_format"]
 
@@ -144,7 +144,7 @@ def weight_format(name: str | WeightFormat) -> WeightFormat:
     if isinstance(name, WeightFormat):
         return name
     if name not in FORMATS:
-        raise PrecisionError(f"weights = {name!r} is no format{nearest(name, FORMATS)}")
+        raise PrecisionError(not_one_of("weights", name, FORMATS))
     return FORMATS[name]
 
 

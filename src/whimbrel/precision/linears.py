@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
 from whimbrel.base.errors import PrecisionError
-from whimbrel.base.logging import get_logger
 
 __all__ = ["Choice", "HEAD", "choose_linears", "token_embedding"]
 
@@ -21,7 +21,7 @@ COMPUTED = (
 )
 """Why a layer without a `weight` parameter is skipped: the computed weight would overwrite a replacement."""
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

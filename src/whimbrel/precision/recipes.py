@@ -7,6 +7,7 @@ they are meanwhile, parameters keep their names and identity, and checkpoints ho
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,8 +16,7 @@ import torch
 from torch import nn
 
 from whimbrel.base.errors import PrecisionError
-from whimbrel.base.logging import get_logger
-from whimbrel.config import nearest
+from whimbrel.config import not_one_of
 from whimbrel.precision import ao
 from whimbrel.precision.amp import PrecisionPlan
 from whimbrel.precision.formats import FORMATS, WeightFormat
@@ -36,7 +36,7 @@ __all__ = [
     "with_embeddings",
 ]
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 Kind = Literal["amp", "compute", "qat", "ptq"]
 ARGUMENTS: dict[Kind, str] = {
@@ -142,8 +142,7 @@ def find_recipe(name: str | Recipe) -> Recipe:
     if isinstance(name, Recipe):
         return name
     if name not in RECIPES:
-        hint = nearest(name, RECIPES)
-        raise PrecisionError(f"recipe = {name!r} is not one of {', '.join(RECIPES)}{hint if '?' in hint else ''}")
+        raise PrecisionError(not_one_of("recipe", name, RECIPES))
     return RECIPES[name]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import logging
 import socket
 import sys
 import time
@@ -18,7 +19,6 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.base.logging import get_logger
 from whimbrel.server.errors import ApiError
 
 __all__ = ["Acceptor", "Connection", "connection_limit"]
@@ -38,7 +38,7 @@ LOG_SECONDS = 10.0
 
 EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class _Parser(h11.Connection):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from whimbrel.config import nearest
+from whimbrel.config import did_you_mean
 
 __all__ = [
     "LogitBias",
@@ -60,7 +60,7 @@ def leave_out_neutral(given: Any, known: Collection[str], neutral: Mapping[str, 
         elif name not in known:
             # pydantic errors cannot contain a lone surrogate.
             short = name[:64].encode("utf-8", "backslashreplace").decode()
-            refuse("unknown_parameter", short, f"unknown field {short!r}{nearest(short, known)}")
+            refuse("unknown_parameter", short, f"unknown field {short!r}{did_you_mean(short, known)}")
         else:
             kept[name] = value
     return kept

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from whimbrel.base.logging import get_logger
 from whimbrel.server.body import check_body
 from whimbrel.server.config import ServeConfig
 from whimbrel.server.errors import ApiError
@@ -125,7 +125,7 @@ class Intake:
                 async with asyncio.timeout(self.config.stall_seconds):
                     await send(message)
             except TimeoutError:
-                get_logger(__name__).info("a client stopped reading: its request is dropped")
+                logging.getLogger(__name__).info("a client stopped reading: its request is dropped")
                 raise asyncio.CancelledError from None
 
         work = asyncio.ensure_future(self.app({**scope, LEASE: lease}, hand_on, hand_back))

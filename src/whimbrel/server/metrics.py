@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from whimbrel.base.logging import get_logger
 from whimbrel.server.worker import Worker
 
 __all__ = ["CONTENT_TYPE", "Meter", "Metrics", "Record", "record_of"]
@@ -128,7 +128,7 @@ def _log_request(scope: Scope, status: int | None, seconds: float, record: Recor
     fields = [f"{name}={usage[name]}" for name in ("prompt_tokens", "completion_tokens") if name in usage]
     if record.user is not None:
         fields.append(f"user={record.user!r}")
-    get_logger(__name__).info(
+    logging.getLogger(__name__).info(
         "%s %s %s %s %.1f ms%s",
         client[0] if client else "-",
         scope["method"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from types import FrameType
 import uvicorn
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.base.logging import get_logger
 from whimbrel.server.app import Service
 from whimbrel.server.config import ServeConfig
 from whimbrel.server.connection import Acceptor, Connection, connection_limit
@@ -22,7 +22,7 @@ BACKLOG = 2048
 LAST_WORDS = 5
 """Seconds that answers under way have to leave once the engine has ended."""
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def bind(config: ServeConfig) -> socket.socket:

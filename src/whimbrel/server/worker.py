@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from whimbrel.base.errors import RequestError
-from whimbrel.base.logging import get_logger
 from whimbrel.inference import Event, Request, Stats
 from whimbrel.server.errors import ApiError
 
@@ -24,7 +24,7 @@ __all__ = ["Job", "Steps", "Worker", "ended", "failed", "non_finite"]
 FAILURES_TO_BE_UNWELL = 3
 """Consecutive failures, with no sequence finished between them, after which /health answers 503."""
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def failed() -> ApiError:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
-from whimbrel.base.logging import get_logger
 from whimbrel.tokenization.rendering import (
     LimitExceededError,
     Marks,
@@ -90,7 +90,9 @@ class ChatTemplate:
         except LimitExceededError as error:
             raise DataError(f"the chat template takes more than {error} for one short message: use another") from error
         except RefusedError as error:
-            get_logger(__name__).warning("the chat template refuses a conversation of one user message: %r", str(error))
+            logging.getLogger(__name__).warning(
+                "the chat template refuses a conversation of one user message: %r", str(error)
+            )
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, up to where the assistant's answer begins unless told otherwise."""

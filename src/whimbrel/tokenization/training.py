@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from tokenizers import AddedToken, models, pre_tokenizers, trainers
 
 from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.base.logging import get_logger
 from whimbrel.tokenization.gpt2 import END_OF_TEXT, byte_level_pipeline
 from whimbrel.tokenization.tokenizer import MAX_VOCABULARY, Tokenizer
 
@@ -49,7 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, min_frequency: int
     pipeline.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     tokenizer = Tokenizer(pipeline, END_OF_TEXT)
     if tokenizer.vocab_size < vocab_size:
-        get_logger(__name__).warning(
+        logging.getLogger(__name__).warning(
             "the text holds only %d useful tokens of the %d asked for", tokenizer.vocab_size, vocab_size
         )
     return tokenizer

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import socket
 import time
@@ -25,7 +26,6 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.base.logging import get_logger
 from whimbrel.config import convert
 from whimbrel.optim import ScheduleConfig
 from whimbrel.precision import backend_names
@@ -47,7 +47,7 @@ __all__ = [
     "to_config",
 ]
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 DEFAULT_OUTPUT_DIR = "trainer_output"
 REPORTERS = ("tensorboard", "wandb", "trackio")

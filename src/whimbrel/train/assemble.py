@@ -4,6 +4,7 @@ device -> recompute -> compile; a checkpoint is loaded after all of them.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Callable
@@ -17,8 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.base.logging import get_logger
-from whimbrel.distributed import find_blocks, recompute
+from whimbrel.distributed import apply_activation_checkpointing, find_blocks
 from whimbrel.models import GPT
 from whimbrel.ops.compiler import check_compiler
 from whimbrel.optim import (
@@ -49,7 +49,7 @@ __all__ = [
     "seed_everything",
 ]
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 OptimizerChoice = Optimizer | OptimConfig | str | Callable[..., Optimizer] | None
@@ -80,7 +80,7 @@ def place_model(model: nn.Module, config: TrainerConfig, device: torch.device) -
         prepare(model, train.linears, device=device, precision=train.precision, alignment=alignment)
     model.to(device)
     if train.recompute != "none":
-        recompute(model, train.recompute, compiled=train.compile)
+        apply_activation_checkpointing(model, train.recompute, compiled=train.compile)
     if train.compile:
         compile_model(model, config, device)
 

@@ -478,7 +478,7 @@ def run_config(table: dict[str, Any]) -> RunConfig:
     model = table.get("model", {})
     if isinstance(model, dict) and "preset" in model:
         if not isinstance(model["preset"], str):
-            raise ConfigError(f"model.preset = {model['preset']!r} must be a text")
+            raise ConfigError(f"model.preset = {model['preset']!r} must be a string")
         own = {key: value for key, value in model.items() if key != "preset"}
         table = table | {"model": to_table(preset(model["preset"])) | own}
     return build(RunConfig, table)

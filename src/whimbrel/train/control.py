@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -26,7 +27,6 @@ from typing import Any, Literal
 from whimbrel.base.errors import RequestError
 from whimbrel.base.files import PARTIAL
 from whimbrel.base.lock import is_alive
-from whimbrel.base.logging import get_logger
 from whimbrel.train.callback import TrainerCallback
 from whimbrel.train.state import TrainerControl
 
@@ -41,7 +41,7 @@ VERBS = {
 }
 """What can be asked of a run, and what then happens."""
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 LONGEST = 4096

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from whimbrel.base.errors import ConfigError
 from whimbrel.checkpoint import CheckpointManager, RNGState, Saved, SharingPattern, StateComponent
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
-from whimbrel.config import nearest, to_table
+from whimbrel.config import did_you_mean, to_table
 from whimbrel.precision import PrecisionPlan
 from whimbrel.tokenization import Tokenizer
 from whimbrel.train import assemble
@@ -373,7 +373,7 @@ def _refuse_unknown(cls: type, unknown: Mapping[str, Any]) -> None:
     """Raise for unknown keyword arguments, naming the alternative."""
     for name in unknown:
         known = [key for key in inspect.signature(TrainerCore.__init__).parameters if key not in ("self", "unknown")]
-        hint = f": give {TRAINER_ELSEWHERE[name]}" if name in TRAINER_ELSEWHERE else nearest(name, known)
+        hint = f": give {TRAINER_ELSEWHERE[name]}" if name in TRAINER_ELSEWHERE else did_you_mean(name, known)
         raise ConfigError(f"{cls.__name__} has no argument '{name}'{hint}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.base.logging import get_logger
-from whimbrel.base.seeds import derive_seed
+from whimbrel.data.loader import derive_seed
 from whimbrel.train.config import LoaderConfig
 
 __all__ = ["Collate", "DatasetBatches", "LoaderBatches", "collate", "drop_unused_columns", "to_device"]
@@ -432,7 +432,7 @@ def drop_unused_columns(dataset: Any, model: nn.Module, labels: Sequence[str] = 
             f"({', '.join(sorted(wanted))}): tokenize the text first"
         )
     if unused:
-        get_logger(__name__).info("columns that %s does not take are left out: %s", type(model).__name__, unused)
+        logging.getLogger(__name__).info("columns that %s does not take are left out: %s", type(model).__name__, unused)
     return dataset.remove_columns(unused) if unused else dataset
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_file
-from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import step_folders
 from whimbrel.config import dump_toml, load_toml, to_table
 from whimbrel.train.config import TrainerConfig
@@ -21,7 +20,7 @@ SETTINGS = "config.toml"
 OF_ONE_SITTING = ("resume", "overwrite_output_dir")
 """Settings that say how a sitting begins, not what the run is: written down, they would begin the next one so too."""
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def check_directory(config: TrainerConfig, *, explicit: bool) -> None:

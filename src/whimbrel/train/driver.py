@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import signal
 import time
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from whimbrel.base.errors import TrainingError
-from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import CheckpointManager, RNGState, Saved
 from whimbrel.optim import whole_steps
 from whimbrel.train.batches import Batches
@@ -29,7 +29,7 @@ REMEDY = "lower the learning rate (optim.lr, learning_rate) or clip the gradient
 MOST_SKIPS = 100
 """How many steps in a row may be skipped before a run is given up."""
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class EvaluationInterruptedError(Exception):

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import nearest
+from whimbrel.config import suggest
 
 __all__ = ["CheckedNames", "HELD", "Held", "TRAINER_ELSEWHERE", "TRANSLATED", "respelled"]
 
@@ -161,9 +161,9 @@ class CheckedNames(type):
         for name in (name for name in named if name not in known):
             found = respelled(cls.__name__, name, named[name])
             if found is None or not found.keys() <= set(known):
-                near = nearest(name, known)
-                hint = near if "?" in near else ": leave it out (docs/trainer.md lists all arguments)"
-                raise ConfigError(f"{cls.__name__} has no argument '{name}'{hint}")
+                close = suggest(name, known)
+                hint = f"did you mean '{close}'?" if close else "leave it out (docs/trainer.md lists all arguments)"
+                raise ConfigError(f"{cls.__name__} has no argument '{name}': {hint}")
             for own, value in found.items():
                 if given.setdefault(own, value) != value:
                     raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from whimbrel.base.errors import DataError
-from whimbrel.base.logging import get_logger
 
 __all__ = ["FIELDS", "last_step", "log_line", "log_of", "number", "plain", "read_log", "tokens_after", "truncate_log"]
 
@@ -25,7 +25,7 @@ FIELDS = {
 
 BLOCK = 1 << 16
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def log_line(kind: str, after: int, fields: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.distributed import recompute
+from whimbrel.distributed import apply_activation_checkpointing
 from whimbrel.models import GPT
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
 from whimbrel.optim.config import LISTENS
@@ -181,7 +181,7 @@ def _model(config: RunConfig, ledger: MemoryTracker) -> GPT:
     """The model, its gradients told apart from what else backward makes."""
     model = recipe.draw_model(config) if config.train.weights is None else skeleton(config)
     ledger.mark([*model.parameters(), *model.buffers()], "weights")
-    recompute(model, config.train.recompute)
+    apply_activation_checkpointing(model, config.train.recompute)
 
     def mark(parameter: nn.Parameter) -> None:
         if parameter.grad is not None:

@@ -8,19 +8,19 @@ with: a setting that starts with another value now was changed by the user and i
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from whimbrel.base.errors import CheckpointError
-from whimbrel.base.logging import get_logger
 from whimbrel.optim import InBackward, Schedule, restore_optimizer
 from whimbrel.train.loop import Scheduler
 
 __all__ = ["OptimizerState", "SchedulerState"]
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 RATES = ("lr", "initial_lr")
 """Group entries that a torch scheduler computes: they belong to its state, not to the settings of the optimizer."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 import torch
 
 from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.base.logging import get_logger
-from whimbrel.base.units import readable_bytes
+from whimbrel.base.progress import format_bytes
 from whimbrel.data import TokenDataLoader, read_manifest
 from whimbrel.data.stream import has_split
 from whimbrel.models import GPT
@@ -32,8 +32,8 @@ def draw_model(config: RunConfig) -> GPT:
     needed, memory = config.model.matrix_parameters * itemsize, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise ConfigError(
-            f"the model has {config.model.matrix_parameters:,} parameters ({readable_bytes(needed)}), more than this "
-            f"machine's memory ({readable_bytes(memory)}): choose a smaller model, or train.default_dtype = 'bfloat16'"
+            f"the model has {config.model.matrix_parameters:,} parameters ({format_bytes(needed)}), more than this "
+            f"machine's memory ({format_bytes(memory)}): choose a smaller model, or train.default_dtype = 'bfloat16'"
         )
     torch.manual_seed(config.train.seed)
     with torch_switches(default_dtype=config.train.default_dtype):
@@ -96,7 +96,7 @@ def _warn_of_shared_shards(training: Path, validation: Path) -> None:
     trained = {shard.sha256: shard.file for shard in manifests[0].of_split("train")}
     for shard in manifests[1].of_split("val"):
         if shard.sha256 in trained:
-            get_logger(__name__).warning(
+            logging.getLogger(__name__).warning(
                 "validation shard %s has the same content as training shard %s: the validation loss measures "
                 "memorization", validation / shard.file, training / trained[shard.sha256],
             )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -10,7 +11,6 @@ from typing import Any, cast
 import torch
 
 from whimbrel.base.errors import CheckpointError, ConfigError
-from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import list_checkpoints, read_manifest
 from whimbrel.models import GPT
 from whimbrel.tokenization import Tokenizer
@@ -37,7 +37,7 @@ __all__ = ["RunTrainer", "Sampler", "train"]
 Sampler = Callable[[GPT, Tokenizer, int], str]
 """Writes a text with the model as it is after so many steps."""
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def train(config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: Sampler | None = None) -> TrainOutput:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import build, check_known, nearest
+from whimbrel.config import build, check_known, not_one_of
 from whimbrel.optim import ScheduleConfig
 
 __all__ = ["SCHEDULER_TYPES", "schedule_arguments", "schedule_settings"]
@@ -66,9 +66,7 @@ OPEN = {f.name for f in dataclasses.fields(ScheduleConfig)} - {"name", "warmup_s
 def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | float, lr: float) -> ScheduleConfig:
     """The settings that `lr_scheduler_type`, `lr_scheduler_kwargs`, `warmup_steps` and `learning_rate` stand for."""
     if kind not in SCHEDULER_TYPES:
-        hint = nearest(kind, SCHEDULER_TYPES)
-        allowed = ", ".join(SCHEDULER_TYPES)
-        raise ConfigError(f"lr_scheduler_type = {kind!r} is not one of {allowed}{hint if '?' in hint else ''}")
+        raise ConfigError(not_one_of("lr_scheduler_type", kind, SCHEDULER_TYPES))
     chosen = SCHEDULER_TYPES[kind]
     check_known("lr_scheduler_kwargs", keywords, {*chosen.keywords, *OPEN})
     if chosen.needs and not any(name in keywords for name in (*chosen.needs, "cooldown_steps", "floor")):

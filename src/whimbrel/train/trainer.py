@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import re
 import signal
@@ -13,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.base.logging import get_logger
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.checkpoint import step_folders
 from whimbrel.data import TokenDataLoader
-from whimbrel.distributed import memory_budget, offload_activations
+from whimbrel.distributed import activation_memory_budget, offload_activations
 from whimbrel.models import GPT
 from whimbrel.optim import parameter_table, whole_steps
 from whimbrel.precision import sdpa_backends, torch_switches
@@ -40,7 +40,7 @@ from whimbrel.train.summary import RunSummary, estimate_memory, features
 
 __all__ = ["BaseTrainer", "Trainer"]
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 _OVERRIDDEN = object()
 """Placeholder for train_dataset in a trainer whose class overrides get_train_dataloader."""
@@ -357,7 +357,7 @@ class BaseTrainer(TrainerHooks):
             if train.activation_offloading:
                 stack.enter_context(offload_activations(self.device))
             if isinstance(train.recompute, float):
-                stack.enter_context(memory_budget(train.recompute))
+                stack.enter_context(activation_memory_budget(train.recompute))
             stack.enter_context(no_tokenizer_parallelism(self.config.loader.workers))
             yield
 

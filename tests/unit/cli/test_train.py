@@ -115,7 +115,7 @@ def test_overrides_reach_the_run(folder: Path) -> None:
     [
         (["train", "none.toml"], "whimbrel: no such configuration file: none.toml"),
         (["train", "recipe.toml", "--optim.lrr=1"], "whimbrel: unknown setting 'optim.lrr': did you mean 'lr'?"),
-        (["train", "recipe.toml", "--train.steps=x"], "whimbrel: train.steps = 'x' must be a whole number"),
+        (["train", "recipe.toml", "--train.steps=x"], "whimbrel: train.steps = 'x' must be an integer"),
         (
             ["train", "recipe.toml", "extra"],
             "whimbrel: cannot read 'extra': an override is written --section.name=value",

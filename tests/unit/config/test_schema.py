@@ -76,15 +76,15 @@ def test_an_array_of_tables_becomes_a_tuple_of_dataclasses_and_back() -> None:
         ({"path": "p", "inner": {"kid": "x"}}, r"unknown setting 'inner.kid': did you mean 'kind'\?"),
         (
             {"path": "p", "qqqqqq": 1},
-            r"unknown setting 'qqqqqq': known are inner, kinds, names, on, parts, path",
+            r"unknown setting 'qqqqqq' \(choose from: inner, kinds",
         ),
-        ({"path": "p", "steps": "3"}, r"steps = '3' must be a whole number"),
-        ({"path": "p", "steps": True}, r"steps = True must be a whole number"),
-        ({"path": "p", "steps": 3.0}, r"steps = 3.0 must be a whole number"),
+        ({"path": "p", "steps": "3"}, r"steps = '3' must be an integer"),
+        ({"path": "p", "steps": True}, r"steps = True must be an integer"),
+        ({"path": "p", "steps": 3.0}, r"steps = 3.0 must be an integer"),
         ({"path": "p", "on": 1}, r"on = 1 must be true or false"),
         ({"path": 3}, r"path = 3 must be a path"),
         ({"path": "p", "names": "x"}, r"names = 'x' must be a list"),
-        ({"path": "p", "names": ["x", 3]}, r"names\[1\] = 3 must be a text"),
+        ({"path": "p", "names": ["x", 3]}, r"names\[1\] = 3 must be a string"),
         ({"path": "p", "inner": {"pair": [1.0]}}, r"inner.pair = \[1.0\] must be a list of 2 values"),
         ({"path": "p", "inner": {"kind": "cosin"}}, r"inner.kind = 'cosin' is not one of linear, cosine: did you mean"),
         ({"path": "p", "inner": {"rate": math.inf}}, r"inner.rate = inf must be a finite number"),
@@ -129,7 +129,7 @@ def test_an_override_is_read_as_its_setting_is_typed(override: str, expected: Ou
 
 
 def test_an_override_of_the_wrong_type_is_refused_as_typed() -> None:
-    with pytest.raises(ConfigError, match="steps = 'many' must be a whole number"):
+    with pytest.raises(ConfigError, match="steps = 'many' must be an integer"):
         build(Outer, apply_overrides({"path": "p"}, ["--steps=many"]))
     with pytest.raises(ConfigError, match=r"inner.pair\[1\] = 'x' must be a number"):
         build(Outer, apply_overrides({"path": "p"}, ["--inner.pair=1,x"]))
@@ -149,7 +149,7 @@ def test_an_override_keeps_its_neighbours_and_the_original() -> None:
 
 @pytest.mark.parametrize("override", ["inner.rate=1", "--inner.rate", "--=1", "--a..b=1", "-x=1"])
 def test_what_is_no_override_is_refused(override: str) -> None:
-    with pytest.raises(ConfigError, match="an override is written --section.name=value"):
+    with pytest.raises(ConfigError, match="expected --section.name=value"):
         apply_overrides({}, [override])
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data import TokenDataLoader, document_ids, write_shard
+from whimbrel.data.loader import derive_seed
 from whimbrel.data.stream import has_split, split_files
 
 EOT = 50256
@@ -242,7 +243,7 @@ def test_arguments_that_cannot_be_are_refused(folder: Path, options: dict) -> No
 def test_a_cursor_of_another_order_is_refused(folder: Path) -> None:
     state = TokenDataLoader(folder, 1, 16, seed=1).state_dict()
     for other in ({}, {"seed": 2}, {"seed": 1, "block": 32}, {"split": "val", "seed": 1}, {"documents": "pack"}):
-        with pytest.raises(DataError, match="the saved cursor has"):
+        with pytest.raises(DataError, match="saved position has"):
             TokenDataLoader(folder, 1, 16, **other).load_state_dict(state)
 
 
@@ -370,3 +371,9 @@ def test_a_pipe_among_the_shards_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x_train_000000.bin")
     with pytest.raises(DataError, match="not a regular file"):
         TokenDataLoader(tmp_path, 1, 4)
+
+
+def test_derived_seeds_differ_by_name_and_are_stable() -> None:
+    assert derive_seed(1, "order", 0) == derive_seed(1, "order", 0)
+    assert len({derive_seed(1), derive_seed(2), derive_seed(1, "order"), derive_seed(1, "order", 1)}) == 4
+    assert 0 <= derive_seed(7, "x") < 2**63

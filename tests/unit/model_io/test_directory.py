@@ -169,7 +169,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(model, tmp_path):
         ({"model_type": "bert"}, "model_type = 'bert' is not one of gpt2, llama"),
         ({"model_type": "lama"}, "did you mean 'llama'"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
-        ({"hidden_size": "16"}, "must be a whole number"),
+        ({"hidden_size": "16"}, "must be an integer"),
         ({"hidden_act": "gelu_fast"}, "hidden_act = 'gelu_fast' is not one of gelu_new"),
         ({"hidden_act": []}, r"hidden_act = \[\] is not one of gelu_new"),
         ({"model_type": []}, r"model_type = \[\] is not one of gpt2, llama"),

@@ -115,7 +115,7 @@ def test_changed_arguments_are_checked_again_and_keep_their_folder() -> None:
         ({"eval_strategy": "step"}, r"eval_strategy = 'step' is not one of no, steps, epoch: did you mean 'steps'\?"),
         ({"save_strategy": 3}, "save_strategy = 3 is not one of no, steps, epoch, best"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size = 0 must be at least 1"),
-        ({"per_device_train_batch_size": "8"}, "per_device_train_batch_size = '8' must be a whole number"),
+        ({"per_device_train_batch_size": "8"}, "per_device_train_batch_size = '8' must be an integer"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0 must be at least 1"),
         ({"num_train_epochs": 0}, "num_train_epochs = 0.0 must be greater than 0"),
         ({"max_steps": 0}, "max_steps = 0 must be at least 1, or -1"),

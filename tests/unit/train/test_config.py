@@ -71,7 +71,7 @@ def test_what_to_skip_is_named_plainly(root: Path) -> None:
         ({"sample__temperature": -1.0}, "sample.temperature = -1.0 must not be negative"),
         ({"sample__max_new_tokens": 0}, "sample.max_new_tokens = 0 must be greater than 0"),
         ({"train__seed": 2**64}, "train.seed = 18446744073709551616 must be at least 0"),
-        ({"model__preset": 3}, "model.preset = 3 must be a text"),
+        ({"model__preset": 3}, "model.preset = 3 must be a string"),
         ({"train__precision": "fp8"}, "train.precision = 'fp8' is not one of fp32, bf16, fp16"),
         ({"train__accumulation": 2}, "train.accumulation and train.tokens_per_step both say how large a step is"),
         ({"train__sdpa_set_priority": True}, "train.sdpa_set_priority = true needs train.sdpa_backend"),

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.distributed import recompute
+from whimbrel.distributed import apply_activation_checkpointing
 from whimbrel.optim import GroupConfig, OptimConfig
 from whimbrel.precision import sdpa_backends
 from whimbrel.train import RunConfig
@@ -54,7 +54,7 @@ def predict(config: RunConfig, device: str = "cpu") -> MemoryPrediction:
 def make_steps(config: RunConfig, device: torch.device, steps: int = 2) -> None:
     with device:
         model = draw_model(config) if config.train.weights is None else skeleton(config, device)
-    recompute(model, config.train.recompute)
+    apply_activation_checkpointing(model, config.train.recompute)
     optimizer = build_optimizer_of(model, config, None, accumulation=config.train.accumulation or 1)
     loop = dry_run(config, model, device, optimizer)
     for number in range(steps):

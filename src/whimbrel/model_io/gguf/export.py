@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError, WriteError
 from whimbrel.base.files import atomic_file
-from whimbrel.base.logging import get_logger
 from whimbrel.model_io.directory import describe
 from whimbrel.model_io.gguf.shape import architecture, rope_factors, unread_by_transformers, write_shape
 from whimbrel.model_io.gguf.vocabulary import write_vocabulary
@@ -88,7 +88,7 @@ def export_gguf(
     entries = list(_entries(arch, config, found, form, dtype))
     _write(writer, target, entries, files, rope_factors(config))
     if unread := list(unread_by_transformers(arch, config)):
-        get_logger(__name__).warning(
+        logging.getLogger(__name__).warning(
             "transformers does not read %s in %s: give it config=AutoConfig.from_pretrained(%r) there",
             " and ".join(unread),
             target,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 from gguf import GGUFWriter, TokenType
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.base.logging import get_logger
 from whimbrel.model_io.directory import special_tokens
 from whimbrel.model_io.tables import read_table
 from whimbrel.tokenization import Tokenizer
@@ -124,7 +124,7 @@ def _write_special(writer: GGUFWriter, directory: Path, tokenizer: Tokenizer) ->
     for name, index in zip(ENDS, ends, strict=False):
         getattr(writer, f"add_{name}_token_id")(index)
     if len(ends) > len(ENDS):
-        get_logger(__name__).warning(
+        logging.getLogger(__name__).warning(
             "a GGUF names %d tokens that end a text, left out: %s", len(ENDS), ends[len(ENDS) :]
         )
     writer.add_add_bos_token(bool(opener))

@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import build, load_toml, nearest
+from whimbrel.config import build, did_you_mean, load_toml
 from whimbrel.models.config import GPTConfig
 
 __all__ = ["preset", "preset_names"]
@@ -15,7 +15,7 @@ __all__ = ["preset", "preset_names"]
 def preset(name: str) -> GPTConfig:
     """The shape called `name`, for instance `gpt2` or `qwen3-0.6b`."""
     if name not in preset_names():
-        raise ConfigError(f"unknown preset '{name}'{nearest(name, preset_names())}")
+        raise ConfigError(f"unknown preset '{name}'{did_you_mean(name, preset_names())}")
     with resources.as_file(resources.files(__name__) / f"{name}.toml") as path:
         return build(GPTConfig, load_toml(path), name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import time
 import uuid
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from whimbrel.base.errors import MissingExtraError
-from whimbrel.base.logging import get_logger
 from whimbrel.config import to_table
 from whimbrel.train.callback import TrainerCallback
 from whimbrel.train.log import log_line, number, plain, truncate_log
@@ -32,7 +32,7 @@ RETRY_SECONDS = 60.0
 """How long to wait after a failure before writing events again."""
 PROJECT = "whimbrel"
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Warnings:

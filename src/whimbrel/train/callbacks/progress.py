@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from whimbrel.base.units import readable_bytes
+from whimbrel.base.progress import format_bytes
 from whimbrel.optim import ParameterRow
 from whimbrel.train.callback import StopRequest, TrainerCallback
 from whimbrel.train.callbacks.loggers import Warnings
@@ -152,7 +152,7 @@ def _head(summary: RunSummary) -> Iterator[str]:
 
 def _memory(memory: MemoryEstimate) -> str:
     parts = [(memory.weights, "weights"), (memory.gradients, "gradients"), (memory.optimizer, "optimizer state")]
-    known = [f"{readable_bytes(size)} {what}" for size, what in parts if size is not None]
+    known = [f"{format_bytes(size)} {what}" for size, what in parts if size is not None]
     return " + ".join(known) + ("" if memory.optimizer is not None else " + optimizer state, not known yet")
 
 
@@ -163,7 +163,7 @@ def _moved(rows: Iterable[ParameterRow]) -> Iterator[str]:
         alike.setdefault((row.rule, row.lr, row.weight_decay), []).append(row)
     for (rule, lr, decay), found in alike.items():
         known = [row.state for row in found if row.state is not None]
-        state = f", {readable_bytes(sum(known))} of state" if len(known) == len(found) else ""
+        state = f", {format_bytes(sum(known))} of state" if len(known) == len(found) else ""
         names = ", ".join(row.name for row in found[:NAMED]) + (", ..." if len(found) > NAMED else "")
         count = sum(row.count for row in found)
         yield f"Moved by {rule} (lr {lr:g}, weight decay {decay:g}): {count} tensor{'s' * (count > 1)}{state}: {names}"

@@ -11,7 +11,12 @@ import torch._functorch.config as functorch
 from torch import Tensor, nn
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.distributed import find_blocks, memory_budget, offload_activations, recompute
+from whimbrel.distributed import (
+    activation_memory_budget,
+    apply_activation_checkpointing,
+    find_blocks,
+    offload_activations,
+)
 from whimbrel.models import GPT, GPTConfig
 
 CONFIG = GPTConfig(context_length=16, vocab_size=64, num_layers=3, embd_size=32, num_heads=4)
@@ -36,7 +41,7 @@ def gpt_gradients(mode: str | None, *, compiled: bool = False) -> list[Tensor]:
     torch.manual_seed(0)
     model = GPT(CONFIG)
     if mode is not None:
-        recompute(model, mode)
+        apply_activation_checkpointing(model, mode)
     if compiled:
         for block in find_blocks(model):
             block.compile(backend="aot_eager")
@@ -73,7 +78,7 @@ def test_dropout_draws_the_same_again(mode: str) -> None:
     torch.manual_seed(0)
     plain = Stack()
     again = copy.deepcopy(plain)
-    recompute(again, mode)
+    apply_activation_checkpointing(again, mode)
     for model in (plain, again):
         torch.manual_seed(1)
         model(torch.ones(4, 8)).sum().backward()
@@ -84,7 +89,7 @@ def test_less_is_kept() -> None:
     def size(mode: str | None) -> int:
         model = GPT(CONFIG)
         if mode is not None:
-            recompute(model, mode)
+            apply_activation_checkpointing(model, mode)
         return kept(model, lambda: model.hidden_states(IDS))
 
     assert size("full") < size(None) / 3
@@ -93,9 +98,9 @@ def test_less_is_kept() -> None:
 def test_blocks_keep_their_names_and_are_wrapped_once() -> None:
     model = GPT(CONFIG)
     names = list(model.state_dict())
-    recompute(model, "full")
+    apply_activation_checkpointing(model, "full")
     kinds = {type(block) for block in find_blocks(model)}
-    recompute(model, "full")
+    apply_activation_checkpointing(model, "full")
     assert {type(block) for block in find_blocks(model)} == kinds
     assert len(kinds) == 1  # so that compiled blocks share their code
     assert list(model.state_dict()) == names
@@ -131,8 +136,8 @@ def hf_model(kind: str) -> Any:
 def test_stock_hugging_face_models_have_the_same_gradients(kind: str, mode: str) -> None:
     plain, again = hf_model(kind), hf_model(kind)
     assert plain.config.use_cache
-    recompute(again, mode)
-    recompute(again, mode)  # a second time changes nothing
+    apply_activation_checkpointing(again, mode)
+    apply_activation_checkpointing(again, mode)  # a second time changes nothing
     assert again.is_gradient_checkpointing == (mode == "full")
     for model, settings in ((plain, {"use_cache": False}), (again, {})):  # a cache changes how keys lie in memory
         torch.manual_seed(1)  # GPT-2 has dropout
@@ -143,7 +148,7 @@ def test_stock_hugging_face_models_have_the_same_gradients(kind: str, mode: str)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_selective_recompute_leaves_generation_with_its_cache(kind: str) -> None:
     model = hf_model(kind).eval()
-    recompute(model, "selective")
+    apply_activation_checkpointing(model, "selective")
     with torch.no_grad():
         assert model(input_ids=IDS).past_key_values.get_seq_length() == 12
         cache = model(input_ids=IDS[:, :8]).past_key_values
@@ -160,24 +165,24 @@ def test_blocks_are_found_or_refused() -> None:
     stack = Stack()
     assert find_blocks(stack) == list(stack.layers)
     with pytest.raises(ConfigError, match="Linear has no blocks"):
-        recompute(nn.Linear(2, 2), "full")
+        apply_activation_checkpointing(nn.Linear(2, 2), "full")
 
 
 def test_a_budget_needs_the_compiler_and_holds_while_in_force() -> None:
-    with pytest.raises(ConfigError, match="recompute = 0.5 is a choice of the compiler: compile"):
-        recompute(Stack(), 0.5)
-    recompute(Stack(), 0.5, compiled=True)
+    with pytest.raises(ConfigError, match="recompute = 0.5 needs torch.compile"):
+        apply_activation_checkpointing(Stack(), 0.5)
+    apply_activation_checkpointing(Stack(), 0.5, compiled=True)
     before = functorch.activation_memory_budget
-    with memory_budget(0.5):
+    with activation_memory_budget(0.5):
         assert functorch.activation_memory_budget == 0.5
-    with memory_budget("full"):
+    with activation_memory_budget("full"):
         assert functorch.activation_memory_budget == before
     assert functorch.activation_memory_budget == before
 
 
 def test_unknown_modes_are_refused() -> None:
     with pytest.raises(ConfigError, match="recompute = 'half' is not one of none, full, selective or a number"):
-        recompute(Stack(), "half")
+        apply_activation_checkpointing(Stack(), "half")
 
 
 def test_offloaded_activations_give_the_same_gradients() -> None:
