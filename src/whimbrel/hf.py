@@ -52,7 +52,7 @@ class CrossAttentionCache(EncoderDecoderCache):
     def __init__(self, self_attention_cache: Cache, cross_attention_cache: Cache) -> None:
         make = cross_attention_cache.layer_class_to_replicate
         for layer in [*cross_attention_cache.layers, *(() if make is None else (make(),))]:
-            if not isinstance(layer, DynamicLayer) or not layer.codec.is_plain:
+            if not isinstance(layer, DynamicLayer) or layer.codec is not None:
                 raise ConfigError(
                     f"cross_attention_cache: expected layers of type DynamicLayer without a codec, got {layer!r}"
                 )

@@ -1,6 +1,6 @@
 """Keys and values of the tokens already read, so that the next token costs one step."""
 
-from whimbrel.cache.codec import Codec, find_codec
+from whimbrel.cache.codec import find_codec
 from whimbrel.cache.container import Cache
 from whimbrel.cache.dynamic import DynamicCache, StaticCache
 from whimbrel.cache.foreign import register_foreign
@@ -13,7 +13,6 @@ from whimbrel.cache.static import StaticLayer
 __all__ = [
     "Cache",
     "CacheLayerMixin",
-    "Codec",
     "DynamicCache",
     "DynamicLayer",
     "SinkLayer",

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from whimbrel.cache.blocks import SCRATCH, BlockManager
-from whimbrel.cache.codec import Codec, find_codec
+from whimbrel.cache.codec import find_codec
 from whimbrel.ops import View, store
+from whimbrel.ops.lowbit import GroupCodec
 
 __all__ = ["BlockPool", "PagedBatch", "Shape"]
 
@@ -92,12 +93,11 @@ class BlockPool(BlockManager):
     def write(self, key_states: Tensor, value_states: Tensor, slots: Tensor, layer_idx: int) -> None:
         """Store the keys and values (tokens, kv heads, head size) of tokens in their slots, page by page counted."""
         layer = self._layers[layer_idx]
-        (keys, key_scales), (values, value_scales) = (
-            self.codec.encode(states.to(self.dtype)) for states in (key_states, value_states)
-        )
-        store(layer["keys"], layer["values"], keys, values, slots)
-        if not self.codec.is_plain:
+        keys, values = key_states.to(self.dtype), value_states.to(self.dtype)
+        if self.codec is not None:
+            (keys, key_scales), (values, value_scales) = self.codec.encode(keys), self.codec.encode(values)
             store(layer[_scales_of("keys")], layer[_scales_of("values")], key_scales, value_scales, slots)
+        store(layer["keys"], layer["values"], keys, values, slots)
 
     def view(self, layer_idx: int, tables: Tensor, lengths: Tensor) -> View:
         """What rows with these page tables may read of a layer."""
@@ -109,7 +109,7 @@ class BlockPool(BlockManager):
             pages=tables,
             key_scales=layer.get(_scales_of("keys")),
             value_scales=layer.get(_scales_of("values")),
-            codec=None if self.codec.is_plain else self.codec,
+            codec=self.codec,
         )
 
 
@@ -168,11 +168,10 @@ def _scales_of(kind: str) -> str:
     return f"{kind} scales"
 
 
-def _widths(head_width: int, dtype: torch.dtype, codec: Codec) -> dict[str, tuple[int, torch.dtype]]:
+def _widths(head_width: int, dtype: torch.dtype, codec: GroupCodec | None) -> dict[str, tuple[int, torch.dtype]]:
     """Of everything that is kept for a token and head: how many numbers, and of which kind."""
-    codes = codec.code_width(head_width), codec.code_dtype or dtype
-    widths = {"keys": codes, "values": codes}
-    if not codec.is_plain:
-        scales = codec.scale_width(head_width), codec.scale_dtype
-        widths |= {_scales_of("keys"): scales, _scales_of("values"): scales}
-    return widths
+    if codec is None:
+        return {"keys": (head_width, dtype), "values": (head_width, dtype)}
+    codes = codec.code_width(head_width), codec.code_dtype
+    scales = codec.scale_width(head_width), codec.scale_dtype or dtype
+    return {"keys": codes, "values": codes, _scales_of("keys"): scales, _scales_of("values"): scales}

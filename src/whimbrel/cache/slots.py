@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whimbrel.cache.codec import Codec
+from whimbrel.base.errors import CacheError
+from whimbrel.ops.lowbit import GroupCodec
 
 __all__ = ["Slots", "TokenMajorSlots"]
 
@@ -22,12 +23,14 @@ class Slots(NamedTuple):
     value_scales: Tensor | None = None
 
     @classmethod
-    def encoded(cls, key_states: Tensor, value_states: Tensor, codec: Codec) -> Slots:
+    def encoded(cls, key_states: Tensor, value_states: Tensor, codec: GroupCodec | None) -> Slots:
         """New tokens as they will be stored; numbers that are stored as they are stay where they are."""
         if not torch.is_grad_enabled():  # a leaf may require a gradient that nobody will ask for
             key_states, value_states = key_states.detach(), value_states.detach()
-        if codec.is_plain:
+        if codec is None:
             return cls(key_states, value_states)
+        if not key_states.is_floating_point():
+            raise CacheError(f"codec {codec.name}: expected a floating-point dtype, got {key_states.dtype}")
         (keys, key_scales), (values, value_scales) = codec.encode(key_states), codec.encode(value_states)
         return cls(keys, values, key_scales, value_scales)
 

@@ -84,7 +84,7 @@ class StoredLayer(CacheLayerMixin):
             self._key_positions(shown.number) if key_positions is None else key_positions,
             key_scales=shown.key_scales,
             value_scales=shown.value_scales,
-            codec=None if self.codec.is_plain else self.codec,
+            codec=self.codec,
         )
 
     def _encoded(self, key_states: Tensor, value_states: Tensor) -> Slots:
@@ -93,10 +93,10 @@ class StoredLayer(CacheLayerMixin):
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         """Refuse tokens that are not like those before, or whose gradient would be lost."""
         self._admit(form_of(key_states, value_states))
-        if self.passes_gradients and self.codec.is_plain:
+        if self.passes_gradients and self.codec is None:
             return
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            what = repr(self) if self.codec.is_plain else f"{self!r} with codec {self.codec.name!r}"
+            what = repr(self) if self.codec is None else f"{self!r} with codec {self.codec.name!r}"
             raise CacheError(
                 f"{what} passes no gradients to the keys and values it stores: run under torch.no_grad(), "
                 "or use DynamicLayer without a codec"

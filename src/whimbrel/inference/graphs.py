@@ -84,7 +84,7 @@ class DecodeGraphs:
         """
         least = -(-MIN_TOKENS // self._pool.block_size)
         cuda = self._pool.device.type == "cuda"
-        if self._pages <= max(least, 1) or (cuda and self._pool.codec.is_plain):
+        if self._pages <= max(least, 1) or (cuda and self._pool.codec is None):
             return self._pages
         # From 2: torch.compile treats a size of 1 as a constant.
         return min(self._pages, max(2, least, 1 << (pages - 1).bit_length() if cuda else pages))

@@ -1,12 +1,11 @@
 """Pure tensor functions: a plain reference first, then the fast path behind the same name."""
 
-from whimbrel.ops.attention import Decoder, View, attend, attend_reference, store
+from whimbrel.ops.attention import View, attend, attend_reference, store
 from whimbrel.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from whimbrel.ops.kernels import kernels_of
 from whimbrel.ops.orthogonal import orthogonalise
 
 __all__ = [
-    "Decoder",
     "View",
     "attend",
     "attend_reference",

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from whimbrel.ops.kernels import kernels_of
+from whimbrel.ops.lowbit import GroupCodec
 
-__all__ = ["Decoder", "View", "attend", "attend_reference", "store"]
-
-
-class Decoder(Protocol):
-    """What turns the codes of a cache back into numbers."""
-
-    def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers of `codes` (..., code width), whose groups have `scales` (..., groups)."""
+__all__ = ["View", "attend", "attend_reference", "store"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +36,7 @@ class View:
     """Scales of the codes in `keys`, laid out as they are."""
     value_scales: Tensor | None = None
     """Scales of the codes in `values`."""
-    codec: Decoder | None = None
+    codec: GroupCodec | None = None
     """Turns codes into numbers; None where keys and values are numbers."""
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

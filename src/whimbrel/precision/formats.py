@@ -15,16 +15,18 @@ from torch import Tensor
 
 from whimbrel.base.errors import PrecisionError
 from whimbrel.config import not_one_of
+from whimbrel.ops.lowbit import FP8, INT4, INT8, SymmetricCodec, quantize_tokens_affine
 
-__all__ = ["FORMATS", "FP8", "WeightFormat", "code_tokens", "weight_format"]
+__all__ = ["FORMATS", "WeightFormat", "code_tokens", "weight_format"]
 
-FP8 = torch.float8_e4m3fn
-LIMITS = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0), "fp8": (-448.0, 448.0)}
-"""The least and the largest code of each kind."""
+CODE_TYPES = {code_type.name: code_type for code_type in (INT8, INT4, FP8)}
 SMALLER_GROUPS = (64, 32)
 """Groups for weights whose columns a larger one does not divide, such as the 576 of SmolLM2 135M by 128."""
-ROOM, SMALL = 1.05, 0.5
-"""How much larger a group may grow before it gets another scale, and the part of it below which it does too."""
+CODECS = {
+    (name, group): SymmetricCodec(code_type, group)
+    for name, code_type in CODE_TYPES.items()
+    for group in (None, 128, *SMALLER_GROUPS)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class WeightFormat:
     @property
     def dtype(self) -> torch.dtype:
         """Of the tensor that holds the codes: those of int4 lie two in a byte, the even column in the low half."""
-        return {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}[self.codes]
+        return CODE_TYPES[self.codes].dtype
 
     @property
     def multiple(self) -> int:
@@ -78,52 +80,25 @@ class WeightFormat:
         rows, columns = codes.shape
         return rows, columns * 2 if self.codes == "int4" else columns
 
+    @property
+    def codec(self) -> SymmetricCodec:
+        """Codes and scales to weights and back."""
+        # From a table: torch.compile traces dictionary lookups, not the construction of a codec.
+        return CODECS.get((self.codes, self.group)) or SymmetricCodec(CODE_TYPES[self.codes], self.group)
+
     def encode(
         self, weight: Tensor, *, scales: Tensor | None = None, noise: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Codes and scales: the given ones, or the best, in the weight's own dtype, rounded to it before codes are.
-
-        With `noise`, uniform in [0, 1) and of the weight's shape, integers are rounded up as often as they should be.
-        """
-        groups = self._groups(weight.float())
-        low, high = LIMITS[self.codes]
-        if scales is None:
-            scales = _at_least_normal(groups.abs().amax(dim=-1) / ((high - low) / 2), weight.dtype)
-        shares = (groups * (1.0 / scales.float()).unsqueeze(-1)).flatten(-2)
-        if self.codes == "fp8":
-            return shares.clamp_(low, high).to(FP8), scales
-        rounded = (shares.round_() if noise is None else shares.add_(noise).floor_()).clamp_(low, high)
-        if self.codes == "int4":
-            nibbles = rounded.add_(8).to(torch.uint8)
-            return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scales
-        return rounded.to(torch.int8), scales
-
-    def renewed(self, scales: Tensor, weight: Tensor) -> Tensor:
-        """Scales for a weight that moves by little from step to step: the same, as long as it fits them.
-
-        Another scale rounds every code of its group anew, and chance would then move what the step did not. So they
-        have some room, and cut nothing off.
-        """
-        largest, high = self._groups(weight.float()).abs().amax(dim=-1), LIMITS[self.codes][1]
-        full = high * scales.float()
-        fits = (largest <= full) & (largest >= SMALL * full)
-        return torch.where(fits, scales, _at_least_normal(largest * ROOM / high, scales.dtype))
-
-    def _groups(self, weight: Tensor) -> Tensor:
-        groups: Tensor = weight.unflatten(-1, (-1, self.group or weight.shape[-1]))
-        return groups
+        """Codes and scales; see `SymmetricCodec.encode`."""
+        return self.codec.encode(weight, scales=scales, noise=noise)
 
     def whole(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """One number for each code, not scaled yet."""
-        if self.codes == "int4":
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
-        return codes.to(dtype)
+        return CODE_TYPES[self.codes].decode(codes, dtype)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The weight, in the dtype of the scales."""
-        numbers = self.whole(codes, scales.dtype)
-        numbers.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.unsqueeze(-1))
-        return numbers
+        return self.codec.decode(codes, scales, scales.dtype)
 
 
 FORMATS = {
@@ -148,22 +123,8 @@ def weight_format(name: str | WeightFormat) -> WeightFormat:
     return FORMATS[name]
 
 
-def _at_least_normal(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return scales.clamp(min=torch.finfo(dtype).smallest_normal).to(dtype)
-
-
 def code_tokens(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Round each token, a row of `x`, to codes: them, their scales, and for the asymmetric kind the code of zero."""
-    numbers = x.float()
     if kind == "int8-asymmetric":
-        least, most = numbers.amin(dim=-1, keepdim=True).clamp(max=0), numbers.amax(dim=-1, keepdim=True).clamp(min=0)
-        scales = ((most - least) / 255.0).clamp(min=torch.finfo(x.dtype).smallest_normal)
-        zeros = (-128 - (least / scales).round()).clamp(-128, 127)
-        codes = ((numbers * (1.0 / scales)).round() + zeros).clamp(-128, 127)
-        return codes.to(torch.int8), scales, zeros
-    low, high = LIMITS[kind]
-    scales = (numbers.abs().amax(dim=-1, keepdim=True) / ((high - low) / 2)).clamp(min=torch.finfo(torch.float32).tiny)
-    shares = numbers * (1.0 / scales)
-    if kind == "fp8":
-        return shares.clamp(low, high).to(FP8), scales, None
-    return shares.round().clamp(low, high).to(torch.int8), scales, None
+        return quantize_tokens_affine(x)
+    return *CODECS[kind, None].encode(x.float()), None

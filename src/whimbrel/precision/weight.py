@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from whimbrel.base.errors import PrecisionError
 from whimbrel.precision import product
-from whimbrel.precision.formats import FP8, WeightFormat, weight_format
+from whimbrel.precision.formats import WeightFormat, weight_format
 
 __all__ = ["QuantizedWeight"]
 
@@ -75,7 +75,9 @@ class QuantizedWeight(Tensor):
         if self.turned:
             numbers = numbers.t()
         noise = torch.rand(numbers.shape, device=numbers.device, generator=generator)
-        codes, scales = self.format.encode(numbers, scales=self.format.renewed(self.scales, numbers), noise=noise)
+        codes, scales = self.format.encode(
+            numbers, scales=self.format.codec.update_scales(self.scales, numbers), noise=noise
+        )
         self.codes.copy_(codes)
         self.scales.copy_(scales)
         return self
@@ -380,7 +382,7 @@ def _by_part(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) ->
     """What is done alike to rows of codes and rows of scales: gathering them from other ranks, fp8 as bytes."""
 
     def change(part: Tensor) -> Tensor:
-        carried = part.view(torch.uint8) if part.dtype == FP8 else part
+        carried = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
         return cast(Tensor, func(carried, *args, **settings)).view(part.dtype)
 
     return _like(weight, change)

@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from whimbrel.base.errors import CacheError
-from whimbrel.cache import Cache, CacheLayerMixin, Codec, DynamicLayer, SinkLayer, SlidingLayer, StaticLayer, find_codec
+from whimbrel.cache import Cache, CacheLayerMixin, DynamicLayer, SinkLayer, SlidingLayer, StaticLayer, find_codec
+from whimbrel.ops.lowbit import GroupCodec
 
 HEADS, SIZE, ROOM, WINDOW, SINKS = 2, 4, 24, 5, 2
 
@@ -95,8 +96,8 @@ KINDS: dict[str, tuple[Callable[[str], CacheLayerMixin], dict[str, int | None]]]
 }
 
 
-def through(codec: Codec, states: Tensor) -> Tensor:
-    return codec.decode(*codec.encode(states), states.dtype)
+def through(codec: GroupCodec | None, states: Tensor) -> Tensor:
+    return states if codec is None else codec.decode(*codec.encode(states), states.dtype)
 
 
 class Operations(RuleBasedStateMachine):

@@ -87,12 +87,12 @@ def test_scales_stay_while_a_row_fits_them(dtype: torch.dtype) -> None:
     moved = (
         weight / weight.abs().amax(-1, keepdim=True) * full * torch.tensor([0.99, 0.6, 0.4, 1.02, 3.0, 0.0])[:, None]
     )
-    renewed = form.renewed(scales, moved)
+    renewed = form.codec.update_scales(scales, moved)
     assert renewed.dtype == dtype
     assert (renewed == scales).flatten().tolist() == [True, True, False, False, False, False]
     assert (127 * renewed.float() >= moved.abs().amax(-1, keepdim=True)).all()  # nothing is cut off
     assert (127 * renewed.float()[2:5] <= 1.06 * moved[2:5].abs().amax(-1, keepdim=True)).all()  # nor is much wasted
-    assert torch.equal(form.renewed(renewed, moved), renewed)
+    assert torch.equal(form.codec.update_scales(renewed, moved), renewed)
 
 
 @pytest.mark.parametrize(
