@@ -13,7 +13,7 @@ from tests.e2e.serving import Running
 pytest.importorskip("openai", reason="needs the package 'openai'")
 
 
-def test_the_client_of_the_page_writes_text(server: Running, root: Path):
+def test_the_python_example_prints_text(server: Running, root: Path):
     page = (root / "docs" / "serving.md").read_text(encoding="utf-8")
     code = re.search(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE).group(1)
     here = {"http://127.0.0.1:8000": server.url, 'api_key="none"': f'api_key="{server.key}"', '"mine"': '"tiny"'}

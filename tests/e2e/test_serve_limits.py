@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.e2e.serving import httpx, serving
 
 
-def test_more_idle_connections_than_open_files_keep_nobody_out(tiny: Path, tmp_path: Path):
+def test_more_idle_connections_than_open_files_do_not_block_new_ones(tiny: Path, tmp_path: Path):
     with (tmp_path / "log").open("w+") as log, serving(tiny, key=None, files=128, log=log) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
         with ExitStack() as idle:

@@ -77,7 +77,7 @@ def test_log_likelihoods_agree(api, expected, tokenized: bool, concurrent: int):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_generation_stops_where_it_is_told(api, server: Running):
+def test_generation_stops_at_a_stop_string(api, server: Running):
     from lm_eval.api.instance import Instance
 
     with server.client() as client:

@@ -46,15 +46,15 @@ def whole(stream) -> dict[int, str]:
     return dict(texts)
 
 
-def test_the_model_is_listed(client, server):
+def test_models_are_listed(client, server):
     assert [model.id for model in client.models.list()] == [server.model]
     card = client.models.retrieve(server.model)
     assert card.context_length == 4096
-    with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+    with pytest.raises(openai.NotFoundError, match="unknown model 'other'"):
         client.models.retrieve("other")
 
 
-def test_greedy_text_is_the_models_own(client, tokenizer, greedy):
+def test_greedy_text_equals_generate(client, tokenizer, greedy):
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
     answer = client.completions.create(**asked)
     assert answer.choices[0].text == tokenizer.decode(greedy)
@@ -63,7 +63,7 @@ def test_greedy_text_is_the_models_own(client, tokenizer, greedy):
     assert whole(client.completions.create(**asked, stream=True)) == {0: answer.choices[0].text}
 
 
-def test_all_four_kinds_of_prompt_say_the_same(client, tokenizer):
+def test_all_four_prompt_formats_give_the_same_text(client, tokenizer):
     texts = [PROMPT, "The end of"]
     ids = [tokenizer.encode(text) for text in texts]
     asked = {"model": "tiny", "max_tokens": 6, "temperature": 0}
@@ -76,7 +76,7 @@ def test_all_four_kinds_of_prompt_say_the_same(client, tokenizer):
         assert whole(client.completions.create(prompt=prompts, stream=True, **asked)) == dict(enumerate(alone))
 
 
-def test_no_prompt_begins_a_document(client, tokenizer):
+def test_an_empty_prompt_starts_a_document(client, tokenizer):
     empty, marked = (
         client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0).choices[0].text
         for prompt in ("", [tokenizer.eot_id])
@@ -84,7 +84,7 @@ def test_no_prompt_begins_a_document(client, tokenizer):
     assert empty == marked
 
 
-def test_several_samples_differ_and_a_seed_repeats_them(client):
+def test_samples_differ_and_a_seed_reproduces_them(client):
     asked = {"model": "tiny", "prompt": [PROMPT, "The"], "max_tokens": 8, "n": 3, "seed": 7, "temperature": 1.0}
     first, again = (client.completions.create(**asked) for _ in range(2))
     texts = [choice.text for choice in first.choices]
@@ -118,7 +118,7 @@ def test_a_stop_string_ends_one_sample_and_not_the_others(client):
     assert answer.choices[1].finish_reason == "stop"
 
 
-def test_usage_of_a_stream_comes_last_and_only_when_asked(client):
+def test_stream_usage_comes_last_and_only_on_request(client):
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3, "stream": True}
     events = list(client.completions.create(**asked, stream_options={"include_usage": True}))
     assert [event.usage for event in events[:-1]] == [None] * (len(events) - 1)
@@ -127,7 +127,7 @@ def test_usage_of_a_stream_comes_last_and_only_when_asked(client):
     assert all(event.choices for event in client.completions.create(**asked))
 
 
-def test_scores_of_a_completion(client, tokenizer, greedy):
+def test_completion_logprobs(client, tokenizer, greedy):
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 3}
     found = client.completions.create(**asked).choices[0]
     scores = found.logprobs
@@ -141,7 +141,7 @@ def test_scores_of_a_completion(client, tokenizer, greedy):
     assert [value for piece in pieces for value in piece.token_logprobs] == scores.token_logprobs
 
 
-def test_echo_scores_the_prompt(client, tokenizer):
+def test_echo_returns_prompt_logprobs(client, tokenizer):
     asked = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "logprobs": 1, "echo": True}
     for length in (0, 2):
         found = client.completions.create(**asked, max_tokens=length).choices[0]
@@ -158,7 +158,7 @@ def test_echo_scores_the_prompt(client, tokenizer):
     assert plain.choices[0].text == PROMPT
 
 
-def test_penalties_and_bias_change_what_is_drawn(client, tokenizer, greedy):
+def test_penalties_and_logit_bias_change_the_output(client, tokenizer, greedy):
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
     other = client.completions.create(**asked, logit_bias={str(greedy[0]): -100}).choices[0].text
     assert other != tokenizer.decode(greedy[:1])
@@ -175,7 +175,7 @@ def test_penalties_and_bias_change_what_is_drawn(client, tokenizer, greedy):
     assert kept == tokenizer.decode(greedy[:1])
 
 
-def test_a_conversation(client):
+def test_chat_completion(client):
     asked = {
         "model": "tiny",
         "messages": [
@@ -201,7 +201,7 @@ def test_a_conversation(client):
     assert longer.usage.prompt_tokens > answer.usage.prompt_tokens
 
 
-def test_scores_of_a_conversation(client):
+def test_chat_logprobs(client):
     messages = [{"role": "user", "content": "Hello"}]
     asked = {"model": "tiny", "messages": messages, "max_tokens": 4, "n": 2, "seed": 3, "logprobs": True}
     answer = client.chat.completions.create(**asked, top_logprobs=2)
@@ -223,7 +223,7 @@ def test_scores_of_a_conversation(client):
     )
 
 
-def test_async_clients_side_by_side(server, client):
+def test_concurrent_async_clients(server, client):
     prompts = [f"Chapter {number}:" for number in range(8)]
     asked = {"model": "tiny", "max_tokens": 8, "temperature": 0}
     alone = [client.completions.create(prompt=prompt, **asked).choices[0].text for prompt in prompts]
@@ -240,7 +240,7 @@ def test_async_clients_side_by_side(server, client):
     assert asyncio.run(together()) == alone
 
 
-def test_what_cannot_be_done_is_refused_by_the_clients_own_errors(client):
+def test_errors_raise_the_exceptions_of_the_client(client):
     user = [{"role": "user", "content": "Hello"}]
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     with pytest.raises(openai.BadRequestError) as refused:

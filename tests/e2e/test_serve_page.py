@@ -1,4 +1,4 @@
-"""The chat page in a real browser: it streams, keeps the conversation, stops, begins anew, and shows text as text."""
+"""The chat page and the API page in a real browser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 
 class Page:
-    """What a user sees and does."""
+    """What a user sees on the page and does with it."""
 
     def __init__(self, browser: webdriver.Chrome, server: Running) -> None:
         self.browser = browser
@@ -76,7 +76,7 @@ def page(browser: webdriver.Chrome, server: Running) -> Page:
     return Page(browser, server)
 
 
-def test_without_the_key_it_says_so_and_with_it_it_finds_the_model(page: Page, server: Running):
+def test_the_page_asks_for_the_key_and_then_shows_the_model(page: Page, server: Running):
     page.until(lambda: "API key" in page.find("status").text)
     page.enter(server.key)
     assert page.find("status").text == ""
@@ -84,7 +84,7 @@ def test_without_the_key_it_says_so_and_with_it_it_finds_the_model(page: Page, s
     assert page.browser.execute_script("return localStorage.length") == 0
 
 
-def test_a_conversation_streams_and_is_kept(page: Page, server: Running):
+def test_a_conversation_streams_and_survives_a_reload(page: Page, server: Running):
     page.enter(server.key)
     page.set("temperature", "0")
     page.set("tokens", "12")
@@ -114,7 +114,7 @@ def test_a_conversation_streams_and_is_kept(page: Page, server: Running):
     assert page.turns() == []
 
 
-def test_stop_ends_the_answer_and_frees_its_pages(page: Page, server: Running):
+def test_the_stop_button_stops_generation(page: Page, server: Running):
     page.enter(server.key)
     page.say("Tell me everything")
     page.until(lambda: len(page.turns()) == 2 and len(page.turns()[1][1]) > 20)
@@ -139,7 +139,7 @@ def test_markup_is_shown_as_text(page: Page, server: Running):
     assert page.browser.title == "Whimbrel"
 
 
-def test_a_refusal_is_shown_and_the_words_are_given_back(page: Page, server: Running):
+def test_an_error_is_shown_and_the_message_restored(page: Page, server: Running):
     page.enter(server.key)
     page.set("temperature", "9")
     page.say("Hello")
@@ -148,7 +148,7 @@ def test_a_refusal_is_shown_and_the_words_are_given_back(page: Page, server: Run
     assert page.find("text").get_attribute("value") == "Hello"
 
 
-def test_nothing_is_loaded_from_elsewhere_and_every_field_has_a_name(page: Page, server: Running):
+def test_no_external_resources_and_all_fields_are_labelled(page: Page, server: Running):
     loaded = page.browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert loaded
     assert [name for name in loaded if not name.startswith(server.url)] == []
@@ -167,7 +167,7 @@ def test_nothing_is_loaded_from_elsewhere_and_every_field_has_a_name(page: Page,
     assert [entry for entry in severe if " 40" not in entry["message"]] == []  # refusals are logged, faults are not
 
 
-def test_the_page_of_the_api_shows_every_route_and_field(page: Page, server: Running):
+def test_the_docs_page_shows_every_route_and_field(page: Page, server: Running):
     page.enter(server.key)
     page.browser.get(f"{server.url}/docs")
     page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "section h2"))
@@ -177,6 +177,21 @@ def test_the_page_of_the_api_shows_every_route_and_field(page: Page, server: Run
     assert {"prompt", "messages", "max_tokens", "stop", "seed", "logprobs", "stream_options"} <= fields
 
 
-def test_the_page_of_the_api_says_where_to_give_the_key(page: Page, server: Running):
+def test_the_docs_page_says_where_to_enter_the_key(page: Page, server: Running):
     page.browser.get(f"{server.url}/docs")
     page.until(lambda: "API key" in page.find("routes").text)
+
+
+def test_a_conversation_longer_than_the_context_drops_its_oldest_messages(page: Page, server: Running):
+    page.enter(server.key)
+    page.set("tokens", "2")
+    page.browser.execute_script(
+        "const long = 'so '.repeat(5000);"
+        "const messages = [{role: 'user', content: long}, {role: 'assistant', content: long}];"
+        "sessionStorage.setItem('whimbrel.conversation', JSON.stringify(messages))"
+    )
+    page.browser.refresh()
+    page.until(lambda: page.find("model").text == "tiny")
+    page.say("Hello")
+    page.until(lambda: page.at_rest() and len(page.turns()) == 4)
+    assert "oldest messages were left out" in page.find("status").text

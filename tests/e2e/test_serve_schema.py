@@ -13,7 +13,7 @@ from tests.e2e.serving import Running
 pytest.importorskip("schemathesis", reason="needs the package 'schemathesis'")
 
 
-def test_the_server_keeps_to_its_document(server: Running, tmp_path: Path):
+def test_responses_conform_to_the_openapi_document(server: Running, tmp_path: Path):
     options = ["--max-examples=5", "--generation-deterministic", "--phases=coverage,fuzzing", "--no-color"]
     done = subprocess.run(
         [

@@ -17,7 +17,7 @@ from whimbrel.cli.words import show
 
 if TYPE_CHECKING:
     from whimbrel.server import ServeConfig
-    from whimbrel.server.served import Served
+    from whimbrel.server.served_model import ServedModel
 
 __all__ = ["serve"]
 
@@ -91,11 +91,11 @@ def serve(
     _run(config, load, {"max_batch": max_batch, "num_blocks": pages, "cache": cache, "compile": compile})
 
 
-def _run(config: ServeConfig, load: Callable[[], Served], engine: dict[str, Any]) -> None:
+def _run(config: ServeConfig, load: Callable[[], ServedModel], engine: dict[str, Any]) -> None:
     """Serve the model that `load` gives, once the address is ours."""
     try:
         from whimbrel.server.app import Service
-        from whimbrel.server.server import Server, bind, url_of
+        from whimbrel.server.http import Server, bind_socket, server_url
     except ModuleNotFoundError as error:
         raise MissingExtraError("serving a model", str(error.name), "serve") from error
     from whimbrel.inference import Engine, EngineConfig
@@ -103,17 +103,19 @@ def _run(config: ServeConfig, load: Callable[[], Served], engine: dict[str, Any]
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("whimbrel.server").setLevel(logging.INFO)
     limits = EngineConfig(**engine)
-    with bind(config) as door:
+    with bind_socket(config) as sock:
         served = load()
         runs = Engine(served.model, limits)
         runs.warm_up()  # compiles, before connections are accepted
         server = Server(Service(served, runs, config))
-        where = f"serving {served.name} at {url_of(door)} (chat page at /, API at /v1)"
-        server.serve_on(door, on_ready=lambda: show(where, "\n"))
+        where = f"serving {served.name} at {server_url(sock)} (chat page at /, API at /v1)"
+        server.run_on(sock, on_ready=lambda: show(where, "\n"))
 
 
-def _load(model: Path, *, name: str | None, tokenizer: Path | None, device: str | None, weights: str | None) -> Served:
-    from whimbrel.server.served import load_served
+def _load(
+    model: Path, *, name: str | None, tokenizer: Path | None, device: str | None, weights: str | None
+) -> ServedModel:
+    from whimbrel.server.served_model import load_served_model
     from whimbrel.train.device import choose_device
 
-    return load_served(model, name=name, tokenizer=tokenizer, device=choose_device(device), weights=weights)
+    return load_served_model(model, name=name, tokenizer=tokenizer, device=choose_device(device), weights=weights)

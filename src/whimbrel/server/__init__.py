@@ -1,4 +1,4 @@
-"""The model over HTTP: OpenAI-compatible routes and a chat page. All but its settings need the extra `serve`."""
+"""OpenAI-compatible HTTP server with a chat page. Everything but the settings needs the extra `serve`."""
 
 from whimbrel.server.config import ServeConfig, is_loopback
 

@@ -1,77 +1,304 @@
-"""The app: a served model, its worker and its routes behind the gate."""
+"""The FastAPI app: routes of the OpenAI-compatible API, health, metrics and the web pages."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from importlib import resources
+from typing import Any, TypeVar
 
-from fastapi import Depends, FastAPI, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
 
 from whimbrel import __version__
+from whimbrel.inference import Request as EngineRequest
+from whimbrel.inference import SamplingParams
 from whimbrel.server.config import ServeConfig
-from whimbrel.server.document import document
-from whimbrel.server.errors import ApiError, answer_errors, json_response
-from whimbrel.server.gate import Gate
-from whimbrel.server.intake import Intake
-from whimbrel.server.metrics import CONTENT_TYPE, Meter, Metrics
-from whimbrel.server.page import FILES, page_routes
-from whimbrel.server.routes import FAULTS, Routes
-from whimbrel.server.served import Served
-from whimbrel.server.traffic import Traffic
-from whimbrel.server.worker import Steps, Worker
+from whimbrel.server.errors import ApiError, ErrorBody, add_error_handlers, json_response
+from whimbrel.server.middleware import (
+    METRICS_CONTENT_TYPE,
+    AccessMiddleware,
+    BodyMiddleware,
+    Metrics,
+    MetricsMiddleware,
+    RequestTracker,
+    on_request_end,
+    request_log,
+)
+from whimbrel.server.schema import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+    GenerationRequest,
+    ModelCard,
+    ModelList,
+)
+from whimbrel.server.served_model import Prompt, ServedModel
+from whimbrel.server.streaming import ChatFormat, CompletionFormat, PromptContext, ResponseBuilder, ResponseFormat
+from whimbrel.server.worker import StepEngine, Worker
 
 __all__ = ["Service"]
 
-TAKING = ("/v1/completions", "/v1/chat/completions")
-"""Paths that take a body."""
+T = TypeVar("T")
+
+COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
+DEFAULT_MAX_TOKENS = 16
+"""`max_tokens` of a completion request that does not set it."""
+
+SAMPLING_PARAMETERS = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+ENCODER_THREADS = 2
+"""Number of threads that encode completion prompts, and of those that render and encode conversations."""
+
+STATIC_FILES = {
+    "/": ("chat.html", "text/html"),
+    "/docs": ("docs.html", "text/html"),
+    "/page/chat.css": ("chat.css", "text/css"),
+    "/page/chat.js": ("chat.js", "text/javascript"),
+    "/page/docs.js": ("docs.js", "text/javascript"),
+    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is invalid or cannot be served."},
+    "5XX": {"model": ErrorBody, "description": "The server failed or is unavailable."},
+}
 
 
 class Service:
-    """What a running server is made of."""
+    """The app of one served model, with its worker, request tracker and metrics."""
 
-    def __init__(self, served: Served, engine: Steps, config: ServeConfig) -> None:
-        self.config, self.traffic, self.worker = config, Traffic(), Worker(engine)
+    def __init__(self, model: ServedModel, engine: StepEngine, config: ServeConfig) -> None:
+        self.model, self.config = model, config
+        self.worker, self.requests = Worker(engine), RequestTracker()
+        # Few threads, because each may need much memory; two pools, because a chat template may be slow.
+        self._prompt_threads = ThreadPoolExecutor(ENCODER_THREADS, "whimbrel-encode")
+        self._chat_threads = ThreadPoolExecutor(ENCODER_THREADS, "whimbrel-chat")
         self.app = FastAPI(
             title="Whimbrel",
             version=__version__,
-            summary=f"The model {served.name}, in the manner of OpenAI's API.",
-            docs_url=None,  # FastAPI's own pages load scripts from elsewhere; /docs is ours
+            summary=f"OpenAI-compatible API of the model {model.name}.",
+            docs_url=None,  # FastAPI's own pages load scripts from other sites; /docs is ours
             redoc_url=None,
             redirect_slashes=False,
             lifespan=self._lifespan,
         )
-        answer_errors(self.app)
-        # The gate asks for the key: this only tells the document so.
-        guarded = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []
-        self._routes = Routes(served, self.worker, config)
-        self.app.include_router(self._routes.router, dependencies=guarded)
-        self.app.add_api_route("/metrics", self.count, dependencies=guarded, responses=FAULTS, response_class=Response)
-        self.app.add_api_route("/health", self.health, responses=FAULTS)
+        add_error_handlers(self.app)
+        self._add_routes()
+        self.app.openapi = self._openapi  # type: ignore[method-assign]
+        paths = {*STATIC_FILES, COMPLETIONS, CHAT_COMPLETIONS, "/health", "/metrics", "/openapi.json", "/v1/models"}
+        self.metrics = Metrics(self.worker, paths)
+        # The middleware added last runs first.
+        body_paths = (COMPLETIONS, CHAT_COMPLETIONS)
+        self.app.add_middleware(BodyMiddleware, config=config, requests=self.requests, paths=body_paths)
+        public_paths = {"/health", *STATIC_FILES}
+        self.app.add_middleware(AccessMiddleware, config=config, requests=self.requests, public_paths=public_paths)
+        self.app.add_middleware(MetricsMiddleware, metrics=self.metrics)
+
+    def _add_routes(self) -> None:
+        # `AccessMiddleware` checks the key; this only documents it in /openapi.json.
+        router = APIRouter(dependencies=[Depends(HTTPBearer(auto_error=False))] if self.config.api_key else [])
+        add = router.add_api_route
+        add("/v1/models", self.list_models, responses=ERROR_RESPONSES | {200: {"model": ModelList}})
+        add("/v1/models/{name:path}", self.get_model, responses=ERROR_RESPONSES | {200: {"model": ModelCard}})
+        add(COMPLETIONS, self.create_completion, methods=["POST"], responses=_streamed(CompletionResponse))
+        add(
+            CHAT_COMPLETIONS, self.create_chat_completion, methods=["POST"], responses=_streamed(ChatCompletionResponse)
+        )
+        add("/metrics", self.get_metrics, responses=ERROR_RESPONSES, response_class=Response)
+        self.app.include_router(router)
+        self.app.add_api_route("/health", self.health, responses=ERROR_RESPONSES)
         self.app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
-        self.app.include_router(page_routes())
-        self.app.openapi = lambda: document(self.app, served)  # type: ignore[method-assign]
-        self.metrics = Metrics(self.worker, {*FILES, *TAKING, "/health", "/metrics", "/openapi.json", "/v1/models"})
-        # The last is the first that a request meets.
-        self.app.add_middleware(Intake, config=config, traffic=self.traffic, paths=TAKING)
-        self.app.add_middleware(Gate, config=config, traffic=self.traffic, open_paths={"/health", *FILES})
-        self.app.add_middleware(Meter, metrics=self.metrics)
+        for path, (name, media_type) in STATIC_FILES.items():
+            content = resources.files("whimbrel.server").joinpath("static", name).read_bytes()
+            handler = _static_file(content, media_type)
+            self.app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False)
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.worker.start()
         yield
-        self._routes.close()
+        for pool in (self._prompt_threads, self._chat_threads):
+            pool.shutdown(wait=False, cancel_futures=True)
         await self.worker.close()
 
     async def health(self) -> Response:
-        """Say whether requests are answered."""
-        if self.traffic.draining:
-            raise ApiError(503, "the server is stopping", code="draining")
-        if not self.worker.well:
+        """Return 200 if the server can answer requests."""
+        if self.requests.draining:
+            raise ApiError(503, "the server is shutting down", code="draining")
+        if not self.worker.healthy:
             raise ApiError(503, "the engine keeps failing: see the server log", code="engine_failed")
         return json_response({"status": "ok"})
 
-    async def count(self) -> Response:
-        """Give the counts of the server and its engine, for Prometheus."""
-        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+    async def get_metrics(self) -> Response:
+        """Return metrics of the server and its engine in Prometheus' text format."""
+        return Response(self.metrics.text(), media_type=METRICS_CONTENT_TYPE)
+
+    async def list_models(self) -> Response:
+        """List the served model."""
+        return json_response({"object": "list", "data": [self._model_card()]})
+
+    async def get_model(self, name: str) -> Response:
+        """Describe the served model."""
+        self._check_model(name)
+        return json_response(self._model_card())
+
+    async def create_completion(self, body: CompletionRequest, request: Request) -> Response:
+        """Complete one prompt or several."""
+        self._check_request(body, len(body.prompt))
+        max_new_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        prompts = await _in_thread(
+            self._prompt_threads,
+            self.model.encode_prompts,
+            body.prompt,
+            self._max_prompt_tokens(max_new_tokens),
+            body.parse_special is not False,
+        )
+        contexts = [PromptContext(prompt, body.stop or (), echo=bool(body.echo)) for prompt in prompts]
+        prompt_logprobs = body.logprobs if body.echo else None
+        engine_requests = [
+            self._engine_request(body, prompt, max_new_tokens, body.logprobs, prompt_logprobs) for prompt in prompts
+        ]
+        response_format = CompletionFormat(self.model.token_texts, with_logprobs=body.logprobs is not None)
+        return await self._respond(body, request, contexts, engine_requests, response_format)
+
+    async def create_chat_completion(self, body: ChatCompletionRequest, request: Request) -> Response:
+        """Generate the next message of a conversation."""
+        self._check_request(body, 1)
+        max_new_tokens = self.worker.context_length if body.max_new_tokens is None else body.max_new_tokens
+        messages = [message.model_dump() for message in body.messages]
+        for message in messages:
+            message["role"] = "system" if message["role"] == "developer" else message["role"]
+        prompt = await _in_thread(
+            self._chat_threads, self.model.encode_chat, messages, self._max_prompt_tokens(max_new_tokens)
+        )
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        stops = [*(body.stop or ()), *self.model.chat_template.stops]
+        contexts = [PromptContext(prompt, stops, echo=False)]
+        engine_requests = [self._engine_request(body, prompt, max_new_tokens, logprobs)]
+        response_format = ChatFormat(self.model.token_texts, with_logprobs=bool(body.logprobs))
+        return await self._respond(body, request, contexts, engine_requests, response_format)
+
+    async def _respond(
+        self,
+        body: GenerationRequest,
+        request: Request,
+        contexts: Sequence[PromptContext],
+        engine_requests: Sequence[EngineRequest],
+        response_format: ResponseFormat,
+    ) -> Response:
+        """Submit requests to the engine and build the response from their events."""
+        job = await self.worker.submit(engine_requests)
+        on_request_end(request.scope, job.cancel)
+        builder = ResponseBuilder(self.model, body, contexts, job, response_format)
+        entry = request_log(request.scope)
+        entry.user, entry.usage = body.user, builder.usage
+        return builder.stream() if body.stream else await builder.complete()
+
+    def _engine_request(
+        self,
+        body: GenerationRequest,
+        prompt: Prompt,
+        max_new_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> EngineRequest:
+        given = {name: value for name in SAMPLING_PARAMETERS if (value := getattr(body, name)) is not None}
+        return EngineRequest(
+            prompt_ids=prompt.ids,
+            max_new_tokens=min(max_new_tokens, self.worker.context_length),
+            sampling=SamplingParams(**{**self.model.sampling_defaults, **given}, logit_bias=body.logit_bias),
+            seed=body.seed,
+            n=body.n or 1,
+            stop_ids=self.model.eos_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _check_request(self, body: GenerationRequest, num_prompts: int) -> None:
+        self._check_model(body.model)
+        choices, limit = num_prompts * (body.n or 1), self.config.max_choices
+        if choices > limit:
+            message = f"expected at most {limit} completions per request (prompts times n), got {choices}"
+            raise ApiError(400, message, param="n", code="invalid_value")
+
+    def _check_model(self, name: str) -> None:
+        if name != self.model.name:
+            message = f"unknown model {name[:64]!r}: this server has {self.model.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _max_prompt_tokens(self, max_new_tokens: int) -> int:
+        """Maximum prompt length that leaves space for a new token, unless none is requested."""
+        limit = self.worker.context_length - min(1, max_new_tokens)
+        return min(limit, self.config.max_prompt_tokens or limit)
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self.model.name,
+            "object": "model",
+            "created": self.model.created,
+            "owned_by": "whimbrel",
+            "context_length": self.worker.context_length,
+        }
+
+    def _openapi(self) -> dict[str, Any]:
+        """The OpenAPI document, with the model's name and vocabulary size filled in."""
+        app = self.app
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+            schemas = document["components"]["schemas"]
+            for name in ("CompletionRequest", "ChatCompletionRequest"):
+                schemas[name]["properties"]["model"]["enum"] = [self.model.name]
+                # pydantic writes it as a float, which rounds it.
+                schemas[name]["properties"]["seed"]["anyOf"][0]["maximum"] = 2**63 - 1
+            [parameter] = document["paths"]["/v1/models/{name}"]["get"]["parameters"]
+            parameter["schema"]["enum"] = [self.model.name]
+            prompt = schemas["CompletionRequest"]["properties"]["prompt"]
+            _limit_token_ids(prompt, self.model.model.config.vocab_size - 1)
+            app.openapi_schema = document
+        return app.openapi_schema
+
+
+def _streamed(model: type) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses of a route that can stream."""
+    description = (
+        "The completions. With stream = true they are sent in chunks of the same format, one per event, then [DONE]."
+    )
+    return ERROR_RESPONSES | {200: {"model": model, "content": {"text/event-stream": {}}, "description": description}}
+
+
+def _limit_token_ids(schema: dict[str, Any], maximum: int) -> None:
+    """Set the maximum of all integers in a JSON schema."""
+    if schema.get("type") == "integer":
+        schema["maximum"] = maximum
+    for inner in [*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())]:
+        _limit_token_ids(inner, maximum)
+
+
+def _static_file(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
+    headers = {
+        "Cache-Control": "no-cache",
+        "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+    async def send_file() -> Response:
+        return Response(content, headers=headers, media_type=media_type)
+
+    return send_file
+
+
+async def _in_thread(pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)

@@ -1,4 +1,4 @@
-"""Where the server listens, whom it answers, and how much it takes on."""
+"""Settings of the HTTP server: address, authentication and limits."""
 
 from __future__ import annotations
 
@@ -12,64 +12,66 @@ __all__ = ["ServeConfig", "is_loopback"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """What a server is told besides its model."""
+    """Settings of the HTTP server."""
 
     host: str = "127.0.0.1"
-    """The address to listen at. Any other than this machine's own loopback needs `api_key`."""
+    """Address to listen on. Any address other than loopback requires `api_key`."""
     port: int = 8000
-    """The port to listen at; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     api_key: str | None = None
-    """What a client must send as `Authorization: Bearer KEY` on every route but /health and the chat page's files."""
+    """Key that clients must send as `Authorization: Bearer KEY`, except for /health and the files of the web pages."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names that a client may call this server by; `*` is any. On loopback its own names are always among them."""
+    """Host names that requests may use; `*` allows any. On a loopback address, loopback names are always allowed."""
     max_requests: int = 256
-    """Requests held at once, running or waiting; one more is answered with 429."""
+    """Maximum number of requests running or waiting; further ones get a 429."""
     max_connections: int = 1024
     """Maximum number of open connections, lower if the open-file limit requires it. New ones replace idle ones."""
     max_choices: int = 256
-    """Texts that one request may ask for: its prompts times `n`."""
+    """Maximum number of completions per request: prompts times `n`."""
     max_body_bytes: int = 4 * 1024**2
-    """The largest body of a request."""
+    """Maximum size of a request body."""
     max_prompt_tokens: int | None = None
-    """The longest prompt; one less than the model's context when not given."""
+    """Maximum prompt length. (default: the context length minus 1)"""
     body_seconds: float = 30.0
-    """How long a client may take to send a body."""
+    """Time limit for a client to send a request body."""
     stall_seconds: float = 60.0
-    """How long a client may leave what it was sent unread before it counts as gone."""
+    """Time after which a client that does not read its response is disconnected."""
     drain_seconds: float = 30.0
-    """How long running requests may take to finish once the server was told to stop."""
+    """Time that running requests have to finish on shutdown."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port = {self.port} must be from 0 to 65535")
+            raise ConfigError(f"expected port from 0 to 65535, got {self.port}")
         for name in ("max_requests", "max_connections", "max_choices", "max_body_bytes", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} = {value} must be at least 1")
+                raise ConfigError(f"expected {name} of at least 1, got {value}")
         for name in ("body_seconds", "stall_seconds"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} = {getattr(self, name)} must be a positive number of seconds")
+                raise ConfigError(f"expected {name} to be a positive number of seconds, got {getattr(self, name)}")
         if not 0 <= self.drain_seconds < float("inf"):
-            raise ConfigError(f"drain_seconds = {self.drain_seconds} must be 0 or a positive number of seconds")
+            raise ConfigError(f"expected drain_seconds to be 0 or more seconds, got {self.drain_seconds}")
         for name in self.allowed_hosts:
             if not name or not set(name).isdisjoint("/ "):
-                raise ConfigError(f"allowed_hosts holds {name!r}: give the bare name, as in models.example.org, or *")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
-            raise ConfigError("api_key must be visible ASCII characters, and at least one: it travels in a header")
-        if self.api_key is not None and " " in self.api_key:
-            raise ConfigError("api_key must hold no spaces: it travels in a header")
-        if self.api_key is None and not is_loopback(self.host):
+                raise ConfigError(f"expected allowed_hosts like models.example.org or *, got {name!r}")
+        if self.api_key is not None:
+            key = self.api_key
+            if not (key and key.isascii() and key.isprintable()) or " " in key:
+                raise ConfigError(
+                    "expected api_key to be non-empty printable ASCII without spaces: it is sent in a header"
+                )
+        elif not is_loopback(self.host):
             raise ConfigError(
-                f"host = {self.host} can be reached from other machines: set an API key (--api-key or "
-                "WHIMBREL_API_KEY), or listen at 127.0.0.1"
+                f"host {self.host} can be reached from other machines: set an API key (--api-key or "
+                "WHIMBREL_API_KEY), or listen on 127.0.0.1"
             )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """Whether an address can only be reached from this machine."""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which may lead anywhere
+    except ValueError:  # any other name may resolve to any address
         return False

@@ -1,4 +1,4 @@
-"""What went wrong, in the shape that OpenAI's clients know: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the JSON format of the OpenAI API: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,25 @@ from starlette.exceptions import HTTPException
 
 from whimbrel.base.errors import RequestError
 
-__all__ = ["ApiError", "ErrorBody", "answer_errors", "json_response", "shown"]
+__all__ = ["ApiError", "ErrorBody", "add_error_handlers", "from_validation_errors", "json_response", "preview"]
 
-SHOWN = 60
-"""Characters of what a client sent that are repeated to it."""
+PREVIEW_LENGTH = 60
+"""Maximum number of characters of client input that an error message repeats."""
 
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxlong = 3, SHOWN, SHOWN, 10_000
-_SHORT.maxstring = _SHORT.maxother = 4 * SHOWN
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxlevel, _SHORT_REPR.maxlist, _SHORT_REPR.maxdict = 3, PREVIEW_LENGTH, PREVIEW_LENGTH
+_SHORT_REPR.maxlong, _SHORT_REPR.maxstring, _SHORT_REPR.maxother = 10_000, 4 * PREVIEW_LENGTH, 4 * PREVIEW_LENGTH
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """The `error` object of an error response."""
 
     message: str
     type: str
@@ -34,13 +41,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer with a status of 400 or more."""
+    """The body of every response with a status of 400 or more."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """An answer with a status of 400 or more."""
+    """An error with its HTTP status and headers."""
 
     def __init__(
         self,
@@ -56,74 +63,70 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as a client reads it."""
-        return {"error": {"message": str(self), "type": _kind(self.status), "param": self.param, "code": self.code}}
+        """The JSON body of the response."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        error_type = ERROR_TYPES.get(self.status, default)
+        return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The whole answer."""
+        """The complete HTTP response."""
         return json_response(self.body, self.status, self.headers)
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """`body` as JSON in ASCII: half a surrogate pair that a client sent can be repeated to it."""
+    """A response of ASCII JSON, which can repeat a lone surrogate that a client sent (UTF-8 could not)."""
     return Response(json.dumps(body, separators=(",", ":")), status, dict(headers or {}), "application/json")
 
 
-def answer_errors(app: FastAPI) -> None:
-    """Have every fault of a request answered in this one shape."""
+def add_error_handlers(app: FastAPI) -> None:
+    """Convert every exception that a request can raise to an `ApiError` response."""
 
     @app.exception_handler(ApiError)
-    async def known(request: Request, error: ApiError) -> Response:
+    async def api_error(request: Request, error: ApiError) -> Response:
         return error.response()
 
     @app.exception_handler(RequestError)
-    async def refused(request: Request, error: RequestError) -> Response:
+    async def request_error(request: Request, error: RequestError) -> Response:
         return ApiError(400, str(error), param=error.field, code="invalid_value").response()
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return from_validation(error.errors()).response()
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
+        return from_validation_errors(error.errors()).response()
 
     @app.exception_handler(HTTPException)
-    async def plain(request: Request, error: HTTPException) -> Response:
-        path = request.url.path
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        path, allowed = request.url.path, (error.headers or {}).get("Allow", "another method")
         message = {
-            400: "the body cannot be read as JSON in UTF-8: send a JSON object",
-            404: f"there is no {path}: /openapi.json lists what there is",
-            405: f"{path} takes no {request.method}: it takes {(error.headers or {}).get('Allow', 'others')}",
+            400: "expected a JSON object in UTF-8 as the body",
+            404: f"no route {path}: see /openapi.json for the available routes",
+            405: f"{path} does not support {request.method}: use {allowed}",
         }.get(error.status_code, str(error.detail))
         code = "invalid_json" if error.status_code == 400 else None
         return ApiError(error.status_code, message, code=code, headers=error.headers).response()
 
     @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> Response:
-        return ApiError(500, "the server failed on this request: its log says why", code="internal_error").response()
+    async def unexpected_error(request: Request, error: Exception) -> Response:
+        return ApiError(500, "internal error: see the server log", code="internal_error").response()
 
 
-def from_validation(errors: Sequence[Any]) -> ApiError:
-    """The first fault that the schema of a body found."""
+def from_validation_errors(errors: Sequence[Any]) -> ApiError:
+    """The first of pydantic's validation errors as an `ApiError`."""
     first = errors[0]
     kind, context = first["type"], first.get("ctx", {})
     param = context.get("param") or ".".join(str(part) for part in first["loc"] if part != "body") or None
     if kind == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {context['error']}", code="invalid_json")
+        return ApiError(400, f"the body is not valid JSON: {context['error']}", code="invalid_json")
     if kind == "missing":
-        what = "the body is empty: send a JSON object" if param is None else f"{param} is missing: it is required"
-        return ApiError(400, what, param=param, code="missing_required_parameter")
-    if "param" in context:
+        message = "the body is empty: send a JSON object" if param is None else f"{param} is required"
+        return ApiError(400, message, param=param, code="missing_required_parameter")
+    if "param" in context:  # raised by `schema.invalid`
         return ApiError(400, first["msg"], param=param, code=kind)
-    words = first["msg"][:1].lower() + first["msg"][1:]
-    message = f"{param or 'the body'} = {shown(first['input'])} cannot be used: {words}"
+    reason = first["msg"][:1].lower() + first["msg"][1:]
+    message = f"invalid value {preview(first['input'])} for {param or 'the body'}: {reason}"
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def shown(given: Any) -> str:
-    """What a client sent as an error repeats it: no more than its beginning."""
-    text = _SHORT.repr(given)  # reads only the first values of a long list
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-def _kind(status: int) -> str:
-    """OpenAI's word for a class of errors."""
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-    return kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+def preview(value: Any) -> str:
+    """The beginning of a client's value, for an error message."""
+    text = _SHORT_REPR.repr(value)  # only looks at the first items of a long list
+    return text if len(text) <= PREVIEW_LENGTH else f"{text[:PREVIEW_LENGTH]}..."

@@ -1,7 +1,7 @@
-"""The thread that owns the engine, and its bridge to the event loop: jobs in, events out, cancellation at once.
+"""The thread that owns the engine, and the bridge between it and the event loop.
 
-The engine is not safe to share, so nothing else ever touches it: the loop puts commands into a queue, the thread obeys
-them between two steps, and what a step gives is handed to the loop in one call.
+The engine is not thread-safe, so only this thread calls it. The event loop puts actions (submit, cancel, stop) into a
+queue; the thread runs them between two engine steps and sends the events of each step back in one call to the loop.
 """
 
 from __future__ import annotations
@@ -19,32 +19,35 @@ from whimbrel.base.errors import RequestError
 from whimbrel.inference import Event, Request, Stats
 from whimbrel.server.errors import ApiError
 
-__all__ = ["Job", "Steps", "Worker", "ended", "failed", "non_finite"]
+__all__ = ["Job", "StepEngine", "Worker", "non_finite_logits"]
 
-FAILURES_TO_BE_UNWELL = 3
-"""Consecutive failures, with no sequence finished between them, after which /health answers 503."""
+MAX_STEP_FAILURES = 3
+"""Consecutive failures, with no sequence finished in between, after which /health returns 503."""
 
 _log = logging.getLogger(__name__)
 
-
-def failed() -> ApiError:
-    """What a request is told that the engine failed on."""
-    return ApiError(500, "the engine failed on this request: the server's log says why", code="engine_failed")
+Events = list[tuple[int, Event]]
+"""Pairs of the index of a request in its job and one of its events."""
 
 
-def non_finite() -> ApiError:
-    """The error for a request with NaN or infinite logits."""
+def engine_failed() -> ApiError:
+    """The error for requests whose engine step raised."""
+    return ApiError(500, "the engine failed on this request: see the server log", code="engine_failed")
+
+
+def non_finite_logits() -> ApiError:
+    """The error for requests with NaN or infinite logits."""
     message = "the model produced non-finite logits (NaN or infinity) for this request: check the model's weights"
     return ApiError(500, message, code="engine_failed")
 
 
-def ended() -> ApiError:
-    """What a request is told once there is no engine."""
-    return ApiError(503, "the server's engine has ended", code="engine_ended")
+def engine_stopped() -> ApiError:
+    """The error for requests when the thread is no longer running."""
+    return ApiError(503, "the engine has stopped", code="engine_ended")
 
 
-class Steps(Protocol):
-    """What the worker asks of an engine."""
+class StepEngine(Protocol):
+    """The part of `inference.Engine` that the worker uses."""
 
     @property
     def busy(self) -> bool: ...
@@ -57,89 +60,85 @@ class Steps(Protocol):
 
 
 class Job:
-    """The requests of one client: their events as they come, until `cancel`."""
+    """The engine requests of one HTTP request, and the stream of their events."""
 
     def __init__(self, requests: Sequence[Request], worker: Worker) -> None:
         self.requests, self._worker = tuple(requests), worker
-        self._arrived: asyncio.Queue[list[tuple[int, Event]] | ApiError] = asyncio.Queue()
+        self._events: asyncio.Queue[Events | ApiError] = asyncio.Queue()
 
-    async def __aiter__(self) -> AsyncIterator[list[tuple[int, Event]]]:
-        """All that has arrived since the last time: pairs of a request's place and its event.
-
-        It never ends by itself: who asked knows what is enough.
-        """
+    async def __aiter__(self) -> AsyncIterator[Events]:
+        """All events since the last iteration. Endless: the caller stops when all samples have finished."""
         while True:
-            pairs = self._taken(await self._arrived.get())
-            while not self._arrived.empty():
-                pairs = pairs + self._taken(self._arrived.get_nowait())
-            yield pairs
+            events = self._unwrap(await self._events.get())
+            while not self._events.empty():
+                events = events + self._unwrap(self._events.get_nowait())
+            yield events
 
-    def cancel(self, place: int | None = None, sample: int | None = None) -> None:
-        """Give back what the job holds, or one request of it, or one sample; what has ended is let be."""
-        self._worker.command(lambda: self._worker.release(self, place, sample))
+    def cancel(self, index: int | None = None, sample: int | None = None) -> None:
+        """Cancel the job, one of its requests, or one sample of that; no effect on those already finished."""
+        self._worker.call(lambda: self._worker.release(self, index, sample))
 
     @staticmethod
-    def _taken(arrived: list[tuple[int, Event]] | ApiError) -> list[tuple[int, Event]]:
-        if isinstance(arrived, ApiError):
-            raise arrived
-        return arrived
+    def _unwrap(events: Events | ApiError) -> Events:
+        if isinstance(events, ApiError):
+            raise events
+        return events
 
-    def deliver(self, arrived: list[tuple[int, Event]] | ApiError) -> None:
+    def deliver(self, events: Events | ApiError) -> None:
         """Called on the event loop."""
-        self._arrived.put_nowait(arrived)
+        self._events.put_nowait(events)
 
 
 @dataclass(slots=True)
-class _Held:
-    """A request in the engine: whose it is, which of theirs, and which of its samples go on."""
-
+class _ActiveRequest:
     job: Job
-    place: int
+    index: int
     samples: set[int]
+    """Samples that have not finished."""
 
 
 class Worker:
-    """Runs an engine in a thread of its own."""
+    """Runs an engine in its own thread."""
 
-    def __init__(self, engine: Steps) -> None:
+    def __init__(self, engine: StepEngine) -> None:
         self.stats: Stats = engine.stats()
-        """What the engine counted when its last step was done."""
+        """The engine's statistics after its last step."""
         self.failures = 0
         """Steps that raised or produced non-finite logits since a sequence last finished."""
         self.context_length = engine.context_length
-        """The longest text, prompt included, in tokens."""
+        """Maximum length of a sequence, prompt included, in tokens."""
         self._engine = engine
-        self._held: dict[int, _Held] = {}  # by the engine's number
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._door = threading.Lock()  # no command comes in while the thread closes
-        self._ended = self._ending = False
+        self._active: dict[int, _ActiveRequest] = {}  # by the engine's request id
+        self._actions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()  # guards _stopped: no action is queued after the thread's last look at the queue
+        self._stopped = self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="whimbrel-engine", daemon=True)
 
     @property
-    def well(self) -> bool:
-        """Whether requests can be expected to be answered."""
-        return not self._ended and self.failures < FAILURES_TO_BE_UNWELL
+    def healthy(self) -> bool:
+        """Whether requests can be expected to succeed."""
+        return not self._stopped and self.failures < MAX_STEP_FAILURES
 
     def start(self) -> None:
-        """Begin, on behalf of the event loop that runs."""
+        """Start the thread; call from the event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
-        """Have the thread end, and with it all jobs."""
-        self.command(self._end)
+        """Make the thread stop, which fails all jobs; does not wait for it."""
+        self.call(self._request_stop)
 
     async def close(self) -> None:
-        """Stop, and wait for the thread."""
+        """Stop and wait for the thread."""
         self.stop()
         await asyncio.to_thread(self._thread.join)
 
     async def submit(self, requests: Sequence[Request]) -> Job:
-        """Hand requests to the engine, all of them or none; RequestError where one can never be served."""
+        """Submit requests to the engine, all of them or none; RequestError if one can never be served."""
         job = Job(requests, self)
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.command(lambda: self._accept(job, accepted))
+        self.call(lambda: self._accept(job, accepted))
         try:
             await accepted
         except asyncio.CancelledError:
@@ -147,60 +146,62 @@ class Worker:
             raise
         return job
 
-    def command(self, act: Callable[[], None]) -> None:
-        """Have the thread do something between two steps; once it has ended, do it here."""
-        with self._door:
-            if not self._ended:
-                return self._commands.put(act)
-        return act()
+    def call(self, action: Callable[[], None]) -> None:
+        """Run `action` in the thread between two steps; in the caller's thread if the worker has stopped."""
+        with self._lock:
+            if not self._stopped:
+                return self._actions.put(action)
+        return action()
 
-    def release(self, job: Job, place: int | None = None, sample: int | None = None) -> None:
-        """In the thread: give back what a job holds, or a part of it."""
-        for number, held in list(self._held.items()):
-            if held.job is job and place in (None, held.place):
-                self._engine.abort(number, sample)
-                if sample is not None and sample in held.samples:  # a stop string ended it
+    def release(self, job: Job, index: int | None = None, sample: int | None = None) -> None:
+        """Cancel a job or a part of it. Runs in the worker thread."""
+        for request_id, active in list(self._active.items()):
+            if active.job is job and index in (None, active.index):
+                self._engine.abort(request_id, sample)
+                if sample is not None and sample in active.samples:  # finished by a stop string
                     self.failures = 0
-                held.samples -= held.samples if sample is None else {sample}
-                self._forget_ended(number)
+                active.samples -= active.samples if sample is None else {sample}
+                self._remove_if_finished(request_id)
+
+    # All methods below run in the worker thread (actions also in the caller's, once the worker has stopped).
 
     def _accept(self, job: Job, accepted: asyncio.Future[None]) -> None:
-        if self._ended:
-            return self._tell(_settle, accepted, ended())
+        if self._stopped:
+            return self._call_in_loop(_resolve, accepted, engine_stopped())
         try:
-            for place, request in enumerate(job.requests):
-                self._held[self._engine.add_request(request)] = _Held(job, place, set(range(request.n)))
+            for index, request in enumerate(job.requests):
+                self._active[self._engine.add_request(request)] = _ActiveRequest(job, index, set(range(request.n)))
         except RequestError as error:
             self.release(job)
-            return self._tell(_settle, accepted, error)
-        return self._tell(_settle, accepted, None)
+            return self._call_in_loop(_resolve, accepted, error)
+        return self._call_in_loop(_resolve, accepted, None)
 
-    def _end(self) -> None:
-        self._ending = True
+    def _request_stop(self) -> None:
+        self._stopping = True
 
     def _run(self) -> None:
         try:
-            while not self._ending:
-                self._obey()
+            while not self._stopping:
+                self._run_actions()
                 self.stats = self._engine.stats()
-                if self._engine.busy and not self._ending:
+                if self._engine.busy and not self._stopping:
                     self._step()
         except Exception:
-            _log.exception("the engine has ended")
+            _log.exception("the engine has stopped")
         finally:
-            with self._door:
-                self._ended = True
-            self._drop_all(ended())
-            while not self._commands.empty():
-                self._commands.get()()
+            with self._lock:
+                self._stopped = True
+            self._fail_all(engine_stopped())
+            while not self._actions.empty():
+                self._actions.get()()
 
-    def _obey(self) -> None:
-        """Do all that was commanded; with nothing to run, wait for a command."""
+    def _run_actions(self) -> None:
+        """Run all queued actions; if the engine is idle, wait for one."""
         try:
-            act = self._commands.get(block=not self._engine.busy)
+            action = self._actions.get(block=not self._engine.busy)
             while True:
-                act()
-                act = self._commands.get_nowait()
+                action()
+                action = self._actions.get_nowait()
         except Empty:
             pass
 
@@ -209,53 +210,52 @@ class Worker:
             events = self._engine.step()
         except Exception:
             self.failures += 1
-            _log.exception("a step of the engine failed, and with it the %d requests it held", len(self._held))
+            _log.exception("an engine step failed with %d active requests", len(self._active))
             try:
-                for number in self._held:
-                    self._engine.abort(number)
+                for request_id in self._active:
+                    self._engine.abort(request_id)
                 self.stats = self._engine.stats()
             finally:
-                self._drop_all(failed())
+                self._fail_all(engine_failed())
             return
         self.stats = self._engine.stats()
         self._count_failures(events)
-        arrived: dict[Job, list[tuple[int, Event]]] = {}
+        by_job: dict[Job, Events] = {}
         for event in events:
-            held = self._held[event.request]
-            arrived.setdefault(held.job, []).append((held.place, event))
+            active = self._active[event.request]
+            by_job.setdefault(active.job, []).append((active.index, event))
             if event.finish_reason is not None:
-                held.samples.discard(event.sample)
-                self._forget_ended(event.request)
-        if arrived:
-            self._tell(_deliver, arrived)
+                active.samples.discard(event.sample)
+                self._remove_if_finished(event.request)
+        if by_job:
+            self._call_in_loop(_deliver, by_job)
 
     def _count_failures(self, events: Sequence[Event]) -> None:
-        """Only a finished sequence proves that the engine works: it may fail after any number of tokens."""
-        broken = {event.request for event in events if event.finish_reason == "error"}
-        if broken:
-            _log.error("the model produced non-finite logits (NaN or infinity): %d requests failed", len(broken))
+        """Only a finished sequence shows that the engine works: it may fail after any number of tokens."""
+        failed = {event.request for event in events if event.finish_reason == "error"}
+        if failed:
+            _log.error("the model produced non-finite logits (NaN or infinity): %d requests failed", len(failed))
         if any(event.finish_reason not in (None, "error") for event in events):
             self.failures = 0
-        elif broken:
+        elif failed:
             self.failures += 1
 
-    def _forget_ended(self, number: int) -> None:
-        if not self._held[number].samples:
-            del self._held[number]
+    def _remove_if_finished(self, request_id: int) -> None:
+        if not self._active[request_id].samples:
+            del self._active[request_id]
 
-    def _drop_all(self, why: ApiError) -> None:
-        """Answer all that is held with an error; the engine is not asked."""
-        self._tell(_deliver, {held.job: why for held in self._held.values()})
-        self._held.clear()
+    def _fail_all(self, error: ApiError) -> None:
+        """Send an error to all jobs, without calling the engine."""
+        self._call_in_loop(_deliver, {active.job: error for active in self._active.values()})
+        self._active.clear()
 
-    def _tell(self, act: Callable[..., None], *arguments: object) -> None:
-        """Have the event loop do something. Once it is closed nobody waits for anything."""
-        assert self._loop is not None, "a worker is started before it is told anything"
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(act, *arguments)
+    def _call_in_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None, "start the worker first"
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no one is waiting
+            self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _settle(accepted: asyncio.Future[None], error: Exception | None) -> None:
+def _resolve(accepted: asyncio.Future[None], error: Exception | None) -> None:
     if accepted.cancelled():
         return
     if error is None:
@@ -264,6 +264,6 @@ def _settle(accepted: asyncio.Future[None], error: Exception | None) -> None:
         accepted.set_exception(error)
 
 
-def _deliver(arrived: Mapping[Job, list[tuple[int, Event]] | ApiError]) -> None:
-    for job, what in arrived.items():
-        job.deliver(what)
+def _deliver(by_job: Mapping[Job, Events | ApiError]) -> None:
+    for job, events in by_job.items():
+        job.deliver(events)

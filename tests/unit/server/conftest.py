@@ -15,28 +15,28 @@ from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.tokenization.llama2c import load_llama2c_tokenizer
 
 if TYPE_CHECKING:
-    from whimbrel.server.served import Served
+    from whimbrel.server.served_model import ServedModel
 
 
 @pytest.fixture(scope="session")
-def served() -> Served:
-    """Random weights, large enough that the model does not say the same word for ever."""
-    from whimbrel.server.served import Served
+def served() -> ServedModel:
+    """Random weights, large enough that greedy decoding does not repeat one token."""
+    from whimbrel.server.served_model import ServedModel
 
     torch.manual_seed(0)
     size = {"context_length": 128, "num_layers": 1, "embd_size": 16, "num_heads": 2}
     model = GPT(GPTConfig(**size, tied_head=False, init_std=0.3, embd_init_std=0.3)).eval()
-    return Served(model=model, tokenizer=load_tokenizer("gpt2"), name="tiny", stop_ids=frozenset({50256}))
+    return ServedModel(model=model, tokenizer=load_tokenizer("gpt2"), name="tiny", eos_ids=frozenset({50256}))
 
 
 @pytest.fixture
-def engine(served: Served) -> Engine:
+def engine(served: ServedModel) -> Engine:
     return Engine(served.model, EngineConfig(num_blocks=256, max_batch=16))
 
 
 @pytest.fixture(scope="session")
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer of pieces, which opens texts with `<s>`, and whose texts begin with a space that is not shown."""
+    """A SentencePiece-style tokenizer: adds `<s>` and a leading space, which decoding drops."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), " ", "a", "b", "ab", " ab"]
     packed = b"".join(
         struct.pack("<fi", float(-index), len(piece)) + piece.encode() for index, piece in enumerate(pieces)

@@ -1,4 +1,4 @@
-"""A service on a real socket, in a thread of the test."""
+"""A server on a real socket, in a thread of the test."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import httpx
 from whimbrel.inference import Engine, EngineConfig, Event, Request, Stats
 from whimbrel.server import ServeConfig
 from whimbrel.server.app import Service
-from whimbrel.server.served import Served
-from whimbrel.server.server import Server, bind, url_of
+from whimbrel.server.http import Server, bind_socket, server_url
+from whimbrel.server.served_model import ServedModel
 
 
-class Faulty:
-    """A real engine whose next steps fail as often as it is told, or wait until it is told to go on."""
+class FaultyEngine:
+    """A real engine whose next `failing` steps raise, and whose steps wait while `unblock` is cleared."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.failing = 0
-        self.go_on, self.stepping = threading.Event(), threading.Event()
-        self.go_on.set()
+        self.unblock, self.stepping = threading.Event(), threading.Event()
+        self.unblock.set()
 
     @property
     def busy(self) -> bool:
@@ -39,10 +39,10 @@ class Faulty:
 
     def step(self) -> Sequence[Event]:
         self.stepping.set()
-        self.go_on.wait(30)
+        self.unblock.wait(30)
         if self.failing:
             self.failing -= 1
-            raise RuntimeError("this step was told to fail")
+            raise RuntimeError("simulated step failure")
         return self.engine.step()
 
     def abort(self, request: int, sample: int | None = None) -> None:
@@ -53,7 +53,7 @@ class Faulty:
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
-    """Look until it holds."""
+    """Poll until `holds` returns true."""
     deadline = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < deadline
@@ -62,32 +62,32 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 @dataclass(frozen=True)
 class Running:
-    """What a test talks to."""
+    """A running server and its parts."""
 
     client: httpx.Client
-    engine: Faulty
+    engine: FaultyEngine
     service: Service
     server: Server
     thread: threading.Thread
 
 
 @contextmanager
-def running(served: Served, pages: int = 256, **settings) -> Iterator[Running]:
+def running(served: ServedModel, pages: int = 256, **settings) -> Iterator[Running]:
     config = ServeConfig(**({"port": 0} | settings))
-    engine = Faulty(Engine(served.model, EngineConfig(num_blocks=pages, max_batch=16)))
+    engine = FaultyEngine(Engine(served.model, EngineConfig(num_blocks=pages, max_batch=16)))
     service = Service(served, engine, config)
     server = Server(service)
     ready = threading.Event()
-    with bind(config) as door:
-        thread = threading.Thread(target=server.serve_on, args=[door, ready.set])
+    with bind_socket(config) as sock:
+        thread = threading.Thread(target=server.run_on, args=[sock, ready.set])
         thread.start()
         assert ready.wait(60)
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         try:
-            with httpx.Client(base_url=url_of(door), headers=headers, timeout=30) as client:
+            with httpx.Client(base_url=server_url(sock), headers=headers, timeout=30) as client:
                 yield Running(client, engine, service, server, thread)
         finally:
-            engine.go_on.set()
+            engine.unblock.set()
             server.should_exit = True
             thread.join(20)
         assert not thread.is_alive()

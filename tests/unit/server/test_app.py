@@ -1,4 +1,4 @@
-"""The app as a whole: full, stopping, unwell, under another name, with other limits."""
+"""The complete app over HTTP: limits, errors, health, authentication, shutdown, metrics."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import httpx
 import torch
 from tests.unit.server.running import running, wait_for
 
-from whimbrel.server.prompts import PromptReader
-from whimbrel.server.routes import ENCODERS
-from whimbrel.server.served import Served
-from whimbrel.server.worker import FAILURES_TO_BE_UNWELL
+from whimbrel.server.app import ENCODER_THREADS
+from whimbrel.server.served_model import ServedModel
+from whimbrel.server.worker import MAX_STEP_FAILURES
 from whimbrel.tokenization import PLAIN, ChatTemplate
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -30,45 +29,45 @@ def error(answer) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-def test_one_request_too_many_is_told_to_come_back(served: Served):
+def test_requests_over_the_limit_get_429(served: ServedModel):
     with running(served, max_requests=2) as run:
-        run.engine.go_on.clear()
+        run.engine.unblock.clear()
         waiting = [
             threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": SHORT}) for _ in range(2)
         ]
         for each in waiting:
             each.start()
-        wait_for(lambda: run.service.traffic.held == 2)
+        wait_for(lambda: run.service.requests.active == 2)
         answer = run.client.post(COMPLETIONS, json=SHORT)
         assert error(answer) == (429, "too_many_requests")
         assert answer.headers["Retry-After"] == "1"
         assert run.client.get("/health").status_code == 200
-        run.engine.go_on.set()
+        run.engine.unblock.set()
         for each in waiting:
             each.join()
         assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
 
 
-def test_a_prompt_that_takes_long_to_read_keeps_nobody_waiting(served: Served, monkeypatch: pytest.MonkeyPatch):
-    begun, go_on, read = threading.Event(), threading.Event(), PromptReader.read
+def test_a_slow_prompt_does_not_block_other_requests(served: ServedModel, monkeypatch: pytest.MonkeyPatch):
+    begun, unblock, read = threading.Event(), threading.Event(), ServedModel.encode_prompts
 
     def slow(*given):
         begun.set()
-        go_on.wait(30)
+        unblock.wait(30)
         return read(*given)
 
-    monkeypatch.setattr(PromptReader, "read", slow)
+    monkeypatch.setattr(ServedModel, "encode_prompts", slow)
     with running(served) as run:
         waiting = threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": SHORT})
         waiting.start()
         begun.wait(30)
         assert run.client.get("/health").status_code == 200
         assert waiting.is_alive()
-        go_on.set()
+        unblock.set()
         waiting.join()
 
 
-def test_special_tokens_in_a_prompt_are_parsed_unless_told_otherwise(served: Served):
+def test_special_tokens_in_a_prompt_are_parsed_unless_parse_special_is_false(served: ServedModel):
     text = "a<|endoftext|>b"
     with running(served) as run:
         for asked, tokens in (({}, 3), ({"parse_special": True}, 3), ({"parse_special": False}, 9)):
@@ -82,10 +81,10 @@ def test_special_tokens_in_a_prompt_are_parsed_unless_told_otherwise(served: Ser
             assert "".join(names) == text
 
 
-def test_a_chat_template_that_does_not_end_keeps_no_completion_waiting(served: Served):
+def test_an_endless_chat_template_does_not_block_completions(served: ServedModel):
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate("{% if messages | length > 1 %}" + endless + "{% endif %}" + PLAIN.source)
-    with running(replace(served, template=template)) as run:
+    with running(replace(served, chat_template=template)) as run:
         many = TALK | {"messages": TALK["messages"] * 2}
         for _ in range(7):
             with pytest.raises(httpx.ReadTimeout):
@@ -98,22 +97,22 @@ def test_a_chat_template_that_does_not_end_keeps_no_completion_waiting(served: S
         assert "CPU time" in answer.json()["error"]["message"]
 
 
-def test_few_prompts_are_encoded_at_once(served: Served, monkeypatch: pytest.MonkeyPatch):
-    running_now, most_at_once, lock, read = [0], [0], threading.Lock(), PromptReader.read
+def test_prompts_are_encoded_by_a_bounded_number_of_threads(served: ServedModel, monkeypatch: pytest.MonkeyPatch):
+    running_now, most_at_once, lock, read = [0], [0], threading.Lock(), ServedModel.encode_prompts
     full = threading.Event()
 
     def slow(*given):
         with lock:
             running_now[0] += 1
             most_at_once[0] = max(running_now[0], most_at_once[0])
-            if running_now[0] == ENCODERS:
+            if running_now[0] == ENCODER_THREADS:
                 full.set()
         full.wait(30)
         with lock:
             running_now[0] -= 1
         return read(*given)
 
-    monkeypatch.setattr(PromptReader, "read", slow)
+    monkeypatch.setattr(ServedModel, "encode_prompts", slow)
     with running(served) as run:
         waiting = [
             threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": SHORT}) for _ in range(8)
@@ -122,10 +121,10 @@ def test_few_prompts_are_encoded_at_once(served: Served, monkeypatch: pytest.Mon
             each.start()
         for each in waiting:
             each.join()
-    assert most_at_once[0] == ENCODERS
+    assert most_at_once[0] == ENCODER_THREADS
 
 
-def test_an_expensive_body_is_refused_before_it_is_parsed(served: Served, monkeypatch: pytest.MonkeyPatch):
+def test_an_expensive_body_is_rejected_before_parsing(served: ServedModel, monkeypatch: pytest.MonkeyPatch):
     parsed: list[int] = []
     loads = json.loads
 
@@ -141,7 +140,7 @@ def test_an_expensive_body_is_refused_before_it_is_parsed(served: Served, monkey
     assert max(parsed) < 1000
 
 
-def test_limits_are_those_it_was_told(served: Served):
+def test_configured_limits_apply(served: ServedModel):
     with running(served, max_prompt_tokens=4, max_choices=3, max_body_bytes=200) as run:
         assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 5})) == (400, "context_length_exceeded")
         assert run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 4}).status_code == 200
@@ -168,17 +167,17 @@ TALK = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
         (CHAT, TALK | {"messages": [{"role": "system", "content": "refuse"}]}, "messages"),
     ],
 )
-def test_what_cannot_be_served_is_named(served: Served, route: str, body: dict[str, object], param: str):
+def test_errors_name_the_parameter(served: ServedModel, route: str, body: dict[str, object], param: str):
     template = ChatTemplate(
         "{% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}" + PLAIN.source
     )
-    with running(replace(served, template=template)) as run:
+    with running(replace(served, chat_template=template)) as run:
         answer = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
 
 
-def test_text_ends_where_the_pages_do(served: Served):
+def test_generation_stops_at_the_capacity_of_the_kv_cache(served: ServedModel):
     with running(served, pages=5) as run:
         assert run.client.get("/v1/models/tiny").json()["context_length"] == 64
         body = TALK | {"logit_bias": {"50256": -100}}
@@ -190,7 +189,7 @@ def test_text_ends_where_the_pages_do(served: Served):
         )
 
 
-def test_text_ends_where_the_context_does(served: Served):
+def test_generation_stops_at_the_context_length(served: ServedModel):
     with running(served) as run:
         body = SHORT | {"prompt": [1] * 120, "max_tokens": 100, "logit_bias": {"50256": -100}}
         answer = run.client.post(COMPLETIONS, json=body).json()
@@ -204,7 +203,7 @@ def test_text_ends_where_the_context_does(served: Served):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_of_the_engine_is_answered(served: Served, stream: bool):
+def test_an_engine_failure_returns_an_error(served: ServedModel, stream: bool):
     with running(served) as run:
         run.engine.failing = 1
         answer = run.client.post(COMPLETIONS, json=SHORT | {"stream": stream})
@@ -214,7 +213,7 @@ def test_a_failure_of_the_engine_is_answered(served: Served, stream: bool):
         assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
 
 
-def test_an_unwell_engine_is_told_at_health(served: Served):
+def test_health_returns_503_while_the_engine_keeps_failing(served: ServedModel):
     with running(served) as run:
         run.engine.failing = 3
         assert [run.client.post(COMPLETIONS, json=SHORT).status_code for _ in range(3)] == [500] * 3
@@ -224,14 +223,14 @@ def test_an_unwell_engine_is_told_at_health(served: Served):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_non_finite_logits_fail_requests_and_turn_health_unhealthy(served: Served, value: float, caplog):
+def test_non_finite_logits_fail_requests_and_health(served: ServedModel, value: float, caplog):
     weight = served.model.lm_head.weight
     kept = weight.detach().clone()
     with running(served) as run, caplog.at_level(logging.ERROR):
         try:
             with torch.no_grad():
                 weight.fill_(value)
-            for failures in range(FAILURES_TO_BE_UNWELL):
+            for failures in range(MAX_STEP_FAILURES):
                 assert run.client.get("/health").status_code == 200
                 answer = run.client.post(COMPLETIONS, json=SHORT)
                 assert error(answer) == (500, "engine_failed")
@@ -245,7 +244,7 @@ def test_non_finite_logits_fail_requests_and_turn_health_unhealthy(served: Serve
         assert run.client.get("/health").status_code == 200
 
 
-def test_access_log_has_one_line_per_request(served: Served, caplog):
+def test_access_log_has_one_line_per_request(served: ServedModel, caplog):
     with caplog.at_level(logging.INFO, "whimbrel.server"), running(served) as run:
         run.client.post(COMPLETIONS, json=SHORT | {"logit_bias": {"50256": -100}, "user": "a\nb"})
         run.client.post(CHAT, json=TALK | {"max_tokens": 2, "stream": True, "logit_bias": {"50256": -100}})
@@ -253,7 +252,7 @@ def test_access_log_has_one_line_per_request(served: Served, caplog):
         run.client.get("/health")
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("whimbrel.server")]
     lines = [re.sub(r"[0-9.]+ ms", "T", line) for line in lines]
-    prompt = len(served.reader.converse(TALK["messages"], 100).ids)
+    prompt = len(served.encode_chat(TALK["messages"], 100).ids)
     assert sorted(lines) == [
         "127.0.0.1 GET /health 200 T",
         "127.0.0.1 GET /v1/nothing%0Ahere 404 T",
@@ -263,7 +262,7 @@ def test_access_log_has_one_line_per_request(served: Served, caplog):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models", "/health", "/", "/nothing"])
-def test_options_needs_the_key(served: Served, path: str):
+def test_options_requires_the_key(served: ServedModel, path: str):
     with running(served, api_key="k") as run:
         refused = run.client.options(path, headers={"Authorization": "Bearer wrong"})
         assert error(refused) == (401, "invalid_api_key")
@@ -281,7 +280,7 @@ def test_options_needs_the_key(served: Served, path: str):
         (CHAT, {"model": "tiny", "messages": [{"role": "\ud800", "content": "a"}]}),
     ],
 )
-def test_a_lone_surrogate_anywhere_in_a_body_is_a_bad_request(served: Served, route: str, body: dict[str, object]):
+def test_a_lone_surrogate_anywhere_in_a_body_is_a_bad_request(served: ServedModel, route: str, body: dict[str, object]):
     with running(served) as run:
         answer = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
         assert error(answer)[0] == 400
@@ -289,7 +288,7 @@ def test_a_lone_surrogate_anywhere_in_a_body_is_a_bad_request(served: Served, ro
 
 @pytest.mark.parametrize("digits", [20, 400, 4300, 4301])
 @pytest.mark.parametrize("field", ["prompt", "n", "seed", "max_tokens", "temperature", "model"])
-def test_an_integer_of_any_length_is_a_bad_request(served: Served, field: str, digits: int):
+def test_an_integer_of_any_length_is_a_bad_request(served: ServedModel, field: str, digits: int):
     body = json.dumps(SHORT | {field: "X"}).replace('"X"', "9" * digits)
     with running(served) as run:
         answer = run.client.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
@@ -297,14 +296,14 @@ def test_an_integer_of_any_length_is_a_bad_request(served: Served, field: str, d
         assert len(answer.text) < 500
 
 
-def test_other_names_are_answered_to_when_allowed(served: Served):
+def test_allowed_hosts_on_loopback(served: ServedModel):
     for allowed, name, status in (((), "box.lan", 421), (("box.lan",), "BOX.lan:80", 200), (("*",), "any", 200)):
         with running(served, allowed_hosts=allowed) as run:
             assert run.client.get("/health", headers={"Host": name}).status_code == status
             assert run.client.get("/health", headers={"Host": "localhost"}).status_code == 200
 
 
-def test_elsewhere_any_name_will_do_unless_some_are_named(served: Served):
+def test_allowed_hosts_on_other_addresses(served: ServedModel):
     with running(served, host="0.0.0.0", api_key="k") as run:
         assert run.client.get("/v1/models", headers={"Host": "box.lan"}).status_code == 200
     with running(served, host="0.0.0.0", api_key="k", allowed_hosts=("box.lan",)) as run:
@@ -312,7 +311,7 @@ def test_elsewhere_any_name_will_do_unless_some_are_named(served: Served):
         assert run.client.get("/v1/models", headers={"Host": "localhost"}).status_code == 421
 
 
-def test_without_a_key_nothing_asks_for_one(served: Served):
+def test_no_route_requires_a_key_if_none_is_configured(served: ServedModel):
     with running(served) as run:
         assert run.client.get("/v1/models").json()["data"][0]["id"] == "tiny"
         document = run.client.get("/openapi.json").json()
@@ -323,21 +322,21 @@ def test_without_a_key_nothing_asks_for_one(served: Served):
         )
 
 
-def test_a_server_that_does_not_drain_in_time_ends_all_the_same(served: Served):
+def test_shutdown_stops_requests_after_drain_seconds(served: ServedModel):
     with running(served, drain_seconds=0.1) as run:
-        run.engine.go_on.clear()
+        run.engine.unblock.clear()
         with run.client.stream("POST", COMPLETIONS, json=SHORT | {"stream": True}) as answer:
             loop = run.service.worker._loop
             loop.call_soon_threadsafe(run.server.stop)
             wait_for(lambda: run.server.should_exit)
-            run.engine.go_on.set()
+            run.engine.unblock.set()
             lines = [line for line in answer.iter_lines() if line]
         assert "engine_ended" in lines[-1] or lines[-1] == "data: [DONE]"
         run.thread.join(20)
         assert not run.thread.is_alive()
 
 
-def test_counts(served: Served):
+def test_metrics_count_requests_and_tokens(served: ServedModel):
     with running(served) as run:
         run.client.post(COMPLETIONS, json=SHORT | {"logit_bias": {"50256": -100}})
         run.client.get("/v1/no-such-thing")

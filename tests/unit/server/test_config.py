@@ -1,4 +1,4 @@
-"""Where a server may listen, and what it is told."""
+"""Validation of the server settings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def test_loopback_needs_no_key(host: str):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "example.org", "localhost.example.org", ""])
-def test_any_other_address_does(host: str):
+def test_other_addresses_require_a_key(host: str):
     assert not is_loopback(host)
-    with pytest.raises(ConfigError, match=r"can be reached from other machines: set an API key"):
+    with pytest.raises(ConfigError, match="set an API key"):
         ServeConfig(host=host)
     assert ServeConfig(host=host, api_key="k").host == host
 
@@ -25,20 +25,20 @@ def test_any_other_address_does(host: str):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"port": -1}, "port = -1 must be from 0 to 65535"),
-        ({"max_requests": 0}, "max_requests = 0 must be at least 1"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens = 0 must be at least 1"),
-        ({"body_seconds": 0.0}, "body_seconds = 0.0 must be a positive number"),
-        ({"drain_seconds": -1.0}, "drain_seconds = -1.0 must be 0 or a positive number"),
-        ({"drain_seconds": float("inf")}, "drain_seconds = inf"),
-        ({"allowed_hosts": ("",)}, "allowed_hosts holds '': give the bare name"),
-        ({"allowed_hosts": ("a.example", "http://b.example")}, "allowed_hosts holds 'http://b.example'"),
-        ({"api_key": ""}, "at least one"),
-        ({"api_key": "schlüssel"}, "visible ASCII"),
-        ({"api_key": "a\nb"}, "visible ASCII"),
-        ({"api_key": "a b"}, "no spaces"),
+        ({"port": -1}, "expected port .* got -1"),
+        ({"max_requests": 0}, "expected max_requests .* got 0"),
+        ({"max_prompt_tokens": 0}, "expected max_prompt_tokens .* got 0"),
+        ({"body_seconds": 0.0}, "expected body_seconds .* got 0.0"),
+        ({"drain_seconds": -1.0}, "expected drain_seconds .* got -1.0"),
+        ({"drain_seconds": float("inf")}, "expected drain_seconds .* got inf"),
+        ({"allowed_hosts": ("",)}, "expected allowed_hosts .* got ''"),
+        ({"allowed_hosts": ("a.example", "http://b.example")}, "expected allowed_hosts .* got 'http://b.example'"),
+        ({"api_key": ""}, "non-empty"),
+        ({"api_key": "schlüssel"}, "printable ASCII"),
+        ({"api_key": "a\nb"}, "printable ASCII"),
+        ({"api_key": "a b"}, "without spaces"),
     ],
 )
-def test_what_cannot_be_used_is_refused(settings: dict, words: str):
+def test_invalid_settings_are_rejected(settings: dict, words: str):
     with pytest.raises(ConfigError, match=words):
         ServeConfig(**settings)

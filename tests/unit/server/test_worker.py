@@ -1,4 +1,4 @@
-"""The thread that owns the engine: events reach who asked, cancelling frees, failing tells everybody."""
+"""The thread that owns the engine: delivery of events, cancellation, failures, shutdown."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
-from tests.unit.server.running import Faulty
+from tests.unit.server.running import FaultyEngine
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import Engine, Event, Request, SamplingParams
 from whimbrel.server.errors import ApiError
-from whimbrel.server.worker import FAILURES_TO_BE_UNWELL, Worker
+from whimbrel.server.worker import MAX_STEP_FAILURES, Worker
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -57,7 +57,7 @@ def at_work(engine, act) -> None:
     asyncio.run(run())
 
 
-def test_jobs_side_by_side_have_their_own_events(engine: Engine):
+def test_concurrent_jobs_receive_their_own_events(engine: Engine):
     requests = [ask((number, 7)) for number in range(6)]
     expected = [alone(engine, request) for request in requests]
 
@@ -69,7 +69,7 @@ def test_jobs_side_by_side_have_their_own_events(engine: Engine):
     at_work(engine, act)
 
 
-def test_all_requests_of_a_job_are_taken_or_none(engine: Engine):
+def test_submit_accepts_all_requests_of_a_job_or_none(engine: Engine):
     async def act(worker: Worker) -> None:
         with pytest.raises(RequestError, match="token id 60000"):
             await worker.submit([ask(), ask((60000,))])
@@ -79,13 +79,13 @@ def test_all_requests_of_a_job_are_taken_or_none(engine: Engine):
     at_work(engine, act)
 
 
-def test_cancelling_frees_a_job_a_request_or_a_sample(engine: Engine):
-    faulty = Faulty(engine)
+def test_cancel_frees_a_job_a_request_or_a_sample(engine: Engine):
+    faulty = FaultyEngine(engine)
 
     async def act(worker: Worker) -> None:
-        faulty.go_on.clear()
+        faulty.unblock.clear()
         job = await worker.submit([ask(length=100, n=3), ask((9,), length=6)])
-        faulty.go_on.set()
+        faulty.unblock.set()
         job.cancel(0, 1)
         async for arrived in job:
             if any(place == 1 and event.finish_reason for place, event in arrived):
@@ -102,27 +102,27 @@ def test_cancelling_frees_a_job_a_request_or_a_sample(engine: Engine):
     at_work(faulty, act)
 
 
-def test_one_who_leaves_while_asking_holds_nothing(engine: Engine):
-    faulty = Faulty(engine)
+def test_cancelling_submit_leaves_no_active_request(engine: Engine):
+    faulty = FaultyEngine(engine)
 
     async def act(worker: Worker) -> None:
-        faulty.go_on.clear()
+        faulty.unblock.clear()
         await worker.submit([ask(length=100)])
-        await asyncio.to_thread(faulty.stepping.wait)  # the thread is busy, and does not hear
+        await asyncio.to_thread(faulty.stepping.wait)  # the thread is inside a step
         waiting = asyncio.create_task(worker.submit([ask(length=100)]))
         await asyncio.sleep(0.05)
         waiting.cancel()
-        faulty.go_on.set()
+        faulty.unblock.set()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await tokens_of(await worker.submit([ask()]))
-        assert len(worker._held) <= 1
+        assert len(worker._active) <= 1
 
     at_work(faulty, act)
 
 
-def test_a_step_that_fails_fails_its_requests_and_no_others(engine: Engine, caplog):
-    faulty = Faulty(engine)
+def test_a_failed_step_fails_only_its_requests(engine: Engine, caplog):
+    faulty = FaultyEngine(engine)
     expected = alone(engine, ask())
 
     async def act(worker: Worker) -> None:
@@ -132,32 +132,32 @@ def test_a_step_that_fails_fails_its_requests_and_no_others(engine: Engine, capl
             with pytest.raises(ApiError, match="the engine failed") as failed:
                 await tokens_of(job)
             assert failed.value.status == 500
-        assert worker.well
+        assert worker.healthy
         assert engine.stats().free_blocks == engine.stats().blocks
         assert (await tokens_of(await worker.submit([ask()])))[0, 0] == expected
 
     with caplog.at_level(logging.ERROR):
         at_work(faulty, act)
-    assert "this step was told to fail" in caplog.text
+    assert "simulated step failure" in caplog.text
 
 
-def test_an_engine_that_keeps_failing_is_unwell_until_it_succeeds(engine: Engine):
-    faulty = Faulty(engine)
+def test_repeated_failures_make_the_worker_unhealthy_until_a_success(engine: Engine):
+    faulty = FaultyEngine(engine)
 
     async def act(worker: Worker) -> None:
-        faulty.failing = FAILURES_TO_BE_UNWELL
-        for left in reversed(range(FAILURES_TO_BE_UNWELL)):
+        faulty.failing = MAX_STEP_FAILURES
+        for left in reversed(range(MAX_STEP_FAILURES)):
             with pytest.raises(ApiError):
                 await tokens_of(await worker.submit([ask()]))
-            assert worker.well == (left > 0)
+            assert worker.healthy == (left > 0)
         await tokens_of(await worker.submit([ask()]))
-        assert worker.well
+        assert worker.healthy
 
     at_work(faulty, act)
 
 
-class Scripted(Faulty):
-    """Gives each request the events of its script, one at a step."""
+class Scripted(FaultyEngine):
+    """Returns scripted events for each request, one per step."""
 
     def __init__(self, engine: Engine, *scripts: list[Event]) -> None:
         super().__init__(engine)
@@ -180,20 +180,20 @@ class Scripted(Faulty):
 
 def test_requests_that_fail_after_some_tokens_count_as_failures(engine: Engine):
     failing = [Event(0, 0, 5), Event(0, 0, finish_reason="error")]
-    faulty = Scripted(engine, *[failing] * FAILURES_TO_BE_UNWELL, [Event(0, 0, 5), Event(0, 0, finish_reason="stop")])
+    faulty = Scripted(engine, *[failing] * MAX_STEP_FAILURES, [Event(0, 0, 5), Event(0, 0, finish_reason="stop")])
 
     async def act(worker: Worker) -> None:
-        for left in reversed(range(FAILURES_TO_BE_UNWELL)):
+        for left in reversed(range(MAX_STEP_FAILURES)):
             await tokens_of(await worker.submit([ask()]))
-            assert worker.well == (left > 0)
+            assert worker.healthy == (left > 0)
         await tokens_of(await worker.submit([ask()]))
-        assert worker.well
+        assert worker.healthy
 
     at_work(faulty, act)
 
 
 def test_a_stop_string_counts_as_success(engine: Engine):
-    failing = [[Event(0, 0, finish_reason="error")]] * (FAILURES_TO_BE_UNWELL - 1)
+    failing = [[Event(0, 0, finish_reason="error")]] * (MAX_STEP_FAILURES - 1)
     faulty = Scripted(engine, *failing, [Event(0, 0, 5)], *failing)
 
     async def act(worker: Worker) -> None:
@@ -205,37 +205,37 @@ def test_a_stop_string_counts_as_success(engine: Engine):
         job.cancel(0, 0)
         for _ in failing:
             await tokens_of(await worker.submit([ask()]))
-            assert worker.well
+            assert worker.healthy
 
     at_work(faulty, act)
 
 
-def test_an_engine_that_cannot_even_let_go_ends_the_worker_and_nothing_hangs(engine: Engine, monkeypatch, caplog):
-    faulty = Faulty(engine)
+def test_a_failing_cancel_stops_the_worker_without_hanging(engine: Engine, monkeypatch, caplog):
+    faulty = FaultyEngine(engine)
 
     def broken(request: int, sample: int | None = None) -> None:
-        raise RuntimeError("and this one cannot be cancelled")
+        raise RuntimeError("simulated cancel failure")
 
     async def act(worker: Worker) -> None:
         faulty.failing = 1
         monkeypatch.setattr(faulty, "abort", broken)
         with pytest.raises(ApiError):
             await tokens_of(await worker.submit([ask()]))
-        with pytest.raises(ApiError, match="has ended") as ended:
+        with pytest.raises(ApiError, match="has stopped") as ended:
             while True:
                 await worker.submit([ask()])
         assert ended.value.status == 503
-        assert not worker.well
+        assert not worker.healthy
 
     at_work(faulty, act)
-    assert "the engine has ended" in caplog.text
+    assert "the engine has stopped" in caplog.text
 
 
-def test_closing_ends_what_runs(engine: Engine):
+def test_stop_fails_running_jobs(engine: Engine):
     async def act(worker: Worker) -> None:
         job = await worker.submit([ask(length=100)])
         worker.stop()
-        with pytest.raises(ApiError, match="has ended"):
+        with pytest.raises(ApiError, match="has stopped"):
             await tokens_of(job)
         job.cancel()
 

@@ -27,7 +27,7 @@ def routes(server: Running) -> list[tuple[str, str]]:
     return [(method.upper(), path) for path, methods in paths.items() for method in methods]
 
 
-def test_every_route_but_health_and_the_pages_files_asks_for_the_key(server: Running):
+def test_every_route_except_health_and_static_files_requires_the_key(server: Running):
     documented = routes(server)
     assert len(documented) == 6
     others = [("GET", "/openapi.json"), ("POST", "/docs"), ("GET", "/v1/nothing"), ("POST", "/"), ("POST", "/health")]
@@ -53,13 +53,13 @@ def test_every_route_but_health_and_the_pages_files_asks_for_the_key(server: Run
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[", "localhost@evil.example:80x"])
-def test_a_strange_name_is_not_answered_to(server: Running, host: str):
+def test_an_unknown_host_name_gets_421(server: Running, host: str):
     for path in ("/health", "/"):
         check_error(httpx.get(f"{server.url}{path}", headers={"Host": host}), 421, "unknown_host")
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1234", "127.0.0.1", "127.0.0.2:80", "[::1]:8000"])
-def test_its_own_names_are(server: Running, host: str):
+def test_loopback_host_names_are_accepted(server: Running, host: str):
     assert httpx.get(f"{server.url}/health", headers={"Host": host}).status_code == 200
 
 
@@ -104,7 +104,7 @@ def test_its_own_names_are(server: Running, host: str):
     ],
     ids=lambda value: value[:48].decode(errors="replace") if isinstance(value, bytes) else "",
 )
-def test_a_broken_body_is_answered_with_400(server: Running, body: bytes, code: str | None):
+def test_an_invalid_body_gets_400(server: Running, body: bytes, code: str | None):
     headers = server.headers | {"Content-Type": "application/json"}
     answer = httpx.post(f"{server.url}{COMPLETIONS}", content=body, headers=headers, timeout=30)
     check_error(answer, 404 if code == "model_not_found" else 400, code)
@@ -122,19 +122,19 @@ def test_a_broken_body_is_answered_with_400(server: Running, body: bytes, code: 
         "a",
     ],
 )
-def test_a_broken_message_is_answered_with_400(server: Running, message):
+def test_an_invalid_message_gets_400(server: Running, message):
     body = json.dumps({"model": "tiny", "messages": [message]})
     headers = server.headers | {"Content-Type": "application/json"}
     check_error(httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers), 400)
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "multipart/form-data", "application/xml", "application/jsonx"])
-def test_another_kind_of_body_is_answered_with_415(server: Running, kind: str | None):
+def test_another_content_type_gets_415(server: Running, kind: str | None):
     headers = server.headers | ({"Content-Type": kind} if kind else {})
     check_error(httpx.post(f"{server.url}{COMPLETIONS}", content=b"{}", headers=headers), 415, "unsupported_media_type")
 
 
-def test_another_method_or_path(server: Running):
+def test_unknown_methods_and_paths(server: Running):
     with server.client() as client:
         answer = client.get(COMPLETIONS)
         check_error(answer, 405)
@@ -146,7 +146,7 @@ def test_another_method_or_path(server: Running):
             assert client.head(path).status_code == 200
 
 
-def test_too_large_a_body_is_answered_with_413_and_read_by_the_client(server: Running):
+def test_a_body_that_is_too_large_gets_413(server: Running):
     body = b'{"model": "tiny", "prompt": "' + b"a" * 20_000_000 + b'"}'
     headers = server.headers | {"Content-Type": "application/json"}
 
@@ -159,7 +159,7 @@ def test_too_large_a_body_is_answered_with_413_and_read_by_the_client(server: Ru
         assert "4194304 bytes" in check_error(answer, 413, "too_large")
 
 
-def test_too_large_a_body_that_never_comes_is_answered_all_the_same(server: Running):
+def test_an_announced_large_body_gets_413_before_it_arrives(server: Running):
     host, _, port = server.url.removeprefix("http://").partition(":")
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {server.key}\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as line:
@@ -170,7 +170,7 @@ def test_too_large_a_body_that_never_comes_is_answered_all_the_same(server: Runn
         assert line.recv(4096).startswith(b"HTTP/1.1 401")
 
 
-def test_the_server_is_well_after_all_this(server: Running):
+def test_the_server_is_healthy_after_all_errors(server: Running):
     server.wait_until_idle()
     with server.client() as client:
         assert client.get("/health").json() == {"status": "ok"}

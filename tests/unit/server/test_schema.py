@@ -1,4 +1,4 @@
-"""What a body may hold: nothing is guessed, nothing is dropped without a word."""
+"""Validation of request bodies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
 from pydantic import ValidationError
 
-from whimbrel.server.errors import from_validation
-from whimbrel.server.requests import ChatRequest, CompletionRequest
+from whimbrel.server.errors import from_validation_errors
+from whimbrel.server.schema import ChatCompletionRequest, CompletionRequest
 
 USER = [{"role": "user", "content": "a"}]
 
@@ -18,12 +18,12 @@ def completion(**given) -> CompletionRequest:
     return CompletionRequest.model_validate({"model": "tiny", "prompt": "a", **given})
 
 
-def chat(**given) -> ChatRequest:
-    return ChatRequest.model_validate({"model": "tiny", "messages": USER, **given})
+def chat(**given) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"model": "tiny", "messages": USER, **given})
 
 
 def fault(error: ValidationError) -> tuple[str, str | None, str | None]:
-    found = from_validation(error.errors())
+    found = from_validation_errors(error.errors())
     return str(found), found.param, found.code
 
 
@@ -38,14 +38,14 @@ def fault(error: ValidationError) -> tuple[str, str | None, str | None]:
         ([[1], [2, 3]], [[1], [2, 3]]),
     ],
 )
-def test_all_forms_of_a_prompt(given, prompts):
+def test_prompt_formats(given, prompts):
     assert completion(prompt=given).prompt == prompts
 
 
 @pytest.mark.parametrize(
     "given", [None, 1, True, {}, [], [[]], [[1], []], ["a", 1], [True], [1.5], [[1], "a"], [[["a"]]]]
 )
-def test_no_other(given):
+def test_invalid_prompt_formats(given):
     with pytest.raises(ValidationError) as refused:
         completion(prompt=given)
     assert fault(refused.value)[1] == "prompt"
@@ -63,19 +63,21 @@ def test_no_other(given):
         ("audio", {}),
     ],
 )
-def test_what_a_conversation_cannot_have_is_refused_by_name(name: str, value):
+def test_unsupported_options_are_rejected_by_name(name: str, value):
     with pytest.raises(ValidationError) as refused:
         chat(**{name: value})
-    assert fault(refused.value) == (f"{name} is not supported: leave it out", name, "unsupported_parameter")
+    message, param, code = fault(refused.value)
+    assert (param, code) == (name, "unsupported_parameter")
+    assert f"{name} is not supported" in message
 
 
-def test_what_asks_for_nothing_passes():
+def test_values_without_effect_are_accepted():
     nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "audio": None}
     assert chat(**nothing, temperature=None, stop=None) == chat()
     assert completion(suffix=None, best_of=1, user=None) == completion()
 
 
-def test_equal_is_not_the_same():
+def test_neutral_values_must_have_the_right_type():
     for value in (0, 0.0):  # which Python takes for False
         with pytest.raises(ValidationError):
             chat(store=value)
@@ -83,11 +85,11 @@ def test_equal_is_not_the_same():
         completion(best_of=True)
 
 
-def test_an_unknown_field_is_refused_with_the_nearest():
+def test_an_unknown_field_is_rejected_with_a_suggestion():
     with pytest.raises(ValidationError) as refused:
         completion(max_token=5)
     message, param, code = fault(refused.value)
-    assert message == "unknown field 'max_token': did you mean 'max_tokens'?"
+    assert "did you mean 'max_tokens'" in message
     assert (param, code) == ("max_token", "unknown_parameter")
 
 
@@ -122,7 +124,7 @@ def test_an_unknown_field_is_refused_with_the_nearest():
         {"model": 1},
     ],
 )
-def test_values_of_another_kind_or_size(given: dict):
+def test_values_of_the_wrong_type_or_range_are_rejected(given: dict):
     with pytest.raises(ValidationError) as refused:
         completion(**given)
     message, param, _ = fault(refused.value)
@@ -130,12 +132,12 @@ def test_values_of_another_kind_or_size(given: dict):
     assert message.count("\n") == 0
 
 
-def test_whole_numbers_may_be_written_with_a_point():
+def test_integers_may_be_written_with_a_decimal_point():
     asked = completion(n=2.0, seed=7.0, max_tokens=3.0, logit_bias={"5": -1})
     assert (asked.n, asked.seed, asked.max_tokens, asked.logit_bias) == (2, 7, 3, {5: -1.0})
 
 
-def test_messages():
+def test_message_content_and_roles():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     answered = {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []}
     asked = chat(messages=[{"role": "user", "content": parts}, answered])
@@ -150,9 +152,9 @@ def test_messages():
         assert fault(refused.value)[1].startswith("messages")
 
 
-def test_one_length_and_scores_that_belong_together():
-    assert chat(max_completion_tokens=3).length == chat(max_tokens=3).length == 3
-    with pytest.raises(ValidationError, match="give one"):
+def test_invalid_combinations_are_rejected():
+    assert chat(max_completion_tokens=3).max_new_tokens == chat(max_tokens=3).max_new_tokens == 3
+    with pytest.raises(ValidationError, match="set one of them"):
         chat(max_tokens=3, max_completion_tokens=3)
-    with pytest.raises(ValidationError, match="needs logprobs"):
+    with pytest.raises(ValidationError, match="requires logprobs"):
         chat(top_logprobs=2)

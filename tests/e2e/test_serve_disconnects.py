@@ -30,7 +30,7 @@ def send(server: Running, body: str) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
 @pytest.mark.parametrize("n", [1, 4])
-def test_a_client_that_leaves_frees_its_pages(server: Running, stream: bool, n: int):
+def test_a_disconnect_frees_the_kv_cache(server: Running, stream: bool, n: int):
     import json
 
     line = send(server, json.dumps(LONG | {"stream": stream, "n": n}))
@@ -43,7 +43,7 @@ def test_a_client_that_leaves_frees_its_pages(server: Running, stream: bool, n: 
     server.wait_until_idle()
 
 
-def test_a_client_that_leaves_before_its_body_is_whole_is_forgotten(server: Running):
+def test_a_disconnect_before_the_end_of_the_body(server: Running):
     line = send(server, "{" + " " * 100)
     line.close()
     half = send(server, "{}")
@@ -52,7 +52,7 @@ def test_a_client_that_leaves_before_its_body_is_whole_is_forgotten(server: Runn
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_many_clients_of_whom_a_third_leave(server: Running):
+def test_64_clients_of_which_20_disconnect(server: Running):
     """64 at once: none is failed, all pages come back, and a text is what it is when nobody else is there."""
     lengths = [8 + number % 5 for number in range(64)]
     leaving = set(random.Random(0).sample(range(64), 20))

@@ -1,0 +1,446 @@
+"""Request and response bodies of the API, with the field names of OpenAI's (and vLLM's, for sampling options).
+
+Nothing is guessed and nothing is ignored: unknown fields, wrong types and unsupported options are rejected by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from whimbrel.config import did_you_mean
+
+__all__ = [
+    "ChatCompletionRequest",
+    "ChatCompletionResponse",
+    "CompletionRequest",
+    "CompletionResponse",
+    "GenerationRequest",
+    "Message",
+    "ModelCard",
+    "ModelList",
+]
+
+MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_LOGPROBS, MAX_BIASES = 64, 16, 256, 20, 1024
+
+# Fields of OpenAI's API that are not supported, each with the values that are accepted because they have no effect.
+UNSUPPORTED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",)}
+UNSUPPORTED_IN_CHAT: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (),
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "name": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+
+def invalid(code: str, param: str, message: str) -> NoReturn:
+    """Raise a validation error for the field `param`."""
+    raise PydanticCustomError(code, "{message}", {"param": param, "message": message})
+
+
+def _drop_neutral_fields(body: Any, known: Collection[str], unsupported: Mapping[str, Collection[Any]]) -> Any:
+    """Drop nulls and unsupported fields whose value has no effect; reject other unsupported and unknown fields."""
+    if not isinstance(body, dict):
+        return body
+    result = {}
+    for name, value in body.items():
+        if value is None and (name in known or name in unsupported):
+            continue
+        if name in unsupported:
+            # Compares types as well: to Python, 0 equals False.
+            if not any(type(value) is type(neutral) and value == neutral for neutral in unsupported[name]):
+                invalid("unsupported_parameter", name, f"{name} is not supported: leave it out")
+        elif name not in known:
+            # pydantic errors cannot contain a lone surrogate.
+            short = name[:64].encode("utf-8", "backslashreplace").decode()
+            invalid("unknown_parameter", short, f"unknown field {short!r}{did_you_mean(short, known)}")
+        else:
+            result[name] = value
+    return result
+
+
+# Validators of single fields. Each stops at the first error: pydantic's own would collect an error per item of a list,
+# and a list may have a million items.
+
+
+def _integer(value: Any) -> Any:
+    """In JSON, 1.0 is an integer."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def _validate_prompt(value: Any) -> list[str | list[int]]:
+    """A list of prompts, from a string, strings, token ids or lists of token ids."""
+    expected = "expected prompt to be a string, strings, token ids or lists of token ids"
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        invalid(
+            "invalid_value", "prompt", f"{expected}, got {type(value).__name__ if value != [] else 'an empty list'}"
+        )
+    if all(isinstance(item, str) for item in value):
+        return value
+    lists = value if all(isinstance(item, list) and item for item in value) else [value]
+    # Compares the set of types in each list: a Python loop over a million tokens would block the event loop.
+    types = [set(map(type, item)) for item in lists]
+    if all(found == {int} for found in types):
+        return list(lists)
+    if all(found <= {int, float} for found in types):
+        ids = [[_integer(token) for token in item] for item in lists]
+        if all(set(map(type, item)) == {int} for item in ids):
+            return list(ids)
+    invalid("invalid_value", "prompt", f"{expected} (not mixed, not empty)")
+
+
+def _validate_stop(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+        invalid("invalid_value", "stop", f"expected stop to be a string or a list of at most {MAX_STOPS} strings")
+    if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+        invalid("invalid_value", "stop", f"expected each stop to be a string of 1 to {MAX_STOP_LENGTH} characters")
+    try:
+        "".join(stops).encode()
+    except UnicodeEncodeError:
+        invalid("invalid_value", "stop", "expected stop to be valid Unicode, got a lone surrogate")
+    return stops
+
+
+def _validate_logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        invalid("invalid_value", "logit_bias", f"expected logit_bias to be an object of at most {MAX_BIASES} token ids")
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdecimal() and len(token) <= 9):
+            invalid("invalid_value", "logit_bias", f"expected token ids as keys of logit_bias, got {token[:64]!r}")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            invalid("invalid_value", "logit_bias", f"expected a logit_bias from -100 to 100 for token {token}")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def _join_content(value: Any) -> Any:
+    """The text of a message; text parts are joined."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            invalid("invalid_value", "messages", "expected content parts like {'type': 'text', 'text': ...}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class StrictModel(BaseModel):
+    """A JSON object with known fields whose values are not converted to other types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class TextPart(StrictModel):
+    """A text part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+INTEGER = BeforeValidator(_integer)
+
+# Types for the OpenAPI document.
+_TokenId = Annotated[int, Field(ge=0)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
+_TokenIdLists = Annotated[list[_TokenIds], Field(min_length=1)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+_BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+_Biases = Annotated[
+    dict[_BiasKey, _Bias], Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
+]
+
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(
+        _validate_prompt,
+        json_schema_input_type=str | Annotated[list[str], Field(min_length=1)] | _TokenIds | _TokenIdLists,
+    ),
+]
+Stops = Annotated[
+    list[str],
+    PlainValidator(_validate_stop, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]),
+]
+LogitBias = Annotated[dict[int, float], PlainValidator(_validate_logit_bias, json_schema_input_type=_Biases)]
+TextContent = Annotated[str, BeforeValidator(_join_content, json_schema_input_type=str | list[TextPart])]
+
+
+def _requires(field: str, field_type: str, other: str) -> dict[str, Any]:
+    """JSON schema: where `field` is given, `other` must be true."""
+    given = {"properties": {field: {"type": field_type}}, "required": [field]}
+    return {"if": given, "then": {"properties": {other: {"const": True}}, "required": [other]}}
+
+
+STREAM_OPTIONS_REQUIRE_STREAM = _requires("stream_options", "object", "stream")
+BOTH_MAX_TOKENS: dict[str, Any] = {
+    "properties": {name: {"type": "integer"} for name in ("max_tokens", "max_completion_tokens")},
+    "required": ["max_tokens", "max_completion_tokens"],
+}
+
+
+class StreamOptions(StrictModel):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    """Send the token counts in a last event before [DONE]."""
+    include_obfuscation: Literal[False] = False
+    """Padding of events is not supported."""
+
+
+class GenerationRequest(StrictModel):
+    """Fields of both completion routes: model, sampling parameters, stop conditions, streaming."""
+
+    model: str
+    """Model id, as listed by /v1/models."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """SamplingParams temperature; 0 is greedy decoding. (default: the model's generation_config.json, or 1)"""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Sample from the smallest set of tokens with this total probability."""
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1), INTEGER] | None = None
+    """Sample from the k most likely tokens; 0 turns it off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Sample from tokens with at least this fraction of the highest probability."""
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
+    """Divides positive (multiplies negative) logits of tokens in the prompt or the completion; 1 turns it off."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Subtracted from the logits of tokens already in the completion."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Subtracted from the logits of tokens once for each time they occur in the completion."""
+    logit_bias: LogitBias | None = None
+    """Added to the logits of these token ids."""
+    n: Annotated[int, Field(ge=1, le=MAX_N), INTEGER] | None = None
+    """Number of completions per prompt. (default: 1)"""
+    stop: Stops | None = None
+    """Strings that end a completion; not included in it."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1), INTEGER] | None = None
+    """Seed for reproducible sampling."""
+    stream: bool | None = None
+    """Send text as it is generated, as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """Options of the stream."""
+    user: Annotated[str, Field(max_length=256)] | None = None
+    """A name for the access log."""
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            invalid("invalid_value", "stream_options", "stream_options requires stream = true")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_OPTIONS_REQUIRE_STREAM]})
+
+    prompt: Prompts
+    """A string, strings, token ids, or lists of token ids; an empty string starts a new document."""
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), INTEGER] | None = None
+    """Maximum number of new tokens (default: 16). 0 only evaluates the prompt, for echo with logprobs."""
+    parse_special: bool | None = None
+    """Whether to parse special tokens such as <|im_start|> in a text prompt (default) or treat them as plain text.
+    Token ids are used as given, and special tokens in chat messages are never parsed."""
+    echo: bool | None = None
+    """Return the prompt in front of the completion."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), INTEGER] | None = None
+    """Return the log-probability of each token, and of this many of the most likely tokens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, body: Any) -> Any:
+        return _drop_neutral_fields(body, cls.model_fields, UNSUPPORTED_IN_COMPLETIONS)
+
+
+class Message(StrictModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: TextContent
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, body: Any) -> Any:
+        return _drop_neutral_fields(body, cls.model_fields, UNSUPPORTED_IN_MESSAGES)
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                STREAM_OPTIONS_REQUIRE_STREAM,
+                _requires("top_logprobs", "integer", "logprobs"),
+                {"not": BOTH_MAX_TOKENS},
+            ]
+        }
+    )
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+    """The conversation so far."""
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), INTEGER] | None = None
+    """Maximum number of new tokens. (default: the rest of the context)"""
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), INTEGER] | None = None
+    """The newer name of max_tokens."""
+    logprobs: bool | None = None
+    """Return the log-probability of each token."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), INTEGER] | None = None
+    """Number of most likely tokens to return for each token; requires logprobs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, body: Any) -> Any:
+        return _drop_neutral_fields(body, cls.model_fields, UNSUPPORTED_IN_CHAT)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            invalid("invalid_value", "top_logprobs", "top_logprobs requires logprobs = true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            invalid("invalid_value", "max_tokens", "max_tokens and max_completion_tokens are the same: set one of them")
+        return self
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """`max_completion_tokens` or `max_tokens`, whichever is given."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+# Responses. These models document the bodies in /openapi.json; `streaming` writes them.
+
+FinishReason = Literal["stop", "length"]
+
+
+class ModelCard(BaseModel):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    context_length: int
+
+
+class ModelList(BaseModel):
+    """The list of served models; always one."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Usage(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Logprobs(BaseModel):
+    """The tokens of a completion; each list has one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: FinishReason
+
+
+class CompletionResponse(BaseModel):
+    """Response of POST /v1/completions: all completions of the first prompt, then those of the second, ..."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TopLogprob(BaseModel):
+    """One of the most likely tokens."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class TokenLogprob(TopLogprob):
+    """A generated token."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """The tokens of a chat completion."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AssistantMessage(BaseModel):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatCompletionChoice(BaseModel):
+    """One chat completion."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletionResponse(BaseModel):
+    """Response of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatCompletionChoice]
+    usage: Usage

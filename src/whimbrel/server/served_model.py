@@ -1,0 +1,184 @@
+"""The served model with its tokenizer, chat template and sampling defaults; encodes prompts and conversations."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whimbrel.inference.detokenizer import Detokenizer
+from whimbrel.model_io import (
+    SpecialTokens,
+    generation_settings,
+    load_model,
+    model_directory,
+    model_tokenizer,
+    special_tokens,
+)
+from whimbrel.models import GPT
+from whimbrel.server.errors import ApiError, preview
+from whimbrel.tokenization import Tokenizer
+from whimbrel.tokenization.chat import PLAIN, ChatTemplate, encode_up_to, load_chat_template
+
+__all__ = ["Prompt", "ServedModel", "TokenTexts", "load_served_model"]
+
+MAX_COMPOSED = 4
+"""Maximum number of characters that Unicode normalization composes into one. Ordinary text never needs more."""
+
+
+class TokenTexts:
+    """Bytes and text of single tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        # The context of one token keeps the leading space that some tokenizers drop at the start of a text.
+        characters = Detokenizer(tokenizer, [tokenizer.eot_id], specials=True)
+        self.to_bytes = functools.lru_cache(maxsize=None)(characters.added_by)  # bounded by the vocabulary
+        self.max_bytes = max(map(len, map(self.to_bytes, set(tokenizer.pipeline.get_vocab().values()))))
+        """Length of the longest token in bytes."""
+        normalizes = tokenizer.pipeline.normalizer is not None
+        self.max_characters = self.max_bytes * (MAX_COMPOSED if normalizes else 1)
+        """Maximum number of prompt characters per token."""
+
+    def to_text(self, token: int) -> str:
+        r"""The token's text, or `bytes:\xe2\x80` if it is not valid UTF-8 by itself."""
+        data = self.to_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as text and as tokens."""
+
+    text: str
+    ids: tuple[int, ...]
+    offsets: tuple[int, ...] | None = None
+    """The character of the text at which each token starts; None if the text was decoded from the ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model and everything that converts between text and its tokens."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    name: str
+    """The model id for clients."""
+    created: int = 0
+    """Unix time at which the model was written."""
+    chat_template: ChatTemplate = PLAIN
+    """Converts conversations to text."""
+    eos_ids: frozenset[int] = frozenset()
+    """Tokens that end a completion."""
+    bos_id: int | None = None
+    """The token that replaces an empty prompt. (default: the tokenizer's BOS token)"""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """SamplingParams parameters for requests that do not set them."""
+    token_texts: TokenTexts = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_texts", TokenTexts(self.tokenizer))
+
+    def encode_prompts(
+        self, prompts: Sequence[str | list[int]], max_tokens: int, parse_special: bool = True
+    ) -> list[Prompt]:
+        """Encode the prompts of a completion; ApiError if one has more than `max_tokens`. Slow: run it in a thread."""
+        return [
+            self._encode_text(prompt, max_tokens, parse_special)
+            if isinstance(prompt, str)
+            else self._check_ids(prompt, max_tokens)
+            for prompt in prompts
+        ]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Prompt:
+        """Encode a conversation; ApiError if it has more than `max_tokens`. Slow: run it in a thread."""
+        self._check_characters(sum(len(message["content"]) for message in messages), "messages", max_tokens)
+        ids = self.chat_template.encode(self.tokenizer, messages, max_tokens=max_tokens)
+        _check_length(ids, "messages", max_tokens)
+        return Prompt("", tuple(ids))
+
+    def _encode_text(self, text: str, max_tokens: int, parse_special: bool) -> Prompt:
+        self._check_characters(len(text), "prompt", max_tokens)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ApiError(
+                400,
+                f"expected prompt to be valid Unicode, got a lone surrogate at character {error.start}",
+                param="prompt",
+                code="invalid_value",
+            ) from None
+        encode = functools.partial(self.tokenizer.encode_prompt, parse_special=parse_special)
+        ids, offsets = encode_up_to(encode, text, max_tokens)
+        if not ids:
+            ids, offsets = [self.tokenizer.bos_id if self.bos_id is None else self.bos_id], [0]
+        _check_length(ids, "prompt", max_tokens)
+        return Prompt(text, tuple(ids), tuple(offsets))
+
+    def _check_ids(self, ids: list[int], max_tokens: int) -> Prompt:
+        if len(ids) > max_tokens:
+            raise _too_long(f"{len(ids)} tokens", "prompt", max_tokens)
+        vocab_size = self.model.config.vocab_size
+        invalid = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if invalid is not None:
+            raise ApiError(
+                400,
+                f"expected token ids from 0 to {vocab_size - 1} in prompt, got {preview(invalid)}",
+                param="prompt",
+                code="invalid_value",
+            )
+        # The model's vocabulary may be padded beyond the tokenizer's.
+        text = self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])
+        return Prompt(text, tuple(ids))
+
+    def _check_characters(self, characters: int, param: str, max_tokens: int) -> None:
+        """Reject a text that is certain to be too long before it is tokenized."""
+        if characters > max_tokens * self.token_texts.max_characters:
+            raise _too_long(f"{characters} characters", param, max_tokens)
+
+
+def _check_length(ids: Sequence[int], param: str, max_tokens: int) -> None:
+    if len(ids) > max_tokens:  # the exact number is unknown: encoding may have stopped early
+        raise _too_long(f"more than {max_tokens} tokens", param, max_tokens)
+
+
+def _too_long(length: str, param: str, max_tokens: int) -> ApiError:
+    message = f"{param} has {length}: the maximum prompt length is {max_tokens} tokens"
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def load_served_model(
+    path: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    device: torch.device | None = None,
+    weights: str | None = None,
+) -> ServedModel:
+    """Load a run's newest checkpoint, a model directory or a llama2.c file for serving.
+
+    `name` defaults to the name of the directory; `weights` quantizes the model as it is loaded.
+    """
+    source = model_directory(path)
+    loaded_tokenizer = model_tokenizer(source, tokenizer)
+    model = load_model(source, device=device, weights=weights).eval()
+    is_directory = source.is_dir()
+    settings = generation_settings(source) if is_directory else {}
+    special = special_tokens(source) if is_directory else SpecialTokens()
+    return ServedModel(
+        model=model,
+        tokenizer=loaded_tokenizer,
+        name=name or Path(path).absolute().name,
+        created=int((source / "config.json" if is_directory else source).stat().st_mtime),
+        chat_template=(load_chat_template(source) if is_directory else None) or PLAIN,
+        eos_ids=frozenset(special.eos_ids or (loaded_tokenizer.eot_id,)),
+        bos_id=special.opener(loaded_tokenizer),
+        sampling_defaults={key: value for key, value in settings.items() if key != "max_new_tokens"},
+    )

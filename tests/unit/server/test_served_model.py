@@ -1,0 +1,170 @@
+"""Encoding of prompts and conversations within limits, and the text of single tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+
+
+from whimbrel.inference.detokenizer import Detokenizer
+from whimbrel.server.errors import ApiError
+from whimbrel.server.served_model import Prompt, ServedModel, TokenTexts
+from whimbrel.tokenization import Tokenizer, load_tokenizer, train_tokenizer
+
+
+def test_prompts_of_text_and_of_token_ids(served: ServedModel):
+    ids = tuple(served.tokenizer.encode("Once upon"))
+    assert served.encode_prompts(["Once upon", [*ids], "", [50256]], 10) == [
+        Prompt("Once upon", ids, (0, 4)),
+        Prompt("Once upon", ids),
+        Prompt("", (50256,), (0,)),
+        Prompt("<|endoftext|>", (50256,)),
+    ]
+
+
+def test_special_tokens_in_a_text_prompt_are_parsed_unless_parse_special_is_false(served: ServedModel):
+    text = "a<|endoftext|>b"
+    assert served.encode_prompts([text], 10) == [Prompt(text, (64, 50256, 65), (0, 1, 14))]
+    [literal] = served.encode_prompts([text], 10, parse_special=False)
+    assert literal.ids == tuple(served.tokenizer.encode(text))
+    assert 50256 not in literal.ids
+    said = served.encode_chat([{"role": "user", "content": text}], 50)
+    assert 50256 not in said.ids[1:]
+
+
+def test_an_empty_prompt_becomes_the_bos_token(served: ServedModel):
+    named = replace(served, bos_id=7)
+    assert named.encode_prompts([""], 10) == [Prompt("", (7,), (0,))]
+
+
+@pytest.mark.parametrize("prompt", ["a b c d", [1, 2, 3, 4], "x" * 10_000])
+def test_a_prompt_over_the_limit_is_rejected(served: ServedModel, prompt):
+    with pytest.raises(ApiError, match="maximum prompt length is 3 tokens") as refused:
+        served.encode_prompts([prompt], 3)
+    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of characters of each tokenizer call."""
+    seen: list[int] = []
+    prompts, ids = Tokenizer.encode_prompts, Tokenizer._ids
+
+    def encode_prompts(self, texts, **options):
+        seen.extend(map(len, texts))
+        return prompts(self, texts, **options)
+
+    def encode_ids(self, text):
+        seen.append(len(text))
+        return ids(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode_prompts", encode_prompts)
+    monkeypatch.setattr(Tokenizer, "_ids", encode_ids)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def normalizing(served: ServedModel) -> ServedModel:
+    """A tokenizer with a normalizer, which may shorten a text."""
+    content = json.loads(served.tokenizer.to_json()) | {"normalizer": {"type": "NFC"}}
+    tokenizer = Tokenizer.from_json(json.dumps(content), "<|endoftext|>")
+    return replace(served, tokenizer=tokenizer)
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_text_of_too_many_characters_is_rejected_before_encoding(served: ServedModel, encoded: list[int]):
+    with pytest.raises(ApiError, match="has 385 characters"):
+        served.encode_prompts(["x" * (3 * 128 + 1)], 3)
+    assert encoded == []
+
+
+def test_the_character_limit_also_applies_with_a_normalizer(normalizing: ServedModel, encoded: list[int]):
+    assert len(normalizing.encode_prompts(["e\u0301" * 3], 3)[0].ids) == 3  # 6 characters that become 3
+    encoded.clear()
+    for refused in (
+        lambda: normalizing.encode_prompts(["x" * 4_000_000], 100),
+        lambda: normalizing.encode_chat(said("x" * 4_000_000), 100),
+    ):
+        with pytest.raises(ApiError, match="has 4000000 characters"):
+            refused()
+    assert encoded == []
+
+
+@pytest.mark.parametrize("text", ["<|endoftext|>" * 300_000, "a b" * 1_300_000, "é" * 2_000_000])
+def test_only_the_beginning_of_a_text_over_the_limit_is_encoded(
+    served: ServedModel, normalizing: ServedModel, encoded: list[int], text: str
+):
+    most = 2000
+    text = text[: most * 128]  # as long as the limit of characters allows
+    for model in (served, normalizing):
+        for refused in (partial(model.encode_prompts, [text], most), partial(model.encode_chat, said(text), most)):
+            encoded.clear()
+            with pytest.raises(ApiError, match="maximum prompt length is 2000 tokens") as error:
+                refused()
+            assert error.value.code == "context_length_exceeded"
+            assert 0 < sum(encoded) < len(text) / 4
+
+
+def test_a_text_of_long_tokens_is_encoded_completely(served: ServedModel):
+    text = ("-" * 64 + "\n") * 40
+    prompt = served.encode_prompts([text], 100)[0]
+    assert (prompt.text, list(prompt.ids)) == (text, served.tokenizer.encode(text))
+    assert len(text) > 16 * len(prompt.ids) > 16
+
+
+def test_invalid_token_ids_and_lone_surrogates_are_rejected(served: ServedModel):
+    with pytest.raises(ApiError, match="from 0 to 50256 .*got 50257"):
+        served.encode_prompts([[50257]], 3)
+    with pytest.raises(ApiError, match=r"got 1{60}\.\.\.") as refused:
+        served.encode_prompts([[int("1" * 4000)]], 3)
+    assert len(str(refused.value)) < 200
+    with pytest.raises(ApiError, match="lone surrogate at character 1"):
+        served.encode_prompts(["a\ud800"], 3)
+
+
+def test_a_conversation_is_limited_by_its_rendered_length(served: ServedModel):
+    prompt = served.encode_chat(said("Hello"), 50)
+    assert served.tokenizer.decode(prompt.ids).endswith("User: Hello\nAssistant:")
+    with pytest.raises(ApiError, match="messages has"):
+        served.encode_chat(said("Hello"), 2)
+
+
+TEXT = "Hello naïve 北京 🙂 <|endoftext|>"
+
+
+def test_bytes_of_byte_level_tokens():
+    tokenizer = load_tokenizer("gpt2")
+    texts = TokenTexts(tokenizer)
+    assert b"".join(texts.to_bytes(token) for token in tokenizer.encode(TEXT)) == TEXT.encode()
+    assert texts.to_text(50256) == "<|endoftext|>"
+    assert texts.to_bytes(60000) == b""
+    assert texts.max_bytes == 128
+    [halved] = [token for token in tokenizer.encode("🙂") if texts.to_bytes(token) == b"\x99\x82"][:1]
+    assert texts.to_text(halved) == r"bytes:\x99\x82"
+
+
+def test_bytes_of_sentencepiece_tokens(sentencepiece: Tokenizer):
+    texts = TokenTexts(sentencepiece)
+    assert b"".join(texts.to_bytes(token) for token in sentencepiece.encode("ab é")) == " ab é".encode()
+    assert texts.to_text(3 + 0xC3) == r"bytes:\xc3"
+    assert texts.to_text(1) == "<s>"
+
+
+def test_unused_ids_are_not_decoded(monkeypatch: pytest.MonkeyPatch):
+    content = json.loads(train_tokenizer(["a b"], 257).to_json())
+    content["model"]["vocab"]["zz"] = 100_000
+    seen = []
+    added_by = Detokenizer.added_by
+    monkeypatch.setattr(Detokenizer, "added_by", lambda self, token: seen.append(token) or added_by(self, token))
+    tokenizer = Tokenizer.from_json(json.dumps(content))
+    TokenTexts(tokenizer)
+    assert tokenizer.vocab_size == 100_001
+    assert len(set(seen)) == len(tokenizer.pipeline.get_vocab())
