@@ -39,7 +39,7 @@ class Training:
     def step(self) -> None:
         """One optimizer step, queued on the device."""
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            loss = self.model(self.tokens, self.tokens).loss
+            loss = self.model(self.tokens, targets=self.tokens).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -141,7 +141,7 @@ def step_times(model: GPT, ids: Tensor, optimizer: torch.optim.Optimizer | None,
     for mark in marks[1:]:
         for _ in range(4):
             with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = model(ids[:, :-1], ids[:, 1:]).loss
+                loss = model(ids[:, :-1], targets=ids[:, 1:]).loss
             (loss / 4).backward()
         if optimizer is not None:
             optimizer.step()
@@ -253,7 +253,7 @@ class Quality:
                 group["lr"] = group["peak_lr"] * lr_factor(schedule, step, self.steps)
             x, y = self.loader.next_batch()
             with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = self.model(x, y).loss
+                loss = self.model(x, targets=y).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             optimizer.step()
@@ -276,7 +276,7 @@ class Quality:
         for _ in range(count):
             x, y = loader.next_batch()
             with torch.autocast("cuda", dtype=torch.bfloat16):
-                total += self.model(x, y).loss.item()
+                total += self.model(x, targets=y).loss.item()
         return total / count
 
 

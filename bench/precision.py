@@ -105,7 +105,7 @@ def measure_state(args: argparse.Namespace) -> dict[str, Any]:
         model = draw(config, args.device, torch.float32)
         optimizer = build_optimizer(OptimConfig(name=name), routed_parameters(model))
         ids = torch.randint(config.vocab_size, (1, 17), device=args.device)
-        model(ids[:, :-1], ids[:, 1:]).loss.backward()
+        model(ids[:, :-1], targets=ids[:, 1:]).loss.backward()
         optimizer.step()
         held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
         found[name] = held / sum(parameter.numel() for parameter in model.parameters())

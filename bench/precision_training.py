@@ -57,7 +57,7 @@ class School:
         """Of the next batch, under bf16."""
         x, y = loader.next_batch()
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            loss: Tensor = model(x, y).loss
+            loss: Tensor = model(x, targets=y).loss
         return loss
 
     def with_weights(self, state: dict[str, Tensor]) -> GPT:

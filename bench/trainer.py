@@ -63,7 +63,7 @@ class Bare:
         """Next batch, forward, backward, clip, step, zero."""
         x, y = self.loader.next_batch()
         with torch.autocast(self.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext():
-            loss = self.model(x, y).loss
+            loss = self.model(x, targets=y).loss
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

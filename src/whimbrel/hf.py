@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
 from whimbrel.cache import Cache, DynamicLayer
 from whimbrel.config import build, to_table
 from whimbrel.model_io.quantized import CODES, METHOD, QUANTIZATION, SCALES, WEIGHTS_FILE, stored_format
-from whimbrel.models import GPT, IGNORE_INDEX, GPTConfig
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.models.layers import padded_positions
 from whimbrel.precision import QuantizedWeight, WeightFormat
 from whimbrel.precision.swap import keep_kind
 
@@ -126,45 +126,43 @@ class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits of `input_ids`, and with `labels` (the same ids, -100 where they do not count) the loss.
+        """The arguments of a causal language model in transformers; see `GPT.forward`.
 
-        `num_items_in_batch` is the count of labels that the loss is divided by, where this batch is a part of one.
-        `use_cache` begins a cache where `past_key_values` gives none.
+        `position_ids` and `cache_position` are accepted only if they equal the positions that follow from
+        `attention_mask` and the cache.
         """
-        if attention_mask is not None and not bool(attention_mask.all()):
-            raise RequestError(
-                "attention_mask hides tokens: padded batches are not supported, give texts one at a time"
-            )
         if output_attentions or output_hidden_states:
             raise RequestError("output_attentions and output_hidden_states are not supported: leave them out")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        for name, positions in {"position_ids": position_ids, "cache_position": cache_position}.items():
-            if positions is not None and not _go_on(positions, seen, input_ids.size(1)):
+        tokens, stored = input_ids.size(1), 0 if past_key_values is None else past_key_values.get_seq_length()
+        consecutive = torch.arange(stored, stored + tokens, device=input_ids.device)
+        expected = consecutive if attention_mask is None else padded_positions(attention_mask)[:, -tokens:]
+        for name, given, positions in (
+            ("position_ids", position_ids, expected),
+            ("cache_position", cache_position, consecutive),
+        ):
+            if given is not None and not _equal_positions(given, positions):
                 raise RequestError(
-                    f"{name} must count {seen}, {seen + 1}, ... over the {input_ids.size(1)} tokens: "
-                    "packed or shifted texts are not supported, leave it out"
+                    f"expected {name} to count {stored}, {stored + 1}, ... over {tokens} tokens without padding: "
+                    "packed sequences are not supported, omit it"
                 )
-        targets = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        keep = logits_to_keep or None
         loss, logits = self._decoder[0](
             input_ids,
-            targets,
-            return_logits=True,
+            attention_mask=attention_mask,
+            labels=labels,
             cache=past_key_values,
-            loss_divisor=num_items_in_batch,
-            logits_to_keep=keep,
+            num_items_in_batch=num_items_in_batch,
+            logits_to_keep=logits_to_keep or None,
         )
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         as_tuple = not (self.config.return_dict if return_dict is None else return_dict)
         return output.to_tuple() if as_tuple else output
 
 
-def _go_on(positions: Tensor, seen: int, tokens: int) -> bool:
-    """Whether every row counts `tokens` up from `seen`: the only positions the decoder has."""
-    counted = torch.arange(seen, seen + tokens, device=positions.device)
-    return positions.shape[-1] == tokens and bool((positions == counted).all())
+def _equal_positions(given: Tensor, expected: Tensor) -> bool:
+    """Whether positions are equal, except those of padding, which `expected` has as -1."""
+    return given.shape[-1] == expected.shape[-1] and bool(((given == expected) | (expected < 0)).all())
 
 
 @register_quantization_config(METHOD)

@@ -33,7 +33,7 @@ def train(gpt: nn.Module, shares: Sequence[int]) -> list[float]:
     losses = []
     for step in range(STEPS):
         tokens = torch.randint(64, (RANKS, ROWS, 17), generator=torch.Generator().manual_seed(step))
-        found = [gpt(tokens[share, :, :-1], tokens[share, :, 1:]).loss / len(shares) for share in shares]
+        found = [gpt(tokens[share, :, :-1], targets=tokens[share, :, 1:]).loss / len(shares) for share in shares]
         for loss in found:
             loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Our decoder against `transformers`, both directions, on random small models of every family."""
+"""Our decoder against transformers: small random models of every family, loaded and saved in both directions."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from whimbrel.models import GPT, preset
 CLOSE = {"atol": 1e-5, "rtol": 0}
 
 
-def test_their_directory_gives_their_logits(theirs, ids, logits, directory):
+def test_logits_of_a_transformers_directory(theirs, ids, logits, directory):
     theirs.save_pretrained(directory)
     ours = whimbrel.load_model(directory)
     torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), **CLOSE)
     assert ours.num_parameters() == theirs.num_parameters()
 
 
-def test_their_sharded_directory_gives_their_logits(theirs, ids, logits, directory):
+def test_logits_of_a_sharded_transformers_directory(theirs, ids, logits, directory):
     theirs.save_pretrained(directory, max_shard_size="40KB")
     assert (directory / "model.safetensors.index.json").exists()
     torch.testing.assert_close(logits(whimbrel.load_model(directory), ids), logits(theirs, ids), **CLOSE)
 
 
 @pytest.mark.parametrize("shard_size", [5 * 10**9, 40_000])
-def test_our_directory_opens_there_as_what_it_was(theirs, ids, logits, directory, shard_size):
+def test_transformers_loads_our_directory_with_equal_weights(theirs, ids, logits, directory, shard_size):
     theirs.save_pretrained(directory)
     again = directory.with_name("again")
     whimbrel.save_model(whimbrel.load_model(directory), again, max_shard_size=shard_size)
@@ -42,23 +42,57 @@ def test_our_directory_opens_there_as_what_it_was(theirs, ids, logits, directory
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[name]), name
     torch.testing.assert_close(logits(back, ids), logits(theirs, ids), atol=0, rtol=0)
-    if type(back) is not type(theirs):  # Mistral without a window is Llama to the letter
+    if type(back) is not type(theirs):  # Mistral without a window is saved as Llama
         assert (theirs.config.model_type, theirs.config.sliding_window) == ("mistral", None)
 
 
-def test_our_loss_and_gradients_are_theirs(theirs, ids, directory):
+def test_loss_and_gradients_equal_transformers(theirs, ids, directory):
     theirs.save_pretrained(directory)
     ours = whimbrel.load_model(directory)
     loss = theirs(ids, labels=ids).loss
     loss.backward()
-    ours_loss = ours(ids[:, :-1], ids[:, 1:]).loss
+    ours_loss = ours(ids[:, :-1], targets=ids[:, 1:]).loss
     ours_loss.backward()
     torch.testing.assert_close(ours_loss, loss, atol=1e-5, rtol=0)
     expected = theirs.get_input_embeddings().weight.grad
     torch.testing.assert_close(ours.token_embedding.weight.grad[:99], expected, atol=1e-5, rtol=1e-3)
 
 
-def test_our_cached_text_is_theirs(theirs, ids, directory):
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_equal_transformers(theirs, ids, directory, side):
+    theirs.save_pretrained(directory)
+    ours = whimbrel.load_model(directory)
+    mask = torch.ones_like(ids)
+    mask[1, slice(0, 11) if side == "left" else slice(-11, None)] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[1, 11] = -100  # with left padding it would be predicted from a padding token
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)  # as `generate` in transformers derives them
+    expected = theirs(ids, attention_mask=mask, position_ids=position_ids, labels=labels)
+    output = ours(input_ids=ids, attention_mask=mask, labels=labels)
+    torch.testing.assert_close(output.logits[mask.bool()], expected.logits[mask.bool()], **CLOSE)
+    torch.testing.assert_close(output.loss, expected.loss, **CLOSE)
+    output.loss.backward()
+    expected.loss.backward()
+    gradient = theirs.get_input_embeddings().weight.grad
+    torch.testing.assert_close(ours.token_embedding.weight.grad[:99], gradient, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("steps", [[30, 1, 9], [20, 20]])
+def test_padded_batches_with_a_transformers_cache(theirs, ids, directory, steps):
+    theirs.save_pretrained(directory)
+    ours = whimbrel.load_model(directory)
+    mask = torch.ones_like(ids)
+    mask[1, :11] = 0
+    cache, parts, end = transformers.DynamicCache(), [], 0
+    with torch.no_grad():
+        for part in ids.split(steps, dim=1):
+            end += part.size(1)
+            parts.append(ours(part, attention_mask=mask[:, :end], cache=cache).logits)
+        expected = ours(ids, attention_mask=mask).logits
+    torch.testing.assert_close(torch.cat(parts, dim=1)[mask.bool()], expected[mask.bool()], **CLOSE)
+
+
+def test_greedy_text_equals_transformers(theirs, ids, directory):
     theirs.save_pretrained(directory)
     ours = whimbrel.load_model(directory)
     prompt = ids[:1, :12]
@@ -68,7 +102,7 @@ def test_our_cached_text_is_theirs(theirs, ids, directory):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_keep_their_dtype_or_take_the_one_asked_for(theirs, ids, logits, directory, dtype):
+def test_stored_dtype_and_dtype_argument(theirs, ids, logits, directory, dtype):
     theirs.to(dtype).save_pretrained(directory)
     stored = whimbrel.load_model(directory)
     assert {parameter.dtype for parameter in stored.parameters()} == {dtype}
@@ -80,7 +114,7 @@ def test_weights_keep_their_dtype_or_take_the_one_asked_for(theirs, ids, logits,
     torch.testing.assert_close(logits(widened, ids), logits(expected, ids), **CLOSE)
 
 
-def test_their_cache_serves_our_model(theirs, ids, logits, directory):
+def test_transformers_cache_works_with_our_model(theirs, ids, logits, directory):
     theirs.save_pretrained(directory)
     ours = whimbrel.load_model(directory)
     for cache in (transformers.DynamicCache(), DynamicCache()):
@@ -91,7 +125,7 @@ def test_their_cache_serves_our_model(theirs, ids, logits, directory):
 
 @pytest.mark.parametrize("untied", [False, True])
 @pytest.mark.parametrize("name", ["gpt2-baseline", "gpt2-fast"])
-def test_shapes_they_do_not_have_open_there_after_one_import(name, untied, ids, logits, directory):
+def test_other_configs_load_in_transformers_after_importing_whimbrel_hf(name, untied, ids, logits, directory):
     import whimbrel.hf
 
     torch.manual_seed(0)
@@ -103,7 +137,7 @@ def test_shapes_they_do_not_have_open_there_after_one_import(name, untied, ids, 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
     assert isinstance(theirs, whimbrel.hf.WhimbrelForCausalLM)
     torch.testing.assert_close(logits(theirs, ids), logits(ours, ids), **CLOSE)
-    torch.testing.assert_close(theirs(ids, labels=ids).loss, ours(ids[:, :-1], ids[:, 1:]).loss)
+    torch.testing.assert_close(theirs(ids, labels=ids).loss, ours(ids[:, :-1], targets=ids[:, 1:]).loss)
     expected = whimbrel.generate(ours, ids[0, :9], max_new_tokens=12, temperature=0)
     assert theirs.generate(ids[:1, :9], max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 9:].tolist() == expected
     theirs.save_pretrained(directory.with_name("again"))
@@ -113,7 +147,7 @@ def test_shapes_they_do_not_have_open_there_after_one_import(name, untied, ids, 
         assert torch.equal(parameter, back.get_parameter(name)), name
 
 
-def test_our_tokenizer_opens_there_with_the_same_ids(fixtures, directory):
+def test_transformers_loads_our_tokenizer_with_equal_ids(fixtures, directory):
     shape = {"context_length": 8, "num_layers": 1, "embd_size": 8, "num_heads": 1}
     tokenizer = whimbrel.load_tokenizer("gpt2")
     whimbrel.save_model(GPT(replace(preset("gpt2-baseline"), **shape)), directory, tokenizer)

@@ -97,7 +97,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> dict[
         optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
         for _ in range(300):
             optimizer.zero_grad()
-            loss = model(ids[:, :-1], ids[:, 1:]).loss
+            loss = model(ids[:, :-1], targets=ids[:, 1:]).loss
             loss.backward()
             optimizer.step()
             if loss < 0.01:

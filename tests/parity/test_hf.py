@@ -1,4 +1,4 @@
-"""`whimbrel.hf`: every keyword that `transformers` hands a model is honoured or refused."""
+"""`whimbrel.hf`: every keyword that transformers passes to a model is supported or rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def model() -> WhimbrelForCausalLM:
     return WhimbrelForCausalLM(WhimbrelConfig(gpt=shape))
 
 
-def test_parts_of_a_batch_add_up_to_its_loss(model, ids):
+def test_losses_of_micro_batches_add_up(model, ids):
     labels = ids.clone()
     labels[0, :25] = -100
     whole = model(ids, labels=labels).loss
@@ -26,7 +26,7 @@ def test_parts_of_a_batch_add_up_to_its_loss(model, ids):
     torch.testing.assert_close(sum(parts), whole)
 
 
-def test_their_trainer_counts_the_labels_of_the_whole_step(model, ids, tmp_path):
+def test_transformers_trainer_averages_over_accumulated_batches(model, ids, tmp_path):
     pytest.importorskip("accelerate", reason="transformers.Trainer needs the package 'accelerate'")
     texts = [{"input_ids": row, "labels": row.clone()} for row in ids]
     texts[0]["labels"][:25] = -100
@@ -49,7 +49,7 @@ def test_their_trainer_counts_the_labels_of_the_whole_step(model, ids, tmp_path)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}])
-def test_their_generate_writes_what_plain_forwards_write(model, ids, options):
+def test_generate_equals_greedy_decoding_without_a_cache(model, ids, options):
     prompt = ids[:1, :9]
     written = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
     for _ in range(12):
@@ -57,7 +57,17 @@ def test_their_generate_writes_what_plain_forwards_write(model, ids, options):
     assert torch.equal(written, prompt)
 
 
-def test_a_cache_is_begun_where_one_is_asked_for(model, ids):
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generate_supports_left_padded_batches(model, ids, use_cache):
+    prompts, mask = ids[:, :9].clone(), torch.ones(2, 9, dtype=torch.int64)
+    prompts[1, :4], mask[1, :4] = 0, 0
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
+    batch = model.generate(prompts, attention_mask=mask, **options)
+    for sequence, prompt in zip(batch, (ids[:1, :9], ids[1:, 4:9]), strict=True):
+        assert torch.equal(sequence[9:], model.generate(prompt, **options)[0, prompt.size(1) :])
+
+
+def test_use_cache_creates_a_cache(model, ids):
     assert model(ids).past_key_values is None
     assert model(ids, use_cache=False).past_key_values is None
     first = model(ids[:, :30], use_cache=True)
@@ -67,7 +77,7 @@ def test_a_cache_is_begun_where_one_is_asked_for(model, ids):
     torch.testing.assert_close(rest.logits, model(ids).logits[:, 30:], atol=1e-5, rtol=0)
 
 
-def test_a_tuple_comes_where_no_dict_is_wanted(model, ids):
+def test_return_dict_false_returns_a_tuple(model, ids):
     loss, logits = model(ids, labels=ids, return_dict=False)
     assert loss.shape == ()
     assert logits.shape == (2, 40, 99)
@@ -76,24 +86,23 @@ def test_a_tuple_comes_where_no_dict_is_wanted(model, ids):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"attention_mask": torch.arange(40).expand(2, 40) > 2}, "attention_mask hides tokens"),
         (
             {"position_ids": torch.arange(40).remainder(20)[None]},
-            "position_ids must count 0, 1, ... over the 40 tokens",
+            "position_ids to count 0, 1, ... over 40 tokens",
         ),
-        ({"position_ids": torch.arange(1, 41)[None]}, "position_ids must count"),
-        ({"position_ids": torch.arange(39)[None]}, "position_ids must count"),
-        ({"cache_position": torch.arange(1, 41)}, "cache_position must count"),
+        ({"position_ids": torch.arange(1, 41)[None]}, "position_ids to count"),
+        ({"position_ids": torch.arange(39)[None]}, "position_ids to count"),
+        ({"cache_position": torch.arange(1, 41)}, "cache_position to count"),
         ({"output_attentions": True}, "output_attentions and output_hidden_states are not supported"),
         ({"output_hidden_states": True}, "output_attentions and output_hidden_states are not supported"),
     ],
 )
-def test_what_the_decoder_cannot_do_is_refused(model, ids, given, message):
+def test_unsupported_arguments_are_rejected(model, ids, given, message):
     with pytest.raises(RequestError, match=message):
         model(ids, **given)
 
 
 @pytest.mark.parametrize("name", ["inputs_embeds", "head_mask", "lables"])
-def test_an_unknown_keyword_is_refused(model, ids, name):
+def test_unknown_keywords_are_rejected(model, ids, name):
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
         model(ids, **{name: ids})

@@ -81,7 +81,7 @@ def held_out_loss(held: HeldOut, length: int, *, join: bool = True) -> Callable[
         with torch.inference_mode():
             for x, y in zip(inputs.to(device).split(step), targets.to(device).split(step), strict=True):
                 documents = None if join else document_ids(x, held.eot_id)
-                losses.append(float(model(x, y, documents=documents, loss_divisor=1.0).loss))
+                losses.append(float(model(x, targets=y, documents=documents, num_items_in_batch=1.0).loss))
         return Measured(math.fsum(losses) / (rows * length), rows * length, length, held.name)
 
     return measure

@@ -11,7 +11,7 @@ from whimbrel.model_io.tables import read_table, write_table
 from whimbrel.model_io.tensors import write_tensor_files
 from whimbrel.model_io.weights import tensors_at
 from whimbrel.models import GPT
-from whimbrel.models.names import places
+from whimbrel.models.families import tensor_mappings
 
 __all__ = ["CARRIED", "write_copy"]
 
@@ -40,5 +40,5 @@ def write_copy(source: Path, model: GPT, folder: Path, *, max_shard_size: int = 
     for name in CARRIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    tensors = tensors_at(places(table["model_type"], model.config), weight_state(model))
+    tensors = tensors_at(tensor_mappings(table["model_type"], model.config), weight_state(model))
     write_tensor_files(folder, tensors, max_shard_size=max_shard_size)

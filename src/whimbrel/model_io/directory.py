@@ -30,8 +30,7 @@ from whimbrel.model_io.tables import read_table, write_table
 from whimbrel.model_io.tensors import TensorFiles, write_tensor_files
 from whimbrel.model_io.weights import fill, match, stored_dtype, stored_plain, tensors_at
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.models.families import canonical, config_from_hf, config_to_hf
-from whimbrel.models.names import places
+from whimbrel.models.families import canonical, config_from_hf, config_to_hf, tensor_mappings
 from whimbrel.precision import RECIPES, WeightFormat, finalize, load_into, materialise_
 from whimbrel.tokenization import Tokenizer
 
@@ -168,12 +167,12 @@ def load_model(
         raise CheckpointError(f"{source} holds {stored.name} weights, not {recipe.name}: leave weights= out")
     files = TensorFiles(source)
     check_size(source, config, files)
-    found = match(files, places(model_type, config), stored)
+    found = match(files, tensor_mappings(model_type, config), stored)
     with torch.device("meta"):
         model = GPT(config)
     model.to(dtype or stored_dtype(files, found))
     if stored is not None:
-        coded = any(quantized and place.ours == EMBEDDING for place, _, quantized in found)
+        coded = any(quantized and place.name == EMBEDDING for place, _, quantized in found)
         if quantize_embeddings and not coded:
             raise CheckpointError(f"the embedding in {source} is not quantized: leave quantize_embeddings out")
         recipe = replace(RECIPES[stored.name], skip=stored_plain(model, files, found), embeddings=coded)
@@ -201,7 +200,7 @@ def load_weights(model: GPT, path: str | os.PathLike[str]) -> None:
                 "or name another directory"
             )
     files = TensorFiles(Path(path))
-    fill(model, files, match(files, places(model_type, model.config), form), form)
+    fill(model, files, match(files, tensor_mappings(model_type, model.config), form), form)
 
 
 def save_model(
@@ -228,7 +227,7 @@ def save_model(
     weights = parameters[EMBEDDING if EMBEDDING in parameters else EMBEDDING + SCALES].dtype
     table = config_to_hf(config) | special | {"dtype": str(weights).removeprefix("torch.")}
     table |= quantization_entries(form)
-    tensors = tensors_at(places(table["model_type"], config), parameters)
+    tensors = tensors_at(tensor_mappings(table["model_type"], config), parameters)
     with atomic_directory(path) as folder:
         write_table(folder / CONFIG, table)
         write_table(folder / GENERATION, special)

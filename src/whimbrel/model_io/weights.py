@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from whimbrel.base.errors import CheckpointError
 from whimbrel.model_io.quantized import CODES, SCALES
 from whimbrel.model_io.tensors import TensorFiles
-from whimbrel.models.names import Place
+from whimbrel.models.families import TensorMapping
 from whimbrel.precision import QuantizedWeight, WeightFormat
 
 __all__ = ["Stored", "fill", "match", "stored_dtype", "stored_plain", "tensors_at"]
@@ -29,24 +29,24 @@ this bounds the memory that it takes.
 class Stored(NamedTuple):
     """A place, and the name of what a directory holds for it; `quantized`: as codes and scales."""
 
-    place: Place
+    place: TensorMapping
     name: str
     quantized: bool
 
 
-def match(files: TensorFiles, wanted: Iterable[Place], form: WeightFormat | None) -> list[Stored]:
+def match(files: TensorFiles, wanted: Iterable[TensorMapping], form: WeightFormat | None) -> list[Stored]:
     """Which stored tensor goes where; a directory that lacks one or holds others is refused."""
     held, found, used = files.names, [], set()
     for place in wanted:
-        spellings = [place.theirs, *(place.theirs.removeprefix(prefix) for prefix in PREFIXES)]
+        spellings = [place.hf_name, *(place.hf_name.removeprefix(prefix) for prefix in PREFIXES)]
         name = next((name for name in spellings if name in held), None)
         coded = next((name for name in spellings if {name + CODES, name + SCALES} & held), None)
         if form is not None and coded is not None:
             found.append(Stored(place, coded, quantized=True))
             parts = {coded + CODES, coded + SCALES}
         else:
-            found.append(Stored(place, name or place.theirs, quantized=False))
-            parts = {name or place.theirs}
+            found.append(Stored(place, name or place.hf_name, quantized=False))
+            parts = {name or place.hf_name}
         for missing in sorted(parts - held):
             raise CheckpointError(f"{files.directory} lacks the tensor '{missing}' that its config.json calls for")
         used |= parts
@@ -65,7 +65,7 @@ def stored_dtype(files: TensorFiles, found: list[Stored]) -> torch.dtype:
 
 def stored_plain(model: nn.Module, files: TensorFiles, found: list[Stored]) -> tuple[str, ...]:
     """The linear layers whose weights a quantised directory holds plain; that it holds all so is refused."""
-    coded = {place.ours for place, _, quantized in found if quantized}
+    coded = {place.name for place, _, quantized in found if quantized}
     if not coded:
         raise CheckpointError(f"{files.directory} holds no codes and scales, which its config.json calls for")
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
@@ -77,7 +77,7 @@ def fill(model: nn.Module, files: TensorFiles, found: list[Stored], form: Weight
     """Give parameters what is stored: plain into quantised is quantised, quantised into plain is decoded."""
     parameters = dict(model.named_parameters())
     for place, name, quantized in found:
-        rows = parameters[place.ours][place.rows]
+        rows = parameters[place.name][place.rows]
         if quantized and form is not None:
             stored: Tensor = _read_codes(files, name, form, rows)
         else:
@@ -90,14 +90,14 @@ def fill(model: nn.Module, files: TensorFiles, found: list[Stored], form: Weight
             rows.copy_(stored)
 
 
-def tensors_at(places: Iterable[Place], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def tensors_at(places: Iterable[TensorMapping], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a file holds of a `weight_state`, by their names: views, in their orientation where they are plain."""
     tensors: dict[str, Tensor] = {}
     for place in places:
-        if place.ours in state:
-            tensors[place.theirs] = _turned(state[place.ours][place.rows], place)
+        if place.name in state:
+            tensors[place.hf_name] = _turned(state[place.name][place.rows], place)
         else:
-            tensors |= {place.theirs + part: state[place.ours + part][place.rows] for part in (CODES, SCALES)}
+            tensors |= {place.hf_name + part: state[place.name + part][place.rows] for part in (CODES, SCALES)}
     return tensors
 
 
@@ -143,6 +143,6 @@ def _check_shape(files: TensorFiles, name: str, stored: Tensor, wanted: Iterable
         )
 
 
-def _turned(tensor: Tensor, place: Place) -> Tensor:
+def _turned(tensor: Tensor, place: TensorMapping) -> Tensor:
     """Between their orientation and ours, which differ for GPT-2's linears."""
     return tensor.t() if place.transposed else tensor

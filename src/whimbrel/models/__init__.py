@@ -1,4 +1,4 @@
-"""The decoder and its shapes: `GPT(preset("gpt2"))`."""
+"""The decoder and its configs: `GPT(preset("gpt2"))`."""
 
 from whimbrel.models.config import GPTConfig, RopeScaling
 from whimbrel.models.gpt import GPT, IGNORE_INDEX, Block, GPTOutput

@@ -1,4 +1,4 @@
-"""What a decoder is made of: one frozen table of numbers and choices for every family."""
+"""`GPTConfig`: the architecture of a decoder, of any family."""
 
 from __future__ import annotations
 
@@ -23,93 +23,93 @@ RopeScalingKind = Literal["linear", "llama3"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched so that a model reads past the length it was first trained on."""
+    """Scaling of rotary frequencies for contexts longer than those of the original training."""
 
     kind: RopeScalingKind
-    """`linear` divides every frequency by `factor`; `llama3` only the slow ones, with a smooth step between."""
+    """`linear` divides every frequency by `factor`; `llama3` only low frequencies, with a smooth transition."""
     factor: float
-    """How many times longer the stretched context is."""
+    """Ratio of the new context length to the original."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above `original_context_length / low_freq_factor` are divided by `factor`."""
     high_freq_factor: float = 4.0
-    """llama3: wavelengths below `original_context_length / high_freq_factor` are left alone."""
+    """llama3: wavelengths below `original_context_length / high_freq_factor` are unchanged."""
     original_context_length: int = 8192
-    """llama3: the context length of the first training."""
+    """llama3: the context length of the original training."""
 
     def __post_init__(self) -> None:
         _check_choice("rope_scaling.kind", self.kind, get_args(RopeScalingKind))
         if not self.factor >= 1:
-            raise ConfigError(f"rope_scaling.factor = {self.factor} must be at least 1")
+            raise ConfigError(f"expected rope_scaling.factor of at least 1, got {self.factor}")
         _check_positive(self, _POSITIVE_ROPE, "rope_scaling.")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
-                f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than "
-                f"rope_scaling.low_freq_factor = {self.low_freq_factor}"
+                "expected rope_scaling.high_freq_factor greater than rope_scaling.low_freq_factor = "
+                f"{self.low_freq_factor}, got {self.high_freq_factor}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """The shape of a decoder. The defaults are OpenAI's GPT-2 (124M); `preset(name)` gives the other families."""
+    """The architecture of a decoder. The defaults are GPT-2 (124M); see `preset(name)` for other models."""
 
     context_length: int = 1024
-    """The longest sequence the model reads at once, in tokens."""
+    """Maximum sequence length in tokens."""
     vocab_size: int = 50257
-    """How many token ids there are."""
+    """Number of token ids."""
     num_layers: int = 12
-    """How many blocks are stacked."""
+    """Number of transformer blocks."""
     embd_size: int = 768
     """Width of the residual stream."""
     num_heads: int = 12
-    """Query heads of each attention."""
+    """Number of query heads."""
     num_kv_heads: int | None = None
-    """Key and value heads, a divisor of `num_heads` (grouped-query attention); `num_heads` when not given."""
+    """Number of key-value heads (grouped-query attention), a divisor of `num_heads`. Default: `num_heads`."""
     head_size: int | None = None
-    """Width of one head; `embd_size / num_heads` when not given."""
+    """Width of one head. Default: `embd_size / num_heads`."""
     mlp_size: int | None = None
-    """Hidden width of the MLP; `4 * embd_size` when not given."""
+    """Hidden width of the MLP. Default: `4 * embd_size`."""
     norm: NormKind = "layer"
     """LayerNorm (`layer`) or RMSNorm (`rms`)."""
     norm_eps: float = 1e-5
-    """Added to the variance before its root is taken."""
+    """Epsilon added to the variance in norms."""
     norm_affine: bool = True
-    """Whether norms carry learned weights."""
+    """Whether norms have learned weights."""
     position: PositionKind = "learned"
-    """A learned vector per position (`learned`) or rotated queries and keys (`rope`)."""
+    """Learned position embeddings (`learned`) or rotary embeddings (`rope`)."""
     rope_theta: float = 10000.0
-    """Base of the rotary wavelengths."""
+    """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of the rotary frequencies."""
+    """Scaling of the rotary frequencies for longer contexts."""
     activation: Activation = "gelu_tanh"
-    """Non-linearity of the MLP: `gelu` is exact, `gelu_tanh` is GPT-2's, `relu2` is the squared ReLU."""
+    """Activation of the MLP: exact GELU (`gelu`), its tanh approximation (GPT-2), SiLU, or squared ReLU (`relu2`)."""
     gated_mlp: bool = False
-    """Whether the MLP multiplies its activation by a second projection, as in SwiGLU."""
+    """Whether the MLP is gated, as in SwiGLU."""
     bias: Bias = "all"
-    """Which linears have a bias: `all` (and LayerNorm), those of `attention`, only `qkv`, or `none`."""
+    """Linear layers with a bias: `all` (also LayerNorm), those of `attention`, only `qkv`, or `none`."""
     qk_norm: QKNorm = "none"
-    """RMSNorm of every query and key head before rotation: `weighted` as in Qwen3, or `unweighted`."""
+    """RMSNorm of query and key heads before rotation, with weights (`weighted`, as in Qwen3) or without."""
     sliding_window: int | None = None
-    """How many tokens, itself included, a token of a sliding layer sees."""
+    """Number of tokens, itself included, that a token in a sliding-attention layer attends to."""
     layer_types: tuple[LayerType, ...] | None = None
-    """`full_attention` or `sliding_attention` for each layer; all slide when only `sliding_window` is given."""
+    """`full_attention` or `sliding_attention` for each layer. Default: all sliding if `sliding_window` is set."""
     tied_head: bool = True
-    """Whether the head shares the weight of the token embedding."""
+    """Whether the head shares its weight with the token embedding."""
     logit_softcap: float | None = None
-    """Logits become `cap * tanh(logits / cap)`."""
+    """Soft-cap the logits: `cap * tanh(logits / cap)`."""
     residual_scale: ResidualScale = "none"
     """`attention` multiplies the attention branch by `1 / sqrt(2 * num_layers)` in the forward pass."""
     embedding_skip: bool = False
-    """Norm the embedding `x0`, and open each block with a learned mix `a * x + b * x0` (a = 1, b = 0 at first)."""
+    """Normalize the embedding `x0`; each block starts from a learned mix `a * x + b * x0` (initially a = 1, b = 0)."""
     init_std: float = 0.02
-    """Standard deviation of the normal distribution that linears are drawn from."""
+    """Standard deviation of the initial weights of linear layers."""
     embd_init_std: float = 0.02
-    """Standard deviation of the normal distribution that embeddings are drawn from."""
+    """Standard deviation of the initial embeddings."""
     zero_init_projections: bool = False
-    """Start the projections that close both branches at zero, so that each block starts as the identity."""
+    """Initialize the output projections of attention and MLP to zero, so that each block starts as the identity."""
     zero_init_head: bool = False
-    """Start an untied head at zero, so that the first prediction is uniform."""
+    """Initialize an untied head to zero, so that the first prediction is uniform."""
     vocab_multiple: int = 128
-    """The embedding is stored with its rows rounded up to a multiple of this; the extra rows never show outside."""
+    """Pad the embedding to a multiple of this many rows, for speed; saved files and logits have no padding."""
 
     def __post_init__(self) -> None:
         for name, kind in _CHOICES.items():
@@ -117,21 +117,23 @@ class GPTConfig:
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} = {value} must be at least 1")
+                raise ConfigError(f"expected {name} of at least 1, got {value}")
             limit = MAX_LAYERS if name == "num_layers" else MAX_COUNT
             if value is not None and value > limit:
                 raise ConfigError(f"expected {name} of at most {limit:,}, got {value}")
         _check_positive(self, _POSITIVE)
         for name in ("init_std", "embd_init_std"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 0")
+                raise ConfigError(f"expected {name} of at least 0, got {getattr(self, name)}")
         if self.head_size is None and self.embd_size % self.num_heads:
             raise ConfigError(
-                f"embd_size = {self.embd_size} is not a multiple of num_heads = {self.num_heads}: "
-                "change one of them or give head_size"
+                f"expected embd_size as a multiple of num_heads = {self.num_heads}, got {self.embd_size}: "
+                "change one of them or set head_size"
             )
         if self.num_heads % self.kv_heads:
-            raise ConfigError(f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.kv_heads}")
+            raise ConfigError(
+                f"expected num_heads as a multiple of num_kv_heads = {self.kv_heads}, got {self.num_heads}"
+            )
         self._check_positions()
         self._check_layer_types()
         if self.zero_init_head and self.tied_head:
@@ -139,24 +141,24 @@ class GPTConfig:
 
     def _check_positions(self) -> None:
         if self.position == "rope" and self.head_width % 2:
-            raise ConfigError(f"position = 'rope' needs an even head size, got {self.head_width}")
+            raise ConfigError(f"expected an even head size for position = 'rope', got {self.head_width}")
         if self.position != "rope" and self.rope_scaling is not None:
-            raise ConfigError(f"rope_scaling needs position = 'rope', got position = '{self.position}'")
+            raise ConfigError(f"expected position = 'rope' with rope_scaling, got position = '{self.position}'")
 
     def _check_layer_types(self) -> None:
         if self.layer_types is None:
             return
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
         if len(self.layer_types) != self.num_layers:
-            raise ConfigError(f"layer_types names {len(self.layer_types)} layers but num_layers = {self.num_layers}")
+            raise ConfigError(f"expected layer_types for num_layers = {self.num_layers}, got {len(self.layer_types)}")
         for kind in self.layer_types:
             _check_choice("layer_types", kind, get_args(LayerType))
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
-            raise ConfigError("layer_types has sliding_attention: give sliding_window")
+            raise ConfigError("layer_types has sliding_attention: set sliding_window")
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """Number of key-value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
@@ -171,19 +173,19 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the stored embedding."""
+        """Number of rows of the embedding, padding included."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; None sees everything."""
+        """The sliding window of each layer; None for full attention."""
         if self.layer_types is None:
             return (self.sliding_window,) * self.num_layers
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters of embeddings and linears without padding: nearly all, known before building."""
+        """Number of parameters in embeddings and linear layers, without padding: nearly all of the model."""
         attention = 2 * (self.num_heads + self.kv_heads) * self.head_width
         mlp = (3 if self.gated_mlp else 2) * self.mlp_width
         looked_up = self.vocab_size * (1 if self.tied_head else 2)
@@ -191,13 +193,13 @@ class GPTConfig:
         return self.embd_size * (looked_up + self.num_layers * (attention + mlp))
 
     def to_json_string(self) -> str:
-        """The settings as JSON; those that are None are left out."""
+        """The config as JSON, without settings that are None."""
         return json.dumps(to_table(self), indent=2) + "\n"
 
 
 MAX_LAYERS = 10_000
 MAX_COUNT = 2**31 - 1
-"""What a size may be at most: beyond it a file is damaged or hostile, and building the model would hang."""
+"""Upper limits of sizes: a larger value comes from a corrupt file, and building the model would hang."""
 
 _CHOICES = {
     "norm": NormKind,
@@ -226,8 +228,8 @@ _POSITIVE_ROPE = ("low_freq_factor", "high_freq_factor", "original_context_lengt
 def _check_positive(settings: object, names: tuple[str, ...], section: str = "") -> None:
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not value > 0:  # so written, it refuses a NaN too
-            raise ConfigError(f"{section}{name} = {value} must be greater than 0")
+        if value is not None and not value > 0:  # `not >` also rejects NaN
+            raise ConfigError(f"expected {section}{name} greater than 0, got {value}")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,26 +1,31 @@
-"""Hugging Face `config.json` tables to `GPTConfig` and back, one reader and one writer per family.
+"""Hugging Face model families: `config.json` to `GPTConfig` and back, and the names of their tensors.
 
-A family can hold a model exactly when writing its shape and reading it back changes nothing; so there is no second list
-of rules that says which models are plain Llama and which are not. What no family can hold is `model_type: "whimbrel"`.
+A family can represent a model if converting its config to the family and back changes nothing. This round trip is the
+only rule: there is no second list of conditions for what is a Llama. A model that no family can represent has
+`model_type: "whimbrel"`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+import torch
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import build, not_one_of, to_table
 from whimbrel.models.config import GPTConfig
+from whimbrel.models.gpt import GPT
 
-__all__ = ["canonical", "config_from_hf", "config_to_hf"]
+__all__ = ["TensorMapping", "canonical", "config_from_hf", "config_to_hf", "tensor_mappings"]
 
 Table = Mapping[str, Any]
 
 
 class Family(NamedTuple):
-    """How one `model_type` spells a shape."""
+    """Converts between `GPTConfig` and the `config.json` of one `model_type`."""
 
     architecture: str
     read: Callable[[Table], GPTConfig]
@@ -28,28 +33,31 @@ class Family(NamedTuple):
 
 
 def config_from_hf(table: Table) -> GPTConfig:
-    """The shape that a `config.json` describes; what we cannot run faithfully is refused by name."""
+    """Convert a `config.json`; raises ConfigError for settings that `GPT` does not implement."""
     name = _one_of("model_type", table.get("model_type"), FAMILIES)
     if table.get("quantization_config") is not None:
-        raise ConfigError("the model has a quantization_config: load its unquantised weights instead")
+        raise ConfigError("quantization_config is not supported: load the unquantized model instead")
     return FAMILIES[name].read(table)
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """The `config.json` of the first family that can hold this shape; `whimbrel` can hold all."""
-    name = next(name for name, family in FAMILIES.items() if name == "whimbrel" or _holds(family, config))
+    """The `config.json` of the first family that can represent this config; `whimbrel` represents all."""
+    name = next(name for name, family in FAMILIES.items() if name == "whimbrel" or _round_trips(family, config))
     return {"model_type": name, "architectures": [FAMILIES[name].architecture], **FAMILIES[name].write(config)}
 
 
-def _holds(family: Family, config: GPTConfig) -> bool:
+def _round_trips(family: Family, config: GPTConfig) -> bool:
     try:
         return canonical(family.read(family.write(config))) == canonical(config)
-    except ConfigError:  # what the family's spelling leaves out makes no model at all
+    except ConfigError:  # without the settings that the family lacks, the config is invalid
         return False
 
 
 def canonical(config: GPTConfig) -> GPTConfig:
-    """The same function spelled one way: derived sizes written out, settings that change nothing at their defaults."""
+    """A config that is equal for models that compute the same function.
+
+    Derived sizes are filled in; settings without effect on the function (initialization, padding) get their defaults.
+    """
     default = GPTConfig()
     windows = config.windows
     return replace(
@@ -75,18 +83,19 @@ ACTIVATIONS = {
     "silu": "silu",
     "relu2": "relu2",
 }
-"""Their names of non-linearities and ours."""
+"""Activation names of transformers and ours."""
 
 
 def _read_gpt2(table: Table) -> GPTConfig:
-    for key, needed in {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}.items():
-        _only(table, key, needed)
+    for key, supported in {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}.items():
+        if table.get(key, supported) != supported:
+            raise ConfigError(f"expected {key} = {supported!r} (other values are not supported), got {table[key]!r}")
     settings = {
-        "context_length": _needed(table, "n_positions"),
-        "vocab_size": _needed(table, "vocab_size"),
-        "num_layers": _needed(table, "n_layer"),
-        "embd_size": _needed(table, "n_embd"),
-        "num_heads": _needed(table, "n_head"),
+        "context_length": _required(table, "n_positions"),
+        "vocab_size": _required(table, "vocab_size"),
+        "num_layers": _required(table, "n_layer"),
+        "embd_size": _required(table, "n_embd"),
+        "num_heads": _required(table, "n_head"),
         "mlp_size": table.get("n_inner"),
         "norm_eps": table.get("layer_norm_epsilon", 1e-5),
         "activation": _activation(table, "activation_function", "gelu_new"),
@@ -104,7 +113,7 @@ def _write_gpt2(config: GPTConfig) -> dict[str, Any]:
         "n_head": config.num_heads,
         "n_inner": config.mlp_size,
         "layer_norm_epsilon": config.norm_eps,
-        "activation_function": _their_activation(config.activation),
+        "activation_function": _hf_activation(config.activation),
         "tie_word_embeddings": config.tied_head,
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
@@ -112,23 +121,23 @@ def _write_gpt2(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _read_llama(table: Table, **own: Any) -> GPTConfig:
-    """The tree that Llama, Mistral and Qwen share; `own` is what a family adds."""
+def _read_llama(table: Table, **family_settings: Any) -> GPTConfig:
+    """The config shared by Llama, Mistral and Qwen; `family_settings` are the settings specific to a family."""
     theta, rope_scaling = _read_rope(table)
-    if "bias" not in own:
+    if "bias" not in family_settings:
         biases = (bool(table.get("attention_bias", False)), bool(table.get("mlp_bias", False)))
         if biases == (False, True):
-            raise ConfigError("mlp_bias without attention_bias is not supported: a model has both or neither")
-        own["bias"] = {(False, False): "none", (True, False): "attention", (True, True): "all"}[biases]
+            raise ConfigError("mlp_bias without attention_bias is not supported: set both or neither")
+        family_settings["bias"] = {(False, False): "none", (True, False): "attention", (True, True): "all"}[biases]
     settings = {
-        "context_length": _needed(table, "max_position_embeddings"),
-        "vocab_size": _needed(table, "vocab_size"),
-        "num_layers": _needed(table, "num_hidden_layers"),
-        "embd_size": _needed(table, "hidden_size"),
-        "num_heads": _needed(table, "num_attention_heads"),
+        "context_length": _required(table, "max_position_embeddings"),
+        "vocab_size": _required(table, "vocab_size"),
+        "num_layers": _required(table, "num_hidden_layers"),
+        "embd_size": _required(table, "hidden_size"),
+        "num_heads": _required(table, "num_attention_heads"),
         "num_kv_heads": table.get("num_key_value_heads"),
         "head_size": table.get("head_dim"),
-        "mlp_size": _needed(table, "intermediate_size"),
+        "mlp_size": _required(table, "intermediate_size"),
         "norm": "rms",
         "norm_eps": table.get("rms_norm_eps", 1e-6),
         "position": "rope",
@@ -138,7 +147,7 @@ def _read_llama(table: Table, **own: Any) -> GPTConfig:
         "gated_mlp": True,
         "tied_head": table.get("tie_word_embeddings", False),
     }
-    return build(GPTConfig, settings | own, "model")
+    return build(GPTConfig, settings | family_settings, "model")
 
 
 def _write_llama(config: GPTConfig) -> dict[str, Any]:
@@ -152,7 +161,7 @@ def _write_llama(config: GPTConfig) -> dict[str, Any]:
         "head_dim": config.head_width,
         "intermediate_size": config.mlp_width,
         "rms_norm_eps": config.norm_eps,
-        "hidden_act": _their_activation(config.activation),
+        "hidden_act": _hf_activation(config.activation),
         "attention_bias": config.bias in ("all", "attention"),
         "mlp_bias": config.bias == "all",
         "tie_word_embeddings": config.tied_head,
@@ -184,18 +193,18 @@ def _read_qwen_windows(table: Table) -> dict[str, Any]:
     types = table.get("layer_types") or [
         "full_attention" if layer < first else "sliding_attention" for layer in range(layers)
     ]
-    return {"sliding_window": _needed(table, "sliding_window"), "layer_types": types}
+    return {"sliding_window": _required(table, "sliding_window"), "layer_types": types}
 
 
 def _write_qwen(config: GPTConfig) -> dict[str, Any]:
     types = ["sliding_attention" if window else "full_attention" for window in config.windows]
-    slides = "sliding_attention" in types
-    windows = {"use_sliding_window": slides, "sliding_window": config.sliding_window, "layer_types": types}
+    sliding = "sliding_attention" in types
+    windows = {"use_sliding_window": sliding, "sliding_window": config.sliding_window, "layer_types": types}
     return _write_llama(config) | windows | {"max_window_layers": types.count("full_attention")}
 
 
 def _read_whimbrel(table: Table) -> GPTConfig:
-    return build(GPTConfig, _object(_needed(table, "gpt"), "gpt"), "gpt")
+    return build(GPTConfig, _object(_required(table, "gpt"), "gpt"), "gpt")
 
 
 def _write_whimbrel(config: GPTConfig) -> dict[str, Any]:
@@ -221,57 +230,57 @@ ROPE_SETTINGS = {
         "original_max_position_embeddings": "original_context_length",
     },
 }
-"""Their names of what each kind of rotary stretching needs, and ours."""
+"""Settings of each kind of RoPE scaling: names of transformers and ours."""
 
 
 def _read_rope(table: Table) -> tuple[Any, dict[str, Any] | None]:
-    """Base and stretching, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
-    spelling = "rope_parameters" if table.get("rope_parameters") else "rope_scaling"
-    rope = _object(table.get(spelling) or {}, spelling)
+    """Theta and scaling, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
+    key = "rope_parameters" if table.get("rope_parameters") else "rope_scaling"
+    rope = _object(table.get(key) or {}, key)
     theta = rope.get("rope_theta", table.get("rope_theta", 10000.0))
     if rope.get("partial_rotary_factor", table.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError("partial_rotary_factor is not supported: every dimension of a head must be rotated")
+        raise ConfigError("expected partial_rotary_factor = 1 (partial rotation is not supported)")
     kind = _one_of("rope_type", rope.get("rope_type", rope.get("type", "default")), ("default", *ROPE_SETTINGS))
     if kind == "default":
         return theta, None
-    return theta, {"kind": kind} | {ours: _needed(rope, theirs) for theirs, ours in ROPE_SETTINGS[kind].items()}
+    return theta, {"kind": kind} | {ours: _required(rope, hf_name) for hf_name, ours in ROPE_SETTINGS[kind].items()}
 
 
 def _write_rope(config: GPTConfig) -> dict[str, Any]:
-    """Both spellings, the newer and the one that older readers know."""
+    """Both `rope_parameters` and the keys that older versions of transformers read."""
     rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if config.rope_scaling is not None:
-        stretch = to_table(config.rope_scaling)
-        rope["rope_type"] = stretch["kind"]
-        rope |= {theirs: stretch[ours] for theirs, ours in ROPE_SETTINGS[stretch["kind"]].items()}
-    stretched = config.rope_scaling is not None
-    return {"rope_parameters": rope, "rope_theta": config.rope_theta} | ({"rope_scaling": rope} if stretched else {})
+        scaling = to_table(config.rope_scaling)
+        rope["rope_type"] = scaling["kind"]
+        rope |= {hf_name: scaling[ours] for hf_name, ours in ROPE_SETTINGS[scaling["kind"]].items()}
+    scaled = config.rope_scaling is not None
+    return {"rope_parameters": rope, "rope_theta": config.rope_theta} | ({"rope_scaling": rope} if scaled else {})
 
 
 def _activation(table: Table, key: str, default: str) -> str:
     return ACTIVATIONS[_one_of(key, table.get(key, default), ACTIVATIONS)]
 
 
-def _their_activation(name: str) -> str:
-    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == name)
+def _hf_activation(name: str) -> str:
+    return next(hf_name for hf_name, ours in ACTIVATIONS.items() if ours == name)
 
 
-def _needed(table: Table, key: str) -> Any:
+def _required(table: Table, key: str) -> Any:
     if table.get(key) is None:
-        raise ConfigError(f"config.json lacks '{key}', which a model of this kind needs")
+        raise ConfigError(f"missing key '{key}'")
     return table[key]
 
 
 def _count(table: Table, key: str) -> int:
-    value = _needed(table, key)
+    value = _required(table, key)
     if type(value) is not int:
-        raise ConfigError(f"{key} = {value!r} must be a whole number")
+        raise ConfigError(f"expected an integer for {key}, got {value!r}")
     return value
 
 
 def _object(value: Any, key: str) -> Table:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} = {value!r} must be an object")
+        raise ConfigError(f"expected an object for {key}, got {value!r}")
     return value
 
 
@@ -281,6 +290,60 @@ def _one_of(key: str, value: Any, known: Collection[str]) -> str:
     return value
 
 
-def _only(table: Table, key: str, needed: Any) -> None:
-    if table.get(key, needed) != needed:
-        raise ConfigError(f"{key} = {table[key]!r} is not supported: only {needed!r} is")
+class TensorMapping(NamedTuple):
+    """A tensor of a checkpoint is `rows` of a parameter of `GPT`, transposed for the Conv1D layers of GPT-2."""
+
+    hf_name: str
+    name: str
+    rows: slice = slice(None)
+    transposed: bool = False
+
+
+@functools.cache
+def tensor_mappings(model_type: str, config: GPTConfig) -> list[TensorMapping]:
+    """Every tensor in a checkpoint of this family; a tied head is stored once, as the embedding."""
+    with torch.device("meta"):
+        parameters = [name for name, _ in GPT(config).named_parameters()]
+    if model_type in ("gpt2", "whimbrel"):
+        return [_gpt2_tensor(name, config, conv1d=model_type == "gpt2") for name in parameters]
+    return [mapping for name in parameters for mapping in _llama_tensors(name, config)]
+
+
+def _gpt2_tensor(name: str, config: GPTConfig, *, conv1d: bool) -> TensorMapping:
+    """Our parameters have the names of GPT-2; its linear layers (Conv1D) store their weights transposed."""
+    if name in ("transformer.wte.weight", "lm_head.weight"):
+        return TensorMapping(name, name, slice(config.vocab_size))
+    return TensorMapping(name, name, transposed=conv1d and ".c_" in name and name.endswith("weight"))
+
+
+def _llama_tensors(name: str, config: GPTConfig) -> Iterator[TensorMapping]:
+    if name == "lm_head.weight":
+        yield TensorMapping(name, name, slice(config.vocab_size))
+    elif name == "transformer.wte.weight":
+        yield TensorMapping("model.embed_tokens.weight", name, slice(config.vocab_size))
+    elif name == "transformer.ln_f.weight":
+        yield TensorMapping("model.norm.weight", name)
+    else:
+        _, _, layer, part = name.split(".", 3)
+        module, kind = part.rsplit(".", 1)
+        start = 0
+        for hf_module, size in _llama_modules(module, config):
+            rows = slice(None) if size is None else slice(start, start + size)
+            yield TensorMapping(f"model.layers.{layer}.{hf_module}.{kind}", name, rows)
+            start += size or 0
+
+
+def _llama_modules(module: str, config: GPTConfig) -> list[tuple[str, int | None]]:
+    """The Llama modules that one of ours fuses, with the number of output rows of each; None: all rows."""
+    queries, keys = config.num_heads * config.head_width, config.kv_heads * config.head_width
+    fused: dict[str, list[tuple[str, int | None]]] = {
+        "ln_1": [("input_layernorm", None)],
+        "attn.c_attn": [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)],
+        "attn.q_norm": [("self_attn.q_norm", None)],
+        "attn.k_norm": [("self_attn.k_norm", None)],
+        "attn.c_proj": [("self_attn.o_proj", None)],
+        "ln_2": [("post_attention_layernorm", None)],
+        "mlp.c_fc": [("mlp.gate_proj", config.mlp_width), ("mlp.up_proj", config.mlp_width)],
+        "mlp.c_proj": [("mlp.down_proj", None)],
+    }
+    return fused[module]

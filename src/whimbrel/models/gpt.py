@@ -1,62 +1,106 @@
-"""The decoder: one model for GPT-2, Llama, Mistral, Qwen, SmolLM and our own recipes, told apart by `GPTConfig`."""
+"""The decoder: one `GPT` class for GPT-2, Llama, Mistral, Qwen, SmolLM and our own recipes, selected by `GPTConfig`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.models.config import GPTConfig
-from whimbrel.models.layers import MLP, Attention, InOrder, KVStore, Norm, Past, PlainStore, RopeTable
-from whimbrel.models.masks import attention_mask
-from whimbrel.models.rope import rope_table
+from whimbrel.models.layers import (
+    MLP,
+    Attention,
+    CachedAttention,
+    HFCache,
+    HFCacheAdapter,
+    KVStore,
+    Norm,
+    RopeTable,
+    causal_mask,
+    padded_positions,
+    rope_table,
+)
 from whimbrel.ops import attend, linear_cross_entropy
 
 __all__ = ["Block", "GPT", "GPTOutput", "IGNORE_INDEX"]
 
 IGNORE_INDEX = -100
-"""A target with this value does not count."""
+"""Labels with this value are excluded from the loss."""
 
 
 class GPTOutput(NamedTuple):
-    """What a forward pass gives; both a pair and a thing with names."""
+    """The output of a forward pass.
+
+    Unpacks as `loss, logits = output`. Indexing follows the outputs of transformers: by name (`output["loss"]`), or by
+    number among the fields that are not None (`output[0]` is the logits if there is no loss).
+    """
 
     loss: Tensor | None
     logits: Tensor | None
 
+    def to_tuple(self) -> tuple[Tensor, ...]:
+        """The fields that are not None."""
+        return tuple(value for value in (self.loss, self.logits) if value is not None)
+
+    def keys(self) -> list[str]:
+        """Names of the fields that are not None."""
+        return [name for name in self._fields if getattr(self, name) is not None]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field of that name, or `default` if it is None or unknown."""
+        return self[name] if name in self.keys() else default
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return self.to_tuple()[key]
+        if key not in self.keys():
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
 
 class Block(nn.Module):
-    """Attention and MLP, each on a normed copy of the stream and added back to it.
+    """Pre-norm attention and MLP with residual connections.
 
-    Every block of a model has the same attributes but for its weights, so compiled blocks share one graph; what differs
-    from layer to layer (mask, cache) comes in as an argument.
+    All blocks of a model have equal attributes except for their weights, so `torch.compile` compiles one graph for all;
+    what differs between layers (mask, cache) is an argument.
     """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_scale = (2 * config.num_layers) ** -0.5 if config.residual_scale == "attention" else 1.0
-        self.ln_1 = Norm.of(config)
+        self.ln_1 = Norm.from_config(config)
         self.attn = Attention(config)
-        self.ln_2 = Norm.of(config)
+        self.ln_2 = Norm.from_config(config)
         self.mlp = MLP(config)
         self.skip = nn.Parameter(torch.tensor([1.0, 0.0])) if config.embedding_skip else None
 
     def forward(
-        self, x: Tensor, x0: Tensor | None, rope: RopeTable | None, mask: Tensor | None, past: Past | None
+        self, x: Tensor, x0: Tensor | None, rope: RopeTable | None, mask: Tensor | None, cached: CachedAttention | None
     ) -> Tensor:
-        """Pass the stream `x` through; `x0` is the stream as it left the embedding, for models that mix it back in."""
+        """Transform the residual stream `x` (batch, tokens, width); `x0` is the embedding, for `embedding_skip`."""
         if self.skip is not None and x0 is not None:
             x = self.skip[0] * x + self.skip[1] * x0
-        x = torch.add(x, self.attn(self.ln_1(x), rope, mask, past), alpha=self.attention_scale)
+        x = torch.add(x, self.attn(self.ln_1(x), rope, mask, cached), alpha=self.attention_scale)
         return torch.add(x, self.mlp(self.ln_2(x)))
 
 
 class GPT(nn.Module):
-    """Embedding, blocks, final norm, head. `model(idx, targets)` gives the loss, `model(idx)` the logits."""
+    """Embedding, blocks, final norm, head.
+
+    `model(input_ids)` returns logits; `model(input_ids, labels=input_ids)` also the next-token loss, as the causal
+    language models of transformers do.
+    """
+
+    loss_type = "ForCausalLM"  # declares, as in transformers, that `labels` are shifted inside the model
+    accepts_loss_kwargs = True  # transformers.Trainer then passes `num_items_in_batch`
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -65,13 +109,13 @@ class GPT(nn.Module):
         if config.position == "learned":
             parts["wpe"] = nn.Embedding(config.context_length, config.embd_size)
         if config.embedding_skip:
-            parts["ln_e"] = Norm.of(config)
+            parts["ln_e"] = Norm.from_config(config)
         parts["h"] = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        parts["ln_f"] = Norm.of(config)
+        parts["ln_f"] = Norm.from_config(config)
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = nn.Linear(config.embd_size, config.padded_vocab_size, bias=False)
         self.tie_head()
-        self.register_load_state_dict_post_hook(_tie_again)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_retie_head)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     @property
@@ -85,13 +129,13 @@ class GPT(nn.Module):
         return cast(nn.Embedding, self.transformer["wte"])
 
     def tie_head(self) -> None:
-        """Point a tied head at the embedding; again after anything that gave modules new parameters (`to_empty`)."""
+        """Share the embedding weight with a tied head; call it again after parameters were replaced (`to_empty`)."""
         if self.config.tied_head:
             self.lm_head.weight = self.token_embedding.weight
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw fresh weights: linears and embeddings from a normal distribution, biases and padding rows zero."""
+        """Initialize the weights: linear layers and embeddings normal, biases and padding rows zero."""
         config = self.config
         zeroed = {"c_proj": config.zero_init_projections, "lm_head": config.zero_init_head}
         for name, module in self.named_modules():
@@ -105,29 +149,44 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def zero_padding(self) -> None:
-        """Clear the rows of embedding and head that stand for no token."""
+        """Zero the rows of embedding and head beyond `vocab_size`."""
         self.token_embedding.weight[self.config.vocab_size :].zero_()
         self.lm_head.weight[self.config.vocab_size :].zero_()
 
     def forward(
         self,
-        idx: Tensor,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
         targets: Tensor | None = None,
         return_logits: bool | None = None,
-        *,
-        cache: KVStore | PlainStore | None = None,
+        cache: KVStore | HFCache | None = None,
         documents: Tensor | None = None,
-        loss_divisor: float | Tensor | None = None,
         logits_to_keep: int | None = None,
     ) -> GPTOutput:
-        """Loss of `targets`, or logits of `idx`, both of shape (batch, tokens).
+        """Logits of `input_ids` (batch, tokens), and the loss of `labels` or `targets`.
 
-        The loss is the fp32 sum over targets that are not -100, divided by their count or by `loss_divisor` (the
-        global count, where this batch is a part of one). Logits come without targets, or with `return_logits`;
-        `logits_to_keep` restricts them to the last positions. `documents` numbers the document of each token, and
-        tokens then see only their own. `cache` holds the tokens before `idx` and takes these in.
+        Args:
+            attention_mask: (batch, tokens), 0 for padding, on either side. Positions are counted over the other tokens.
+                With a transformers cache it also covers the stored tokens; our caches know their padding.
+            labels: (batch, tokens), usually `input_ids`; shifted here, so that position i predicts label i + 1.
+            targets: (batch, tokens), already shifted: position i predicts target i. Logits are then returned only with
+                `return_logits`, because the fused loss does not materialize them.
+            num_items_in_batch: Divisor of the loss, which is a sum in fp32 over labels that are not -100. Default:
+                their number, which makes it a mean. With gradient accumulation pass the number of the complete batch.
+            return_logits: Whether to compute logits. Default: unless there are `targets`.
+            cache: Keys and values of earlier tokens; those of `input_ids` are appended.
+            documents: (batch, tokens), a document number for each token; tokens attend only within their document.
+            logits_to_keep: Compute logits for this many last positions only.
         """
-        hidden = self.hidden_states(idx, cache=cache, documents=documents)
+        if labels is not None:
+            if targets is not None:
+                raise ConfigError("expected labels (shifted in the model) or targets (already shifted), got both")
+            return_logits = True if return_logits is None else return_logits
+            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        hidden = self.hidden_states(input_ids, attention_mask=attention_mask, cache=cache, documents=documents)
         if return_logits is None:
             return_logits = targets is None
         kept = hidden if logits_to_keep is None else hidden[:, -logits_to_keep:]
@@ -142,80 +201,109 @@ class GPT(nn.Module):
             softcap=self.config.logit_softcap,
             ignore_index=IGNORE_INDEX,
         )
-        if loss_divisor is None:
-            loss_divisor = (targets != IGNORE_INDEX).sum().clamp(min=1)
-        return GPTOutput(total / loss_divisor, logits)
+        if num_items_in_batch is None:
+            num_items_in_batch = (targets != IGNORE_INDEX).sum().clamp(min=1)
+        return GPTOutput(total / num_items_in_batch, logits)
 
     def hidden_states(
-        self, idx: Tensor, *, cache: KVStore | PlainStore | None = None, documents: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        cache: KVStore | HFCache | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
-        """The stream (batch, tokens, width) after the final norm."""
+        """The residual stream (batch, tokens, width) after the final norm."""
         config = self.config
-        store = cache if cache is None or isinstance(cache, KVStore) else InOrder(cache)
-        num_keys = idx.size(1) + (0 if store is None else store.get_seq_length())
+        num_keys = input_ids.size(1) + (0 if cache is None else cache.get_seq_length())
         if num_keys > config.context_length:
             raise ConfigError(
-                f"a sequence of {num_keys} tokens is longer than context_length = {config.context_length}: shorten it"
+                f"expected at most context_length = {config.context_length} tokens, got {num_keys}: shorten the input"
             )
-        if store is not None and documents is not None:
-            raise ConfigError("documents cannot be told apart in a cache: give either cache or documents")
-        positions = (
-            torch.arange(num_keys, device=idx.device) if store is None else store.positions(idx.size(1), idx.device)
-        )
-        if positions.dim() == 2 and positions.size(0) != idx.size(0):
+        if cache is not None and documents is not None:
+            raise ConfigError("documents cannot be combined with a cache: pass one of them")
+        padded = self._padded_positions(attention_mask, input_ids.size(0), num_keys)
+        store: KVStore | None
+        if cache is None or isinstance(cache, KVStore):
+            store = cache
+            if store is not None and padded is not None:
+                raise ConfigError("attention_mask has padding: pass the padding to the cache when creating it")
+        else:
+            store = HFCacheAdapter(cache, padded)
+        if store is not None:
+            positions = store.positions(input_ids.size(1), input_ids.device)
+        else:
+            positions = torch.arange(num_keys, device=input_ids.device) if padded is None else padded
+        if positions.dim() == 2 and positions.size(0) != input_ids.size(0):
             raise ConfigError(
-                f"the cache was built for {positions.size(0)} rows (its padding) and the batch has {idx.size(0)}: "
-                "give one count of padding for each row"
+                f"the cache was created for the padding of {positions.size(0)} sequences, got a batch of "
+                f"{input_ids.size(0)}: pass one padding length per sequence"
             )
-        x = self._embed(idx, positions)
-        # A copy, not `x` itself: the first block would be compiled apart, as one whose inputs are the same tensor.
+        x = self._embed(input_ids, positions)
+        # A copy, because torch.compile would compile the first block separately if two of its inputs were one tensor.
         x0 = x.clone() if config.embedding_skip else None
         rope = rope_table(config, positions) if config.position == "rope" else None
         masks = {
-            window: attention_mask(positions, window=window, documents_BT=documents)
+            window: causal_mask(positions, window=window, documents_BT=documents)
             for window in set(config.windows if store is None else ())
         }
         for layer, (block, window) in enumerate(zip(self.blocks, config.windows, strict=True)):
-            past = None if store is None else partial(_attend_past, store, positions, layer, window)
-            x = block(x, x0, rope, masks.get(window), past)
+            cached = None if store is None else partial(_attend_cached, store, positions, layer, window)
+            x = block(x, x0, rope, masks.get(window), cached)
         normed: Tensor = self.transformer["ln_f"](x)
         return normed
 
-    def _check_ids(self, idx: Tensor) -> None:
-        """Refuse ids of the padding rows, which the embedding would look up; on a GPU, looking would make it wait."""
-        if type(idx) is not Tensor or idx.device.type != "cpu" or torch.compiler.is_compiling() or not idx.numel():
-            return
-        largest, vocab_size = int(idx.max()), self.config.vocab_size
-        if largest >= vocab_size:
-            raise DataError(f"token id {largest} is outside the vocabulary: ids run from 0 to {vocab_size - 1}")
+    def _padded_positions(self, attention_mask: Tensor | None, batch_size: int, num_keys: int) -> Tensor | None:
+        """Positions of all keys, or None if nothing is padded, so that attention can use its faster causal path."""
+        if attention_mask is None:
+            return None
+        if attention_mask.shape != (batch_size, num_keys):
+            raise DataError(
+                f"expected attention_mask of shape {[batch_size, num_keys]}, got {list(attention_mask.shape)}"
+            )
+        # Reading the mask synchronizes with a GPU once; a traced or fake mask has no values to read.
+        readable = type(attention_mask) is Tensor and not torch.compiler.is_compiling()
+        if readable and attention_mask.device.type != "meta" and bool(attention_mask.all()):
+            return None
+        return padded_positions(attention_mask)
 
-    def _embed(self, idx: Tensor, positions: Tensor) -> Tensor:
-        self._check_ids(idx)
-        x: Tensor = self.token_embedding(idx)
+    def _check_ids(self, input_ids: Tensor) -> None:
+        """Reject ids of padding rows, which the embedding would accept; only on the CPU, where it needs no sync."""
+        readable = type(input_ids) is Tensor and input_ids.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not readable or not input_ids.numel():
+            return
+        largest, vocab_size = int(input_ids.max()), self.config.vocab_size
+        if largest >= vocab_size:
+            raise DataError(f"expected token ids from 0 to {vocab_size - 1}, got {largest}: use the model's tokenizer")
+
+    def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        self._check_ids(input_ids)
+        x: Tensor = self.token_embedding(input_ids)
         if self.config.position == "learned":
             x = x + self.transformer["wpe"](positions.clamp(min=0))
         if self.config.embedding_skip:
             x = self.transformer["ln_e"](x)
-        # Under autocast the stream too is low precision: every branch reads and writes it, so its bytes are time.
-        device = idx.device.type
+        # Autocast leaves embeddings in fp32. The residual stream is cast too: every block reads and writes it, so its
+        # bytes cost time.
+        device = input_ids.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the head makes of the stream after the final norm, for each token of the vocabulary."""
+        """Logits (..., vocab_size) of hidden states (..., width)."""
         logits: Tensor = self.lm_head(hidden)[..., : self.config.vocab_size]
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def num_parameters(self) -> int:
-        """Learned numbers, padding rows left out and a tied head counted once."""
+        """Number of parameters, without padding rows; a tied head counts once."""
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.embd_size
         return sum(p.numel() for p in self.parameters()) - padding * (1 if self.config.tied_head else 2)
 
     def flops_per_token(self, num_tokens: int) -> int:
-        """Operations of one forward and backward pass per token, in sequences of `num_tokens`.
+        """FLOPs of a forward and backward pass per token, in sequences of `num_tokens`.
 
-        The usual convention: 6 per parameter that takes part in a product (embeddings that are only looked up do not),
-        and 12 * heads * head size * keys per layer for attention, where causality is not discounted and a window is.
+        The usual convention (PaLM, appendix B): 6 per parameter of a matrix product, which excludes embedding lookups,
+        and 12 * heads * head size * keys per layer for attention. Causality is not discounted, a sliding window is.
         """
         config = self.config
         looked_up = config.context_length if config.position == "learned" else 0
@@ -225,13 +313,12 @@ class GPT(nn.Module):
         return 6 * multiplied + 12 * config.num_heads * config.head_width * keys
 
 
-def _tie_again(model: GPT, _incompatible: object) -> None:
-    """After `load_state_dict(..., assign=True)`, which gives embedding and head a parameter each."""
+def _retie_head(model: GPT, _incompatible: object) -> None:
+    """`load_state_dict(..., assign=True)` replaces the shared parameter by two."""
     model.tie_head()
 
 
-def _attend_past(
+def _attend_cached(
     store: KVStore, positions: Tensor, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    """Store the new keys and values of a layer, and let its queries look at all that the store shows."""
     return attend(q, store.append(k, v, layer), positions, window=window)

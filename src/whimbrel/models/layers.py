@@ -1,7 +1,8 @@
-"""The pieces of a block: norm, attention, MLP."""
+"""Building blocks of the decoder: norm, rotary embedding, attention mask, attention, MLP."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -11,69 +12,159 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.models.config import GPTConfig
-from whimbrel.models.rope import rotate
+from whimbrel.models.config import GPTConfig, RopeScaling
 from whimbrel.ops import View
 
-__all__ = ["Attention", "InOrder", "KVStore", "MLP", "Norm", "Past", "PlainStore", "RopeTable"]
+__all__ = [
+    "Attention",
+    "CachedAttention",
+    "HFCache",
+    "HFCacheAdapter",
+    "KVStore",
+    "MLP",
+    "Norm",
+    "RopeTable",
+    "causal_mask",
+    "padded_positions",
+    "rope_frequencies",
+    "rope_table",
+    "rotate",
+]
 
 RopeTable = tuple[Tensor, Tensor]
-Past = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""One layer of a cache: takes the new queries, keys and values, hands back what the queries find in all it holds."""
+"""Cosine and sine of every rotation angle."""
+CachedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of one layer through a cache: `(q, k, v)` of the new tokens -> their attention output."""
 
 
 @runtime_checkable
 class KVStore(Protocol):
-    """What a model asks of a key-value cache; tensors are (batch, kv heads, tokens, head size)."""
+    """The interface of a key-value cache; tensors are (batch, kv heads, tokens, head size)."""
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Where the next tokens stand: (tokens,), or (batch, tokens) where rows differ; padding is negative."""
+        """Positions of the next tokens: (tokens,), or (batch, tokens) if sequences differ; negative for padding."""
 
     def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
-        """Store the new tokens of a layer and say what may be read of it now."""
+        """Store the new keys and values of a layer and return a view of all that its queries can attend to."""
 
     def get_seq_length(self) -> int:
-        """How many tokens are stored, in the longest row."""
+        """Number of tokens stored, padding included."""
 
 
-class PlainStore(Protocol):
-    """What `transformers`' own caches offer: all keys and values, in order, after each update."""
+class HFCache(Protocol):
+    """The interface of a `transformers` cache."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Store the new tokens of a layer and hand back all it holds."""
+        """Store the new keys and values of a layer and return all of them, in order."""
 
     def get_seq_length(self) -> int:
-        """How many tokens are stored."""
+        """Number of tokens stored."""
 
 
 @dataclass(frozen=True, slots=True)
-class InOrder:
-    """A plain store as a `KVStore`."""
+class HFCacheAdapter:
+    """A `transformers` cache as a `KVStore`."""
 
-    store: PlainStore
+    cache: HFCache
+    key_positions: Tensor | None = None
+    """(batch, stored + new tokens), from `padded_positions`, if the batch is padded."""
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """One after the other, from the number of tokens stored."""
-        seen = self.get_seq_length()
-        return torch.arange(seen, seen + tokens, device=device)
+        """Consecutive positions after the stored tokens, unless the batch is padded."""
+        if self.key_positions is not None:
+            return self.key_positions[:, -tokens:]
+        start = self.get_seq_length()
+        return torch.arange(start, start + tokens, device=device)
 
     def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
-        """Everything the layer holds."""
-        keys, values = self.store.update(key_states, value_states, layer_idx)
+        """Store the new keys and values of a layer and return all of them."""
+        keys, values = self.cache.update(key_states, value_states, layer_idx)
         if keys.size(2) > int(self.get_seq_length()):
             raise ConfigError(
-                f"expected a cache that hands back the tokens it holds, got {keys.size(2)} slots for "
+                f"expected a cache that returns only stored tokens, got {keys.size(2)} slots for "
                 f"{int(self.get_seq_length())} tokens: use whimbrel.cache.StaticCache"
             )
-        return View(keys, values)
+        return View(keys, values, None if self.key_positions is None else self.key_positions[:, -keys.size(2) :])
 
     def get_seq_length(self) -> int:
-        """How many tokens are stored."""
-        return self.store.get_seq_length()
+        """Number of tokens stored."""
+        return self.cache.get_seq_length()
+
+
+def padded_positions(attention_mask: Tensor) -> Tensor:
+    """Positions (batch, tokens) of a padded batch, counted over tokens whose mask is not 0; -1 for padding."""
+    real = attention_mask != 0
+    return (real.long().cumsum(-1) - 1).masked_fill(~real, -1)
+
+
+def causal_mask(positions: Tensor, *, window: int | None = None, documents_BT: Tensor | None = None) -> Tensor | None:
+    """True where a query may attend, shape (T, T) or (B, 1, T, T); None if plain causal attention is equivalent.
+
+    `positions` is (T,), or (B, T) with negative values for padding. A query attends to itself and earlier tokens, to at
+    most `window` tokens, and only within its own document.
+    """
+    padded = positions.dim() == 2
+    if window is not None and window >= positions.size(-1):
+        window = None
+    if documents_BT is None and window is None and not padded:
+        return None
+    distance = positions[..., :, None] - positions[..., None, :]
+    mask = distance >= 0
+    if window is not None:
+        mask &= distance < window
+    if padded:
+        mask &= (positions >= 0)[:, None, :]
+        # The softmax of a query without any key would be NaN, so padding queries attend to everything.
+        mask |= (positions < 0)[:, :, None]
+        mask = mask[:, None]
+    if documents_BT is not None:
+        mask = mask & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
+    return mask
+
+
+# Rotary position embedding. Pairs are the two halves of a head (dimension i with i + head_size / 2), the layout of
+# Hugging Face checkpoints; llama2.c and llama.cpp pair neighbors (2i with 2i + 1) and need their rows reordered.
+
+
+def rope_table(config: GPTConfig, positions: Tensor) -> RopeTable:
+    """Cosine and sine in fp32: (T, head_size), or (batch, 1, T, head_size) for positions of shape (batch, T).
+
+    Computed in every forward pass instead of stored in buffers, which could be cast to bf16 by mistake and would have
+    to be materialized after meta-device construction. The cost is a few tiny kernels.
+    """
+    angles = positions.float()[..., None] * rope_frequencies(config, positions.device)
+    angles = torch.cat((angles, angles), dim=-1)
+    if positions.dim() == 2:
+        angles = angles[:, None]
+    return angles.cos(), angles.sin()
+
+
+def rope_frequencies(config: GPTConfig, device: torch.device) -> Tensor:
+    """Rotation angle per position of each pair, in radians, fp32: (head_size / 2,)."""
+    exponents = torch.arange(0, config.head_width, 2, device=device, dtype=torch.float32)
+    frequencies = 1.0 / (config.rope_theta ** (exponents / config.head_width))
+    return frequencies if config.rope_scaling is None else _scale_frequencies(frequencies, config.rope_scaling)
+
+
+def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    # llama3: pairs that complete few rotations within the original context encode long-range position and are slowed
+    # down; fast pairs encode local order and stay; in between the two are interpolated.
+    rotations = scaling.original_context_length * frequencies / (2 * math.pi)
+    fast = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    fast = fast.clamp(0, 1)
+    return (1 - fast) * frequencies / scaling.factor + fast * frequencies
+
+
+def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotate each pair of `x` by its angle; computed in fp32, returned in the dtype of `x`."""
+    first, second = x_BHTD.chunk(2, dim=-1)
+    return (x_BHTD * cos_TD + torch.cat((-second, first), dim=-1) * sin_TD).type_as(x_BHTD)
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm, with or without weights; computed in fp32 whatever the dtype of the stream."""
+    """LayerNorm or RMSNorm, computed in fp32 for any input dtype."""
 
     def __init__(self, size: int, *, kind: str, eps: float, affine: bool = True, bias: bool = False) -> None:
         super().__init__()
@@ -82,13 +173,13 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size)) if affine and bias and kind == "layer" else None
 
     @classmethod
-    def of(cls, config: GPTConfig) -> Norm:
+    def from_config(cls, config: GPTConfig) -> Norm:
         """The norm of the residual stream."""
         bias = config.bias == "all"
         return cls(config.embd_size, kind=config.norm, eps=config.norm_eps, affine=config.norm_affine, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
+        """Normalize the last dimension."""
         weight = None if self.weight is None else self.weight.float()
         if self.kind == "rms":
             return F.rms_norm(x.float(), self.shape, weight, self.eps).type_as(x)
@@ -97,20 +188,22 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; queries, keys and values come from one product."""
+    """Causal self-attention; one linear layer (`c_attn`) computes queries, keys and values, in that order."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_width
-        rows = (self.num_heads + 2 * self.kv_heads) * self.head_size
-        self.c_attn = nn.Linear(config.embd_size, rows, bias=config.bias != "none")
+        out_features = (self.num_heads + 2 * self.kv_heads) * self.head_size
+        self.c_attn = nn.Linear(config.embd_size, out_features, bias=config.bias != "none")
         self.c_proj = nn.Linear(
             self.num_heads * self.head_size, config.embd_size, bias=config.bias in ("all", "attention")
         )
         self.q_norm, self.k_norm = (_head_norm(config) for _ in range(2))
 
-    def forward(self, x_BTC: Tensor, rope: RopeTable | None, mask: Tensor | None, past: Past | None) -> Tensor:
-        """Attend over `x`, or over all that `past` holds; without a mask attention is plainly causal."""
+    def forward(
+        self, x_BTC: Tensor, rope: RopeTable | None, mask: Tensor | None, cached: CachedAttention | None
+    ) -> Tensor:
+        """Attend within `x`, or over the cache behind `cached`; without a mask attention is causal."""
         B, T, _ = x_BTC.shape
         heads_BHTD = self.c_attn(x_BTC).view(B, T, -1, self.head_size).transpose(1, 2)
         q, k, v = heads_BHTD.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
@@ -118,8 +211,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        if past is not None:
-            y_BHTD = past(q, k, v)
+        if cached is not None:
+            y_BHTD = cached(q, k, v)
         else:
             y_BHTD = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, enable_gqa=self.kv_heads != self.num_heads
@@ -128,8 +221,14 @@ class Attention(nn.Module):
         return y_BTC
 
 
+def _head_norm(config: GPTConfig) -> Norm | None:
+    if config.qk_norm == "none":
+        return None
+    return Norm(config.head_width, kind="rms", eps=config.norm_eps, affine=config.qk_norm == "weighted")
+
+
 class MLP(nn.Module):
-    """Two linears around a non-linearity; a gated one keeps [gate; up] in its first."""
+    """Two linear layers around an activation; in a gated MLP `c_fc` is [gate; up]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -139,7 +238,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(config.mlp_width, config.embd_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each token on its own."""
+        """Apply the MLP to the last dimension."""
         if self.gated:
             gate, up = self.c_fc(x).chunk(2, dim=-1)
             hidden = _activate(self.activation, gate) * up
@@ -147,12 +246,6 @@ class MLP(nn.Module):
             hidden = _activate(self.activation, self.c_fc(x))
         y: Tensor = self.c_proj(hidden)
         return y
-
-
-def _head_norm(config: GPTConfig) -> Norm | None:
-    if config.qk_norm == "none":
-        return None
-    return Norm(config.head_width, kind="rms", eps=config.norm_eps, affine=config.qk_norm == "weighted")
 
 
 def _activate(name: str, x: Tensor) -> Tensor:

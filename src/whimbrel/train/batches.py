@@ -178,7 +178,7 @@ def held_out(batches: TokenBatches, tokens: int | None) -> Iterator[tuple[Tensor
 
 def token_count(batch: Any) -> int:
     """Tokens that went in; for inputs that are no tokens, examples."""
-    inputs = batch.get("input_ids", batch.get("idx")) if isinstance(batch, Mapping) else batch[0]
+    inputs = batch.get("input_ids") if isinstance(batch, Mapping) else batch[0]
     if isinstance(inputs, Tensor) and not inputs.is_floating_point():
         return inputs.numel()
     tensors = batch.values() if isinstance(batch, Mapping) else batch

@@ -135,8 +135,9 @@ class Objective:
             x, y = _pair(batch)
             if self.compute is not None:
                 return self.model(x, **self.extras(x)), y, False
-            if "loss_divisor" in self._takes:
-                return self.model(x, y, loss_divisor=total, **wanted, **self.extras(x)), y, True
+            if {"targets", "num_items_in_batch"} <= self._takes:
+                outputs = self.model(x, targets=y, num_items_in_batch=total, **wanted, **self.extras(x))
+                return outputs, y, True
             return self.model(x, y) if self._takes_targets else self.model(x), y, False
         given, labels = batch, batch.get("labels")
         if self.compute is not None and labels is not None:

@@ -45,7 +45,7 @@ def gpt_gradients(mode: str | None, *, compiled: bool = False) -> list[Tensor]:
     if compiled:
         for block in find_blocks(model):
             block.compile(backend="aot_eager")
-    loss = model(IDS, IDS).loss
+    loss = model(IDS, targets=IDS).loss
     assert loss is not None
     loss.backward()
     return [p.grad for p in model.parameters() if p.grad is not None]

@@ -19,8 +19,8 @@ from whimbrel.precision import quantize_
     [
         (b"\0" * 10, "too short to be a llama2.c model"),
         (struct.pack("<7i", 0x616B3432, 1, 0, 0, 0, 0, 0), "of version 1: export it as version 0"),
-        (struct.pack("<7i", 64, 172, 4, 5, 5, 512, 128), "not a llama2.c model: embd_size = 64 is not a multiple"),
-        (struct.pack("<7i", 64, 172, 0, 4, 4, 512, 128), "num_layers = 0"),
+        (struct.pack("<7i", 64, 172, 4, 5, 5, 512, 128), "not a llama2.c model: expected embd_size as a multiple"),
+        (struct.pack("<7i", 64, 172, 0, 4, 4, 512, 128), "num_layers of at least 1"),
         (struct.pack("<7i", 64, 172, 4, 4, 4, 512, 128) + b"\0" * 400, "has 428 bytes where .* has 932124"),
     ],
 )

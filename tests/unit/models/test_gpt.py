@@ -1,4 +1,4 @@
-"""The decoder on its own: loss, logits, masks, initial weights, compilation."""
+"""`GPT`: loss, logits, masks, padding, initialization, compilation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHRUNK = {
 
 
 def shrunk(name: str, **settings: object) -> GPTConfig:
-    """A preset's kind of block at a size that runs in a millisecond."""
+    """A preset with its sizes reduced."""
     config = preset(name)
     small = {**SHRUNK, "head_size": None, "mlp_size": None, "num_kv_heads": 2 if config.num_kv_heads else None}
     return replace(config, **small | settings)
@@ -55,7 +55,7 @@ def ids(batch: int = 2, tokens: int = 20, vocab: int = 97) -> torch.Tensor:
 
 
 def spread(model: GPT) -> GPT:
-    """Wider weights than the initial ones, so that every part of the model matters in the output."""
+    """Add noise to the weights, so that every part of the model affects the output."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -63,11 +63,11 @@ def spread(model: GPT) -> GPT:
     return model
 
 
-def test_the_first_loss_is_that_of_a_tied_normal_initialisation():
+def test_initial_loss_matches_a_tied_normal_initialization():
     model = GPT(GPTConfig(num_layers=2, context_length=1024))
     x = torch.randint(50257, (4, 1025))
     with torch.no_grad():
-        loss = model(x[:, :-1], x[:, 1:]).loss
+        loss = model(x[:, :-1], targets=x[:, 1:]).loss
     assert loss.item() == pytest.approx(math.log(50257) + 768 * 0.02**2 / 2, abs=0.02)
 
 
@@ -80,7 +80,7 @@ def test_parameter_names_are_those_of_gpt2():
     assert "lm_head.weight" in GPT(TINY).state_dict()
 
 
-def test_initial_weights():
+def test_initialization():
     model = GPT(replace(preset("gpt2-fast"), embd_init_std=0.02))
     assert model.token_embedding.weight[:50257].std().item() == pytest.approx(0.02, rel=0.01)
     assert not model.token_embedding.weight[50257:].any()
@@ -94,37 +94,105 @@ def test_initial_weights():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_is_the_mean_over_targets_that_count(kind):
+def test_loss_is_the_mean_over_targets_that_are_not_ignored(kind):
     model = spread(GPT(KINDS[kind]))
     x, y = ids(), ids()
     y[0, :7] = -100
-    loss, logits = model(x, y)
+    loss, logits = model(x, targets=y)
     assert logits is None
     assert loss.dtype == torch.float32
     expected = F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten())
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(model(x, y, loss_divisor=100).loss, expected * (y != -100).sum() / 100)
+    torch.testing.assert_close(model(x, targets=y, num_items_in_batch=100).loss, expected * (y != -100).sum() / 100)
 
 
-def test_loss_without_a_target_that_counts_is_zero():
-    assert GPT(TINY)(ids(), torch.full((2, 20), -100)).loss.item() == 0
+def test_loss_is_zero_if_all_targets_are_ignored():
+    assert GPT(TINY)(ids(), targets=torch.full((2, 20), -100)).loss.item() == 0
 
 
-def test_logits_come_when_asked_for():
+def test_return_logits_and_logits_to_keep():
     model, x = GPT(TINY), ids()
     output = model(x)
     assert output.loss is None
     assert output.logits.shape == (2, 20, 97)
-    both = model(x, x, return_logits=True)
+    both = model(x, targets=x, return_logits=True)
     torch.testing.assert_close(both.logits, output.logits)
     assert both.loss is not None
     assert model(x, return_logits=False) == (None, None)
     torch.testing.assert_close(model(x, logits_to_keep=3).logits, output.logits[:, -3:])
 
 
-def test_gradients_equal_those_of_full_logits():
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_are_shifted_as_in_transformers(kind):
+    model, x = spread(GPT(KINDS[kind])), ids()
+    labels = x.clone()
+    labels[0, :7] = -100
+    output = model(input_ids=x, labels=labels)
+    torch.testing.assert_close(output.logits, model(x).logits)
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, expected)
+    total = model(x, labels=labels, num_items_in_batch=1, return_logits=False)
+    torch.testing.assert_close(total.loss, expected * (labels[:, 1:] != -100).sum())
+    assert total.logits is None
+
+
+def test_output_supports_the_access_patterns_of_transformers():
+    model, x = GPT(TINY), ids()
+    output = model(x, labels=x)
+    loss, logits = output
+    assert output[0] is output["loss"] is output.loss is loss
+    assert output[1] is output.get("logits") is logits
+    assert output[:2] == output.to_tuple() == (loss, logits)
+    assert output.keys() == ["loss", "logits"]
+    output = model(x)
+    assert output[0] is output["logits"] is output.logits
+    assert "loss" not in output
+    assert output.get("loss") is None
+    with pytest.raises(KeyError):
+        output["loss"]
+
+
+PADDING_MASK = torch.tensor([[1] * 20, [0] * 7 + [1] * 13, [1] * 13 + [0] * 7])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_does_not_affect_the_logits_of_other_tokens(kind):
+    model, x = spread(GPT(KINDS[kind])), ids(3)
+    with torch.no_grad():
+        padded = model(x, attention_mask=PADDING_MASK).logits
+        assert padded.isfinite().all()
+        for sequence, mask, logits in zip(x, PADDING_MASK.bool(), padded, strict=True):
+            expected = model(sequence[mask][None]).logits[0]
+            torch.testing.assert_close(logits[mask], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_mask_without_padding_is_ignored():
+    model, x = GPT(TINY), ids()
+    assert torch.equal(model(x, attention_mask=torch.ones_like(x)).logits, model(x).logits)
+
+
+def test_padding_and_documents_can_be_combined():
+    model, x = spread(GPT(KINDS["llama3"])), ids(1)
+    mask, documents = PADDING_MASK[1:2], torch.tensor([[0] * 12 + [1] * 8])
+    with torch.no_grad():
+        logits = model(x, attention_mask=mask, documents=documents).logits
+        torch.testing.assert_close(logits[:, 7:12], model(x[:, 7:12]).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits[:, 12:], model(x[:, 12:]).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_invalid_attention_masks_and_labels_are_rejected():
+    model, x = GPT(TINY), ids()
+    with pytest.raises(DataError, match=r"attention_mask of shape \[2, 20\], got \[2, 19\]"):
+        model(x, attention_mask=torch.ones(2, 19))
+    with pytest.raises(ConfigError, match="pass the padding to the cache"):
+        model(x, attention_mask=PADDING_MASK[1:], cache=DynamicCache())
+    with pytest.raises(ConfigError, match="expected labels .* or targets .* got both"):
+        model(x, labels=x, targets=x)
+
+
+def test_gradients_of_the_fused_loss_equal_those_of_full_logits():
     model, x, y = spread(GPT(KINDS["gpt2-fast"])), ids(), ids()
-    model(x, y).loss.backward()
+    model(x, targets=y).loss.backward()
     fused = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten()).backward()
@@ -132,26 +200,26 @@ def test_gradients_equal_those_of_full_logits():
         torch.testing.assert_close(fused[name], parameter.grad, msg=name)
 
 
-def test_padding_rows_change_nothing():
+def test_vocabulary_padding_does_not_affect_outputs():
     padded, plain = (GPT(replace(TINY, vocab_multiple=multiple)) for multiple in (128, 1))
     state = padded.state_dict()
     plain.load_state_dict({name: tensor[: plain.state_dict()[name].shape[0]] for name, tensor in state.items()})
     with torch.no_grad():
         padded.lm_head.weight[97:] = 50.0
     x, y = ids(), ids()
-    torch.testing.assert_close(padded(x, y, return_logits=True), plain(x, y, return_logits=True))
+    torch.testing.assert_close(padded(x, targets=y, return_logits=True), plain(x, targets=y, return_logits=True))
     assert padded.num_parameters() == plain.num_parameters() == sum(p.numel() for p in plain.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_token_sees_a_later_one(kind):
+def test_attention_is_causal(kind):
     model, x = spread(GPT(KINDS[kind])), ids()
     changed = x.clone()
     changed[:, 12:] = (changed[:, 12:] + 1) % 97
     torch.testing.assert_close(model(x).logits[:, :12], model(changed).logits[:, :12])
 
 
-def test_a_window_hides_what_lies_further_back():
+def test_sliding_window_limits_attention():
     model = spread(GPT(replace(KINDS["mistral"], num_layers=1, sliding_window=5)))
     x = ids(1, 20)
     changed = x.clone()
@@ -170,7 +238,7 @@ def test_cached_logits_equal_uncached_ones(kind, steps):
 
 
 @pytest.mark.parametrize("kind", ["llama3", "mistral", "gpt2-fast"])
-def test_documents_do_not_see_each_other(kind):
+def test_tokens_attend_only_within_their_document(kind):
     model, x = spread(GPT(KINDS[kind])), ids(2, 20)
     together = model(x, documents=torch.tensor([[0] * 8 + [1] * 12, [5] * 13 + [6] * 7])).logits
     for row, cut in enumerate((8, 13)):
@@ -178,26 +246,26 @@ def test_documents_do_not_see_each_other(kind):
         torch.testing.assert_close(together[row], torch.cat(apart), atol=1e-4, rtol=1e-4)
 
 
-def test_ids_of_padding_rows_are_refused():
+def test_token_ids_outside_the_vocabulary_are_rejected():
     model = GPT(TINY)
     assert model.config.padded_vocab_size > model.config.vocab_size
-    with pytest.raises(DataError, match=f"token id {TINY.vocab_size} is outside the vocabulary"):
+    with pytest.raises(DataError, match=f"token ids from 0 to .*, got {TINY.vocab_size}"):
         model(torch.tensor([[0, TINY.vocab_size]]))
 
 
-def test_what_cannot_be_read_is_refused():
+def test_invalid_inputs_are_rejected():
     model = GPT(TINY)
-    with pytest.raises(ConfigError, match="33 tokens is longer than context_length = 32"):
+    with pytest.raises(ConfigError, match="context_length = 32 tokens, got 33"):
         model(ids(1, 33))
     cache = DynamicCache()
     model(ids(1, 30), cache=cache)
-    with pytest.raises(ValueError, match="33 tokens is longer than context_length = 32"):
+    with pytest.raises(ValueError, match="context_length = 32 tokens, got 33"):
         model(ids(1, 3), cache=cache)
-    with pytest.raises(ConfigError, match="give either cache or documents"):
+    with pytest.raises(ConfigError, match="documents cannot be combined with a cache"):
         model(ids(), cache=DynamicCache(), documents=torch.zeros(2, 20))
 
 
-def test_the_baseline_scales_its_attention_branch():
+def test_residual_scale_of_the_attention_branch():
     baseline = spread(GPT(KINDS["gpt2-baseline"]))
     plain = GPT(replace(baseline.config, residual_scale="none"))
     state = baseline.state_dict()
@@ -209,42 +277,42 @@ def test_the_baseline_scales_its_attention_branch():
     torch.testing.assert_close(plain(x).logits, baseline(x).logits)
 
 
-def test_a_soft_cap_bounds_the_logits():
+def test_logit_softcap():
     plain, x = spread(GPT(TINY)), ids()
     capped = GPT(replace(TINY, logit_softcap=0.5))
     capped.load_state_dict(plain.state_dict())
     torch.testing.assert_close(capped(x).logits, 0.5 * torch.tanh(plain(x).logits / 0.5))
 
 
-def test_the_stream_is_low_precision_under_autocast_and_the_loss_is_not():
+def test_autocast_casts_the_residual_stream_but_not_the_loss():
     model, x, dtypes = GPT(TINY), ids(), []
     for block in model.blocks:
         block.register_forward_hook(lambda block, given, output: dtypes.append(output.dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(x, x).loss
+        loss = model(x, targets=x).loss
     assert set(dtypes) == {torch.bfloat16}
     assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(model(x, x).loss.item(), abs=0.02)
+    assert loss.item() == pytest.approx(model(x, targets=x).loss.item(), abs=0.02)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile on its inputs
 @pytest.mark.parametrize("kind", ["gpt2-baseline", "gpt2-fast", "qwen3"])
 def test_compiled_blocks_share_one_graph(kind):
     model, x = spread(GPT(KINDS[kind])), ids()
-    expected = model(x, x).loss
+    expected = model(x, targets=x).loss
     torch._dynamo.reset()
     counters.clear()
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        loss = model(x, x).loss
+        loss = model(x, targets=x).loss
         loss.backward()
     assert counters["stats"]["unique_graphs"] == 1
     torch.testing.assert_close(loss, expected)
 
 
 @torch.no_grad()
-def test_compiled_blocks_take_any_length():
+def test_compiled_blocks_accept_any_length():
     model, x = spread(GPT(TINY)), ids()
     expected = {length: model(x[:, :length]).logits for length in (16, 12, 9, 1)}
     torch._dynamo.reset()
@@ -256,7 +324,7 @@ def test_compiled_blocks_take_any_length():
     assert counters["stats"]["unique_graphs"] <= 3  # the first length, any other, a single token
 
 
-def test_operations_per_token():
+def test_flops_per_token():
     model = GPT(replace(TINY, position="rope", tied_head=False))
     multiplied = model.num_parameters() - 97 * 32
     assert model.flops_per_token(20) == 6 * multiplied + 12 * 3 * 32 * 20

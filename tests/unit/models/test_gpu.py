@@ -39,7 +39,7 @@ def test_compiled_low_precision_training_follows_plain_fp32(name):
         losses[device] = []
         for _ in range(5):
             with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-                loss = model(x[:, :-1], x[:, 1:]).loss
+                loss = model(x[:, :-1], targets=x[:, 1:]).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -41,10 +41,10 @@ def text(shakespeare: str) -> Tensor:
     return torch.tensor([min(ord(letter), 127) for letter in shakespeare[:40_000]])
 
 
-def batch(text: Tensor, step: int) -> tuple[Tensor, Tensor]:
+def batch(text: Tensor, step: int) -> dict[str, Tensor]:
     starts = torch.randint(len(text) - 65, (4, 1), generator=torch.Generator().manual_seed(step))
     windows = text[(starts + torch.arange(65)).to(text.device)]
-    return windows[:, :-1], windows[:, 1:]
+    return {"input_ids": windows[:, :-1], "targets": windows[:, 1:]}
 
 
 def train(gpt: GPT, text: Tensor, steps: int) -> list[float]:
@@ -52,7 +52,7 @@ def train(gpt: GPT, text: Tensor, steps: int) -> list[float]:
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = gpt(*batch(text, step)).loss
+        loss = gpt(**batch(text, step)).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -61,7 +61,7 @@ def train(gpt: GPT, text: Tensor, steps: int) -> list[float]:
 
 def gradients(gpt: GPT, text: Tensor) -> dict[str, Tensor]:
     gpt.zero_grad()
-    gpt(*batch(text, 1000)).loss.backward()
+    gpt(**batch(text, 1000)).loss.backward()
     return {name: own.grad.flatten() for name, own in gpt.named_parameters() if own.grad is not None}
 
 
@@ -88,7 +88,7 @@ def test_gradients_are_near_those_of_the_plain_model(trained: GPT, text: Tensor,
         own, plain = gradients(low, text), gradients(trained, text)
     assert len(taken) == 8
     assert own.keys() == plain.keys()
-    x, _ = batch(text, 2000)
+    x = batch(text, 2000)["input_ids"]
     with torch.inference_mode():
         inferred = low(x).logits
     assert torch.equal(inferred, low(x).logits)
@@ -119,7 +119,7 @@ def test_what_was_rounded_in_training_is_what_the_finished_model_computes(text: 
     prepare(gpt, name)
     assert all(own is parameters[key] for key, own in gpt.named_parameters())
     train(gpt, text, 3)
-    x, _ = batch(text, 7)
+    x = batch(text, 7)["input_ids"]
     gpt.eval()
     before, plain = gpt(x).logits.detach(), model(bias=bias).eval()
     plain.load_state_dict(gpt.state_dict())

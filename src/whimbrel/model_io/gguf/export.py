@@ -25,7 +25,7 @@ from whimbrel.model_io.sources import load_tokenizer
 from whimbrel.model_io.tensors import TensorFiles
 from whimbrel.model_io.weights import Stored, match, stored_dtype
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.models.names import places
+from whimbrel.models.families import tensor_mappings
 from whimbrel.precision import QuantizedWeight, WeightFormat
 
 __all__ = ["export_gguf"]
@@ -75,7 +75,7 @@ def export_gguf(
     model_type, config, form = describe(directory)
     arch = architecture(model_type, config)
     files = TensorFiles(directory)
-    found = match(files, places(model_type, config), form)
+    found = match(files, tensor_mappings(model_type, config), form)
     dtype = dtype or stored_dtype(files, found)
     if dtype not in STORAGE:
         raise ConfigError(f"a GGUF of dtype {dtype} cannot be written: give {', '.join(map(str, STORAGE))}")
@@ -113,12 +113,12 @@ def _entries(
     with torch.device("meta"):
         parameters = dict(GPT(config).named_parameters())
     for place, stored, quantized in found:
-        name = names.get_name(place.theirs, try_suffixes=(".weight", ".bias"))
+        name = names.get_name(place.hf_name, try_suffixes=(".weight", ".bias"))
         if name is None:
-            raise ConfigError(f"GGUF's architecture '{arch}' has no name for the tensor '{place.theirs}'")
-        shape = parameters[place.ours][place.rows].shape
+            raise ConfigError(f"GGUF's architecture '{arch}' has no name for the tensor '{place.hf_name}'")
+        shape = parameters[place.name][place.rows].shape
         rotated = arch == "llama" and ("attn_q." in name or "attn_k." in name)
-        plain = len(shape) == 1 or place.ours == "transformer.wpe.weight"
+        plain = len(shape) == 1 or place.name == "transformer.wpe.weight"
         yield Entry(
             stored=stored,
             form=form if quantized else None,

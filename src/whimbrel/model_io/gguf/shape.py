@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.models import GPTConfig
-from whimbrel.models.rope import rope_frequencies
+from whimbrel.models.layers import rope_frequencies
 
 __all__ = ["architecture", "rope_factors", "unread_by_transformers", "write_shape"]
 

@@ -1,4 +1,4 @@
-"""Shapes of known models, as TOML files beside this one."""
+"""Configs of well-known models, as TOML files in this directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["preset", "preset_names"]
 
 
 def preset(name: str) -> GPTConfig:
-    """The shape called `name`, for instance `gpt2` or `qwen3-0.6b`."""
+    """The config of a model by name, for instance `gpt2` or `qwen3-0.6b`."""
     if name not in preset_names():
         raise ConfigError(f"unknown preset '{name}'{did_you_mean(name, preset_names())}")
     with resources.as_file(resources.files(__name__) / f"{name}.toml") as path:
@@ -21,5 +21,5 @@ def preset(name: str) -> GPTConfig:
 
 
 def preset_names() -> list[str]:
-    """Every known shape."""
+    """Names of all presets, sorted."""
     return sorted(Path(file.name).stem for file in resources.files(__name__).iterdir() if file.name.endswith(".toml"))
