@@ -30,7 +30,7 @@ from whimbrel.cli.opening import (
     draft_maker,
     open_model,
 )
-from whimbrel.cli.words import escaped, show
+from whimbrel.cli.terminal import escape_controls, print_text
 
 if TYPE_CHECKING:
     from whimbrel.inference import Conversation, Draft
@@ -110,7 +110,7 @@ def _answer(talk: Conversation, line: str, draft: Draft | None) -> None:
         for piece in pieces:
             shown = piece if begun else piece.lstrip()
             begun = begun or bool(shown)
-            show(shown)
+            print_text(shown)
             if interrupted():
                 break
     print("\n")
@@ -146,7 +146,7 @@ def _ask() -> str | None:
 
 def _say(words: str) -> None:
     """A word of the program itself, apart from those of the model."""
-    typer.echo(escaped(words), err=True)
+    typer.echo(escape_controls(words), err=True)
 
 
 def _template(source: Path, asked: str | None) -> ChatTemplate:

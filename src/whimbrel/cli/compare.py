@@ -16,16 +16,16 @@ def compare(
 ) -> None:
     """Show which settings differ, how far each run came, and whether their losses are the same to the bit."""
     from whimbrel.base.errors import ConfigError
-    from whimbrel.cli.table import show_table
+    from whimbrel.cli.terminal import print_table
 
     if len(runs) < 2:
         raise ConfigError(f"compare needs two runs or more: only {runs[0]} was given")
     curves = [Curve.read(run) for run in runs]
     names = [str(run) for run in runs]
     if differing := _differing([_settings(run) for run in runs]):
-        show_table(("settings that differ", *names), differing)
+        print_table(("settings that differ", *names), differing)
         print()
-    show_table(("", *names), _measures(curves))
+    print_table(("", *names), _measures(curves))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,14 @@ def control(
     the settings call for; save-stop saves and ends without an evaluation; abort ends without either.
     """
     from whimbrel.base.errors import ConfigError
-    from whimbrel.cli.table import show_table
+    from whimbrel.cli.terminal import print_table
     from whimbrel.train.control import VERBS, ask
 
     if verb not in VERBS:
         raise ConfigError(f"'{verb}' is nothing to ask of a run: {', '.join(VERBS)} are")
     reply = ask(run, verb)
     if verb == "status":
-        show_table(("", ""), _lines(reply["status"]))
+        print_table(("", ""), _lines(reply["status"]))
     else:
         print(f"{run}, {reply['step']} steps done: {reply['says']}")
 

@@ -1,4 +1,4 @@
-"""`whimbrel doctor`: what this machine has, what will work on it, and what to install for the rest."""
+"""`whimbrel doctor`: check the machine, what works on it, and what to install for the rest."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from rich.table import Table
 
 __all__ = ["doctor"]
 
-TORCH_FLOOR, TORCH_CEILING = (2, 11), (2, 14)
-EXTRAS = {  # the extras of pyproject.toml that a user may want: the package each brings and what it is for
+MIN_TORCH, MAX_TORCH = (2, 11), (2, 14)
+EXTRAS = {  # extra of pyproject.toml: (package that it installs, purpose)
     "gguf": ("gguf", "write GGUF files for llama.cpp"),
-    "hf": ("transformers", "open saved models in transformers"),
-    "hub": ("datasets", "prepare FineWeb and other hub datasets by name"),
-    "lm-eval": ("lm-eval", "run lm-eval's tasks on our models"),
-    "lowbit": ("torchao", "train in fp8, or for 4-bit weights (QAT)"),
-    "plot": ("matplotlib", "draw loss curves"),
+    "hf": ("transformers", "load saved models in transformers"),
+    "hub": ("datasets", "prepare Hub datasets by name"),
+    "lm-eval": ("lm-eval", "run lm-eval tasks"),
+    "lowbit": ("torchao", "fp8 training and QAT"),
+    "plot": ("matplotlib", "plot loss curves"),
     "ray": ("ray", "prepare data on a cluster"),
     "serve": ("fastapi", "serve a model over HTTP"),
-    "tensorboard": ("tensorboard", "write curves for TensorBoard"),
+    "tensorboard": ("tensorboard", "log to TensorBoard"),
     "trackio": ("trackio", "log to trackio"),
     "wandb": ("wandb", "log to Weights & Biases"),
 }
@@ -40,7 +40,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One place where tensors can live."""
+    """A compute device."""
 
     name: str
     kind: str
@@ -50,8 +50,8 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ability:
-    """Something Whimbrel can do, whether it will work here, and what to do if not."""
+class Feature:
+    """Something Whimbrel can do, whether it works on this machine, and what to install if not."""
 
     what: str
     works: bool
@@ -60,18 +60,18 @@ class Ability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything the doctor found."""
+    """Result of `whimbrel doctor`."""
 
     machine: dict[str, str]
     versions: dict[str, str | None]
     devices: tuple[Device, ...]
-    abilities: tuple[Ability, ...]
+    features: tuple[Feature, ...]
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Say what this machine has, what will work, and what to install for the rest."""
+    """Check the machine: what is installed, what works, and what to install for the rest."""
     report = examine()
     if as_json:
         print(json.dumps(asdict(report), indent=2))
@@ -85,19 +85,19 @@ def doctor(
 
 
 def examine() -> Report:
-    """Look at the machine. A broken torch is a finding, not a crash: this is the command people run then."""
-    fault = _torch_fault()
-    devices = tuple(_devices()) if fault is None else ()
+    """Inspect the machine. A broken torch is reported, not raised: that is when people run this command."""
+    problem = _torch_problem()
+    devices = tuple(_devices()) if problem is None else ()
     packages = ("whimbrel", "torch", "triton", *(package for package, _ in EXTRAS.values()))
     return Report(
-        machine=_machine(fault),
+        machine=_machine(problem),
         versions={package: _version(package) for package in packages},
         devices=devices,
-        abilities=tuple(_abilities(fault, devices)),
+        features=tuple(_features(problem, devices)),
     )
 
 
-def _machine(fault: str | None) -> dict[str, str]:
+def _machine(problem: str | None) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     return {
@@ -105,8 +105,8 @@ def _machine(fault: str | None) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": str(cores),
         "memory": f"{memory:.1f} GiB",
-        "free disk here": f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB",
-        "C++ compiler": _compiler() if fault is None else "unknown: torch looks for it",
+        "free disk": f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB",
+        "C++ compiler": _compiler() if problem is None else "unknown without torch",
     }
 
 
@@ -114,7 +114,7 @@ def _compiler() -> str:
     from whimbrel.ops.compiler import find_compiler
 
     found = find_compiler()
-    return "none that torch finds" if found is None else shutil.which(found) or found
+    return "not found" if found is None else shutil.which(found) or found
 
 
 def _version(package: str) -> str | None:
@@ -124,21 +124,21 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _torch_fault() -> str | None:
-    """Why torch cannot be used, or None."""
+def _torch_problem() -> str | None:
+    """Return why torch cannot be used, or None."""
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a shared library that the build needs is absent
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
         return str(error).splitlines()[0]
-    given = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if not TORCH_FLOOR <= given < TORCH_CEILING:
-        allowed = ">={}.{},<{}.{}".format(*TORCH_FLOOR, *TORCH_CEILING)
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if not MIN_TORCH <= version < MAX_TORCH:
+        allowed = ">={}.{},<{}.{}".format(*MIN_TORCH, *MAX_TORCH)
         return f"torch {torch.__version__} is outside {allowed}: pip install 'torch{allowed}'"
     return None
 
 
 def _devices() -> Iterator[Device]:
-    """The devices torch sees, the fastest first; the CPU is always there."""
+    """Yield the devices that torch sees, fastest first; the CPU is always last."""
     import torch
 
     for index in range(torch.cuda.device_count()):
@@ -155,50 +155,50 @@ def _devices() -> Iterator[Device]:
     yield Device(name=platform.processor() or "CPU", kind="cpu", capability=torch.backends.cpu.get_cpu_capability())
 
 
-def _abilities(fault: str | None, devices: tuple[Device, ...]) -> Iterator[Ability]:
-    yield Ability(what="prepare local text", works=True, note="txt, jsonl, parquet; gz, zst; folders")
-    if fault is None:
+def _features(problem: str | None, devices: tuple[Device, ...]) -> Iterator[Feature]:
+    yield Feature(what="prepare local text", works=True, note="txt, jsonl, parquet; gz, zst; folders")
+    if problem is None:
         best = devices[0]
         precision = "bf16" if best.bf16 else "fp32 (no bf16 before compute capability 8.0)"
-        yield Ability(what="train and generate", works=True, note=f"on {best.kind}, {precision}")
-        if best.kind != "cuda" and _has_nvidia_card():
-            yield _nvidia_ability()
-        yield _compile_ability(best)
+        yield Feature(what="train and generate", works=True, note=f"on {best.kind}, {precision}")
+        if best.kind != "cuda" and _has_nvidia_driver():
+            yield _nvidia_feature()
+        yield _compile_feature(best)
     else:
-        yield Ability(what="train and generate", works=False, note=fault)
+        yield Feature(what="train and generate", works=False, note=problem)
     for extra, (package, what) in EXTRAS.items():
         version = _version(package)
         note = f"{package} {version}" if version else f"pip install 'whimbrel[{extra}]'"
-        yield Ability(what=what, works=version is not None, note=note)
+        yield Feature(what=what, works=version is not None, note=note)
 
 
-def _has_nvidia_card() -> bool:
-    """Whether the driver of an NVIDIA card is here, asked without torch."""
+def _has_nvidia_driver() -> bool:
+    """Detect the NVIDIA driver without torch."""
     return NVIDIA_DRIVER.exists() or shutil.which("nvidia-smi") is not None
 
 
-def _nvidia_ability() -> Ability:
-    """Why torch sees no card although there is one."""
+def _nvidia_feature() -> Feature:
+    """Explain why torch sees no GPU although the driver is installed."""
     import torch
 
     if torch.version.cuda is None:
-        note = f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch (pytorch.org)"
+        note = f"torch {torch.__version__} is built without CUDA: install a CUDA build (pytorch.org)"
     else:
-        note = f"torch is built for CUDA {torch.version.cuda} but sees no card: see what nvidia-smi says"
-    return Ability(what="use the NVIDIA card", works=False, note=note)
+        note = f"torch is built for CUDA {torch.version.cuda} but sees no GPU: run nvidia-smi"
+    return Feature(what="use the NVIDIA GPU", works=False, note=note)
 
 
-def _compile_ability(best: Device) -> Ability:
+def _compile_feature(best: Device) -> Feature:
     """`torch.compile` needs a C++ compiler everywhere and Triton on CUDA."""
     from whimbrel.ops.compiler import missing_compiler
 
     missing = [what for kind in dict.fromkeys(("cpu", best.kind)) if (what := missing_compiler(kind))]
     note = f"install {' and '.join(missing)}, or train with --train.compile=false" if missing else f"on {best.kind}"
-    return Ability(what="compile", works=not missing, note=note)
+    return Feature(what="compile", works=not missing, note=note)
 
 
 def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
-    """The report as (section, what, value), for both the table and the plain lines."""
+    """Yield the report as (section, name, value)."""
     yield from (("machine", what, value) for what, value in report.machine.items())
     yield from (("versions", what, value or "not installed") for what, value in report.versions.items())
     for device in report.devices:
@@ -207,8 +207,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
         facts += [f"capability {device.capability}"] if device.capability else []
         facts += ["bf16"] if device.bf16 else ["no bf16"]
         yield "devices", device.kind, ", ".join(facts)
-    for ability in report.abilities:
-        yield "what will work", ability.what, f"{'yes' if ability.works else 'no'}, {ability.note}"
+    for feature in report.features:
+        yield "features", feature.what, f"{'yes' if feature.works else 'no'}, {feature.note}"
 
 
 def _print_table(console: Console, report: Report) -> None:
@@ -217,6 +217,6 @@ def _print_table(console: Console, report: Report) -> None:
         if section != current:
             table.add_row(f"[bold]{section}[/bold]", "")
             current = section
-        mark = {"yes": "green", "no": "red"}.get(value.partition(",")[0], "default")
+        mark = {"yes": "green", "no": "red"}.get(value.partition(",")[0], "deproblem")
         table.add_row(f"  {escape(what)}", f"[{mark}]{escape(value)}[/{mark}]")
     console.print(table)

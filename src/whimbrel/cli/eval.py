@@ -10,8 +10,7 @@ import typer
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.cli.opening import Device, Model, ParseSpecial, TokenizerPath, Weights
-from whimbrel.cli.progress import ProgressLine
-from whimbrel.cli.table import show_table
+from whimbrel.cli.terminal import ProgressBar, print_table
 
 if TYPE_CHECKING:
     from whimbrel.evaluate import Subject, TaskResult, TextResult
@@ -75,7 +74,7 @@ def evaluate(
         weights=weights,
         parse_special=parse_special,
     )
-    shown = ProgressLine()
+    shown = ProgressBar()
     answered = {}
     if names:
         answered = evaluate_tasks(subject, names, data, limit=limit, batch_size=batch_size, progress=shown)
@@ -87,7 +86,7 @@ def evaluate(
 
 
 def _measure(
-    subject: Subject, source: str, text_key: str, limit: int | None, batch_size: int | None, shown: ProgressLine
+    subject: Subject, source: str, text_key: str, limit: int | None, batch_size: int | None, shown: ProgressBar
 ) -> TextResult:
     from whimbrel.data.sources import documents
     from whimbrel.evaluate import perplexity, shard_perplexity
@@ -100,13 +99,13 @@ def _measure(
 
 def _tell(tasks: Mapping[str, TaskResult], texts: Mapping[str, TextResult]) -> None:
     if tasks:
-        show_table(("task", "items", "metric", "value", "stderr"), _task_rows(tasks))
+        print_table(("task", "items", "metric", "value", "stderr"), _task_rows(tasks))
     for name, result in tasks.items():
         if result.cut:
             print(f"{name}: {result.cut:,} contexts were longer than the model's own and lost their beginning")
     if texts:
         heads = ("text", "documents", "tokens", "bytes", "bits per byte", "bits per token", "perplexity")
-        show_table(heads, _text_rows(texts))
+        print_table(heads, _text_rows(texts))
 
 
 def _task_rows(tasks: Mapping[str, TaskResult]) -> Iterator[tuple[str, ...]]:

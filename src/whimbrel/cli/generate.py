@@ -27,7 +27,7 @@ from whimbrel.cli.opening import (
     draft_maker,
     open_model,
 )
-from whimbrel.cli.words import show
+from whimbrel.cli.terminal import print_text
 
 __all__ = ["generate"]
 
@@ -88,9 +88,9 @@ def generate(
         ]
     for number, tokens in enumerate(texts):
         pieces = stream_text(opened.tokenizer, prompt, tokens, stops)
-        show("\n" * bool(number) + text)
+        print_text("\n" * bool(number) + text)
         for piece in pieces:
-            show(piece)
+            print_text(piece)
         print()
 
 

@@ -29,7 +29,7 @@ from whimbrel.cli import (
     verify,
 )
 from whimbrel.cli import eval as evaluation
-from whimbrel.cli.words import escaped
+from whimbrel.cli.terminal import escape_controls
 
 __all__ = ["app", "main"]
 
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if trace:
             raise
-        words = escaped(" ".join(str(error).split()))
+        words = escape_controls(" ".join(str(error).split()))
         typer.echo(f"whimbrel: unexpected {type(error).__name__}: {words} (--trace shows where)", err=True)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
@@ -131,5 +131,5 @@ def _complain(error: Exception) -> int:
         typer.echo(text)
         return 2
     verb = getattr(getattr(error, "ctx", None), "command_path", "whimbrel")
-    typer.echo(f"{verb}: {escaped(' '.join(text.split()))}", err=True)
+    typer.echo(f"{verb}: {escape_controls(' '.join(text.split()))}", err=True)
     return 2

@@ -1,4 +1,4 @@
-"""`whimbrel memory CONFIG.toml [--a.b=c]`."""
+"""`whimbrel memory CONFIG.toml [--section.name=value]`."""
 
 from __future__ import annotations
 
@@ -16,27 +16,25 @@ if TYPE_CHECKING:
 
 __all__ = ["memory"]
 
-KINDS = ("cuda", "cpu")
+DEVICES = ("cuda", "cpu")
 
 
 def memory(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="The run as a TOML file, as whimbrel train takes it.")],
-    device: Annotated[
-        str | None, typer.Option(help="Predict for this kind of device, cuda or cpu, which need not be here.")
-    ] = None,
+    config: Annotated[Path, typer.Argument(help="TOML file of the run.")],
+    device: Annotated[str | None, typer.Option(help="Predict for cuda or cpu; the device need not be present.")] = None,
     optimizer: Annotated[
-        list[str] | None, typer.Option(help="Only this optimizer beside the run's own; may be given again.")
+        list[str] | None, typer.Option(help="Compare only with this optimizer; may be repeated.")
     ] = None,
     parameters: Annotated[
-        bool, typer.Option("--parameters", help="List what each parameter gets of the run's optimizer.")
+        bool, typer.Option("--parameters", help="List the optimizer and state of each parameter.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Predict the memory of a training step, with the run's optimizer and with every other that moves such weights.
+    """Predict the peak memory of a training step, with the run's optimizer and with the others.
 
-    A step is walked through on tensors that have shapes alone: neither the device nor its memory is needed, and any
-    setting of the file can be tried as --section.name=value.
+    The step runs on fake tensors, so it needs neither the device nor its memory. Override any setting with
+    --section.name=value.
     """
     from whimbrel.base.errors import ConfigError
     from whimbrel.config import did_you_mean
@@ -44,8 +42,8 @@ def memory(
     from whimbrel.train import load_run_config
     from whimbrel.train.memory import optimizer_names, predict_memory
 
-    if device not in (None, *KINDS):
-        raise ConfigError(f"--device {device} is not one of {', '.join(KINDS)}")
+    if device not in (None, *DEVICES):
+        raise ConfigError(f"expected --device cuda or cpu, got {device}")
     for name in optimizer or ():
         if name not in optimizer_names():
             raise ConfigError(f"unknown --optimizer {name}{did_you_mean(name, optimizer_names())}")
@@ -63,15 +61,15 @@ def memory(
 
 def _show(config: RunConfig, found: Sequence[MemoryPrediction], *, parameters: bool) -> None:
     from whimbrel.base.progress import format_bytes
-    from whimbrel.cli.table import show_table
+    from whimbrel.cli.terminal import print_table
     from whimbrel.train.summary import features
 
     own = found[0]
-    step = f"{own.accumulation} x {own.micro_batch} sequences of {config.sequence_length} tokens a step"
-    print(f"On {own.device}, {step}{''.join(f', {word}' for word in features(config))}")
+    step = f"{own.accumulation} x {own.micro_batch} sequences of {config.sequence_length} tokens per step"
+    print(f"Device: {own.device}, {step}{''.join(f', {word}' for word in features(config))}")
     print()
-    heads = ("optimizer", "weights", "gradients", "state", "activations", "in step", "peak", "reached in")
-    show_table(
+    heads = ("optimizer", "weights", "gradients", "state", "activations", "temporary", "peak", "peak during")
+    print_table(
         heads,
         [
             (
@@ -90,28 +88,27 @@ def _show(config: RunConfig, found: Sequence[MemoryPrediction], *, parameters: b
         print(line)
     if parameters:
         print()
-        show_table(
-            ("parameter", "tensors", "shape", "dtype", "moved by", "weights", "state"),
+        print_table(
+            ("parameter", "tensors", "shape", "dtype", "optimizer", "weights", "state"),
             (_parameter(row) for row in own.moved),
         )
 
 
 def _notes(config: RunConfig, own: MemoryPrediction) -> Iterator[str]:
-    """What to know of the figures."""
     from whimbrel.base.progress import format_bytes
 
     parts = ", ".join(f"{format_bytes(size)} {name}" for name, size in own.at_peak.items())
-    yield f"The peak of {own.optimizer}: {parts}."
-    yield "Each column is the most of its kind; they need not be there at once, and the peak is what is."
+    yield f"Peak with {own.optimizer}: {parts}."
+    yield "Columns peak at different times, so they may add up to more than the peak."
     if own.device == "cuda":
-        yield "The allocator may hold some per cent more in pieces, and the CUDA context about half a GiB."
+        yield "Fragmentation may add a few percent, and the CUDA context takes about half a GiB."
     if config.train.compile:
-        yield "Compiled blocks keep less for backward than is predicted here."
+        yield "Compiled blocks save less for backward than predicted here."
 
 
 def _parameter(row: ParameterRow) -> tuple[str, ...]:
     from whimbrel.base.progress import format_bytes
 
     shape = " x ".join(map(str, row.shape))
-    state = "not known" if row.state is None else format_bytes(row.state)
+    state = "unknown" if row.state is None else format_bytes(row.state)
     return row.name, str(row.count), shape, row.dtype, row.rule, format_bytes(row.weights), state

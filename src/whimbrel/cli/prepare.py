@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from whimbrel.cli.words import unescaped
+from whimbrel.cli.terminal import parse_escapes
 from whimbrel.data.manifest import SHARD_SIZE, SPLITS
 
 __all__ = ["prepare"]
@@ -31,7 +31,7 @@ def prepare(
     separator: Annotated[
         str | None,
         typer.Option(
-            parser=unescaped, metavar="TEXT", help="What parts the documents of a text file; \\n is a line end."
+            parser=parse_escapes, metavar="TEXT", help="What parts the documents of a text file; \\n is a line end."
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="First part of the shards' names. (default: from SOURCE)")] = None,
@@ -44,7 +44,7 @@ def prepare(
     interrupted run goes on at its last whole shard when the same command is given again.
     """
     from whimbrel.base.errors import ConfigError
-    from whimbrel.cli.progress import ProgressLine
+    from whimbrel.cli.terminal import ProgressBar
     from whimbrel.data.cluster import encode_on_ray
     from whimbrel.data.pipeline import available_cores, encode_on_threads
     from whimbrel.data.prepare import default_directory
@@ -72,7 +72,7 @@ def prepare(
         text_key=text_key,
         separator=separator,
         engine=encode_on_ray if ray else encode_on_threads(workers or available_cores()),
-        progress=ProgressLine(),
+        progress=ProgressBar(),
     )
     for split in SPLITS:
         if shards := manifest.of_split(split):

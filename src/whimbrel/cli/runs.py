@@ -24,7 +24,7 @@ def runs(
     One that runs on another machine is elsewhere, and one that another user has begun and not ended is not yours.
     """
     from whimbrel.base.errors import DataError
-    from whimbrel.cli.table import show_table
+    from whimbrel.cli.terminal import print_table
 
     given = folders or [Path("runs")]
     for folder in given:
@@ -34,7 +34,7 @@ def runs(
     if not found:
         print(f"no runs in {', '.join(map(str, given))}")
         return
-    show_table(("run", "state", "step", "loss", "checkpoint", "age"), [_row(run) for run in found])
+    print_table(("run", "state", "step", "loss", "checkpoint", "age"), [_row(run) for run in found])
 
 
 def _row(run: Path) -> tuple[str, ...]:

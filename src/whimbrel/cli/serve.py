@@ -13,7 +13,7 @@ import typer
 
 from whimbrel.base.errors import MissingExtraError
 from whimbrel.cli.opening import Cache, Device, Model, TokenizerPath, Weights
-from whimbrel.cli.words import show
+from whimbrel.cli.terminal import print_text
 
 if TYPE_CHECKING:
     from whimbrel.server import ServeConfig
@@ -109,7 +109,7 @@ def _run(config: ServeConfig, load: Callable[[], ServedModel], engine: dict[str,
         runs.warm_up()  # compiles, before connections are accepted
         server = Server(Service(served, runs, config))
         where = f"serving {served.name} at {server_url(sock)} (chat page at /, API at /v1)"
-        server.run_on(sock, on_ready=lambda: show(where, "\n"))
+        server.run_on(sock, on_ready=lambda: print_text(where, "\n"))
 
 
 def _load(

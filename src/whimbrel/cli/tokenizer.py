@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from whimbrel.cli.words import unescaped
+from whimbrel.cli.terminal import parse_escapes
 
 __all__ = ["app"]
 
@@ -24,7 +24,7 @@ def train(
     separator: Annotated[
         str | None,
         typer.Option(
-            parser=unescaped, metavar="TEXT", help="What parts the documents of a text file; \\n is a line end."
+            parser=parse_escapes, metavar="TEXT", help="What parts the documents of a text file; \\n is a line end."
         ),
     ] = None,
 ) -> None:

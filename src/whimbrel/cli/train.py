@@ -1,4 +1,4 @@
-"""`whimbrel train CONFIG.toml [--a.b=c]`."""
+"""`whimbrel train CONFIG.toml [--section.name=value]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whimbrel.cli.messages import show_log
+from whimbrel.cli.terminal import configure_logging
 
 if TYPE_CHECKING:
     from whimbrel.models import GPT
@@ -21,14 +21,14 @@ __all__ = ["train"]
 
 
 def _list_settings(asked: bool) -> None:
-    """Print every setting with its default and what it means."""
+    """Print every setting with its default and description."""
     from whimbrel.config import list_settings
     from whimbrel.models import preset_names
     from whimbrel.train import RunConfig
 
     if asked:
         names = ", ".join(preset_names())
-        print(f"--model.preset\n    Start from a named model; the other settings of model change it. One of {names}.")
+        print(f"--model.preset\n    Start from a preset; other model settings override its fields. One of {names}.")
         for setting in list_settings(RunConfig):
             default = "" if setting.default in (None, "", ()) else f" (default {setting.default})"
             print(f"--{setting.name}{default}\n    {setting.doc}")
@@ -37,25 +37,25 @@ def _list_settings(asked: bool) -> None:
 
 def train(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="The run as a TOML file, such as configs/shakespeare-cpu.toml.")],
-    plain: Annotated[bool, typer.Option("--plain", help="One line per step, also on a terminal.")] = False,
+    config: Annotated[Path, typer.Argument(help="TOML file of the run, such as configs/shakespeare-cpu.toml.")],
+    plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
     exit_143: Annotated[
-        bool, typer.Option("--exit-143", help="Exit with 143, not 0, when a signal ended the run.")
+        bool, typer.Option("--exit-143", help="Exit with code 143 instead of 0 after a signal.")
     ] = False,
     settings: Annotated[
-        bool, typer.Option("--settings", is_eager=True, callback=_list_settings, help="List every setting and stop.")
+        bool, typer.Option("--settings", is_eager=True, callback=_list_settings, help="List every setting and exit.")
     ] = False,
 ) -> None:
     """Train a model.
 
-    Any setting of the file can be given as --section.name=value, and none unsets it. A run found in the output
-    directory is resumed exactly where its newest checkpoint left it; Ctrl-C finishes the step, saves and stops.
+    Override any setting of the file with --section.name=value; the value none unsets it. If the output directory
+    contains a run, training resumes from its newest checkpoint. Ctrl-C finishes the step, saves and stops.
     """
     from whimbrel.train import RunTrainer, load_run_config
     from whimbrel.train.callbacks import ProgressCallback
 
-    del settings  # its callback has done all
-    show_log()
+    del settings  # handled by its callback
+    configure_logging()
     loaded = load_run_config(config, context.args)
     trainer = RunTrainer(loaded, callbacks=[ProgressCallback(plain=plain)], sampler=_sampler(loaded))
     trainer.train()
@@ -74,7 +74,7 @@ def _drop_unwritten_output() -> None:
 
 
 def _sampler(config: RunConfig) -> Sampler:
-    """What writes the samples that `[sample]` asks for."""
+    """Return the function that generates the samples of `[sample]`."""
     from whimbrel.inference import generate, stream_text
 
     def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
-from whimbrel.cli import doctor as room
-from whimbrel.cli.doctor import EXTRAS, TORCH_CEILING, TORCH_FLOOR, Report, doctor, examine
+from whimbrel.cli import doctor as module
+from whimbrel.cli.doctor import EXTRAS, MAX_TORCH, MIN_TORCH, Report, doctor, examine
 
 
 @pytest.fixture
@@ -36,28 +36,28 @@ def without(monkeypatch: pytest.MonkeyPatch):
     return hide
 
 
-def ability(report: Report, what: str):
-    (found,) = [ability for ability in report.abilities if ability.what == what]
+def feature(report: Report, what: str):
+    (found,) = [feature for feature in report.features if feature.what == what]
     return found
 
 
-def test_devices_are_those_torch_sees():
+def test_devices_are_those_of_torch():
     report = examine()
     assert [device.kind for device in report.devices].count("cuda") == torch.cuda.device_count()
     assert report.devices[-1].kind == "cpu"
-    assert ability(report, "train and generate").works
-    assert report.devices[0].kind in ability(report, "train and generate").note
+    assert feature(report, "train and generate").works
+    assert report.devices[0].kind in feature(report, "train and generate").note
 
 
-def test_json_holds_the_whole_report(capsys: pytest.CaptureFixture[str]):
+def test_json_contains_the_complete_report(capsys: pytest.CaptureFixture[str]):
     doctor(as_json=True)
     printed = json.loads(capsys.readouterr().out)
-    assert set(printed) == {"machine", "versions", "devices", "abilities"}
+    assert set(printed) == {"machine", "versions", "devices", "features"}
     assert printed["versions"]["torch"] == metadata.version("torch")
     assert printed["machine"]["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
-def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]):
+def test_output_is_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]):
     doctor()
     out = capsys.readouterr().out
     assert f"torch: {metadata.version('torch')}\n" in out
@@ -65,88 +65,90 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     assert all(": " in line for line in out.splitlines())
 
 
-def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_output_is_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
     doctor()
     out = capsys.readouterr().out
     assert "\x1b[" in out
-    assert "what will work" in out
+    assert "features" in out
 
 
 @pytest.mark.parametrize("extra", sorted(EXTRAS))
-def test_an_absent_extra_is_named_with_its_install_command(extra: str, without):
+def test_missing_extra_names_its_install_command(extra: str, without):
     package, what = EXTRAS[extra]
     without(package)
     report = examine()
     assert report.versions[package] is None
-    assert not ability(report, what).works
-    assert f"pip install 'whimbrel[{extra}]'" in ability(report, what).note
+    assert not feature(report, what).works
+    assert f"pip install 'whimbrel[{extra}]'" in feature(report, what).note
 
 
 @inductor.patch({"cpp.cxx": "no-such-compiler"})
-def test_no_compiler_is_advised():
+def test_missing_compiler_names_the_remedy():
     report = examine()
-    assert report.machine["C++ compiler"] == "none that torch finds"
-    assert not ability(report, "compile").works
-    assert "C++ compiler" in ability(report, "compile").note
+    assert report.machine["C++ compiler"] == "not found"
+    assert not feature(report, "compile").works
+    assert "C++ compiler" in feature(report, "compile").note
 
 
-def test_the_compiler_is_the_one_that_torch_finds(tmp_path: Path):
+def test_compiler_is_the_one_torch_finds(tmp_path: Path):
     compiler = tmp_path / "my-cxx"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     with inductor.patch({"cpp.cxx": str(compiler)}):
         report = examine()
     assert report.machine["C++ compiler"] == str(compiler)
-    assert ability(report, "compile").works or report.devices[0].kind == "cuda"
+    assert feature(report, "compile").works or report.devices[0].kind == "cuda"
 
 
-def test_a_broken_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+def test_broken_torch_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     report = examine()
     assert report.devices == ()
     assert report.machine["C++ compiler"].startswith("unknown")
-    assert not ability(report, "train and generate").works
-    assert "torch" in ability(report, "train and generate").note
-    assert ability(report, "prepare local text").works
+    assert not feature(report, "train and generate").works
+    assert "torch" in feature(report, "train and generate").note
+    assert feature(report, "prepare local text").works
 
 
-def test_an_unsupported_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+def test_unsupported_torch_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
-    note = ability(examine(), "train and generate").note
+    note = feature(examine(), "train and generate").note
     assert "2.9.1+cu128" in note
     assert ">=2.11,<2.14" in note
 
 
-def test_an_old_gpu_trains_without_bf16(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(room, "_devices", lambda: [room.Device(name="old", kind="cuda", capability="7.5", bf16=False)])
-    assert "no bf16" in ability(examine(), "train and generate").note
+def test_old_gpu_trains_without_bf16(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        module, "_devices", lambda: [module.Device(name="old", kind="cuda", capability="7.5", bf16=False)]
+    )
+    assert "no bf16" in feature(examine(), "train and generate").note
 
 
 @pytest.mark.parametrize(
-    ("cuda", "advice"), [(None, "install a CUDA build of torch"), ("13.0", "built for CUDA 13.0 but sees no card")]
+    ("cuda", "advice"), [(None, "install a CUDA build"), ("13.0", "built for CUDA 13.0 but sees no GPU")]
 )
 @pytest.mark.parametrize("trace", ["driver", "nvidia-smi"])
-def test_a_card_that_torch_does_not_see_is_told(cuda, advice, trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_gpu_invisible_to_torch_is_explained(cuda, advice, trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(room, "NVIDIA_DRIVER", tmp_path if trace == "driver" else tmp_path / "none")
+    monkeypatch.setattr(module, "NVIDIA_DRIVER", tmp_path if trace == "driver" else tmp_path / "none")
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == trace else None)
-    found = ability(examine(), "use the NVIDIA card")
+    found = feature(examine(), "use the NVIDIA GPU")
     assert not found.works
     assert advice in found.note
 
 
-def test_no_card_is_spoken_of_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(room, "NVIDIA_DRIVER", tmp_path / "none")
+def test_no_gpu_advice_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(module, "NVIDIA_DRIVER", tmp_path / "none")
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "use the NVIDIA card" not in [ability.what for ability in examine().abilities]
+    assert "use the NVIDIA GPU" not in [feature.what for feature in examine().features]
 
 
-def test_the_doctor_agrees_with_the_package(root: Path):
+def test_extras_and_torch_range_match_pyproject(root: Path):
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    assert "torch>={}.{},<{}.{}".format(*TORCH_FLOOR, *TORCH_CEILING) in project["dependencies"]
+    assert "torch>={}.{},<{}.{}".format(*MIN_TORCH, *MAX_TORCH) in project["dependencies"]
     offered = project["optional-dependencies"]
     assert set(EXTRAS) == set(offered) - {"dev"}
     for extra, (package, _) in EXTRAS.items():

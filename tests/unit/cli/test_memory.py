@@ -53,22 +53,22 @@ def table(text: str, head: str) -> list[list[str]]:
     return rows[: rows.index([""])] if [""] in rows else rows
 
 
-def test_every_optimizer_side_by_side_and_the_runs_own_first(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optimizers_are_compared_with_the_runs_own_first(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, recipe, "--device", "cuda")
-    assert text.startswith("On cuda, 3 x 2 sequences of 64 tokens a step")
+    assert text.startswith("Device: cuda, 3 x 2 sequences of 64 tokens per step")
     heads, *rows = table(text, "optimizer")
-    assert heads == ["optimizer", "weights", "gradients", "state", "activations", "in step", "peak", "reached in"]
+    assert heads == ["optimizer", "weights", "gradients", "state", "activations", "temporary", "peak", "peak during"]
     assert [row[0] for row in rows] == ["muon", *(name for name in optimizer_names() if name != "muon")]
     assert all(len(row) == len(heads) for row in rows)
     assert not Path("run").exists()
 
 
-def test_weights_of_int8_are_shown_with_those_that_move_them(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_int8_weights_limit_the_optimizers(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, *rows = table(said(capsys, recipe, "--train.weights=int8", "--optim.name=adamw8bit"), "optimizer")
     assert {row[0] for row in rows} == set(optimizer_names()) - {"galore", "muon"}
 
 
-def test_json_has_all_of_it_and_settings_can_be_tried(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_follows_overrides(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     def peak(*words: str) -> dict[str, Any]:
         own, other = json.loads(said(capsys, recipe, "--device=cpu", "--json", "--optimizer", "adamw", *words))
         assert (own["optimizer"], other["optimizer"]) == ("muon", "adamw")
@@ -81,10 +81,10 @@ def test_json_has_all_of_it_and_settings_can_be_tried(recipe: str, capsys: pytes
     assert more["weights"] == plain["weights"]
 
 
-def test_what_each_parameter_gets(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameters_are_listed_with_their_optimizer(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("--optim.name=galore_warm", "--optim.rank=8", "--optimizer=galore_warm", "--parameters")
     heads, *rows = table(said(capsys, recipe, *settings), "parameter")
-    assert heads == ["parameter", "tensors", "shape", "dtype", "moved by", "weights", "state"]
+    assert heads == ["parameter", "tensors", "shape", "dtype", "optimizer", "weights", "state"]
     by_name = {row[0]: row[1:] for row in rows}
     assert by_name["transformer.h.*.attn.c_proj.weight"][:4] == ["2", "64 x 64", "float32", "warm rank 8, adamw"]
     assert by_name["transformer.wte.weight"][3] == "adamw"
@@ -93,13 +93,15 @@ def test_what_each_parameter_gets(recipe: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--device", "tpu"], "--device tpu is not one of cuda, cpu"),
+        (["--device", "tpu"], "expected --device cuda or cpu, got tpu"),
         (["--optimizer", "adam"], "did you mean 'adamw'?"),
         (["--train.micro_bath=2"], "did you mean 'micro_batch'?"),
         (["--train.optimizer_in_backward=true"], "does not go with 3 micro-batches a step"),
     ],
 )
-def test_refusals_are_one_line(recipe: str, capsys: pytest.CaptureFixture[str], words: list[str], reason: str) -> None:
+def test_bad_options_give_one_line(
+    recipe: str, capsys: pytest.CaptureFixture[str], words: list[str], reason: str
+) -> None:
     text = said(capsys, recipe, *words, code=2)
     assert reason in text
     assert len(text.splitlines()) == 1

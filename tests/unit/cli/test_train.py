@@ -61,7 +61,7 @@ def run(*words: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_plain_log(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_output_has_one_line_per_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train", "recipe.toml") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
@@ -83,19 +83,19 @@ def test_the_plain_log(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert any(line.startswith("Compile time: 0.00s") for line in lines)
 
 
-def test_a_finished_run_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("train", "recipe.toml", "--train.steps=1")
     capsys.readouterr()
     assert run("train", "recipe.toml", "--train.steps=1") == 0
     assert "Already at step 1 of 1: nothing to do; raise train.steps" in capsys.readouterr().out
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
     assert re.fullmatch(r"whimbrel \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-def test_the_live_line(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")
     assert run("train", "recipe.toml", "--train.clip=1.0") == 0
@@ -126,7 +126,7 @@ def test_overrides_reach_the_run(folder: Path) -> None:
         (["plot", "nowhere"], "whimbrel: nowhere is not a run: it has no log.jsonl"),
     ],
 )
-def test_a_fault_is_one_line_and_exit_code_2(
+def test_error_is_one_line_and_exit_code_2(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
 ) -> None:
     assert run(*words) == 2
@@ -136,7 +136,7 @@ def test_a_fault_is_one_line_and_exit_code_2(
     assert not (folder / "run").exists()
 
 
-def test_the_live_line_is_taken_down_on_an_error(
+def test_progress_bar_is_removed_on_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -145,12 +145,12 @@ def test_the_live_line_is_taken_down_on_an_error(
     assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1
 
 
-def test_trace_shows_where_it_arose(folder: Path) -> None:
+def test_trace_shows_the_traceback(folder: Path) -> None:
     with pytest.raises(ValueError, match="no such configuration file"):
         main(["train", "none.toml", "--trace"])
 
 
-def test_what_nobody_foresaw_is_one_line_too(
+def test_unexpected_error_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -163,7 +163,7 @@ def test_what_nobody_foresaw_is_one_line_too(
         main(["train", "recipe.toml", "--trace"])
 
 
-def test_every_setting_is_listed_here_and_in_the_docs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_page_matches_the_option(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train", "--settings") == 0
     listed = capsys.readouterr().out
     for setting in ("--model.preset", "--model.rope_scaling.factor", "--optim.lr (default 0.0003)", "--sample.prompt"):
@@ -172,7 +172,7 @@ def test_every_setting_is_listed_here_and_in_the_docs(root: Path, capsys: pytest
     assert f"```text\n{listed}```" in page, "docs/settings.md is out of date: put the output of this command there"
 
 
-def test_plot_draws_the_curves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_writes_the_curves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     run("train", "recipe.toml")
     assert run("plot", "run") == 0
@@ -203,7 +203,7 @@ def wait_until(process: subprocess.Popen[str], there: Callable[[], bool]) -> Non
         time.sleep(0.02)
 
 
-def test_killed_and_started_again_ends_as_if_nothing_had_happened(folder: Path) -> None:
+def test_killed_run_resumes_to_the_same_result(folder: Path) -> None:
     long = ["--train.steps=60", "--checkpoint.every=10", "--schedule.name=cosine", "--sample=none"]
     finish(start(*long, "--output_dir=whole"))
     broken = start(*long, "--output_dir=broken")
@@ -223,7 +223,7 @@ def test_killed_and_started_again_ends_as_if_nothing_had_happened(folder: Path) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_step_saves_and_exits_0(folder: Path, number: signal.Signals) -> None:
+def test_signal_saves_and_exits_0(folder: Path, number: signal.Signals) -> None:
     process = start("--train.steps=100000", "--validation.every=none", "--sample=none")
     log = folder / "run" / "log.jsonl"
     wait_until(process, lambda: log.exists() and log.stat().st_size > 1000)
@@ -261,7 +261,7 @@ def test_closed_pipe_does_not_end_a_run(folder: Path) -> None:
     assert list(list_checkpoints(Path("run"))) == [6]
 
 
-def test_start_from_scratch_is_said_on_the_command_line(folder: Path) -> None:
+def test_start_from_scratch_is_reported(folder: Path) -> None:
     words = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
     for expected in (1, 0):
         done = subprocess.run(words, capture_output=True, text=True, check=True)

@@ -1,0 +1,145 @@
+"""Terminal output: log messages, tables, progress bars, and text with control characters escape_controls."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = ["ProgressBar", "configure_logging", "escape_controls", "parse_escapes", "print_table", "print_text"]
+
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""All control characters except tab and newline, and bidirectional formatting characters."""
+
+PIPE_WIDTH = 1000
+"""Width of a table that is not printed to a terminal, so that no cell is wrapped."""
+LOG_INTERVAL = 10.0
+"""Seconds between two progress lines without a terminal."""
+MAX_SECONDS_LEFT = 10**9
+
+
+class _StderrHandler(logging.Handler):
+    """Writes each message as one line to the current `sys.stderr`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone, so the failure cannot be reported
+            typer.echo(self.format(record), err=True)
+
+
+def configure_logging() -> None:
+    """Show Whimbrel's log messages of level INFO and above, unless logging is already configured."""
+    logger = logging.getLogger("whimbrel")
+    if not logger.handlers:
+        logger.addHandler(_StderrHandler())
+        logger.setLevel(logging.INFO)
+
+
+def escape_controls(text: str) -> str:
+    """Escape control characters (`\\x1b`), so that a terminal does not interpret them."""
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def parse_escapes(text: str) -> str:
+    """Replace `\\n`, `\\r`, `\\t` and `\\\\` in an option value by the characters they stand for."""
+    return re.sub(r"\\([nrt\\])", lambda found: ESCAPES[found.group(1)], text)
+
+
+def print_text(text: str, end: str = "") -> None:
+    """Print generated text: unchanged to a file or pipe, with control characters escape_controls on a terminal."""
+    print(escape_controls(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print an aligned table; the header is left out if all column names are empty."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=any(columns))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(width=PIPE_WIDTH, highlight=False, markup=False, emoji=False)
+    console.print(table)
+
+
+class ProgressBar:
+    """Implements `whimbrel.base.progress.Progress`: a live bar on a terminal, otherwise a line every few seconds.
+
+    A total with `~` is an estimate.
+    """
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
+        self._live: Progress | None = None
+        self._total: int | None = None
+        self._estimate: int | None = None
+        self._unit = ""
+        self._done = self._resumed_at = 0
+        self._start_time = self._last_print = time.monotonic()
+
+    def start(self, total: int | None, unit: str, done: int = 0) -> None:
+        """Start a job of `total` units; the `done` units of earlier runs do not count in the rate."""
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+        self._total, self._estimate, self._unit, self._done, self._resumed_at = total, None, unit, done, done
+        self._start_time = self._last_print = time.monotonic()
+        if self._console.is_terminal:
+            columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"))
+            self._live = Progress(*columns, console=self._console, transient=True)
+            self._live.add_task(self._line(), total=total, completed=done)
+            self._live.start()
+
+    def expect(self, total: int) -> None:
+        """Set an estimate of the total; shown with the next `advance`."""
+        self._estimate = total
+
+    def advance(self, count: int) -> None:
+        """Count `count` more units as done."""
+        self._done += count
+        if self._live is not None:
+            total = self._estimate if self._total is None else self._total
+            self._live.update(self._live.task_ids[0], total=total, completed=self._done, description=self._line())
+        elif time.monotonic() - self._last_print >= LOG_INTERVAL:
+            self._last_print = time.monotonic()
+            self._print()
+
+    def finish(self) -> None:
+        """Replace the bar by a final line."""
+        self.close()
+        self._estimate = None
+        self._print()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _line(self) -> str:
+        seconds = max(time.monotonic() - self._start_time, 1e-9)
+        rate = (self._done - self._resumed_at) / seconds
+        total, mark = (self._estimate, "~") if self._total is None else (self._total, "")
+        amount = f"{self._done:,}" + ("" if total is None else f"/{mark}{total:,}")
+        left = ""
+        if total is not None and rate > 0 and self._done < total:
+            left = f", {timedelta(seconds=min(round((total - self._done) / rate), MAX_SECONDS_LEFT))} left"
+        return f"{amount} {self._unit} in {seconds:.1f}s, {rate:,.0f} {self._unit}/s{left}"
+
+    def _print(self) -> None:
+        print(self._line(), file=sys.stderr, flush=True)

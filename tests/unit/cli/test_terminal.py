@@ -1,0 +1,125 @@
+"""Terminal output: escape_controls control characters and the progress bar."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tests.unit.tokenization.bytewise import byte_tokenizer
+
+from whimbrel.base.errors import DataError
+from whimbrel.cli import terminal as terminal_output
+from whimbrel.cli.chat import chat
+from whimbrel.cli.generate import generate
+from whimbrel.cli.main import main
+from whimbrel.cli.terminal import ProgressBar, escape_controls
+from whimbrel.model_io import save_model
+from whimbrel.models import GPT, GPTConfig
+
+GENERATE = importlib.import_module("whimbrel.inference")  # as an attribute of the package it is the function
+HOSTILE = "\x1b]0;title\x07\x1b[2Jhidden\rshown\x9b31m\u202eno\x00\x08"
+HARMLESS = "Tab\tand\nnewline, naïve 北京 👩\u200d🚀"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "model"
+    shape = {"context_length": 32, "vocab_size": 257, "num_layers": 1, "embd_size": 16, "num_heads": 2}
+    save_model(GPT(GPTConfig(**shape)), folder, byte_tokenizer())
+    return folder
+
+
+def test_control_characters_are_escaped():
+    assert escape_controls(HOSTILE) == r"\x1b]0;title\x07\x1b[2Jhidden\rshown\x9b31m\u202eno\x00\x08"
+    assert escape_controls(HARMLESS) == HARMLESS
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_generate_escapes_control_characters_only_on_a_terminal(model, terminal, monkeypatch, capsys):
+    monkeypatch.setattr(GENERATE, "stream_text", lambda *given: [HOSTILE, HARMLESS])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    generate(model, "a", max_new_tokens=1, temperature=0, device="cpu")
+    written = escape_controls(HOSTILE) if terminal else HOSTILE
+    assert capsys.readouterr().out == f"a{written}{HARMLESS}\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_chat_escapes_control_characters_only_on_a_terminal(model, terminal, monkeypatch, capsys):
+    lines = iter(["hello", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(GENERATE.Conversation, "ask", lambda *given: ((piece for piece in [HOSTILE]), 0))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    chat(model, device="cpu")
+    assert capsys.readouterr().out == f"{escape_controls(HOSTILE) if terminal else HOSTILE}\n\n"
+
+
+def test_error_messages_escape_control_characters(monkeypatch, capsys):
+    def fail(*given, **named):
+        raise DataError(f"the template says {HOSTILE}")
+
+    monkeypatch.setattr("whimbrel.cli.main.app", fail)
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    said = capsys.readouterr().err
+    assert r"\x1b[2J" in said
+    assert escape_controls(said) == said
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A fake clock; its last element is the current time."""
+    times = [100.0]
+    monkeypatch.setattr(terminal_output.time, "monotonic", lambda: times[-1])
+    return times
+
+
+def test_progress_estimates_the_time_left(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar()
+    bar.start(None, "tokens")
+    clock.append(clock[-1] + 10)
+    bar.expect(100_000)
+    bar.advance(2000)
+    assert capsys.readouterr().err == "2,000/~100,000 tokens in 10.0s, 200 tokens/s, 0:08:10 left\n"
+    bar.finish()
+    assert capsys.readouterr().err == "2,000 tokens in 10.0s, 200 tokens/s\n"
+
+
+def test_progress_rate_excludes_earlier_runs(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar()
+    bar.start(10_000, "tokens", 9000)
+    clock.append(clock[-1] + 10)
+    bar.advance(500)
+    assert capsys.readouterr().err == "9,500/10,000 tokens in 10.0s, 50 tokens/s, 0:00:10 left\n"
+
+
+def test_closed_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar()
+    bar.start(10, "tokens")
+    bar.advance(5)
+    bar.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_live_progress_bar_is_removed(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    screen = io.StringIO()
+    bar = ProgressBar()
+    bar._console = Console(file=screen, force_terminal=True, width=200)
+    bar.start(None, "tokens", 3000)
+    live = bar._live
+    assert live is not None
+    clock.append(clock[-1] + 10)
+    bar.expect(7000)
+    bar.advance(1000)
+    (task,) = live.tasks
+    assert (task.completed, task.total) == (4000, 7000)
+    assert task.description == "4,000/~7,000 tokens in 10.0s, 100 tokens/s, 0:00:30 left"
+    bar.close()
+    assert not live.live.is_started
+    bar.close()
+    assert capsys.readouterr().err == ""
