@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data import TokenDataLoader, read_manifest
 from whimbrel.models import IGNORE_INDEX, GPTConfig
-from whimbrel.train.arguments import TABLE
+from whimbrel.train.arguments import argument_name
 from whimbrel.train.config import LoaderConfig
 from whimbrel.train.dataset_batches import Collate, DatasetBatches, LoaderBatches
 from whimbrel.train.device import free_memory
@@ -138,7 +138,7 @@ def make_batches(
                 f"the token loader gives batches of B = {dataset.B} and the batch size is set to {batch_size}: make "
                 "them equal"
             )
-        _refuse_settings(loader, "a token loader, which reads ahead by itself")
+        _check_unused_settings(loader, "a token loader, which reads ahead by itself")
         return TokenBatches(dataset, device)
     assert batch_size is not None
     if isinstance(dataset, DataLoader):
@@ -148,7 +148,7 @@ def make_batches(
                 f"the DataLoader has batch size {own}, but the batch size is set to {batch_size}: make them equal"
             )
         if shuffle:
-            _refuse_settings(loader, "a DataLoader, which has its own")
+            _check_unused_settings(loader, "a DataLoader, which has its own")
         return LoaderBatches(dataset, device, seed=seed)
     if isinstance(dataset, Mapping) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         raise ConfigError(
@@ -157,11 +157,11 @@ def make_batches(
     return DatasetBatches(dataset, batch_size, device, collate=collate, seed=seed, shuffle=shuffle, loader=loader)
 
 
-def _refuse_settings(loader: LoaderConfig, kind: str) -> None:
-    names = {row.settings[0].removeprefix("loader."): row.arguments[0] for row in TABLE}
+def _check_unused_settings(loader: LoaderConfig, kind: str) -> None:
     for field in fields(LoaderConfig):
         if (value := getattr(loader, field.name)) != field.default:
-            raise ConfigError(f"loader.{field.name} = {value} has no effect on {kind}: leave {names[field.name]} out")
+            setting = f"loader.{field.name}"
+            raise ConfigError(f"{setting} = {value} has no effect on {kind}: leave {argument_name(setting)} out")
 
 
 def held_out(batches: TokenBatches, tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:

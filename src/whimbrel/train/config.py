@@ -29,6 +29,7 @@ __all__ = [
     "TrainConfig",
     "TrainerConfig",
     "ValidationConfig",
+    "check_interval",
     "load_run_config",
     "run_config",
 ]
@@ -41,87 +42,87 @@ DEFAULT_TOKENS_PER_STEP = 524_288
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How long, how large, how precise."""
+    """Run length, batch size, precision and memory."""
 
     steps: int | None = None
-    """Optimizer steps of the whole run; give this, tokens or epochs."""
+    """Number of optimizer steps. Set exactly one of steps, tokens and epochs."""
     tokens: int | None = None
-    """Training tokens of the whole run, a multiple of tokens_per_step; give this, steps or epochs."""
+    """Number of training tokens, a multiple of tokens_per_step. Set exactly one of steps, tokens and epochs."""
     epochs: float | None = None
-    """Passes over the training data, also a part of one; give this, steps or tokens."""
+    """Number of passes over the training data; may be fractional. Set exactly one of steps, tokens and epochs."""
     tokens_per_step: int | None = None
-    """Tokens of one optimizer step, reached by accumulating micro-batches; not given: 524,288, or by accumulation."""
+    """Tokens per optimizer step, reached by gradient accumulation; default: 524,288."""
     accumulation: int | None = None
-    """Micro-batches of one optimizer step; give this with micro_batch, or tokens_per_step."""
+    """Micro-batches per optimizer step; an alternative to tokens_per_step that needs micro_batch."""
     micro_batch: int | None = None
-    """Sequences in one forward pass; not given: as many as fit in free memory."""
+    """Sequences per forward pass; default: as many as fit in free memory."""
     clip: float | None = None
-    """Largest norm of all gradients together; not given: no clipping."""
+    """Maximum gradient norm; default: no clipping."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16 and fp16 run the products of forward and backward in 16 bits (autocast); weights and optimizer stay fp32."""
+    """bf16 and fp16 use autocast for forward and backward; weights and optimizer state stay fp32."""
     fp8_recipe: Fp8Recipe | None = None
-    """Run the products of linear layers in fp8, scaled by tensor or by row; gw_hp: weight gradients are not."""
+    """Run linear layers in fp8, with scales per tensor or per row; gw_hp keeps weight gradients in high precision."""
     fp8_dim_alignment: int = 16
-    """Linear layers with a dimension that is no multiple of this are left out by fp8_recipe."""
+    """fp8_recipe skips linear layers with a dimension that is not a multiple of this."""
     qat_recipe: QatRecipe | None = None
-    """Train with linear layers rounded as they will be when the model is quantised."""
+    """Quantization-aware training: fake-quantize linear layers as they will be quantized after training."""
     weights: Literal["int8"] | None = None
-    """Store the weights of linear layers in 8 bits while they are trained, each step rounded by chance."""
+    """Store the weights of linear layers in int8 during training, updated with stochastic rounding."""
     matmul_precision: Literal["highest", "high", "medium"] | None = None
-    """Precision of fp32 products: high lets a GPU use TF32; not given: torch's own, highest."""
+    """Precision of fp32 matrix products: high lets a GPU use TF32; default: the torch default, highest."""
     default_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
-    """The dtype that a model is built in; not given: torch's own, float32."""
+    """Parameter dtype when the model is created; default: the torch default, float32."""
     compile: bool = False
-    """Compile with torch.compile, cached on disk between runs."""
+    """Use torch.compile; compiled code is cached on disk between runs."""
     compile_scope: Literal["block", "model"] = "block"
-    """block: one block once, the rest reuse it; model: the whole model in one graph."""
+    """block: compile one block and reuse it for all; model: compile the model as one graph."""
     compile_backend: str = "inductor"
-    """The backend of torch.compile."""
+    """Backend of torch.compile."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """The mode of torch.compile."""
+    """Mode of torch.compile."""
     recompile_limit: int | None = None
-    """How often torch.compile may compile one function anew; not given: torch's own."""
+    """How often torch.compile may recompile one function; default: the torch default."""
     recompute: Literal["none", "full", "selective"] | float = "none"
-    """Activations computed again in backward: full; selective (all but products); or the share of memory to keep."""
+    """Activation checkpointing: full, selective (keep matrix products), or the fraction of activations to keep."""
     activation_offloading: bool = False
-    """Keep activations in host memory between forward and backward."""
+    """Move activations to host memory between forward and backward."""
     optimizer_in_backward: bool = False
-    """Free each gradient in backward: projected, by an optimizer in a subspace; else used, which bars clip and more."""
+    """Free gradients during backward: projected (low-rank optimizers) or applied at once (no clipping)."""
     projected_linears: bool = False
-    """Linear layers make the projection of their weight gradient and never itself; needs optimizer_in_backward."""
+    """Linear layers compute the projected weight gradient directly; needs optimizer_in_backward."""
     sdpa_backend: SdpaBackend | tuple[SdpaBackend, ...] | None = None
-    """Which attention kernels may be used; not given: torch chooses."""
+    """Allowed attention kernels; default: torch chooses."""
     sdpa_set_priority: bool = False
-    """Try the kernels of sdpa_backend in the order given."""
+    """Try the kernels of sdpa_backend in the given order."""
     detect_anomaly: bool = False
-    """Name the operation whose gradient is NaN; slow."""
+    """Report the operation that produces a NaN gradient; slow."""
     deterministic: bool = False
-    """Only kernels that give the same bits every time, which a bit-exact resume on a GPU needs."""
+    """Use only deterministic kernels, needed for a bit-exact resume on a GPU; slower."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """After a loss or gradient norm that is not finite: stop, skip the step, or go back to the last checkpoint."""
+    """After a non-finite loss or gradient norm: stop, skip the step, or roll back to the last checkpoint."""
     device: str | None = None
-    """cuda, mps or cpu; not given: the best this machine has."""
+    """cuda, cuda:N, mps or cpu; default: the best available device."""
     seed: int = 0
-    """Seed of the initial weights, of the order of a dataset, and of whatever else is drawn."""
+    """Seed for weight initialization, data order and all other random numbers."""
 
     def __post_init__(self) -> None:
         if (self.steps, self.tokens, self.epochs).count(None) != 2:
-            raise ConfigError(
-                "the length of the run is given by exactly one of train.steps, train.tokens and train.epochs"
-            )
+            raise ConfigError("expected exactly one of train.steps, train.tokens and train.epochs")
         check_positive(
             "train", self, "steps", "tokens", "epochs", "tokens_per_step", "accumulation", "micro_batch", "clip"
         )
         check_positive("train", self, "recompile_limit", "fp8_dim_alignment")
         self._check_linears()
         if self.accumulation is not None and self.tokens_per_step is not None:
-            raise ConfigError("train.accumulation and train.tokens_per_step both say how large a step is: give one")
+            raise ConfigError("train.accumulation and train.tokens_per_step exclude each other: set one")
         if isinstance(self.recompute, float) and not 0 <= self.recompute <= 1:
-            raise ConfigError(f"train.recompute = {self.recompute} must be none, full, selective or between 0 and 1")
+            raise ConfigError(
+                f"expected train.recompute = none, full, selective or a fraction from 0 to 1, got {self.recompute}"
+            )
         if self.sdpa_set_priority and self.sdpa_backend is None:
-            raise ConfigError("train.sdpa_set_priority = true needs train.sdpa_backend, the order to try: give it")
+            raise ConfigError("train.sdpa_set_priority = True needs train.sdpa_backend: set it")
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"train.seed = {self.seed} must be at least 0 and below 2**63")
+            raise ConfigError(f"expected train.seed from 0 to 2**63 - 1, got {self.seed}")
         if not self.optimizer_in_backward:
             check_unused("train", self, ("projected_linears",), "train.optimizer_in_backward = true")
         if not self.compile:
@@ -130,140 +131,143 @@ class TrainConfig:
 
     @property
     def linears(self) -> str | None:
-        """The recipe that linear layers are prepared by."""
+        """Recipe by which linear layers are converted before training."""
         return self.fp8_recipe or self.qat_recipe or self.weights
 
     def _check_linears(self) -> None:
-        """A linear layer can be but one thing besides a plain one."""
         names = ("fp8_recipe", "qat_recipe", "weights", "projected_linears")
         given = [f"train.{name} = {getattr(self, name)}" for name in names if getattr(self, name)]
-        alike = self.weights is not None and self.projected_linears  # a linear that projects may have such a weight
-        if len(given) > (2 if alike else 1):
-            raise ConfigError(f"{' and '.join(given)} each make linear layers something else: give one")
+        combined = self.weights is not None and self.projected_linears  # these two work together
+        if len(given) > (2 if combined else 1):
+            raise ConfigError(f"{' and '.join(given)} exclude each other: set one")
         if self.fp8_recipe is None:
             check_unused("train", self, ("fp8_dim_alignment",), "train.fp8_recipe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationConfig:
-    """Loss on held-out data, always the same."""
+    """Loss on held-out data."""
 
     path: Path | None = None
-    """Directory of the held-out shards; not given: those of split val in data.path, if there are any."""
+    """Directory of validation shards; default: the shards of split val in data.path, if any."""
     every: int | float | None = None
-    """Validate after this many steps, or below 1 this share of the run; not given: at the end only."""
+    """Validate every N steps, or a fraction of the run if below 1; default: only at the end."""
     each_epoch: bool = False
-    """Validate after each pass over the training data."""
+    """Validate after each epoch."""
     delay: float = 0.0
-    """No validation before this many steps; with each_epoch, epochs."""
+    """Skip validation before this many steps (epochs with each_epoch)."""
     at_end: bool = True
     """Validate after the last step."""
     tokens: int | None = None
-    """How many held-out tokens, rounded down to whole sequences; not given: all of them."""
+    """Number of validation tokens, rounded down to complete sequences; default: all."""
     batches: int | None = None
-    """How many held-out batches at most; not given: all of them."""
+    """Maximum number of validation batches; default: all."""
     micro_batch: int | None = None
-    """Sequences in one validation pass; not given: as in training."""
+    """Sequences per validation pass; default: train.micro_batch."""
 
     def __post_init__(self) -> None:
         check_interval("validation.every", self.every)
         check_positive("validation", self, "tokens", "batches", "micro_batch")
         if self.delay < 0:
-            raise ConfigError(f"validation.delay = {self.delay} must not be negative")
+            raise ConfigError(f"expected validation.delay >= 0, got {self.delay}")
         if self.delay and self.every is None and not self.each_epoch:
-            raise ConfigError(f"validation.delay = {self.delay} puts off validation.every or each_epoch: set one")
+            raise ConfigError(
+                f"validation.delay = {self.delay} needs validation.every or validation.each_epoch: set one"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """When the whole state is saved, and what stays of it."""
+    """When to save checkpoints and which to keep."""
 
     every: int | float | None = None
-    """Save after this many steps, or below 1 this share of the run; not given: at the end only."""
+    """Save every N steps, or a fraction of the run if below 1; default: only at the end."""
     every_minutes: float | None = 10.0
-    """Also save when this many minutes have passed since the last save; removed once a newer checkpoint exists."""
+    """Also save when the last save is this many minutes old; removed once a newer checkpoint exists."""
     each_epoch: bool = False
-    """Save after each pass over the training data."""
+    """Save after each epoch."""
     when_best: bool = False
-    """Save after each validation that is better than all before."""
+    """Save after each validation with a new best metric."""
     at_end: bool = True
     """Save after the last step, and when a signal stops the run."""
     keep: int | None = None
-    """How many of the newest checkpoints stay, besides the best; not given: all."""
+    """Number of latest checkpoints to keep, in addition to the best; default: all."""
     best: int | None = None
-    """How many of the best checkpoints stay whatever their age; not given: none is kept for being good."""
+    """Number of best checkpoints to keep; default: none."""
     metric: str = "loss"
-    """What best is measured by, a metric of validation."""
+    """Validation metric that determines the best checkpoint."""
     greater_is_better: bool | None = None
-    """Whether a greater metric is better; not given: not for names with loss or perplexity in them, else yes."""
+    """Whether a greater metric is better; default: false for names with loss or perplexity, else true."""
     evaluate: bool = False
     """Validate before each save."""
     asynchronous: bool = True
-    """Write on a thread of its own: training waits only for the copy of its state."""
+    """Write checkpoints in a background thread; training waits only while its state is copied."""
 
     def __post_init__(self) -> None:
         check_interval("checkpoint.every", self.every)
+        if not self.metric:
+            raise ConfigError("expected the name of a metric for checkpoint.metric, such as loss, got ''")
         check_positive("checkpoint", self, "every_minutes", "keep", "best")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What is logged, and where. Every step's numbers are in log.jsonl whatever is set here."""
+    """Logging. log.jsonl always has the metrics of every step."""
 
     every: int | float | None = None
-    """Log the mean loss after this many steps, or below 1 this share of the run, for on_log; not given: never."""
+    """Dispatch on_log with the mean loss every N steps, or a fraction of the run if below 1; default: never."""
     first: bool = False
-    """Log the first step too."""
+    """Also log the first step."""
     each_epoch: bool = False
-    """Log after each pass over the training data."""
+    """Log after each epoch."""
     dir: Path | None = None
-    """Where TensorBoard's events go; not given: runs/ and a name of their own in output_dir, reused on resume."""
+    """Directory for TensorBoard events; default: a new directory in OUTPUT_DIR/runs, reused on resume."""
     tensorboard: bool = False
     """Write TensorBoard events."""
     wandb: bool = False
-    """Log to Weights & Biases, if it is installed."""
+    """Log to Weights & Biases, if installed."""
     trackio: bool = False
-    """Log to trackio, if it is installed."""
+    """Log to trackio, if installed."""
     run_name: str | None = None
     """Run name in Weights & Biases and trackio; default: the name of the run directory."""
     progress: bool = True
-    """Show the progress of the run."""
+    """Print progress."""
     norms: int | None = None
-    """Log the norm of each parameter and its gradient every so many steps; not given: never."""
+    """Log the norms of each parameter and its gradient every N steps; default: never."""
     profile: tuple[int, int] | None = None
-    """Record a trace of the steps from the first to before the second, for a browser's trace viewer."""
+    """Record a profiler trace from the first step up to, not including, the second."""
 
     def __post_init__(self) -> None:
         check_interval("log.every", self.every)
         check_positive("log", self, "norms")
         if self.profile is not None and not 0 <= self.profile[0] < self.profile[1]:
-            raise ConfigError(f"log.profile = {list(self.profile)} must be a step and a later one")
+            raise ConfigError(f"expected log.profile = FIRST,END with 0 <= FIRST < END, got {list(self.profile)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeConfig:
-    """What of a checkpoint is taken up."""
+    """Which checkpoint to resume from, and what to restore."""
 
     path: Path | None = None
-    """The checkpoint to go on from; not given: as latest says."""
+    """Checkpoint to resume from; default: see latest."""
     latest: bool = True
-    """Go on from the newest whole checkpoint in output_dir, if there is one."""
+    """Resume from the latest complete checkpoint in output_dir, if there is one."""
     skip: tuple[str, ...] = ()
-    """Components to leave as they are: optimizer, scheduler, dataset, rng, callbacks."""
+    """Components not to restore: optimizer, scheduler, dataset, rng, callbacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig:
-    """How batches of a dataset (not of token shards, which need no workers) are fetched."""
+    """Data loading for datasets in Python; token shards need none of this."""
 
     workers: int = 0
-    """Processes that fetch batches; 0: the training process itself."""
+    """Number of worker processes; 0: load in the training process."""
     pin_memory: bool = True
-    """Copy batches into pinned memory on the way to a GPU."""
+    """Copy batches through pinned memory when training on a GPU."""
     prefetch_factor: int | None = None
-    """Batches that each worker fetches ahead; not given: 2."""
+    """Batches prefetched by each worker; default: 2."""
     drop_last: bool = False
-    """Leave out a last batch that is not full."""
+    """Drop the last incomplete batch of an epoch."""
     shuffle: bool = True
     """Reshuffle the training examples every epoch; false: keep the dataset's order."""
     seed: int | None = None
@@ -271,73 +275,75 @@ class LoaderConfig:
     remove_unused_columns: bool = True
     """Drop columns of a `datasets` dataset that the model's forward does not accept."""
     label_names: tuple[str, ...] | None = None
-    """Names of the inputs that are labels; default: arguments of the model's forward whose names contain "label"."""
+    """Names of the label inputs; default: arguments of the model's forward whose names contain "label"."""
 
     def __post_init__(self) -> None:
         check_positive("loader", self, "prefetch_factor")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ConfigError(f"loader.seed = {self.seed} must be at least 0 and below 2**63")
+            raise ConfigError(f"expected loader.seed from 0 to 2**63 - 1, got {self.seed}")
         if self.workers < 0:
-            raise ConfigError(f"loader.workers = {self.workers} must not be negative")
+            raise ConfigError(f"expected loader.workers >= 0, got {self.workers}")
         if self.prefetch_factor is not None and not self.workers:
-            raise ConfigError(f"loader.prefetch_factor = {self.prefetch_factor} is for workers: set loader.workers")
+            raise ConfigError(f"loader.prefetch_factor = {self.prefetch_factor} needs loader.workers: set it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStoppingConfig:
-    """Ends a run whose validation no longer gets better."""
+    """Stop when the validation metric stops improving."""
 
     patience: int | None = None
-    """Validations without improvement before the run ends; not given: off."""
+    """Validations without improvement before the run stops; default: off."""
     threshold: float = 0.0
-    """How much better counts as better."""
+    """Minimum change that counts as an improvement."""
 
     def __post_init__(self) -> None:
         check_positive("early_stopping", self, "patience")
         if self.threshold < 0:
-            raise ConfigError(f"early_stopping.threshold = {self.threshold} must not be negative")
+            raise ConfigError(f"expected early_stopping.threshold >= 0, got {self.threshold}")
         if self.patience is None:
             check_unused("early_stopping", self, ("threshold",), "early_stopping.patience")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmaConfig:
-    """A running mean of the weights, saved beside them."""
+    """Exponential moving average of the weights, saved next to the model."""
 
     decay: float | None = None
-    """Share of the mean that stays at each update; not given: off."""
+    """Decay of the average per update; default: off."""
     every: int = 1
     """Steps between updates."""
 
     def __post_init__(self) -> None:
         check_positive("ema", self, "every")
         if self.decay is not None and not 0 < self.decay < 1:
-            raise ConfigError(f"ema.decay = {self.decay} must be between 0 and 1")
+            raise ConfigError(f"expected ema.decay between 0 and 1, got {self.decay}")
         if self.decay is None:
             check_unused("ema", self, ("every",), "ema.decay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceConfig:
-    """Notices a loss that runs away."""
+    """Detect a diverging training loss."""
 
     action: Literal["stop", "abort"] | None = None
-    """What to do about it: stop (with a save) or abort (without); not given: do not look."""
+    """stop (save and end) or abort (end without saving); default: do not check."""
     detector: Literal["ema", "window"] = "ema"
-    """ema: a fast mean far above a slow one; window: the mean of the last steps far above the best so far."""
+    """ema: a fast moving average far above a slow one; window: the last window far above the best one."""
     threshold: float = 2.0
-    """How far above counts as running away, in units of the loss."""
+    """Difference that counts as divergence, in units of the loss."""
     fast: float = 0.1
-    """Weight of the newest loss in the fast mean."""
+    """Weight of the latest loss in the fast average."""
     slow: float = 0.01
-    """Weight of the newest loss in the slow mean."""
+    """Weight of the latest loss in the slow average."""
     window: int = 10
-    """Steps of a window."""
+    """Steps per window."""
 
     def __post_init__(self) -> None:
         check_positive("divergence", self, "threshold", "fast", "slow", "window")
         if not self.slow < self.fast <= 1:
-            raise ConfigError(f"divergence.fast = {self.fast} must be above divergence.slow = {self.slow}, at most 1")
+            raise ConfigError(
+                f"expected divergence.slow < divergence.fast <= 1, got slow = {self.slow} and fast = {self.fast}"
+            )
         if self.action is None:
             names = ("detector", "threshold", "fast", "slow", "window")
             check_unused("divergence", self, names, "divergence.action")
@@ -349,119 +355,119 @@ class DivergenceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """Everything about a run but its model and data."""
+    """All settings except the model and data."""
 
     output_dir: Path
-    """The run directory: resolved configuration, log and checkpoints; a run found there is resumed."""
+    """Run directory: config.toml, log and checkpoints; a run in it is resumed."""
     overwrite_output_dir: bool = False
-    """Begin anew: remove the run that is in output_dir."""
+    """Delete the run in output_dir and restart."""
     train: TrainConfig
-    """How long, how large, how precise."""
+    """Run length, batch size, precision and memory."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimizer."""
+    """Optimizer."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """The learning rate over the run."""
+    """Learning rate schedule."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     """Loss on held-out data."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """When the state is saved."""
+    """When to save checkpoints and which to keep."""
     resume: ResumeConfig = field(default_factory=ResumeConfig)
-    """What of a checkpoint is taken up."""
+    """Which checkpoint to resume from, and what to restore."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """How batches of a dataset are fetched."""
+    """Data loading for datasets in Python."""
     log: LogConfig = field(default_factory=LogConfig)
-    """What is logged, and where."""
+    """Logging."""
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
-    """Ends a run that no longer gets better."""
+    """Stop when the validation metric stops improving."""
     ema: EmaConfig = field(default_factory=EmaConfig)
-    """A running mean of the weights."""
+    """Exponential moving average of the weights."""
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
-    """Notices a loss that runs away."""
+    """Detect a diverging training loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Where the tokens come from."""
+    """Training data."""
 
     path: Path
-    """Directory of token shards, as `whimbrel prepare` writes it."""
+    """Directory of token shards, as written by `whimbrel prepare`."""
     sequence_length: int | None = None
-    """Tokens of a training sequence; not given: the model's context length."""
+    """Tokens per training sequence; default: the model's context length."""
     shuffle_seed: int | None = None
-    """Shuffle the order of blocks in each epoch from this seed; not given: the order on disk."""
+    """Seed for shuffling the order of blocks in each epoch; default: the order on disk."""
     documents: Literal["join", "mask", "pack"] = "join"
-    """join: attention crosses documents; mask: it does not; pack: as mask, and each sequence opens with a document."""
+    """join: attention crosses document boundaries; mask: it does not; pack: mask, sequences start with a document."""
     eot_id: int | None = None
-    """Id of the token that starts a document; default: from the manifest, or GPT-2's or Llama 3's without one."""
+    """Id of the token that starts a document; default: from the manifest, or that of GPT-2 or Llama 3 without one."""
     verify: bool = False
     """Check the SHA-256 of each shard against the manifest when it is first read."""
 
     def __post_init__(self) -> None:
         check_positive("data", self, "sequence_length")
         if self.eot_id is not None and self.eot_id < 0:
-            raise ConfigError(f"expected data.eot_id of at least 0, got {self.eot_id}")
+            raise ConfigError(f"expected data.eot_id >= 0, got {self.eot_id}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleConfig:
-    """Text written by the model during training, for people to read."""
+    """Text sampled from the model during training."""
 
     every: int | None = None
-    """Write a sample after this many steps; not given: none."""
+    """Sample every N steps; default: never."""
     prompt: str = ""
-    """What the sample continues; empty: the start of a document."""
+    """Prompt to continue; empty: start a new document."""
     max_new_tokens: int = 64
-    """Length of the sample in tokens."""
+    """Maximum length of the sample in tokens."""
     temperature: float = 0.8
-    """Randomness of the sample."""
+    """Sampling temperature."""
     top_k: int | None = None
-    """Draw among this many most likely tokens; not given: among all."""
+    """Sample from the k most likely tokens; default: all."""
 
     def __post_init__(self) -> None:
         check_positive("sample", self, "every", "max_new_tokens", "top_k")
         if self.temperature < 0:
-            raise ConfigError(f"sample.temperature = {self.temperature} must not be negative")
+            raise ConfigError(f"expected sample.temperature >= 0, got {self.temperature}")
         if self.every is None:
             check_unused("sample", self, ("prompt", "max_new_tokens", "temperature", "top_k"), "sample.every")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(TrainerConfig):
-    """A whole training run: the settings of the trainer, and the model and data it is given."""
+    """A complete training run: the trainer's settings plus model and data."""
 
     model: GPTConfig
-    """The model: `preset = NAME` and any field of GPTConfig."""
+    """Model: `preset = NAME` and any field of GPTConfig."""
     data: DataConfig
-    """Where the tokens come from."""
+    """Training data."""
     sample: SampleConfig = field(default_factory=SampleConfig)
-    """Text written during training."""
+    """Text sampled during training."""
 
     def __post_init__(self) -> None:
         train = self.train
         if self.sequence_length > self.model.context_length:
             raise ConfigError(
-                f"data.sequence_length = {self.sequence_length} is longer than model.context_length = "
-                f"{self.model.context_length}: lower one or raise the other"
+                f"data.sequence_length = {self.sequence_length} exceeds model.context_length = "
+                f"{self.model.context_length}: change one of them"
             )
         if self.loader != LoaderConfig():
-            raise ConfigError("[loader] is for datasets in Python: token shards are read without workers; leave it out")
+            raise ConfigError("[loader] has no effect on token shards: leave it out")
         if train.accumulation is not None and train.micro_batch is None:
-            raise ConfigError("train.accumulation counts micro-batches: give train.micro_batch with it")
+            raise ConfigError("train.accumulation needs train.micro_batch: set it")
         if train.tokens is not None and train.tokens % self.tokens_per_step:
             below = train.tokens // self.tokens_per_step * self.tokens_per_step
             raise ConfigError(
                 f"train.tokens = {train.tokens} is not a multiple of train.tokens_per_step = {self.tokens_per_step}: "
-                f"the nearest are {below} and {below + self.tokens_per_step}"
+                f"the nearest multiples are {below} and {below + self.tokens_per_step}"
             )
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a training sequence."""
+        """Tokens per training sequence."""
         return self.model.context_length if self.data.sequence_length is None else self.data.sequence_length
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step."""
+        """Tokens per optimizer step."""
         train = self.train
         if train.accumulation is not None and train.micro_batch is not None:
             return train.accumulation * train.micro_batch * self.sequence_length
@@ -469,30 +475,30 @@ class RunConfig(TrainerConfig):
 
 
 def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The run that a TOML file and `--a.b=c` overrides describe, its model preset filled in."""
+    """Load a TOML file, apply `--a.b=c` overrides and resolve the model preset."""
     return run_config(apply_overrides(load_toml(path), overrides))
 
 
 def run_config(table: dict[str, Any]) -> RunConfig:
-    """The run that a table describes."""
+    """Build a run from a table, resolving the model preset."""
     model = table.get("model", {})
     if isinstance(model, dict) and "preset" in model:
         if not isinstance(model["preset"], str):
-            raise ConfigError(f"model.preset = {model['preset']!r} must be a string")
-        own = {key: value for key, value in model.items() if key != "preset"}
-        table = table | {"model": to_table(preset(model["preset"])) | own}
+            raise ConfigError(f"expected a string for model.preset, got {model['preset']!r}")
+        overrides = {key: value for key, value in model.items() if key != "preset"}
+        table = table | {"model": to_table(preset(model["preset"])) | overrides}
     return build(RunConfig, table)
 
 
 def check_positive(section: str, settings: object, *names: str) -> None:
-    """Refuse values that are there but not above zero."""
+    """Raise for values that are set and not above zero."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value <= 0:
-            raise ConfigError(f"{section}.{name} = {value} must be greater than 0")
+            raise ConfigError(f"expected {section}.{name} > 0, got {value}")
 
 
 def check_interval(name: str, value: int | float | None) -> None:
-    """Refuse what is neither a number of steps nor a share of the run."""
+    """Raise for a value that is neither a number of steps nor a fraction of the run."""
     if value is not None and (value <= 0 or (isinstance(value, float) and value >= 1)):
-        raise ConfigError(f"{name} = {value} must be a whole number of steps above 0, or a share of the run below 1")
+        raise ConfigError(f"expected {name} as a number of steps or a fraction of the run below 1, got {value}")

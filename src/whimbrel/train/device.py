@@ -1,4 +1,4 @@
-"""What the hardware is, what it can reach, and how long things take on it."""
+"""Devices: choice, name, peak FLOPS, memory and timing."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ PEAK_TFLOPS = (
     ("V100", 112.0),
     ("T4", 65.0),
 )
-"""Dense bf16 (else fp16) matrix rate by the vendor's datasheet; the first name that the device's own contains."""
+"""Dense bf16 (otherwise fp16) TFLOP/s from the datasheets; the first entry contained in the device name applies."""
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The named device, or the best one here; refused where this machine does not have it."""
-    have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    """The named device, or the best available one; raises ConfigError if it is not available."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name is None:
-        return torch.device(next(kind for kind, there in have.items() if there))
+        return torch.device(next(kind for kind, there in available.items() if there))
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not one of cuda, cuda:N, mps, cpu") from error
-    count = torch.cuda.device_count() if device.type == "cuda" else int(have.get(device.type, False))
+        raise ConfigError(f"expected a device such as cuda, cuda:N, mps or cpu, got {name!r}") from error
+    count = torch.cuda.device_count() if device.type == "cuda" else int(available.get(device.type, False))
     if (device.index or 0) >= count:
-        usable = ", ".join(kind for kind, there in have.items() if there)
-        raise ConfigError(f"device {name!r} is not on this machine: it has {usable} (see whimbrel doctor)")
+        usable = " or ".join(kind for kind, there in available.items() if there)
+        raise ConfigError(f"device {name!r} is not available: choose {usable} (see whimbrel doctor)")
     return device
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it."""
+    """The product name of a GPU, or the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Operations a second the device could do at most in bf16, or None where that is not known."""
+    """Peak bf16 FLOP/s, or None if unknown."""
     name = device_name(device)
     return next((rate * 1e12 for key, rate in PEAK_TFLOPS if key in name), None)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on an accelerator; None for the CPU."""
+    """Free bytes on an accelerator; None for the CPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
@@ -70,7 +70,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes held so far: allocated on a GPU, resident in memory elsewhere."""
+    """Peak memory in bytes so far: allocated on a GPU, resident set size on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
@@ -81,12 +81,11 @@ def peak_memory(device: torch.device) -> int:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Marks instants of device work without waiting for it; reading one waits until the device has passed it."""
+    """Times device work without synchronizing: `mark` records an event, `seconds` waits for it."""
 
     device: torch.device
 
     def mark(self) -> torch.cuda.Event | float:
-        """This instant, in the order of the work given to the device."""
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -96,7 +95,7 @@ class Stopwatch:
         return time.perf_counter()
 
     def seconds(self, start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-        """Time between two marks."""
+        """Seconds between two marks."""
         if isinstance(start, float) or isinstance(end, float):
             return float(end) - float(start)  # type: ignore[arg-type]
         end.synchronize()

@@ -1,4 +1,4 @@
-"""Arguments by the names of transformers: their defaults, their refusals, and what transformers makes of them."""
+"""Training arguments: transformers names and defaults, conversion and checks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_dict_builds_the_arguments_of_transformers(cls: type, given: dict[st
     assert all(getattr(theirs, name) == value for name, value in given.items())
 
 
-def test_enums_of_transformers_are_taken() -> None:
+def test_enums_of_transformers_are_accepted() -> None:
     utils = pytest.importorskip("transformers.trainer_utils")
     args = TrainingArguments(
         eval_strategy=utils.IntervalStrategy.EPOCH,
@@ -85,20 +85,20 @@ def test_defaults_are_filled_and_given_values_remembered(tmp_path: Path) -> None
     assert [args.to_dict()[name] for name in (*open_names, "torch_compile_backend", "torch_compile_mode")] == [None] * 6
 
 
-def test_nothing_is_filled_where_it_has_no_use() -> None:
+def test_defaults_without_effect_are_not_filled_in() -> None:
     args = TrainingArguments()
     assert args.output_dir == "trainer_output"
     assert (args.dataloader_prefetch_factor, args.eval_steps) == (None, None)
     assert (args.torch_compile_backend, args.torch_compile_mode) == (None, None)
 
 
-def test_a_compile_mode_turns_compilation_on_and_leaves_the_backend() -> None:
+def test_a_compile_mode_enables_torch_compile() -> None:
     args = TrainingArguments(torch_compile_mode="reduce-overhead")
     assert (args.torch_compile, args.torch_compile_backend) == (True, "inductor")
     assert args.to_dict()["torch_compile"] is False
 
 
-def test_changed_arguments_are_checked_again_and_keep_their_folder() -> None:
+def test_check_revalidates_changed_arguments_and_keeps_logging_dir() -> None:
     args = TrainingArguments(dataloader_num_workers=2)
     folder = args.logging_dir
     args.dataloader_num_workers = 0
@@ -112,51 +112,59 @@ def test_changed_arguments_are_checked_again_and_keep_their_folder() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"eval_strategy": "step"}, r"eval_strategy = 'step' is not one of no, steps, epoch: did you mean 'steps'\?"),
-        ({"save_strategy": 3}, "save_strategy = 3 is not one of no, steps, epoch, best"),
-        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size = 0 must be at least 1"),
-        ({"per_device_train_batch_size": "8"}, "per_device_train_batch_size = '8' must be an integer"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0 must be at least 1"),
-        ({"num_train_epochs": 0}, "num_train_epochs = 0.0 must be greater than 0"),
-        ({"max_steps": 0}, "max_steps = 0 must be at least 1, or -1"),
-        ({"max_eval_steps": -2}, "max_eval_steps = -2 must be at least 1, or -1"),
-        ({"learning_rate": float("nan")}, "learning_rate = nan must be a finite number"),
-        ({"adam_beta2": 1.0}, "adam_beta2 = 1.0 must be at least 0 and below 1"),
-        ({"logging_steps": 1.5}, "logging_steps = 1.5 must be a whole number, or a share"),
-        ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps = 0 must be greater than 0"),
-        ({"eval_delay": 5}, "eval_delay = 5.0 needs eval_strategy='steps' or 'epoch'"),
+        ({"eval_strategy": "step"}, "eval_strategy.*'steps'"),
+        ({"save_strategy": 3}, "save_strategy.*no, steps, epoch, best"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size > 0, got 0"),
+        ({"per_device_train_batch_size": "8"}, "per_device_train_batch_size.*'8'"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps > 0, got 0"),
+        ({"num_train_epochs": 0}, "num_train_epochs > 0, got 0"),
+        ({"max_steps": 0}, "max_steps > 0, got 0"),
+        ({"max_steps": -2}, "max_steps > 0, got -2"),
+        ({"max_eval_steps": -2}, "max_eval_steps > 0, got -2"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm > 0, got -1"),
+        ({"learning_rate": float("nan")}, "learning_rate.*nan"),
+        ({"learning_rate": -1.0}, "learning_rate.*-1"),
+        ({"weight_decay": -1.0}, "weight_decay.*-1"),
+        ({"adam_beta2": 1.0}, "adam_beta2.*1.0"),
+        ({"adam_epsilon": -1.0}, "adam_epsilon.*-1"),
+        ({"warmup_steps": -1}, "warmup_steps.*-1"),
+        ({"logging_steps": 1.5}, "logging_steps .* fraction .* got 1.5"),
+        ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps .* got 0"),
+        ({"eval_delay": 5}, "eval_delay = 5.0 needs eval_steps or eval_strategy='epoch'"),
         ({"save_strategy": "best"}, "save_strategy = 'best' needs eval_strategy"),
-        ({"seed": -1}, "seed = -1 must be at least 0"),
-        ({"dataloader_prefetch_factor": 4}, "dataloader_prefetch_factor = 4 is for workers"),
-        ({"torch_compile_mode": "fastest"}, "torch_compile_mode = 'fastest' is not one of default"),
-        ({"compile_scope": "model"}, "compile_scope = 'model' needs torch_compile=True"),
-        ({"dynamo_recompile_limit": 3}, "dynamo_recompile_limit = 3 needs torch_compile=True"),
-        ({"lr_scheduler_kwargs": "{"}, "lr_scheduler_kwargs = '{' is not JSON"),
-        ({"lr_scheduler_kwargs": [1]}, "lr_scheduler_kwargs = \\[1\\] must be a dict"),
-        ({"default_dtype": "int8"}, "default_dtype = 'int8' is not one of float32, float64, bfloat16, float16"),
-        ({"mixed_precision": "fp8"}, "mixed_precision = 'fp8' is not one of no, bf16, fp16"),
+        ({"save_total_limit": 0}, "save_total_limit > 0, got 0"),
+        ({"seed": -1}, "expected seed .* got -1"),
+        ({"dataloader_num_workers": -1}, "dataloader_num_workers >= 0, got -1"),
+        ({"dataloader_prefetch_factor": 4}, "dataloader_prefetch_factor = 4 needs dataloader_num_workers"),
+        ({"torch_compile_mode": "fastest"}, "torch_compile_mode.*'fastest'"),
+        ({"compile_scope": "model"}, "compile_scope = 'model' needs torch_compile"),
+        ({"dynamo_recompile_limit": 3}, "dynamo_recompile_limit = 3 needs torch_compile"),
+        ({"lr_scheduler_kwargs": "{"}, "JSON for lr_scheduler_kwargs, got '{'"),
+        ({"lr_scheduler_kwargs": [1]}, "dict .*lr_scheduler_kwargs, got \\[1\\]"),
+        ({"default_dtype": "int8"}, "default_dtype.*float32, float64, bfloat16, float16"),
+        ({"mixed_precision": "fp8"}, "mixed_precision.*no, bf16, fp16"),
         ({"preserve_n_best": 3}, "preserve_n_best = 3 needs preserve_best_model=True"),
-        ({"sdpa_backend": "flas"}, r"sdpa_backend = 'flas' is not one of math, .*did you mean 'flash'\?"),
-        ({"sdpa_backend": ["math", "x"]}, "sdpa_backend = 'x' is not one of math, flash, efficient, cudnn"),
+        ({"preserve_best_model": True, "preserve_n_best": 0}, "preserve_n_best > 0, got 0"),
+        ({"best_model_metric": ""}, "best_model_metric.* got ''"),
+        ({"sdpa_backend": "flas"}, "sdpa_backend.*'flash'"),
+        ({"sdpa_backend": ["math", "x"]}, "sdpa_backend.*'x'"),
         ({"sdpa_set_priority": True}, "sdpa_set_priority = True needs sdpa_backend"),
-        ({"float32_matmul_precision": "low"}, "float32_matmul_precision = 'low' is not one of highest, high, medium"),
-        ({"fp8_recipe": "rowwise", "qat_recipe": "int4-weight-only"}, "fp8_recipe = 'rowwise' and qat_recipe = "),
-        ({"fp8_recipe": "rowise"}, r"fp8_recipe = 'rowise' is not one of tensorwise, .*did you mean 'rowwise'\?"),
-        ({"qat_recipe": "fp8"}, "qat_recipe = 'fp8' is not one of int8-dynamic-act-int4-weight, int4-weight-only"),
-        ({"qat_recipe": "float8-weight-only"}, "zeroes nearly all of a weight's gradient .* fp8_recipe instead"),
-        ({"fp8_dim_alignment": 0}, "fp8_dim_alignment = 0 must be at least 1"),
-        ({"fp8_dim_alignment": 32}, "fp8_dim_alignment = 32 is for fp8_recipe"),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite = 'ignore' is not one of stop, skip, rollback"),
-        ({"recompute": "ful"}, r"recompute = 'ful' is not one of none, full, selective: did you mean 'full'\?"),
-        ({"projected_linears": True}, "projected_linears = True needs optimizer_in_backward=True"),
-        ({"recompute": 1.5}, "recompute = 1.5 must be none, full, selective or between 0 and 1"),
-        (
-            {"gradient_checkpointing": True, "recompute": "selective"},
-            "gradient_checkpointing = True is recompute='full'",
-        ),
+        ({"float32_matmul_precision": "low"}, "float32_matmul_precision.*highest, high, medium"),
+        ({"fp8_recipe": "rowwise", "qat_recipe": "int4-weight-only"}, "fp8_recipe = rowwise and qat_recipe = "),
+        ({"fp8_recipe": "rowise"}, "fp8_recipe.*'rowwise'"),
+        ({"qat_recipe": "fp8"}, "qat_recipe.*int8-dynamic-act-int4-weight, int4-weight-only"),
+        ({"qat_recipe": "float8-weight-only"}, "fp8_recipe instead"),
+        ({"fp8_recipe": "rowwise", "fp8_dim_alignment": 0}, "fp8_dim_alignment > 0, got 0"),
+        ({"fp8_dim_alignment": 32}, "fp8_dim_alignment = 32 needs fp8_recipe"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite.*stop, skip, rollback"),
+        ({"recompute": "ful"}, "recompute.*'full'"),
+        ({"projected_linears": True}, "projected_linears = True needs optimizer_in_backward"),
+        ({"recompute": 1.5}, "recompute .* got 1.5"),
+        ({"gradient_checkpointing": True, "recompute": "selective"}, "gradient_checkpointing .*'selective'"),
+        ({"save_minutes": 0.0}, "save_minutes > 0, got 0"),
     ],
 )
-def test_wrong_values_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+def test_invalid_values_raise_an_error_that_names_the_argument(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         TrainingArguments(**given)
     assert "\n" not in str(caught.value)
@@ -169,6 +177,7 @@ def test_other_forms_of_a_value_are_converted(tmp_path: Path) -> None:
         default_dtype=torch.bfloat16,  # type: ignore[arg-type]
         sdpa_backend=[SDPBackend.FLASH_ATTENTION, "math"],  # type: ignore[arg-type]
         logging_steps=10.0,
+        lr_scheduler_type="polynomial",
         lr_scheduler_kwargs='{"power": 2.0}',
         recompute=1,
     )
@@ -183,7 +192,9 @@ def test_other_forms_of_a_value_are_converted(tmp_path: Path) -> None:
     ("metric", "given", "greater"),
     [("loss", None, False), ("eval_perplexity", None, False), ("accuracy", None, True), ("loss", True, True)],
 )
-def test_aliases_for_callbacks(metric: str, given: bool | None, greater: bool) -> None:
+def test_best_model_arguments_are_readable_by_their_transformers_names(
+    metric: str, given: bool | None, greater: bool
+) -> None:
     args = BaseTrainingArguments(
         best_model_metric=metric, best_model_greater_is_better=given, preserve_best_model=greater
     )
@@ -196,14 +207,16 @@ def test_aliases_for_callbacks(metric: str, given: bool | None, greater: bool) -
         args.metric_for_best_model = "other"  # type: ignore[misc]
 
 
-def test_json() -> None:
+def test_to_json_string_round_trips() -> None:
     args = TrainingArguments(sdpa_backend=("flash",), eval_strategy="epoch")
     assert json.loads(args.to_json_string()) == args.to_dict() | {"sdpa_backend": ["flash"]}
     assert json.loads(GPTConfig(num_layers=3).to_json_string())["num_layers"] == 3
 
 
 @pytest.mark.parametrize("before", [None, "true"])
-def test_tokenizers_stay_out_of_the_way_of_workers(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_parallelism_is_disabled_only_with_workers(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     if before:
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
@@ -222,14 +235,14 @@ def test_tokenizers_stay_out_of_the_way_of_workers(before: str | None, monkeypat
         ({"logging_strategy": "no", "logging_steps": 10}, "logging_steps"),
     ],
 )
-def test_steps_without_their_strategy_are_warned_about(
+def test_steps_without_their_strategy_log_a_warning(
     given: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     TrainingArguments(output_dir="out", **given)
     assert f"{name} = 10 has no effect" in caplog.text
 
 
-def test_whole_floats_are_steps() -> None:
+def test_integral_floats_are_converted_to_steps() -> None:
     assert TrainingArguments(output_dir="out", logging_steps=10.0).logging_steps == 10
 
 
@@ -243,7 +256,7 @@ def test_whole_floats_are_steps() -> None:
         ("qqqqqqqqqqqq", 1, "has no argument 'qqqqqqqqqqqq': leave it out"),
     ],
 )
-def test_unknown_arguments_are_refused_with_what_to_give(name: str, value: Any, message: str) -> None:
+def test_unknown_arguments_raise_an_error_with_an_alternative(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainingArguments(output_dir="out", **{name: value})
 
@@ -263,7 +276,7 @@ OTHER_VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", hf_names())
-def test_every_argument_of_transformers_is_taken_or_refused_with_a_hint(name: str) -> None:
+def test_every_transformers_argument_is_accepted_or_rejected_with_a_hint(name: str) -> None:
     """A new version's argument is in none of the tables, and fails here."""
     ours = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert [name in ours, name in TRANSLATED, name in HELD].count(True) == 1
@@ -290,7 +303,7 @@ def test_every_argument_of_transformers_is_taken_or_refused_with_a_hint(name: st
         setattr(TrainingArguments(), name, value)
 
 
-def test_other_names_are_translated() -> None:
+def test_transformers_names_of_our_arguments_are_translated() -> None:
     args = TrainingArguments(
         bf16=True, fp16=False, tf32=True, load_best_model_at_end=True, metric_for_best_model="eval_accuracy",
         greater_is_better=True, ignore_data_skip=True, optim="adamw_torch",
@@ -316,13 +329,13 @@ def test_other_names_are_translated() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"report_to": "all"}, "report_to = 'all': expected none, or some of tensorboard, wandb, trackio, got 'all'"),
+        ({"report_to": "all"}, "tensorboard, wandb, trackio for report_to, got 'all'"),
         ({"report_to": ["none", "wandb"]}, "got 'none'"),
-        ({"label_names": "labels"}, "label_names = 'labels': expected a list of names"),
-        ({"data_seed": -1}, "data_seed = -1 must be at least 0"),
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy = 'group_by_length' is not one of"),
+        ({"label_names": "labels"}, "list .*label_names, got 'labels'"),
+        ({"data_seed": -1}, "expected data_seed .* got -1"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy.*'group_by_length'"),
     ],
 )
-def test_wrong_reporters_labels_and_orders_are_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_reporters_labels_and_orders_raise_an_error(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainingArguments(**given)

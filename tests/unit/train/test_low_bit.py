@@ -203,7 +203,7 @@ def test_recipes_go_with_what_else_a_run_does(
     [
         (
             {"train__fp8_recipe": "rowwise", "train__qat_recipe": "int4-weight-only"},
-            "train.fp8_recipe = rowwise and train.qat_recipe = int4-weight-only each make linear layers something else",
+            "train.fp8_recipe = rowwise and train.qat_recipe = int4-weight-only exclude each other",
         ),
         (
             {"train__weights": "int8", "train__fp8_recipe": "rowwise"},
@@ -211,7 +211,7 @@ def test_recipes_go_with_what_else_a_run_does(
         ),
         (
             {"train__fp8_recipe": "rowwise", "train__projected_linears": True, "train__optimizer_in_backward": True},
-            "train.fp8_recipe = rowwise and train.projected_linears = True each make",
+            "train.fp8_recipe = rowwise and train.projected_linears = True exclude",
         ),
         ({"train__weights": "int4"}, "train.weights = 'int4' is not one of int8"),
         (
@@ -221,7 +221,7 @@ def test_recipes_go_with_what_else_a_run_does(
         ({"train__fp8_dim_alignment": 32}, "train.fp8_dim_alignment = 32 needs train.fp8_recipe"),
         (
             {"train__fp8_recipe": "rowwise", "train__fp8_dim_alignment": 0},
-            "fp8_dim_alignment = 0 must be greater than 0",
+            "fp8_dim_alignment > 0, got 0",
         ),
     ],
 )

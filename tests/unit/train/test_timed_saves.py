@@ -66,9 +66,9 @@ def test_save_strategy_no_disables_timed_saves(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("minutes", [0, -1.0])
 def test_minutes_must_be_positive(make_run: MakeRun, minutes: float) -> None:
-    with pytest.raises(ConfigError, match="save_minutes = .* must be greater than 0"):
+    with pytest.raises(ConfigError, match="save_minutes > 0, got"):
         TrainingArguments(save_minutes=minutes)
-    with pytest.raises(ConfigError, match=r"checkpoint\.every_minutes = .* must be greater than 0"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.every_minutes > 0, got"):
         make_run(checkpoint__every_minutes=minutes)
 
 

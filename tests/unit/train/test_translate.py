@@ -1,4 +1,4 @@
-"""Arguments and settings say the same: nothing is lost or ignored on the way."""
+"""Translation of training arguments to the config and back: nothing is lost or ignored."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.config import list_settings
 from whimbrel.optim import OptimConfig, ScheduleConfig, lr_factor
 from whimbrel.train.arguments import (
-    TABLE,
-    UNEXPRESSED,
+    CONFIG_ONLY,
+    TRANSLATIONS,
     MinimalTrainingArguments,
     TrainingArguments,
     from_config,
@@ -93,7 +93,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "run_name": {"run_name": "first"},
     "train_sampling_strategy": {"train_sampling_strategy": "sequential"},
 }
-"""A change of each argument, after what must be set for it to be allowed; a switch that is off is turned on."""
+"""A changed value for each argument, with what it requires; flags are set to True by default."""
 
 
 def change(name: str) -> dict[str, Any]:
@@ -101,13 +101,13 @@ def change(name: str) -> dict[str, Any]:
 
 
 def test_every_argument_is_translated_once() -> None:
-    assert sorted(name for row in TABLE for name in row.arguments) == sorted(NAMES)
+    assert sorted(name for row in TRANSLATIONS for name in row.arguments) == sorted(NAMES)
 
 
-def test_every_setting_is_expressed_or_listed_with_a_reason() -> None:
-    expressed = {name for row in TABLE for name in row.settings}
-    assert not expressed & UNEXPRESSED.keys()
-    known = expressed | UNEXPRESSED.keys()
+def test_every_setting_has_an_argument_or_a_reason_for_having_none() -> None:
+    expressed = {name for row in TRANSLATIONS for name in row.settings}
+    assert not expressed & CONFIG_ONLY.keys()
+    known = expressed | CONFIG_ONLY.keys()
     settings = [setting.name.replace("[]", "") for setting in list_settings(TrainerConfig)]
     parents = {name: {name, *(name[:i] for i, c in enumerate(name) if c == ".")} for name in settings}
     assert [name for name in settings if not parents[name] & known] == []
@@ -123,7 +123,7 @@ def test_no_argument_is_ignored(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_arguments_to_settings_and_back(name: str) -> None:
+def test_arguments_round_trip_through_the_config(name: str) -> None:
     config = to_config(TrainingArguments(**change(name)))
     back = from_config(config)
     assert to_config(back) == config
@@ -131,7 +131,7 @@ def test_arguments_to_settings_and_back(name: str) -> None:
         assert getattr(back, name) == getattr(TrainingArguments(**change(name)), name) or name == "logging_dir"
 
 
-def test_settings_to_arguments_and_back() -> None:
+def test_the_config_round_trips_through_arguments() -> None:
     config = TrainerConfig(
         output_dir=Path("out"),
         overwrite_output_dir=True,
@@ -152,8 +152,8 @@ def test_settings_to_arguments_and_back() -> None:
     assert (args.max_steps, args.learning_rate, args.eval_steps, args.save_steps) == (100, 1e-3, 0.1, 20)
 
 
-def test_settings_that_leave_things_open_give_arguments_all_the_same() -> None:
-    """A TOML run need not say its micro-batch, counts tokens, and validates at the end alone."""
+def test_a_config_without_micro_batch_still_converts_to_arguments() -> None:
+    """A TOML run may leave the micro-batch open, count tokens, and validate only at the end."""
     args = from_config(TrainerConfig(output_dir=Path("out"), train=TrainConfig(tokens=1000, tokens_per_step=100)))
     assert (args.max_steps, args.eval_strategy, args.save_strategy, args.resume_from_checkpoint) == (
         -1,
@@ -164,21 +164,21 @@ def test_settings_that_leave_things_open_give_arguments_all_the_same() -> None:
     assert args.max_grad_norm == 0.0
 
 
-def test_fewer_arguments_mean_the_defaults_of_the_rest() -> None:
+def test_minimal_arguments_use_the_defaults_of_the_others() -> None:
     assert to_config(MinimalTrainingArguments("out")) == to_config(TrainingArguments("out"))
 
 
-def test_steps_come_before_epochs_and_zero_means_no_clipping() -> None:
+def test_max_steps_overrides_epochs_and_zero_disables_clipping() -> None:
     config = to_config(TrainingArguments(max_steps=10, num_train_epochs=2, max_grad_norm=0))
     assert (config.train.steps, config.train.epochs, config.train.clip) == (10, None, None)
 
 
-def test_evaluation_falls_back_to_the_interval_of_logging() -> None:
+def test_eval_steps_default_to_logging_steps() -> None:
     assert to_config(TrainingArguments(eval_strategy="steps", logging_steps=7)).validation.every == 7
 
 
 @pytest.mark.parametrize(("given", "path", "latest"), [(None, None, False), (True, None, True), ("a/b", "a/b", False)])
-def test_resume(given: Any, path: str | None, latest: bool) -> None:
+def test_resume_from_checkpoint_selects_latest_or_a_path(given: Any, path: str | None, latest: bool) -> None:
     resume = to_config(TrainingArguments(resume_from_checkpoint=given)).resume
     assert resume == ResumeConfig(path=None if path is None else Path(path), latest=latest)
 
@@ -188,7 +188,7 @@ def test_arguments_changed_after_construction_are_translated_and_checked() -> No
     args.learning_rate = 1e-2
     assert to_config(args).optim.lr == 1e-2
     args.eval_strategy = "never"  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="eval_strategy = 'never'"):
+    with pytest.raises(ConfigError, match="eval_strategy.*'never'"):
         to_config(args)
 
 
@@ -214,7 +214,7 @@ PARITY = [
 
 @pytest.mark.parametrize("warmup", [0, 7, 0.11])
 @pytest.mark.parametrize(("kind", "keywords"), PARITY)
-def test_factors_equal_those_of_transformers(kind: str, keywords: dict[str, Any], warmup: int | float) -> None:
+def test_schedules_match_transformers(kind: str, keywords: dict[str, Any], warmup: int | float) -> None:
     transformers = pytest.importorskip("transformers")
     lr, total = 1e-3, 50
     keywords = {name: value for name, value in keywords.items() if warmup or name != "warmup_type"}
@@ -229,7 +229,7 @@ def test_factors_equal_those_of_transformers(kind: str, keywords: dict[str, Any]
 
 
 @pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")  # a warning of transformers
-def test_a_plateau_of_given_length_equals_that_of_transformers() -> None:
+def test_stable_steps_match_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     keywords = {"num_decay_steps": 6, "num_stable_steps": 10, "min_lr_ratio": 0.1}
@@ -241,34 +241,34 @@ def test_a_plateau_of_given_length_equals_that_of_transformers() -> None:
         theirs.step()
 
 
-def test_constant_is_constant() -> None:
+def test_the_constant_schedule_has_factor_one() -> None:
     assert {lr_factor(schedule_settings("constant", {}, 0, 1.0), step, 9) for step in range(9)} == {1.0}
 
 
 @pytest.mark.parametrize(
     ("kind", "keywords", "warmup", "message"),
     [
-        ("cosin", {}, 0, r"lr_scheduler_type = 'cosin' is not one of linear, .*did you mean 'cosine'\?"),
-        ("reduce_lr_on_plateau", {}, 0, "is not one of linear, cosine"),
-        ("cosine", {"num_cycle": 1}, 0, r"'lr_scheduler_kwargs.num_cycle': did you mean 'num_cycles'\?"),
+        ("cosin", {}, 0, "lr_scheduler_type.*'cosine'"),
+        ("reduce_lr_on_plateau", {}, 0, "linear, cosine"),
+        ("cosine", {"num_cycle": 1}, 0, r"lr_scheduler_kwargs.num_cycle.*'num_cycles'"),
         (
             "linear",
             {"power": 2.0},
             0,
-            "schedule.power = 2.0 needs schedule.name = polynomial: set that, or leave power out",
+            "schedule.power = 2.0 needs schedule.name = polynomial",
         ),
-        ("polynomial", {"power": "two"}, 0, "schedule.power = 'two' must be a number"),
+        ("polynomial", {"power": "two"}, 0, "schedule.power.*'two'"),
         ("constant", {}, 10, "'constant' has no warm-up: use 'constant_with_warmup'"),
         ("cosine_with_min_lr", {}, 0, "needs min_lr or min_lr_rate in lr_scheduler_kwargs"),
         ("cosine_with_min_lr", {"min_lr": 1e-5, "min_lr_rate": 0.1}, 0, "gives min_lr and min_lr_rate, which are one"),
         ("warmup_stable_decay", {}, 0, "needs num_decay_steps"),
         ("warmup_stable_decay", {"num_decay_steps": 3, "warmup_type": "cosine"}, 0, "warmup_shape = 'cosine' needs"),
-        ("linear", {"warmup_start": 0.5}, 0, "schedule.warmup_start = 0.5 needs schedule.warmup_steps"),
+        ("linear", {"warmup_start": 0.5}, 0, "warmup_start = 0.5 needs warmup_steps"),
         ("linear", {"cooldown": 0.5}, 0, "schedule.cooldown = 0.5 needs schedule.name = wsd"),
         ("inverse_sqrt", {"floor": 0.5}, 0, "schedule.floor = 0.5 needs schedule.name = linear or cosine"),
     ],
 )
-def test_unknown_schedules_and_keywords_are_refused(
+def test_invalid_schedules_and_keywords_raise_an_error(
     kind: str, keywords: dict[str, Any], warmup: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -276,7 +276,7 @@ def test_unknown_schedules_and_keywords_are_refused(
 
 
 @pytest.mark.parametrize(("kind", "keywords"), [*PARITY, ("constant", {}), ("wsd", {"cooldown": 0.5})])
-def test_schedules_to_arguments_and_back(kind: str, keywords: dict[str, Any]) -> None:
+def test_schedules_round_trip_through_arguments(kind: str, keywords: dict[str, Any]) -> None:
     config = schedule_settings(kind, keywords, 0 if kind == "constant" else 5, 1e-3)
     name, back, warmup = schedule_arguments(config)
     assert schedule_settings(name, back, warmup, 0.5) == config
@@ -285,6 +285,6 @@ def test_schedules_to_arguments_and_back(kind: str, keywords: dict[str, Any]) ->
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd", "polynomial", "inverse_sqrt"])
 @pytest.mark.parametrize("warmup", [0, 3])
-def test_our_own_schedules_to_arguments_and_back(name: Any, warmup: int) -> None:
+def test_our_schedules_round_trip_through_arguments(name: Any, warmup: int) -> None:
     config = ScheduleConfig(name=name, warmup_steps=warmup)
     assert schedule_settings(*schedule_arguments(config), 1e-3) == config
