@@ -25,8 +25,7 @@ import tiktoken
 
 from record import record
 from whimbrel.data import write_shard
-from whimbrel.data.pipeline import available_cores, encode_on_threads
-from whimbrel.data.prepare import prepare
+from whimbrel.data.prepare import available_cores, encode_on_threads, prepare
 from whimbrel.tokenization import Tokenizer, load_tokenizer
 
 
@@ -54,7 +53,7 @@ def plain_loop(encoder: tiktoken.Encoding, files: list[Path], folder: Path, eot_
 def ours(tokenizer: Tokenizer, files: list[Path], folder: Path, workers: int) -> int:
     """`whimbrel prepare` as the command runs it."""
     sources = [str(file) for file in files]
-    manifest = prepare(sources, folder / "ours", tokenizer, name="bench", engine=encode_on_threads(workers))
+    manifest = prepare(sources, folder / "ours", tokenizer, name="bench", backend=encode_on_threads(workers))
     return manifest.tokens("train")
 
 

@@ -144,7 +144,7 @@ def _measure(
 ) -> Callable[[GPT], Measured] | None:
     """What measures the loss: on the data that was given, or on what the run validated on; None without either."""
     from whimbrel.cli.held_out import held_out_loss, read_shards, read_text
-    from whimbrel.data.stream import has_split
+    from whimbrel.data.shards import has_split
     from whimbrel.model_io import load_tokenizer
     from whimbrel.model_io.directory import describe
     from whimbrel.train.config import run_config

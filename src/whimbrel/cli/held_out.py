@@ -34,7 +34,7 @@ class HeldOut(NamedTuple):
 def read_shards(path: Path, tokenizer: Tokenizer | None, vocab_size: int, most: int) -> HeldOut:
     """The first tokens of the held-out shards in a folder."""
     from whimbrel.data import read_manifest
-    from whimbrel.data.stream import open_stream
+    from whimbrel.data.shards import open_stream
 
     manifest = read_manifest(path)
     if manifest and tokenizer and manifest.tokenizer.fingerprint != tokenizer.fingerprint:

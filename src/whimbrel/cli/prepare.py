@@ -1,4 +1,4 @@
-"""`whimbrel prepare [SOURCE...]`: text to token shards."""
+"""`whimbrel prepare [SOURCE...]`: tokenize text into shards."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ def prepare(
     source: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Parquet, jsonl or text files (also .gz, .zst), folders, globs, or hub datasets as "
-            "owner/dataset[:config]; FineWeb sample-10BT if none is named.",
+            help="Parquet, jsonl or text files (also .gz, .zst), directories, globs, or Hub datasets as "
+            "owner/dataset[:config]. (default: FineWeb sample-10BT)",
         ),
     ] = None,
-    out_dir: Annotated[Path | None, typer.Option(help="Folder of the shards. (default: data/NAME and budget)")] = None,
-    shard_size: Annotated[int, typer.Option(help="Tokens in a full shard.")] = SHARD_SIZE,
+    out_dir: Annotated[Path | None, typer.Option(help="Output directory. (default: data/NAME and token count)")] = None,
+    shard_size: Annotated[int, typer.Option(help="Tokens per shard.")] = SHARD_SIZE,
     total_tokens: Annotated[int | None, typer.Option(help="Training tokens to write. (default: all)")] = None,
-    val: Annotated[list[str] | None, typer.Option(help="Source of the validation split; may be repeated.")] = None,
-    val_tokens: Annotated[int, typer.Option(help="Tokens to hold out of SOURCE, whole documents by hash.")] = 0,
-    tokenizer: Annotated[str, typer.Option(help="gpt2, a tokenizer.json, or a folder that holds one.")] = "gpt2",
-    text_key: Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) that holds a document.")] = "text",
+    val: Annotated[list[str] | None, typer.Option(help="Source of the validation split; can be repeated.")] = None,
+    val_tokens: Annotated[
+        int, typer.Option(help="Tokens to hold out of SOURCE for validation, as complete documents chosen by hash.")
+    ] = 0,
+    tokenizer: Annotated[str, typer.Option(help="gpt2, a tokenizer.json, or a directory with one.")] = "gpt2",
+    text_key: Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) of the text.")] = "text",
     separator: Annotated[
         str | None,
         typer.Option(
-            parser=parse_escapes, metavar="TEXT", help="What parts the documents of a text file; \\n is a line end."
+            parser=parse_escapes, metavar="TEXT", help="Separator between documents in text files; \\n is a newline."
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="First part of the shards' names. (default: from SOURCE)")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads that tokenise. (default: all cores)")] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Tokenise on a ray cluster instead (extra `ray`).")] = False,
+    name: Annotated[str | None, typer.Option(help="Prefix of the shard file names. (default: from SOURCE)")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Tokenizer threads. (default: all cores)")] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Tokenize on a Ray cluster instead (extra `ray`).")] = False,
 ) -> None:
-    """Tokenise text into shards that `whimbrel train` reads.
+    """Tokenize text into shards for `whimbrel train`.
 
-    Each document is opened by the end-of-text token. The shards are the same bytes for any number of workers; an
-    interrupted run goes on at its last whole shard when the same command is given again.
+    Each document starts with the end-of-text token. The shards are the same bytes for any number of workers. If the
+    command is interrupted, rerun it to resume after the last complete shard.
     """
     from whimbrel.base.errors import ConfigError
     from whimbrel.cli.terminal import ProgressBar
-    from whimbrel.data.cluster import encode_on_ray
-    from whimbrel.data.pipeline import available_cores, encode_on_threads
-    from whimbrel.data.prepare import default_directory
+    from whimbrel.data.prepare import available_cores, default_directory, encode_on_ray, encode_on_threads
     from whimbrel.data.prepare import prepare as write_shards
     from whimbrel.data.sources import FINEWEB, source_name
     from whimbrel.tokenization import load_tokenizer
 
     if ray and workers is not None:
-        raise ConfigError(f"workers={workers} counts threads of this machine: leave it out with --ray")
+        raise ConfigError(f"--workers {workers} applies to threads on this machine: omit it with --ray")
     sources = source or [FINEWEB]
     name = name or source_name(sources[0])
     directory = out_dir or default_directory(name, sources, total_tokens)
     print(f"Output directory: {directory}")
-    print(f"Total tokens: {'ENTIRE DATASET' if total_tokens is None else f'{total_tokens:,}'}")
+    print(f"Tokens: {'all' if total_tokens is None else f'{total_tokens:,}'}")
     print(f"Tokens per shard: {shard_size:,}", flush=True)
     manifest = write_shards(
         sources,
@@ -71,9 +71,10 @@ def prepare(
         val_tokens=val_tokens,
         text_key=text_key,
         separator=separator,
-        engine=encode_on_ray if ray else encode_on_threads(workers or available_cores()),
+        backend=encode_on_ray if ray else encode_on_threads(workers or available_cores()),
         progress=ProgressBar(),
     )
     for split in SPLITS:
         if shards := manifest.of_split(split):
-            print(f"{split}: {manifest.tokens(split):,} tokens in {len(shards)} shards")
+            count = "1 shard" if len(shards) == 1 else f"{len(shards)} shards"
+            print(f"{split}: {manifest.tokens(split):,} tokens in {count}")

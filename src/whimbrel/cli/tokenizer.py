@@ -1,4 +1,4 @@
-"""`whimbrel tokenizer train|show`: learn a tokenizer from text, or look at one."""
+"""`whimbrel tokenizer train|show`: train a tokenizer, or inspect one."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from whimbrel.cli.terminal import parse_escapes
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Learn a tokenizer from text, or look at one.", no_args_is_help=True)
+app = typer.Typer(help="Train a tokenizer, or inspect one.", no_args_is_help=True)
 
 
 @app.command()
 def train(
-    source: Annotated[list[str], typer.Argument(help="Files, folders, globs, or owner/dataset[:config].")],
-    out_dir: Annotated[Path, typer.Option(help="Folder that tokenizer.json and tokenizer_config.json go to.")],
-    vocab_size: Annotated[int, typer.Option(help="Number of ids, the 256 bytes and end-of-text included.")] = 32_768,
-    min_frequency: Annotated[int, typer.Option(help="Merge no pair that occurs less often.")] = 2,
-    text_key: Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) that holds a document.")] = "text",
+    source: Annotated[list[str], typer.Argument(help="Files, directories, globs, or owner/dataset[:config].")],
+    out_dir: Annotated[Path, typer.Option(help="Output directory for tokenizer.json and tokenizer_config.json.")],
+    vocab_size: Annotated[int, typer.Option(help="Number of ids, including the 256 bytes and end-of-text.")] = 32_768,
+    min_frequency: Annotated[int, typer.Option(help="Minimum count of a pair to be merged.")] = 2,
+    text_key: Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) of the text.")] = "text",
     separator: Annotated[
         str | None,
         typer.Option(
-            parser=parse_escapes, metavar="TEXT", help="What parts the documents of a text file; \\n is a line end."
+            parser=parse_escapes, metavar="TEXT", help="Separator between documents in text files; \\n is a newline."
         ),
     ] = None,
 ) -> None:
-    """Learn a byte-level BPE from text and save it in the Hugging Face form, which `transformers` opens too."""
+    """Train a byte-level BPE tokenizer and save it in Hugging Face format, which `transformers` loads too."""
     from whimbrel.data.sources import documents
     from whimbrel.tokenization import train_tokenizer
 
@@ -39,10 +39,10 @@ def train(
 
 @app.command()
 def show(
-    tokenizer: Annotated[str, typer.Argument(help="gpt2, a tokenizer.json, or a folder that holds one.")] = "gpt2",
-    text: Annotated[str | None, typer.Option(help="Show how this text is cut.")] = None,
+    tokenizer: Annotated[str, typer.Argument(help="gpt2, a tokenizer.json, or a directory with one.")] = "gpt2",
+    text: Annotated[str | None, typer.Option(help="Show the tokens of this text.")] = None,
 ) -> None:
-    """Say what a tokenizer is, and how it cuts a text."""
+    """Show a tokenizer's vocabulary size and special tokens, and how it splits a text."""
     from whimbrel.tokenization import load_tokenizer
 
     loaded = load_tokenizer(tokenizer)

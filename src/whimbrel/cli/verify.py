@@ -1,4 +1,4 @@
-"""`whimbrel verify PATH`: read what was written through and say what is wrong with it."""
+"""`whimbrel verify PATH`: check token shards or checkpoints against their manifests."""
 
 from __future__ import annotations
 
@@ -12,29 +12,25 @@ __all__ = ["verify"]
 
 
 def verify(
-    path: Annotated[
-        Path, typer.Argument(help="A folder of token shards, a run, or one checkpoint of a run.", metavar="PATH")
-    ],
+    path: Annotated[Path, typer.Argument(help="Directory of token shards, a run, or a checkpoint.", metavar="PATH")],
 ) -> None:
-    """Check every token shard of a folder, or every checkpoint of a run: all bytes against the sha256 in the manifest.
+    """Check the token shards in a directory, or the checkpoints of a run, against the sha256 in their manifest.
 
-    Of shards also header, size and token ids; where there is a manifest, tokenizer.json must be the one that made them.
+    For shards, also checks the header, the size, the token ids and that tokenizer.json is the one they were prepared
+    with.
 
-    Prints a line for each; faults go to standard error and make the exit code 2. A folder that an interrupted removal
-    of a checkpoint has left is no fault.
+    Prints one line per shard or checkpoint. Errors go to standard error and make the exit code 2. A directory left by
+    an interrupted removal of a checkpoint is not an error.
     """
     from whimbrel.base.errors import DataError
 
     if not path.is_dir():
-        raise DataError(
-            f"no directory {path}: give a folder of token shards, which `whimbrel prepare` makes, a run or a checkpoint"
-        )
-    faults = _verify_checkpoints(path) if _holds_checkpoints(path) else _verify_shards(path)
-    if faults:
+        raise DataError(f"no such directory: {path}; expected a directory of token shards, a run or a checkpoint")
+    if _verify_checkpoints(path) if _has_checkpoints(path) else _verify_shards(path):
         raise typer.Exit(2)
 
 
-def _holds_checkpoints(path: Path) -> bool:
+def _has_checkpoints(path: Path) -> bool:
     manifest = path / "manifest.json"
     return (
         _is_run(path)
@@ -48,21 +44,23 @@ def _is_run(path: Path) -> bool:
 
 
 def _verify_shards(path: Path) -> int:
+    """Print a line per shard. Returns the number of errors."""
     from whimbrel.data.verify import verify_shards
 
     findings = []
     for finding in verify_shards(path):
         findings.append(finding)
-        if finding.fault is None:
+        if finding.error is None:
             print(f"ok {finding.file}: {finding.tokens:,} tokens")
         else:
-            print(f"fault {finding.file}: {finding.fault}", file=sys.stderr)
-    faults = sum(finding.fault is not None for finding in findings)
-    print(f"{len(findings) - faults} sound, {faults} faulty, {sum(finding.tokens for finding in findings):,} tokens")
-    return faults
+            print(f"error {finding.file}: {finding.error}", file=sys.stderr)
+    errors = sum(finding.error is not None for finding in findings)
+    print(f"{len(findings) - errors} ok, {errors} failed, {sum(finding.tokens for finding in findings):,} tokens")
+    return errors
 
 
 def _verify_checkpoints(path: Path) -> int:
+    """Print a line per checkpoint. Returns the number of errors."""
     from whimbrel.base.errors import CheckpointError
     from whimbrel.checkpoint import list_checkpoints, missing_components, step_folders, verify_checkpoint
 
@@ -70,21 +68,22 @@ def _verify_checkpoints(path: Path) -> int:
     if not found:
         print(f"{path} is a run with no checkpoints yet")
         return 0
-    whole = list(list_checkpoints(path).values())
-    left = [checkpoint for checkpoint in found if whole and checkpoint not in whole]
-    faults = 0
+    complete = list(list_checkpoints(path).values())
+    # Removing a checkpoint deletes its manifest first. If no checkpoint has a manifest, this is not what happened.
+    removed = [checkpoint for checkpoint in found if complete and checkpoint not in complete]
+    errors = 0
     for checkpoint in found:
-        if checkpoint in left:
-            print(f"left {checkpoint.name}: no manifest, as an interrupted removal leaves a folder; it can be removed")
+        if checkpoint in removed:
+            print(f"partly removed {checkpoint.name}: no manifest, left by an interrupted removal; it can be deleted")
             continue
         try:
             manifest = verify_checkpoint(checkpoint)
         except CheckpointError as error:
-            faults += 1
-            print(f"fault {checkpoint.name}: {error}", file=sys.stderr)
+            errors += 1
+            print(f"error {checkpoint.name}: {error}", file=sys.stderr)
             continue
         size = sum(entry.size for entry in manifest.files.values())
-        without = "".join(f", without its {key}" for key in missing_components(checkpoint, manifest))
-        print(f"ok {checkpoint.name}: step {manifest.step}, {size:,} bytes in {len(manifest.files)} files{without}")
-    print(f"{len(found) - len(left) - faults} sound, {faults} faulty")
-    return faults
+        missing = "".join(f", without its {key}" for key in missing_components(checkpoint, manifest))
+        print(f"ok {checkpoint.name}: step {manifest.step}, {size:,} bytes in {len(manifest.files)} files{missing}")
+    print(f"{len(found) - len(removed) - errors} ok, {errors} failed")
+    return errors

@@ -1,4 +1,4 @@
-"""Text sources to token shards to batches. Names load on first use: preparing text needs no torch."""
+"""Text sources to token shards to batches. Names are imported on first use: only the loader needs torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Manifest", "TokenDataLoader", "document_ids", "read_manifest", "read_shard", "write_shard"]
 
-_HOMES = {
+_MODULES = {
     "Manifest": "manifest",
     "TokenDataLoader": "loader",
     "document_ids": "loader",
@@ -23,6 +23,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.data.stream import TokenStream, open_stream
+from whimbrel.data.shards import TokenStream, open_stream
 
 __all__ = ["TokenDataLoader", "derive_seed", "document_ids"]
 

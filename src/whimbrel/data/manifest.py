@@ -1,4 +1,4 @@
-"""`manifest.json` beside the shards: what they were made from, how, and how many tokens each holds."""
+"""`manifest.json` next to the shards: sources, tokenizer, settings, and the tokens and sha256 of each shard."""
 
 from __future__ import annotations
 
@@ -29,53 +29,53 @@ __all__ = [
 MANIFEST_FILE = "manifest.json"
 SPLITS = ("train", "val")
 SHARD_SIZE = 100_000_000
-"""Tokens in a full shard where no other number is asked for."""
+"""Default number of tokens in a full shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerRecord:
-    """The tokenizer that made the shards, as far as a reader must know it."""
+    """The tokenizer that the shards were prepared with."""
 
     fingerprint: str
-    """Hash of everything that decides an id."""
+    """Hash of everything that affects token ids."""
     vocab_size: int
-    """Ids run from 0 to one less."""
+    """Number of ids."""
     eot_id: int
-    """The token that opens every document."""
+    """The end-of-text token, which starts every document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRecord:
-    """One file (or hub dataset) that was read."""
+    """One file or Hub dataset that was read."""
 
     role: str
-    """What it was read for: train or val."""
+    """Its split: train or val."""
     name: str
-    """Its name within the source."""
+    """File name (relative to the directory given), or `owner/dataset[:config]`."""
     size: int
-    """Bytes; 0 for a hub dataset."""
+    """Bytes; 0 for a Hub dataset."""
     sha256: str
-    """Hash of its first and last 64 KiB, enough to notice another file under the same name."""
+    """Hash of the first and last 64 KiB, to detect another file under the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSettings:
-    """Everything besides text and tokenizer that decides a byte of the shards."""
+    """All settings besides sources and tokenizer that affect the content of the shards."""
 
     name: str
-    """What the shard files are called."""
+    """First part of the shards' file names."""
     shard_size: int
     """Tokens in a full shard."""
     total_tokens: int | None = None
-    """Training tokens to write; None for all."""
+    """Training tokens to write; None: all."""
     val_tokens: int = 0
-    """Tokens to hold out of the source, in whole documents."""
+    """Tokens to hold out for validation, in complete documents."""
     val_share: float = 0.0
-    """Share of documents, by hash, from which those are taken."""
+    """Share of documents, selected by hash, from which the validation documents are taken."""
     text_key: str = "text"
-    """Column or key that holds a document."""
+    """Column (parquet) or key (jsonl) of the text."""
     separator: str | None = None
-    """What parts the documents of a text file; None where each file is one."""
+    """Separator between documents in text files; None: each file is one document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +87,14 @@ class ShardRecord:
     split: str
     """Its split: train or val."""
     tokens: int
-    """How many tokens it holds."""
+    """Number of tokens."""
     sha256: str
-    """Hash of the whole file."""
+    """Hash of the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """The first batch of documents that no shard holds yet."""
+    """The first batch of documents that is not in a shard yet."""
 
     source: int
     """Index into the sources."""
@@ -104,48 +104,48 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The record of one prepared directory."""
+    """The content of `manifest.json`."""
 
     tool: str
     """Name and version of the program that wrote the shards."""
     tokenizer: TokenizerRecord
     """The tokenizer."""
     sources: tuple[SourceRecord, ...]
-    """Every file read, in order."""
+    """All sources, in the order they are read."""
     settings: ShardSettings
-    """How the shards were cut."""
+    """How the shards were prepared."""
     shards: tuple[ShardRecord, ...] = ()
-    """Every shard, in stream order within its split."""
+    """All shards, in stream order within each split."""
     documents: int = 0
-    """Documents that were read."""
+    """Number of documents read."""
     resume: ResumePoint | None = None
-    """Where an unfinished preparation goes on; None once all is written."""
+    """Where an interrupted preparation resumes; None once it is complete."""
 
     def of_split(self, split: str) -> tuple[ShardRecord, ...]:
         """The shards of one split, in stream order."""
         return tuple(shard for shard in self.shards if shard.split == split)
 
     def tokens(self, split: str) -> int:
-        """How many tokens a split has."""
+        """Number of tokens in a split."""
         return sum(shard.tokens for shard in self.of_split(split))
 
 
 def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Write `manifest.json`, whole or not at all."""
+    """Write `manifest.json` atomically."""
     with atomic_file(Path(directory) / MANIFEST_FILE, "w") as file:
         file.write(json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
-    """The manifest of a prepared directory; None where there is none."""
+    """The manifest of a prepared directory; None if it has none. Raises DataError if it is malformed."""
     path = Path(directory) / MANIFEST_FILE
     if not path.exists():
         return None
     try:
         manifest = build(Manifest, dict(parse_json(path.read_bytes())))
     except (OSError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is not a manifest of this program: {error}") from error
+        raise DataError(f"{path} is not a valid shard manifest: {error}") from error
     for shard in manifest.shards:
         if Path(shard.file).name != shard.file or shard.split not in SPLITS or shard.tokens < 1:
-            raise DataError(f"{path} is not a manifest of this program: it lists {shard}")
+            raise DataError(f"{path} is not a valid shard manifest: it lists {shard}")
     return manifest

@@ -1,26 +1,33 @@
-"""`prepare`: documents of any source to token shards, in order, resumable at the last whole shard.
+"""`prepare`: tokenize documents into shards, in order, resumable after every shard.
 
-After each full shard every split writes what it holds and the manifest follows, last and atomically: at whatever moment
-the process dies, the manifest describes a true beginning of the output and the batch to go on from.
+Worker threads (or Ray tasks) parse and tokenize batches of documents; one thread collects the results in order, assigns
+them to splits and writes shards. After each full shard all splits are written, then the manifest, atomically. If the
+process dies at any point, the manifest describes a valid prefix of the output and the batch to resume from.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib
+import itertools
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from whimbrel import __version__
-from whimbrel.base.errors import ConfigError, DataError, WhimbrelError
+from whimbrel.base.errors import ConfigError, DataError, MissingExtraError, WhimbrelError
 from whimbrel.base.files import remove_stale
 from whimbrel.base.progress import NoProgress, Progress
-from whimbrel.data.encoding import BatchEncoder, Encoded, fingerprint
 from whimbrel.data.manifest import (
     MANIFEST_FILE,
     SHARD_SIZE,
@@ -32,20 +39,25 @@ from whimbrel.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from whimbrel.data.pipeline import Engine, available_cores, encode_on_threads
-from whimbrel.data.shards import MOST_TOKENS
-from whimbrel.data.sources import FINEWEB, Origin, check_separator, open_source
-from whimbrel.data.writing import ShardWriter
+from whimbrel.data.shards import MAX_TOKENS, ShardWriter
+from whimbrel.data.sources import FINEWEB, DocumentBatch, Source, check_separator, open_source
 from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.tokenization.tokenizer import SETTINGS_FILE, TOKENIZER_FILE
 
-__all__ = ["default_directory", "prepare"]
+__all__ = ["Backend", "available_cores", "default_directory", "encode_on_ray", "encode_on_threads", "prepare"]
 
 BYTES_PER_TOKEN = 4
-"""Of plain text, about; only sizes the share of documents to hold out."""
-SPARE = 4.0
-"""How many times more text than asked is offered to validation, so that enough is found; the rest is trained on."""
-UNKNOWN_SHARE = 0.01
+"""Estimate for plain text; only used to size the share of documents to hold out."""
+HELD_OUT_FACTOR = 4.0
+"""How much more text than requested is considered for validation, so that enough is found; the rest is trained on."""
+HELD_OUT_SHARE = 0.01
+"""Share of documents considered for validation if the size of the source is unknown."""
+RAY_BATCHES_AHEAD = 8
+"""Encoded batches of one file that may wait to be written."""
+
+logger = logging.getLogger(__name__)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def prepare(
@@ -60,21 +72,23 @@ def prepare(
     val_tokens: int = 0,
     text_key: str = "text",
     separator: str | None = None,
-    engine: Engine | None = None,
+    backend: Backend | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write the documents of `sources` as shards into `out_dir`, or finish what an interrupted call began there.
+    """Write the documents of `sources` as shards to `out_dir`, or finish what an interrupted call with the same
+    arguments started there.
 
-    The tokenizer goes there too, so that `load_tokenizer(out_dir)` gives the one that made the shards.
+    The tokenizer is saved too, so that `load_tokenizer(out_dir)` returns the one that the shards were prepared with.
 
-    `val` names sources of the validation split; `val_tokens` takes whole documents by hash out of `sources` instead,
-    and copies of these are not trained on.
+    `val` lists the sources of the validation split. `val_tokens` instead holds out complete documents of `sources`,
+    selected by hash, and excludes copies of them from training. `backend` runs the encoding: `encode_on_threads(n)`
+    (default: all cores) or `encode_on_ray`; the shards are the same bytes with either.
     """
     directory = Path(out_dir)
-    _check_request(name, shard_size, total_tokens, val, val_tokens)
-    _check_place(directory)
-    held_out = [origin for source in val for origin in open_source(source)]
-    training = [origin for source in sources for origin in open_source(source)]
+    _check_arguments(name, shard_size, total_tokens, val, val_tokens)
+    _check_directory(directory)
+    held_out = [one for source in val for one in open_source(source)]
+    training = [one for source in sources for one in open_source(source)]
     check_separator(separator, held_out + training)
     settings = ShardSettings(
         name=name,
@@ -85,7 +99,7 @@ def prepare(
         text_key=text_key,
         separator=separator,
     )
-    plan = Manifest(
+    planned = Manifest(
         tool=f"whimbrel {__version__}",
         tokenizer=TokenizerRecord(
             fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id
@@ -94,21 +108,21 @@ def prepare(
         settings=settings,
         resume=ResumePoint(source=0, batch=0),
     )
-    _check_disjoint(plan)
-    manifest = _continued(directory, plan)
+    _check_disjoint(planned)
+    manifest = _resumed_manifest(directory, planned)
     _check_tokenizer(directory, tokenizer)
     if manifest.resume is None:
-        logging.getLogger(__name__).info("%s is prepared already", directory)
+        logger.info("%s is already prepared", directory)
         return manifest
-    job = _Job(directory, manifest, tokenizer, len(held_out), [origin.text_bytes() for origin in training])
-    batches = (engine or encode_on_threads(available_cores()))(
+    job = _Job(directory, manifest, tokenizer, len(held_out), [source.text_bytes() for source in training])
+    batches = (backend or encode_on_threads(available_cores()))(
         held_out + training, manifest.resume, BatchEncoder(tokenizer, settings.val_share), settings
     )
     return job.run(batches, progress or NoProgress())
 
 
 def default_directory(name: str, sources: Sequence[str], total_tokens: int | None) -> Path:
-    """Where shards go that were given no place: `data/fineweb20M`, or `data/fineweb10B` for all of that sample."""
+    """The default `--out-dir`: `data/NAME` and the token budget, as in `data/fineweb20M`; `10B` for all of FineWeb."""
     if total_tokens is None:
         return Path("data") / (f"{name}10B" if list(sources) == [FINEWEB] else name)
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
@@ -118,7 +132,7 @@ def default_directory(name: str, sources: Sequence[str], total_tokens: int | Non
 
 
 class _Job:
-    """One run over the batches: sorts tokens into splits, writes when a shard is full, and says where it got to."""
+    """Collects encoded batches: assigns tokens to splits, and writes shards and the manifest as shards fill up."""
 
     def __init__(
         self,
@@ -130,31 +144,33 @@ class _Job:
     ) -> None:
         self._directory, self._manifest, self._val_sources = directory, manifest, val_sources
         self._training_bytes = training_bytes
-        self._made_directory, self._written = not directory.exists(), set[Path]()
+        self._created_directory, self._written = not directory.exists(), set[Path]()
         self._settings, self._tokenizer = manifest.settings, tokenizer
         self._train, self._val = (
             ShardWriter(directory, manifest.settings, split, tokenizer.dtype, manifest.of_split(split))
             for split in SPLITS
         )
         self._documents = manifest.documents
-        self._held_out = {fingerprint(document) for document in self._val.documents(tokenizer.eot_id)}
+        self._held_out = {document_hash(document) for document in self._val.documents(tokenizer.eot_id)}
 
-    def run(self, batches: Iterator[tuple[ResumePoint, Encoded]], progress: Progress) -> Manifest:
-        """Take batches until they end or every budget is met; leave nothing behind if no shard came of it."""
+    def run(self, batches: Iterator[tuple[ResumePoint, EncodedBatch]], progress: Progress) -> Manifest:
+        """Process batches until they end or the token budgets are met. On an error before the first complete shard,
+        everything written so far is removed.
+        """
         before = self._train.tokens
         progress.start(self._settings.total_tokens, "tokens", before)
         try:
-            for point, encoded in () if self._enough() else batches:
-                self._take(point, encoded)
-                if (expected := self._expected(point, encoded.read)) is not None:
+            for point, encoded in () if self._complete() else batches:
+                self._add(point, encoded)
+                if (expected := self._estimate(point, encoded.progress)) is not None:
                     progress.expect(expected)
                 progress.advance(self._train.tokens - before)
                 before = self._train.tokens
                 if self._train.full or self._val.full:
                     self._save(point)
-                if self._enough():
+                if self._complete():
                     break
-            self._check_outcome()
+            self._check_result()
             self._save(None)
             progress.finish()
         except WhimbrelError:
@@ -165,86 +181,246 @@ class _Job:
             progress.close()
         return self._manifest
 
-    def _take(self, point: ResumePoint, encoded: Encoded) -> None:
+    def _add(self, point: ResumePoint, encoded: EncodedBatch) -> None:
         self._documents += encoded.documents
         if point.source < self._val_sources:
             self._val.add(encoded.tokens)
             return
-        self._train_on(encoded.tokens)
+        self._add_training(encoded.tokens)
         for document in encoded.held_out:
-            key = fingerprint(document)
+            key = document_hash(document)
             if key in self._held_out:
                 continue  # do not train on copies of validation documents, and validate on each only once
             if self._val.tokens < self._settings.val_tokens:
                 self._val.add(document)
                 self._held_out.add(key)
             else:
-                self._train_on(document)
+                self._add_training(document)
 
-    def _train_on(self, tokens: NDArray[Any]) -> None:
+    def _add_training(self, tokens: NDArray[Any]) -> None:
         total = self._settings.total_tokens
         self._train.add(tokens if total is None else tokens[: total - self._train.tokens])
 
-    def _enough(self) -> bool:
+    def _complete(self) -> bool:
         return self._train.tokens == self._settings.total_tokens and self._val.tokens >= self._settings.val_tokens
 
-    def _expected(self, point: ResumePoint, read: float | None) -> int | None:
-        """About how many training tokens there will be, from the share of the training text that is read."""
+    def _estimate(self, point: ResumePoint, progress: float | None) -> int | None:
+        """Estimated number of training tokens, from the share of the training text read so far; None if unknown."""
         sizes = [size for size in self._training_bytes if size is not None]
         source = point.source - self._val_sources
-        if self._settings.total_tokens is not None or source < 0 or read is None or None in self._training_bytes:
+        if self._settings.total_tokens is not None or source < 0 or progress is None or None in self._training_bytes:
             return None
-        return round(self._train.tokens * sum(sizes) / (sum(sizes[:source]) + read * sizes[source]))
+        return round(self._train.tokens * sum(sizes) / (sum(sizes[:source]) + progress * sizes[source]))
 
-    def _check_outcome(self) -> None:
-        total, val_tokens = self._settings.total_tokens, self._settings.val_tokens
+    def _check_result(self) -> None:
         if not self._train.tokens:
-            raise DataError("the training source holds no text: every file was read and no document found")
+            raise DataError("the training source has no text: all files were read and no document was found")
         if self._val_sources and not self._val.tokens:
-            raise DataError("the validation source holds no text: every file was read and no document found")
-        for wanted, got, split in (
-            (total, self._train.tokens, "training"),
-            (val_tokens, self._val.tokens, "validation"),
-        ):
-            if wanted is not None and got < wanted:
-                logging.getLogger(__name__).warning(
-                    "the source ended at %d of the %d %s tokens asked for", got, wanted, split
-                )
+            raise DataError("the validation source has no text: all files were read and no document was found")
+        total, val_tokens = self._settings.total_tokens, self._settings.val_tokens
+        if total is not None and self._train.tokens < total:
+            logger.warning("the source has only %d of the %d training tokens requested", self._train.tokens, total)
+        if self._val.tokens < val_tokens:
+            logger.warning(
+                "held out only %d of the %d validation tokens requested: --val-tokens takes complete documents; split "
+                "text files into documents with --separator, or use --val",
+                self._val.tokens,
+                val_tokens,
+            )
 
     def _save(self, resume: ResumePoint | None) -> None:
         if not self._manifest.shards:
-            self._begin()
+            self._save_first()
         shards = self._train.write() + self._val.write()
         self._manifest = dataclasses.replace(self._manifest, shards=shards, documents=self._documents, resume=resume)
         write_manifest(self._directory, self._manifest)
 
-    def _begin(self) -> None:
-        """What comes before the first shard; a tokenizer that is there is this one (`_check_tokenizer`) and stays."""
-        held = {path for path in self._directory.glob("*") if path.is_file()}
-        self._written = {self._directory / name for name in (MANIFEST_FILE, TOKENIZER_FILE, SETTINGS_FILE)} - held
+    def _save_first(self) -> None:
+        """Write the manifest and the tokenizer before the first shard. An existing tokenizer is the same one
+        (`_check_tokenizer`) and is left as it is.
+        """
+        existing = {path for path in self._directory.glob("*") if path.is_file()}
+        self._written = {self._directory / name for name in (MANIFEST_FILE, TOKENIZER_FILE, SETTINGS_FILE)} - existing
         write_manifest(self._directory, self._manifest)
-        if self._directory / TOKENIZER_FILE not in held:
+        if self._directory / TOKENIZER_FILE not in existing:
             self._tokenizer.save(self._directory)
 
     def _discard(self) -> None:
-        """Remove what this run wrote, and nothing else."""
+        """Remove the files that this run wrote, and the directory if it created it."""
         for path in self._written | self._train.written | self._val.written:
             path.unlink(missing_ok=True)
-        if self._made_directory and self._directory.is_dir() and not any(self._directory.iterdir()):
+        if self._created_directory and self._directory.is_dir() and not any(self._directory.iterdir()):
             self._directory.rmdir()
 
 
-def _check_place(directory: Path) -> None:
-    """Refuse a folder that cannot be made, before any work is done for it."""
-    nearest = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"out_dir={directory} cannot be a folder: {nearest} is a file; name another --out_dir")
+# Encoding: a pure function of a batch, so that any thread or machine can process any batch.
 
 
-def _check_disjoint(plan: Manifest) -> None:
+@dataclass(frozen=True, slots=True)
+class EncodedBatch:
+    """The tokens of one batch of documents."""
+
+    tokens: NDArray[Any]
+    """The documents, concatenated."""
+    held_out: tuple[NDArray[Any], ...]
+    """Documents whose hash makes them candidates for validation."""
+    documents: int
+    """Number of documents in the batch."""
+    progress: float | None
+    """`DocumentBatch.progress`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEncoder:
+    """Parses and tokenizes a batch; each document starts with the end-of-text token."""
+
+    tokenizer: Tokenizer
+    val_share: float
+
+    def __call__(self, batch: DocumentBatch) -> EncodedBatch:
+        """Raises DataError with the location of the document."""
+        train: list[NDArray[Any]] = [np.empty(0, dtype=self.tokenizer.dtype)]
+        held_out: list[NDArray[Any]] = []
+        documents = batch.parse()
+        for number, text in documents:
+            try:
+                (tokens,) = self.tokenizer.encode_documents((text,))
+            except DataError as error:
+                raise DataError(f"{batch.location} {number}: {error}") from error
+            candidate = self.val_share and int.from_bytes(document_hash(tokens), "big") < self.val_share * 2**64
+            (held_out if candidate else train).append(tokens)
+        return EncodedBatch(np.concatenate(train), tuple(held_out), len(documents), batch.progress)
+
+
+def document_hash(tokens: NDArray[Any]) -> bytes:
+    """Eight bytes that depend on the tokens only, so that copies of a document are in the same split."""
+    return hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
+
+
+Backend = Callable[
+    [Sequence[Source], ResumePoint, BatchEncoder, ShardSettings], Iterator[tuple[ResumePoint, EncodedBatch]]
+]
+"""Encodes all batches from a resume point on, in order. Yields each with the resume point after it."""
+
+
+def available_cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def encode_on_threads(workers: int) -> Backend:
+    """A backend with `workers` threads.
+
+    Threads, not processes: both tokenizer libraries release the GIL, so no text is copied between processes, nothing
+    has to start up, and nothing is left running if this process is killed.
+    """
+
+    def backend(
+        sources: Sequence[Source], start: ResumePoint, encoder: BatchEncoder, settings: ShardSettings
+    ) -> Iterator[tuple[ResumePoint, EncodedBatch]]:
+        def batches() -> Iterator[tuple[ResumePoint, DocumentBatch]]:
+            for source in range(start.source, len(sources)):
+                skip = start.batch if source == start.source else 0
+                found = sources[source].batches(settings.text_key, settings.separator, skip)
+                for number, batch in enumerate(found, skip + 1):
+                    yield ResumePoint(source=source, batch=number), batch
+
+        def encode(item: tuple[ResumePoint, DocumentBatch]) -> tuple[ResumePoint, EncodedBatch]:
+            return item[0], encoder(item[1])
+
+        return map_in_order(encode, batches(), workers)
+
+    return backend
+
+
+def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """Like `map`, on `workers` threads; reads at most 2 * `workers` items ahead."""
+    pending: deque[Future[Result]] = deque()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
+    try:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def encode_on_ray(
+    sources: Sequence[Source], start: ResumePoint, encoder: BatchEncoder, settings: ShardSettings
+) -> Iterator[tuple[ResumePoint, EncodedBatch]]:
+    """A backend with one Ray task per file, on the current Ray cluster or a new one on this machine.
+
+    Source files must have the same path on every machine. Needs the extra `ray`.
+    """
+    try:
+        ray: Any = importlib.import_module("ray")  # Any: its annotations are partial
+    except ImportError as error:
+        raise MissingExtraError("--ray", "ray", "ray") from error
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    task = ray.remote(_encode_source).options(
+        num_returns="streaming", _generator_backpressure_num_objects=RAY_BATCHES_AHEAD
+    )
+    tokenizer = ray.put((encoder.tokenizer.to_json(), encoder.tokenizer.eot_token))
+
+    def submit(source: int) -> tuple[int, int, Any]:
+        skip = start.batch if source == start.source else 0
+        return source, skip, task.remote(sources[source], tokenizer, settings, skip)
+
+    waiting = iter(range(start.source, len(sources)))
+    cores = int(ray.cluster_resources().get("CPU", 1))
+    running = deque(submit(source) for source in itertools.islice(waiting, cores))
+    while running:
+        source, skip, results = running.popleft()
+        for number, reference in enumerate(results, skip + 1):
+            try:
+                encoded = ray.get(reference)
+            except ray.exceptions.RayTaskError as error:
+                raise (error.cause if isinstance(error.cause, WhimbrelError) else error) from error
+            yield ResumePoint(source=source, batch=number), encoded
+        running.extend(submit(source) for source in itertools.islice(waiting, 1))
+
+
+def _encode_source(
+    source: Source, tokenizer: tuple[str, str], settings: ShardSettings, skip: int
+) -> Iterator[EncodedBatch]:
+    """The Ray task: encode one file from its batch `skip` on."""
+    text, eot_token = tokenizer
+    encoder = BatchEncoder(Tokenizer.from_json(text, eot_token), settings.val_share)
+    for batch in source.batches(settings.text_key, settings.separator, skip):
+        yield encoder(batch)
+
+
+# Checks of arguments and of an existing output directory.
+
+
+def _check_arguments(name: str, shard_size: int, total_tokens: int | None, val: Sequence[str], val_tokens: int) -> None:
+    if not re.fullmatch(r"[\w.-]+", name) or any(f"_{split}_" in f"{name}_" for split in SPLITS):
+        raise ConfigError(f"expected --name of letters, digits and '-', not ending in _train or _val, got '{name}'")
+    if not 1 <= shard_size <= MAX_TOKENS:
+        raise ConfigError(f"expected --shard-size of 1 to {MAX_TOKENS:,} tokens, got {shard_size}")
+    if total_tokens is not None and total_tokens < 1:
+        raise ConfigError(f"expected --total-tokens of at least 1, got {total_tokens}; omit it to use all tokens")
+    if val_tokens < 0:
+        raise ConfigError(f"expected --val-tokens of at least 0, got {val_tokens}")
+    if val and val_tokens:
+        raise ConfigError("--val and --val-tokens both define the validation split: give one of them")
+
+
+def _check_directory(directory: Path) -> None:
+    """Raise early for a path that cannot be a directory."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"expected a directory for --out-dir, got {directory}: {existing} is a file")
+
+
+def _check_disjoint(manifest: Manifest) -> None:
     """Raise if a file is used for both training and validation."""
-    train = {(source.size, source.sha256): source.name for source in plan.sources if source.role == "train"}
-    for source in plan.sources:
+    train = {(source.size, source.sha256): source.name for source in manifest.sources if source.role == "train"}
+    for source in manifest.sources:
         if source.role == "val" and source.size and (name := train.get((source.size, source.sha256))) is not None:
             raise DataError(
                 f"validation source {source.name} and training source {name} have the same content: choose "
@@ -255,59 +431,44 @@ def _check_disjoint(plan: Manifest) -> None:
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     file = directory / TOKENIZER_FILE
     if file.exists() and load_tokenizer(directory).fingerprint != tokenizer.fingerprint:
-        raise DataError(f"{file} is another tokenizer: name another --out_dir, or give --tokenizer {directory}")
+        raise DataError(f"{file} is another tokenizer: choose another --out-dir, or use --tokenizer {directory}")
 
 
-def _continued(directory: Path, plan: Manifest) -> Manifest:
-    """The manifest to go on from: `plan` for a new folder, else what the folder holds, if made in the same way."""
-    held = read_manifest(directory)
-    if held is None:
+def _resumed_manifest(directory: Path, planned: Manifest) -> Manifest:
+    """The manifest of an earlier run with the same arguments, or `planned` in a new directory."""
+    found = read_manifest(directory)
+    if found is None:
         if any(directory.glob("[!.]*.bin")):
-            raise DataError(f"{directory} holds shards without a {MANIFEST_FILE}: name another --out_dir")
-        return plan
+            raise DataError(f"{directory} has shards without a {MANIFEST_FILE}: choose another --out-dir")
+        return planned
     for part in ("tokenizer", "sources", "settings"):
-        if getattr(held, part) != getattr(plan, part):
-            fault = _difference(part, getattr(held, part), getattr(plan, part))
-            raise DataError(f"{directory} holds shards made with other {fault}: name another --out_dir or remove it")
-    for shard in held.shards:
+        before, now = getattr(found, part), getattr(planned, part)
+        if before != now:
+            difference = part
+            if part == "settings":
+                changed = [
+                    f.name for f in dataclasses.fields(before) if getattr(before, f.name) != getattr(now, f.name)
+                ]
+                difference = f"settings ({', '.join(f'{name}={getattr(before, name)}' for name in changed)})"
+            raise DataError(
+                f"{directory} has shards prepared with other {difference}: choose another --out-dir or remove it"
+            )
+    for shard in found.shards:
         if not (directory / shard.file).is_file():
             raise DataError(
-                f"{directory / shard.file} is missing but listed in {MANIFEST_FILE}: remove the folder first"
+                f"{directory / shard.file} is missing but listed in {MANIFEST_FILE}: remove the directory and restart"
             )
     remove_stale(directory)
-    return held
+    return found
 
 
-def _difference(part: str, held: Any, given: Any) -> str:
-    if part != "settings":
-        return part
-    names = [field.name for field in dataclasses.fields(held)]
-    changed = [name for name in names if getattr(held, name) != getattr(given, name)]
-    return f"settings ({', '.join(f'{name}={getattr(held, name)}' for name in changed)})"
-
-
-def _val_share(training: Sequence[Origin], total_tokens: int | None, val_tokens: int) -> float:
-    """The share of documents that the hash offers; a fixed function of the request, so that a resume repeats it."""
+def _val_share(training: Sequence[Source], total_tokens: int | None, val_tokens: int) -> float:
+    """The share of documents considered for validation. Depends on the arguments only, so that a resume repeats it."""
     if not val_tokens:
         return 0.0
-    sizes = [origin.text_bytes() for origin in training]
+    sizes = [source.text_bytes() for source in training]
     known = None if None in sizes else sum(size or 0 for size in sizes) // BYTES_PER_TOKEN
     available = min((n for n in (known, total_tokens and total_tokens + val_tokens) if n is not None), default=None)
-    return UNKNOWN_SHARE if available is None else min(0.5, round(SPARE * val_tokens / max(available, 1), 6))
-
-
-def _check_request(name: str, shard_size: int, total_tokens: int | None, val: Sequence[str], val_tokens: int) -> None:
-    if not re.fullmatch(r"[\w.-]+", name) or any(f"_{split}_" in f"{name}_" for split in SPLITS):
-        raise ConfigError(
-            f"name='{name}' cannot name shards: use letters, digits, '-', and no _train or _val at its end"
-        )
-    if not 1 <= shard_size <= MOST_TOKENS:
-        raise ConfigError(f"shard_size={shard_size} must be 1 to {MOST_TOKENS:,} tokens")
-    if total_tokens is not None and total_tokens < 1:
-        raise ConfigError(f"total_tokens={total_tokens} must be at least 1; leave it out to take everything")
-    if val_tokens < 0:
-        raise ConfigError(f"val_tokens={val_tokens} must be 0 or more")
-    if val and val_tokens:
-        raise ConfigError(
-            f"val_tokens={val_tokens} takes validation text from the source, and --val names one: give one"
-        )
+    if available is None:
+        return HELD_OUT_SHARE
+    return min(0.5, round(HELD_OUT_FACTOR * val_tokens / max(available, 1), 6))

@@ -1,8 +1,18 @@
-"""The token shard: 256 int32 of header `[magic, version, num_tokens, 0...]`, then the tokens. llm.c reads the same."""
+"""Token shards: the file format, writing a split as shards of equal size, and reading a split as one stream.
+
+A shard is 256 int32 of header `[magic, version, num_tokens, 0...]` followed by the tokens, the format that llm.c and
+modded-nanogpt read.
+"""
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
+import logging
 import os
+import re
+import resource
 import stat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,31 +21,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whimbrel.base.errors import DataError
-from whimbrel.base.files import atomic_file
+from whimbrel.base.files import atomic_file, sha256_file
+from whimbrel.data.manifest import MANIFEST_FILE, SPLITS, Manifest, ShardRecord, ShardSettings, read_manifest
 
-__all__ = ["HEADER_BYTES", "Header", "MOST_TOKENS", "check_ids", "read_header", "read_shard", "write_shard"]
+__all__ = [
+    "HEADER_BYTES",
+    "Header",
+    "MAX_TOKENS",
+    "ShardWriter",
+    "TokenStream",
+    "has_split",
+    "open_stream",
+    "read_header",
+    "read_shard",
+    "split_files",
+    "write_shard",
+]
 
 HEADER_INTS, HEADER_BYTES = 256, 1024
-FORMS: dict[np.dtype[Any], tuple[int, int]] = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}
+FORMATS: dict[np.dtype[Any], tuple[int, int]] = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}
 """Magic number and version of each token type."""
+MAX_TOKENS = 2**31 - 1
+"""Tokens in one shard: the header counts them in an int32."""
+WRITE_SLACK = 1 << 20
+"""Tokens of buffer beyond a full shard, for the rest of a batch; the buffer grows if a document needs more."""
+DEFAULT_EOT = {2: 50256, 4: 128000}
+"""The token that starts a document in shards without a manifest, by bytes per token: GPT-2's, Llama 3's."""
+MAX_MAPPED = 512
+"""Maximum number of mapped shards, lower under a low open-file limit: each map keeps a file descriptor open."""
+SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation)(?:[_.-]\d+)*\.bin", re.IGNORECASE)
 
-MOST_TOKENS = 2**31 - 1
-"""What the header's int32 can count."""
-
-
-def write_shard(path: str | os.PathLike[str], tokens: NDArray[Any]) -> None:
-    """Write 1-D uint16 or uint32 `tokens` as one shard; the file is whole or absent."""
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 1 or tokens.dtype not in FORMS:
-        given = f"{tokens.ndim}-D {tokens.dtype}"
-        raise DataError(f"cannot write {path}: given {given} tokens, a shard holds a 1-D array of uint16 or uint32")
-    if not 0 < len(tokens) <= MOST_TOKENS:
-        raise DataError(f"cannot write {path}: given {len(tokens):,} tokens, a shard holds 1 to {MOST_TOKENS:,}")
-    header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = *FORMS[tokens.dtype], len(tokens)
-    with atomic_file(path) as file:
-        file.write(header.tobytes())
-        file.write(np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<")).data)
+logger = logging.getLogger(__name__)
 
 
 class Header(NamedTuple):
@@ -45,30 +61,46 @@ class Header(NamedTuple):
     tokens: int
 
 
+def write_shard(path: str | os.PathLike[str], tokens: NDArray[Any]) -> None:
+    """Write 1-D uint16 or uint32 `tokens` as one shard, atomically."""
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 1 or tokens.dtype not in FORMATS:
+        raise DataError(
+            f"cannot write {path}: expected 1-D uint16 or uint32 tokens, got {tokens.ndim}-D {tokens.dtype}"
+        )
+    if not 0 < len(tokens) <= MAX_TOKENS:
+        raise DataError(f"cannot write {path}: expected 1 to {MAX_TOKENS:,} tokens, got {len(tokens):,}")
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    header[:3] = *FORMATS[tokens.dtype], len(tokens)
+    with atomic_file(path) as file:
+        file.write(header.tobytes())
+        file.write(np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<")).data)
+
+
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """The dtype and number of a shard's tokens."""
+    """The dtype and number of a shard's tokens. Raises DataError if the file is not a complete shard."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):  # opening a pipe would block
-            raise DataError(f"{path} is not a regular file: remove it or move it elsewhere")
+            raise DataError(f"expected a shard file, got {path}, which is not a regular file: remove or move it")
         with open(path, "rb") as file:
             raw, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"cannot read shard {path}: {error.strerror}") from error
     if len(raw) < HEADER_BYTES:
-        raise DataError(f"{path} is not a token shard: {size} bytes, the header alone has {HEADER_BYTES}")
+        raise DataError(f"{path} is not a token shard: {size} bytes, but the header alone has {HEADER_BYTES}")
     magic, version, count = (int(number) for number in np.frombuffer(raw, dtype="<i4")[:3])
-    dtype = next((dtype for dtype, form in FORMS.items() if form[0] == magic), None)
+    dtype = next((dtype for dtype, (known, _) in FORMATS.items() if known == magic), None)
     if dtype is None:
-        known = " or ".join(str(form[0]) for form in FORMS.values())
-        raise DataError(f"{path} is not a token shard: magic number {magic}, expected {known}; remove or rename it")
-    if version != FORMS[dtype][1]:
-        raise DataError(f"{path} has shard version {version}, expected {FORMS[dtype][1]} for magic number {magic}")
+        expected = " or ".join(str(known) for known, _ in FORMATS.values())
+        raise DataError(f"{path} is not a token shard: magic number {magic}, expected {expected}; remove or rename it")
+    if version != FORMATS[dtype][1]:
+        raise DataError(f"{path} has shard version {version}, expected {FORMATS[dtype][1]} for magic number {magic}")
     if count < 1:
         raise DataError(f"{path} is an empty shard: its header counts {count} tokens; remove it or prepare it again")
     if size != HEADER_BYTES + count * dtype.itemsize:
-        held = (size - HEADER_BYTES) / dtype.itemsize
-        fault = "truncated" if held < count else "longer than its header says"
-        raise DataError(f"{path} is {fault}: the header counts {count:,} tokens, the file holds {held:,g}")
+        found = (size - HEADER_BYTES) / dtype.itemsize
+        fault = "truncated" if found < count else "longer than its header says"
+        raise DataError(f"{path} is {fault}: the header counts {count:,} tokens, the file has {found:,g}")
     return Header(dtype.newbyteorder("<"), count)
 
 
@@ -81,15 +113,232 @@ def read_shard(path: str | os.PathLike[str], vocab_size: int | None = None) -> N
         raise DataError(f"cannot map shard {path}: {error.strerror}") from error
     if vocab_size is not None:
         for start in range(0, count, 1 << 24):
-            check_ids(tokens[start : start + (1 << 24)], vocab_size, Path(path), start)
+            _check_ids(tokens[start : start + (1 << 24)], vocab_size, Path(path), start)
     return tokens
 
 
-def check_ids(tokens: NDArray[Any], vocab_size: int, path: Path, start: int) -> None:
-    """Refuse ids over the vocabulary; `start` is the place of `tokens` in the shard `path`."""
+def _check_ids(tokens: NDArray[Any], vocab_size: int, path: Path, start: int) -> None:
+    """Raise for ids outside the vocabulary. `start` is the offset of `tokens` in the shard `path`."""
     if int(tokens.max()) >= vocab_size:
-        place = int(np.argmax(tokens >= vocab_size))
+        offset = int(np.argmax(tokens >= vocab_size))
         raise DataError(
-            f"{path} holds token id {int(tokens[place])} at token {start + place:,}: the vocabulary has {vocab_size} "
-            "ids; prepare the text again with this model's tokenizer"
+            f"{path} has token id {int(tokens[offset])} at token {start + offset:,}, but the vocabulary has "
+            f"{vocab_size} ids: prepare the text again with this model's tokenizer"
         )
+
+
+class ShardWriter:
+    """Buffers the tokens of a split and writes them as shards of equal size.
+
+    The last shard may be short. A later `write` extends it under the same name, so shards only ever grow at the end:
+    the records of an older manifest still describe a prefix of the files.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: ShardSettings,
+        split: str,
+        dtype: np.dtype[Any],
+        records: tuple[ShardRecord, ...],
+    ) -> None:
+        self._directory, self._name, self._split = directory, settings.name, split
+        self._shard_size = settings.shard_size
+        self._buffer = np.empty(self._shard_size + WRITE_SLACK, dtype=dtype)
+        self._filled = 0
+        self.written: set[Path] = set()
+        """Files that this run created or started to."""
+        self._full_shards = [record for record in records if record.tokens == self._shard_size]
+        for record in records[len(self._full_shards) :]:
+            self.add(self._reopen(record))
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens added, including earlier runs."""
+        return len(self._full_shards) * self._shard_size + self._filled
+
+    @property
+    def full(self) -> bool:
+        """Whether the buffer contains at least one full shard."""
+        return self._filled >= self._shard_size
+
+    def add(self, tokens: NDArray[Any]) -> None:
+        """Append `tokens` to the buffer."""
+        end = self._filled + len(tokens)
+        if end > len(self._buffer):
+            extra = np.empty(len(tokens) + WRITE_SLACK, tokens.dtype)
+            self._buffer = np.concatenate((self._buffer[: self._filled], extra))
+        self._buffer[self._filled : end] = tokens
+        self._filled = end
+
+    def documents(self, eot_id: int) -> list[NDArray[Any]]:
+        """The documents added, including earlier runs."""
+        shards = (read_shard(self._directory / record.file) for record in self._full_shards)
+        tokens = np.concatenate((*shards, self._buffer[: self._filled]))
+        return np.split(tokens, np.flatnonzero(tokens == eot_id))[1:]
+
+    def write(self) -> tuple[ShardRecord, ...]:
+        """Write all buffered tokens, the rest as a short shard. Returns the records of all shards so far."""
+        start = 0
+        while self._filled - start >= self._shard_size:
+            self._full_shards.append(self._write(self._buffer[start : start + self._shard_size]))
+            start += self._shard_size
+        rest = self._buffer[start : self._filled].copy()
+        self._filled = len(rest)
+        self._buffer[: len(rest)] = rest
+        return (*self._full_shards, self._write(rest)) if len(rest) else tuple(self._full_shards)
+
+    def _write(self, tokens: NDArray[Any]) -> ShardRecord:
+        path = self._directory / f"{self._name}_{self._split}_{len(self._full_shards):06d}.bin"
+        self.written.add(path)
+        write_shard(path, tokens)
+        return ShardRecord(file=path.name, split=self._split, tokens=len(tokens), sha256=sha256_file(path))
+
+    def _reopen(self, record: ShardRecord) -> NDArray[Any]:
+        tokens = read_shard(self._directory / record.file)
+        if len(tokens) < record.tokens:
+            raise DataError(f"{self._directory / record.file} is shorter than its manifest says: remove the directory")
+        return tokens[: record.tokens]
+
+
+class TokenStream:
+    """The shards of a split as one endless, memory-mapped array of tokens; `len(stream)` is one epoch.
+
+    Shards are mapped on first read and unmapped in least-recently-used order, so that a corpus with many shards needs
+    few file descriptors. `digests`, one per shard, are checked when a shard is first read.
+    """
+
+    def __init__(self, paths: list[Path], vocab_size: int | None, digests: list[str] | None = None) -> None:
+        self.paths = paths
+        self.vocab_size = vocab_size
+        headers = [read_header(path) for path in paths]
+        self.dtype: np.dtype[Any] = headers[0].dtype
+        for path, header in zip(paths, headers, strict=True):
+            if header.dtype != self.dtype:
+                raise DataError(
+                    f"{path} has {header.dtype} tokens, but {paths[0]} has {self.dtype}: use one dtype per directory"
+                )
+        self.lengths = [header.tokens for header in headers]
+        self._ends = list(itertools.accumulate(self.lengths))
+        self._unverified = dict(enumerate(digests or ()))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        max_mapped = MAX_MAPPED if soft == resource.RLIM_INFINITY else max(1, min(MAX_MAPPED, soft // 4))
+        self.shard = functools.lru_cache(max_mapped)(self._open_shard)
+        """The tokens of the shard with an index."""
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def copy(self, start: int, out: NDArray[Any]) -> None:
+        """Fill `out` with the tokens from `start` on, across shards and wrapping around at the end."""
+        start, filled = start % len(self), 0
+        while filled < len(out):
+            index = bisect.bisect_right(self._ends, start)
+            offset = start - self._ends[index] + self.lengths[index]
+            tokens = self.shard(index)[offset : offset + len(out) - filled]
+            if self.vocab_size is not None:
+                _check_ids(tokens, self.vocab_size, self.paths[index], offset)
+            out[filled : filled + len(tokens)] = tokens
+            filled += len(tokens)
+            start = (start + len(tokens)) % len(self)
+
+    def _open_shard(self, index: int) -> NDArray[Any]:
+        path = self.paths[index]
+        tokens = read_shard(path).view(np.ndarray)
+        if len(tokens) != self.lengths[index]:
+            raise DataError(f"{path} changed while it was read: {len(tokens):,} tokens, before {self.lengths[index]:,}")
+        expected = self._unverified.get(index)
+        if expected is not None and sha256_file(path) != expected:
+            raise DataError(
+                f"{path} was changed since it was written (sha256 differs from {MANIFEST_FILE}): prepare it again"
+            )
+        self._unverified.pop(index, None)
+        return tokens
+
+
+def open_stream(
+    data_root: str | os.PathLike[str],
+    split: str,
+    vocab_size: int | None = None,
+    eot_id: int | None = None,
+    *,
+    verify: bool = False,
+) -> tuple[TokenStream, int]:
+    """The stream of a split and its end-of-text token. Arguments that are None are taken from the manifest.
+
+    `verify` compares each shard with the manifest's sha256 when it is first read.
+    """
+    root = Path(data_root)
+    paths, manifest = split_files(root, split), read_manifest(root)
+    if manifest is None:
+        if verify:
+            raise DataError(f"cannot verify {root}: it has no {MANIFEST_FILE} with hashes; turn data.verify off")
+        _warn_unchecked(root)
+        stream = TokenStream(paths, vocab_size)
+        return stream, DEFAULT_EOT[stream.dtype.itemsize] if eot_id is None else eot_id
+    _check_files(manifest, root, split, paths)
+    known, records = manifest.tokenizer, manifest.of_split(split)
+    if eot_id is not None and eot_id != known.eot_id:
+        raise DataError(f"expected eot_id={known.eot_id} as in {root / MANIFEST_FILE}, got {eot_id}: omit it")
+    vocab_size = known.vocab_size if vocab_size is None else vocab_size
+    stream = TokenStream(paths, vocab_size, [record.sha256 for record in records] if verify else None)
+    for record, tokens in zip(records, stream.lengths, strict=True):
+        if record.tokens != tokens:
+            raise DataError(
+                f"{root / record.file} has {tokens:,} tokens, {MANIFEST_FILE} says {record.tokens:,}: prepare it again"
+            )
+    if (first := stream.shard(0)[0]) != known.eot_id:
+        raise DataError(f"{paths[0]} starts with token {first}, expected end-of-text ({known.eot_id})")
+    return stream, known.eot_id
+
+
+@functools.cache
+def _warn_unchecked(root: Path) -> None:
+    """Warn once per directory that it has no manifest."""
+    logger.warning("%s has no %s: its shards are used unchecked", root, MANIFEST_FILE)
+
+
+def has_split(root: Path, split: str) -> bool:
+    """Whether a directory contains shards with `split` in their names."""
+    return root.is_dir() and any(_split_of(path) == split for path in root.glob("[!.]*.bin"))
+
+
+def split_files(root: Path, split: str) -> list[Path]:
+    """The shard files of a split, in stream order.
+
+    The split is the last word of the name before its number: `x_train_000001.bin`, `x_val.bin`. If no file name
+    contains a split, all files are training data.
+    """
+    if split not in SPLITS:
+        raise DataError(f"expected a split of {', '.join(SPLITS)}, got '{split}'")
+    if not root.is_dir():
+        raise DataError(f"no such directory: {root}; create token shards with `whimbrel prepare`")
+    splits = {path: _split_of(path) for path in sorted(root.glob("[!.]*.bin"))}
+    unnamed = [path for path, found in splits.items() if found is None]
+    if unnamed and len(unnamed) < len(splits):
+        raise DataError(
+            f"expected *_train_*.bin and *_val_*.bin in {root}, got {unnamed[0].name}: rename it or move it away"
+        )
+    chosen = [path for path, found in splits.items() if found == split or (unnamed and split == "train")]
+    if not chosen:
+        flag = " --val or --val-tokens" if split == "val" else ""
+        raise DataError(f"{root} has no {split} shards (*_{split}_*.bin): create them with `whimbrel prepare`{flag}")
+    return chosen
+
+
+def _split_of(path: Path) -> str | None:
+    found = SPLIT_NAME.search(path.name)
+    return None if found is None else "train" if found.group(1).lower() == "train" else "val"
+
+
+def _check_files(manifest: Manifest, root: Path, split: str, paths: list[Path]) -> None:
+    """Raise unless the files of a split are exactly those in the manifest."""
+    if manifest.resume is not None:
+        raise DataError(f"{root} is not fully prepared: rerun the same `whimbrel prepare` command to finish it")
+    listed, found = [shard.file for shard in manifest.of_split(split)], [path.name for path in paths]
+    for name in listed:
+        if name not in found:
+            raise DataError(f"{root / name} is missing but listed in {MANIFEST_FILE}: restore it or prepare again")
+    for name in found:
+        if name not in listed:
+            raise DataError(f"{root / name} is not listed in {MANIFEST_FILE}: move it to another directory")

@@ -1,58 +1,157 @@
-"""Where documents come from: local parquet, jsonl and text files (plain, gz, zst), and datasets of the hub.
+"""Sources of documents: parquet, jsonl and text files (plain, gz, zst), and datasets of the Hugging Face Hub.
 
-An origin yields its documents in order, in batches of bounded size, read in one thread and parsed in another.
+A source yields its documents in order, in batches of bounded size. One thread reads the raw bytes; parsing is deferred
+to `DocumentBatch.parse`, so that worker threads can do it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import glob
 import hashlib
 import itertools
+import json
+import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.data.batches import MAX_SEPARATOR, Batch, check_length, jsonl_batches, parquet_batches, text_batches
-from whimbrel.data.hub import HubDataset
+from whimbrel.base.errors import ConfigError, DataError, MissingExtraError
 from whimbrel.data.manifest import SourceRecord
 
-__all__ = ["FINEWEB", "LocalFile", "Origin", "check_separator", "documents", "open_source", "source_name"]
+__all__ = [
+    "DocumentBatch",
+    "FINEWEB",
+    "HubDataset",
+    "LocalFile",
+    "Source",
+    "check_separator",
+    "documents",
+    "open_source",
+    "source_name",
+]
 
 FINEWEB = "HuggingFaceFW/fineweb:sample-10BT"
-"""The source that `prepare` reads where none is named."""
+"""The default source of `whimbrel prepare`."""
 
-KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text", ".md": "text"}
+FILE_TYPES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text", ".md": "text"}
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-EXPANSION = 3
-"""Bytes of text expected in a byte of a compressed file; only sizes the share of documents to hold out."""
+COMPRESSION_RATIO = 3
+"""Estimated bytes of text per byte of a compressed file; only used to size the validation split."""
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
+RECORD_BYTES = 1 << 16
+"""Bytes hashed at each end of a file to identify it."""
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
-ENDS = 1 << 16
+BATCH_BYTES = 1 << 20
+"""Approximate size of a batch of text; a longer document is a batch of its own."""
+BATCH_DOCUMENTS = 64
+"""Documents in a batch of parquet or Hub rows."""
+MAX_DOCUMENT_BYTES = 1 << 28
+"""256 MiB: a document is encoded in memory by one thread."""
+MAX_SEPARATOR = 1 << 12
+"""Maximum separator length in bytes, counting each newline twice."""
+LINE_END = re.compile(rb"\n")
+
+Documents = list[tuple[int, str]]
+"""Texts with their numbers in the file, for error messages. Empty documents are omitted."""
 
 
-class Origin(Protocol):
-    """One ordered run of documents."""
+@dataclass(frozen=True, slots=True)
+class DocumentBatch:
+    """Consecutive documents of one source."""
+
+    location: str
+    """Start of error messages, completed by a document number: `a.jsonl, line`."""
+    parse: Callable[[], Documents]
+    """Parses the documents. Raises DataError with the location."""
+    progress: float | None
+    """Share of the source read up to the end of this batch, for estimates; None if the size is unknown."""
+
+
+class Source(Protocol):
+    """An ordered collection of documents: one file or one Hub dataset."""
 
     @property
     def name(self) -> str:
-        """How messages and the manifest call it."""
+        """Name for messages and the manifest."""
 
     def record(self, role: str) -> SourceRecord:
-        """What the manifest keeps of it."""
+        """The entry in the manifest, which identifies the content without reading all of it."""
 
     def text_bytes(self) -> int | None:
-        """About how many bytes of text it holds; None where that is not known before reading."""
+        """Estimated bytes of text; None if unknown before reading."""
 
-    def batches(self, text_key: str, separator: str | None, skip: int) -> Iterator[Batch]:
-        """Its documents in order, without the first `skip` batches."""
+    def batches(self, text_key: str, separator: str | None, skip: int) -> Iterator[DocumentBatch]:
+        """The documents in order, without the first `skip` batches."""
+
+
+def open_source(source: str) -> Sequence[Source]:
+    """The files and datasets, in order, of a path, directory, glob or `owner/dataset[:config]`.
+
+    Directories are searched recursively, except for names that start with a dot.
+    """
+    if not source:
+        raise ConfigError(f"a source is empty: {_expected_source()}")
+    path = Path(source)
+    if path.is_dir():
+        found = [_local_file(file, file.relative_to(path).as_posix()) for file in _visible_files(path)]
+        sources = [file for file in found if file is not None]
+        if not sources:
+            raise DataError(f"directory {source} has no text files: expected {_known_suffixes()} files")
+        return sources
+    matches = [path] if path.is_file() else sorted(file for file in _expand_glob(source) if file.is_file())
+    if matches:
+        files = [(file, _local_file(file, file.name)) for file in matches]
+        for file, local in files:
+            if local is None:
+                raise ConfigError(f"expected a {_known_suffixes()} file, got {file}")
+        return [local for _, local in files if local is not None]
+    if HUB_NAME.fullmatch(source) and _file_type(path)[0] is None:
+        dataset, _, config = source.partition(":")
+        return [HubDataset(dataset, config or None)]
+    raise DataError(f"no such file: {source}; {_expected_source()}")
+
+
+def documents(sources: Sequence[str], text_key: str = "text", separator: str | None = None) -> Iterator[str]:
+    """The texts of all documents of `sources`, in order."""
+    opened = [one for source in sources for one in open_source(source)]
+    check_separator(separator, opened)
+    for one in opened:
+        for batch in one.batches(text_key, separator, skip=0):
+            for _, text in batch.parse():
+                yield text
+
+
+def check_separator(separator: str | None, sources: Sequence[Source]) -> None:
+    """Raise for a separator without effect, and for a text file that is too long to be one document."""
+    texts = [source for source in sources if isinstance(source, LocalFile) and source.kind == "text"]
+    if separator is None:
+        for file in texts:
+            if not file.codec:
+                _check_length(file.path, file.text_bytes())
+    elif not separator:
+        raise ConfigError("--separator is empty: give the text between documents, or omit it")
+    elif len(separator.encode()) + separator.count("\n") > MAX_SEPARATOR:
+        raise ConfigError(f"expected a separator of at most {MAX_SEPARATOR} bytes, got {len(separator.encode())}")
+    elif not texts:
+        raise ConfigError(f"--separator {separator!r} applies to text files, but no source is one: omit it")
+
+
+def source_name(source: str) -> str:
+    """A short name for shards prepared from `source`, from its directory, file or dataset name."""
+    path = Path(source)
+    if glob.has_magic(source) and not path.exists():
+        path = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
+    name = path.resolve().name if path.is_dir() else path.name.split(":")[0].split(".")[0]
+    return re.sub(r"[\W_]+", "-", name).strip("-") or "text"
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """A file on this machine; its suffixes say what it holds."""
+    """A parquet, jsonl or text file."""
 
     path: Path
     name: str
@@ -60,122 +159,245 @@ class LocalFile:
     codec: str | None
 
     def record(self, role: str) -> SourceRecord:
-        """Size and a hash of both ends tell one file from another without reading it all."""
+        """The size and a hash of both ends of the file."""
         try:
             with open(self.path, "rb") as file:
                 size = file.seek(0, 2)
                 file.seek(0)
-                digest = hashlib.sha256(file.read(ENDS))
-                file.seek(max(0, size - ENDS))
-                digest.update(file.read(ENDS))
+                digest = hashlib.sha256(file.read(RECORD_BYTES))
+                file.seek(max(0, size - RECORD_BYTES))
+                digest.update(file.read(RECORD_BYTES))
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}") from error
         return SourceRecord(role=role, name=self.name, size=size, sha256=digest.hexdigest())
 
     def text_bytes(self) -> int:
-        """The file's size, more where it is compressed."""
-        return self.path.stat().st_size * (EXPANSION if self.codec or self.kind == "parquet" else 1)
+        """The file size, multiplied by a typical ratio if compressed."""
+        return self.path.stat().st_size * (COMPRESSION_RATIO if self.codec or self.kind == "parquet" else 1)
 
-    def batches(self, text_key: str, separator: str | None, skip: int) -> Iterator[Batch]:
-        """The documents of the file; what is skipped is read, which is quick, but not parsed."""
+    def batches(self, text_key: str, separator: str | None, skip: int) -> Iterator[DocumentBatch]:
+        """The documents in order; skipped batches are read but not parsed."""
         if self.kind == "parquet":
-            batches = parquet_batches(self.path, text_key)
+            batches = _parquet_batches(self.path, text_key)
         elif self.kind == "jsonl":
-            batches = jsonl_batches(self.path, self.codec, text_key)
+            batches = _jsonl_batches(self.path, self.codec, text_key)
         else:
-            batches = text_batches(self.path, self.codec, separator)
+            batches = _text_batches(self.path, self.codec, separator)
         return itertools.islice(batches, skip, None)
 
 
-def open_source(source: str) -> Sequence[Origin]:
-    """The origins of one source in order: a file, a folder, a glob, or `owner/dataset[:config]`.
+@dataclass(frozen=True, slots=True)
+class HubDataset:
+    """The training split of a Hub dataset, streamed without storing it. Needs the extra `hub`."""
 
-    Folders are searched through, but for names that begin with a dot.
-    """
-    if not source:
-        raise ConfigError(f"a source is empty: {_allowed()}")
-    path = Path(source)
-    if path.is_dir():
-        found = [_local(file, file.relative_to(path).as_posix()) for file in _visible(path)]
-        origins = [file for file in found if file is not None]
-        if not origins:
-            raise DataError(f"the folder {source} holds no text: put {_known_suffixes()} files there")
-        return origins
-    matches = [path] if path.is_file() else sorted(file for file in _expanded(source) if file.is_file())
-    if matches:
-        return [_named_file(file) for file in matches]
-    if HUB_NAME.fullmatch(source) and _suffix_kind(path)[0] is None:
-        return [HubDataset.named(source)]
-    raise DataError(f"no source {source}: {_allowed()}")
+    dataset: str
+    config: str | None
 
+    @property
+    def name(self) -> str:
+        """`owner/dataset` or `owner/dataset:config`."""
+        return f"{self.dataset}:{self.config}" if self.config else self.dataset
 
-def check_separator(separator: str | None, origins: Sequence[Origin]) -> None:
-    """Refuse a separator that parts nothing, and a text file that is too long to go without one."""
-    texts = [origin for origin in origins if isinstance(origin, LocalFile) and origin.kind == "text"]
-    if separator is None:
-        for file in texts:
-            if not file.codec:
-                check_length(file.path, file.text_bytes())
-    elif not separator:
-        raise ConfigError("separator='' parts nothing: give what stands between documents, or leave it out")
-    elif len(separator.encode()) + separator.count("\n") > MAX_SEPARATOR:
-        raise ConfigError(f"expected a separator of at most {MAX_SEPARATOR} bytes, got {len(separator.encode())}")
-    elif not texts:
-        raise ConfigError(f"separator={separator!r} parts text files and no source is one: leave it out")
+    def record(self, role: str) -> SourceRecord:
+        """The name only: the Hub has no size or hash that could be checked before reading."""
+        return SourceRecord(role=role, name=self.name, size=0, sha256="")
 
+    def text_bytes(self) -> None:
+        """None: unknown before reading."""
 
-def documents(sources: Sequence[str], text_key: str = "text", separator: str | None = None) -> Iterator[str]:
-    """The texts of all documents of `sources`, in order."""
-    origins = [origin for source in sources for origin in open_source(source)]
-    check_separator(separator, origins)
-    for origin in origins:
-        for batch in origin.batches(text_key, separator, skip=0):
-            for _, text in batch.documents():
-                yield text
+    def batches(self, text_key: str, _separator: str | None, skip: int) -> Iterator[DocumentBatch]:
+        """The rows in order; `_separator` applies to text files only."""
+        location, row = f"{self.name}, row", skip * BATCH_DOCUMENTS
+        rows = self._rows(row)
+        while batch := list(itertools.islice(rows, BATCH_DOCUMENTS)):
+            yield DocumentBatch(location, functools.partial(_parse_rows, batch, location, row, text_key), progress=None)
+            row += len(batch)
+
+    def _rows(self, skip: int) -> Iterator[dict[str, Any]]:
+        try:
+            import datasets
+        except ImportError as error:
+            raise MissingExtraError(
+                f"no such file: {self.name}; reading it as a Hub dataset", "datasets", "hub"
+            ) from error
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last failure is raised below
+        try:
+            yield from datasets.load_dataset(self.dataset, self.config, split="train", streaming=True).skip(skip)
+        except Exception as error:  # each transport of the Hub client has its own exceptions
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(
+                f"{self.name} was not found locally or on the Hugging Face Hub ({reason}): check the name and the "
+                "network, or give local files, as in `whimbrel prepare 'fineweb/*.parquet'`"
+            ) from error
 
 
-def source_name(source: str) -> str:
-    """A short name for shards made from `source`: its folder, file or dataset."""
-    path = Path(source)
-    if glob.has_magic(source) and not path.exists():
-        path = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
-    plain = path.resolve().name if path.is_dir() else path.name.split(":")[0].split(".")[0]
-    return re.sub(r"[\W_]+", "-", plain).strip("-") or "text"
+# Reading files: batches of raw bytes, with a function that parses them.
 
 
-def _visible(folder: Path) -> list[Path]:
-    found = sorted(file for file in folder.rglob("*") if file.is_file())
-    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+def _parquet_batches(path: Path, text_key: str) -> Iterator[DocumentBatch]:
+    """Rows of a parquet file; only the text column is read."""
+    import pyarrow.parquet as pq
+
+    location, row = f"{path}, row", 0
+    with _data_errors(f"{path} is not a readable parquet file"), pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if text_key not in names:
+            raise DataError(f"{path} has no column '{text_key}': set --text-key to one of {', '.join(names)}")
+        for batch in file.iter_batches(BATCH_DOCUMENTS, columns=[text_key], use_threads=False):
+            parse = functools.partial(_parse_column, batch.column(0), location, row)
+            row += batch.num_rows
+            yield DocumentBatch(location, parse, row / file.metadata.num_rows)
 
 
-def _expanded(pattern: str) -> Iterator[Path]:
-    """What a glob names, read as the shell reads it: `**` alone is any depth, beside other characters it is `*`."""
-    found = glob.iglob(pattern, recursive=True)  # noqa: PTH207 (pathlib refuses `**.txt`)
+def _jsonl_batches(path: Path, codec: str | None, text_key: str) -> Iterator[DocumentBatch]:
+    """Lines of a jsonl file, one JSON object each."""
+    location, line = f"{path}, line", 1
+    for block, progress in _read_blocks(path, codec, LINE_END):
+        yield DocumentBatch(location, functools.partial(_parse_lines, block, location, line, text_key), progress)
+        line += block.count(b"\n")
+
+
+def _text_batches(path: Path, codec: str | None, separator: str | None) -> Iterator[DocumentBatch]:
+    """A text file as one document, or split at `separator`. A newline in the separator matches LF and CRLF."""
+    location, number = f"{path}, document", 1
+    pattern = None
+    if separator:
+        lines = separator.replace("\r\n", "\n").split("\n")
+        pattern = re.compile(rb"\r?\n".join(re.escape(line.encode()) for line in lines))
+    for block, progress in _read_blocks(path, codec, pattern):
+        yield DocumentBatch(location, functools.partial(_parse_texts, block, location, number, pattern), progress)
+        number += sum(1 for _ in pattern.finditer(block)) if pattern else 1
+    if pattern and number == 1:
+        logging.getLogger(__name__).warning("%s does not contain the separator %r: it is one document", path, separator)
+
+
+def _read_blocks(path: Path, codec: str | None, pattern: re.Pattern[bytes] | None) -> Iterator[tuple[bytes, float]]:
+    """The content of a file in blocks that end after a match of `pattern` (None: one block), with the share read."""
+    import pyarrow as pa
+
+    pending = bytearray()
+    with _data_errors(f"{path} is not a readable {codec or 'text'} file"), pa.OSFile(str(path)) as raw:
+        file, size = pa.CompressedInputStream(raw, codec) if codec else raw, raw.size()
+        while block := file.read(BATCH_BYTES):
+            searched = max(0, len(pending) - MAX_SEPARATOR)  # a separator may span two reads
+            pending += block
+            end = max((match.end() for match in pattern.finditer(pending, searched)), default=0) if pattern else 0
+            if end:
+                yield bytes(pending[:end]), raw.tell() / size
+                del pending[:end]
+            _check_length(path, len(pending))
+    if pending:
+        yield bytes(pending), 1.0
+
+
+def _check_length(path: Path, size: int) -> None:
+    if size > MAX_DOCUMENT_BYTES:
+        limit = f"{MAX_DOCUMENT_BYTES >> 20} MiB"
+        raise DataError(f"{path} has a document of more than {limit}: split it (a text file with --separator)")
+
+
+def _parse_column(column: Any, location: str, first: int) -> Documents:
+    parsed: Documents = []
+    for row, value in enumerate(column, first):
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{location} {row}: not UTF-8 at byte {error.start} of the text") from error
+        if not isinstance(text, str):
+            raise DataError(f"{location} {row}: expected a string, got {type(text).__name__}; fix or remove the row")
+        if text:
+            parsed.append((row, text))
+    return parsed
+
+
+def _parse_lines(block: bytes, location: str, first: int, text_key: str) -> Documents:
+    parsed: Documents = []
+    for number, line in enumerate(block.split(b"\n"), first):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[text_key]
+        except UnicodeDecodeError as error:
+            raise DataError(f"{location} {number}: not UTF-8 at byte {error.start} of the line") from error
+        except ValueError as error:
+            raise DataError(f"{location} {number}: not JSON ({error})") from error
+        except RecursionError as error:
+            raise DataError(f"{location} {number}: JSON nested too deeply; fix or remove the line") from error
+        except (KeyError, TypeError, IndexError) as error:
+            raise DataError(
+                f"{location} {number}: no key '{text_key}'; set --text-key to the key of the text"
+            ) from error
+        if not isinstance(text, str):
+            raise DataError(f"{location} {number}: expected a string in '{text_key}', got {type(text).__name__}")
+        if text:
+            parsed.append((number, text))
+    return parsed
+
+
+def _parse_texts(block: bytes, location: str, first: int, pattern: re.Pattern[bytes] | None) -> Documents:
+    pieces = [piece.strip(b"\r\n") for piece in pattern.split(block)] if pattern else [block]
+    parsed: Documents = []
+    for number, piece in enumerate(pieces, first):
+        try:
+            text = piece.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{location} {number}: not UTF-8 at byte {error.start} of the document") from error
+        if text:
+            parsed.append((number, text))
+    return parsed
+
+
+def _parse_rows(rows: list[dict[str, Any]], location: str, first: int, text_key: str) -> Documents:
+    parsed: Documents = []
+    for number, row in enumerate(rows, first):
+        if not isinstance(row.get(text_key), str):
+            raise DataError(f"{location} {number}: no text in '{text_key}'; set --text-key to one of {', '.join(row)}")
+        if row[text_key]:
+            parsed.append((number, row[text_key]))
+    return parsed
+
+
+@contextlib.contextmanager
+def _data_errors(message: str) -> Iterator[None]:
+    """Turn errors of the file system and of parsers into a one-line DataError that starts with `message`."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DataError(f"{message}: {' '.join(str(error).split())}") from error
+
+
+# Finding files.
+
+
+def _visible_files(directory: Path) -> list[Path]:
+    found = sorted(file for file in directory.rglob("*") if file.is_file())
+    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(directory).parts)]
+
+
+def _expand_glob(pattern: str) -> Iterator[Path]:
+    """Files that match a glob as in a shell: `**` alone is any depth, next to other characters it is `*`."""
+    found = glob.iglob(pattern, recursive=True)  # noqa: PTH207 (pathlib rejects `**.txt`)
     return map(Path, found if glob.has_magic(pattern) else ())
 
 
-def _named_file(path: Path) -> LocalFile:
-    file = _local(path, path.name)
-    if file is None:
-        raise ConfigError(f"{path} is of no known kind: {_known_suffixes()} are read")
-    return file
-
-
-def _local(path: Path, name: str) -> LocalFile | None:
-    kind, codec = _suffix_kind(path)
+def _local_file(path: Path, name: str) -> LocalFile | None:
+    """The file as a source; None if its suffix is unknown."""
+    kind, codec = _file_type(path)
     return None if kind is None else LocalFile(path, name, kind, codec)
 
 
-def _suffix_kind(path: Path) -> tuple[str | None, str | None]:
+def _file_type(path: Path) -> tuple[str | None, str | None]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     codec = CODECS.get(suffixes[-1]) if suffixes else None
-    kind = KINDS.get((suffixes[:-1] if codec else suffixes)[-1:][0]) if suffixes[bool(codec) :] else None
+    kind = FILE_TYPES.get((suffixes[:-1] if codec else suffixes)[-1:][0]) if suffixes[bool(codec) :] else None
     return (None, None) if codec and kind == "parquet" else (kind, codec)
 
 
 def _known_suffixes() -> str:
-    return f"{', '.join(KINDS)} (all but .parquet also {' or '.join(CODECS)})"
+    return f"{', '.join(FILE_TYPES)} (all but .parquet also {' or '.join(CODECS)})"
 
 
-def _allowed() -> str:
-    return f"give a file, folder or glob of {_known_suffixes()}, or owner/dataset[:config]"
+def _expected_source() -> str:
+    return f"expected a file, directory or glob of {_known_suffixes()}, or owner/dataset[:config] on the Hub"

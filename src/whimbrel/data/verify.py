@@ -1,4 +1,4 @@
-"""Reading prepared shards through: header, vocabulary, manifest, and the tokenizer beside them."""
+"""Verification of prepared shards: header, token ids, sha256 from the manifest, and the tokenizer next to them."""
 
 from __future__ import annotations
 
@@ -19,62 +19,63 @@ __all__ = ["Finding", "verify_shards"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What is known of one file."""
+    """The result for one file."""
 
     file: str
-    """Its name."""
+    """Name within the directory."""
     tokens: int = 0
-    """Tokens it holds, if it is sound."""
-    fault: str | None = None
-    """What is wrong with it; None if nothing."""
+    """Number of tokens, if the file is a valid shard."""
+    error: str | None = None
+    """What is wrong with the file; None if it is valid."""
 
 
 def verify_shards(directory: str | os.PathLike[str]) -> Iterator[Finding]:
-    """Read every shard of a folder through; one finding for each, as it is read, and one for any other fault."""
+    """Read all shards of a directory completely. Yields one finding per shard, and one per problem of other files."""
     root = Path(directory)
     manifest = read_manifest(root)
     files = sorted(path.name for path in root.glob("[!.]*.bin"))
     listed = [] if manifest is None else [shard.file for shard in manifest.shards]
     if not files and not listed:
-        raise DataError(f"{root} holds no token shards (*.bin): make them with `whimbrel prepare`")
+        raise DataError(f"{root} has no token shards (*.bin): create them with `whimbrel prepare`")
     if manifest is not None and manifest.resume is not None:
-        yield Finding(file=MANIFEST_FILE, fault=f"the preparation of {root} is unfinished: run it again, it goes on")
-    if manifest is not None and (fault := _tokenizer_fault(root, manifest)) is not None:
-        yield Finding(file=TOKENIZER_FILE, fault=fault)
+        unfinished = f"{root} is not fully prepared: rerun the same `whimbrel prepare` command to finish it"
+        yield Finding(file=MANIFEST_FILE, error=unfinished)
+    if manifest is not None and (wrong := _check_tokenizer(root, manifest)) is not None:
+        yield Finding(file=TOKENIZER_FILE, error=wrong)
     for name in sorted({*files, *listed}):
         try:
-            yield Finding(file=name, tokens=_check(root / name, manifest))
+            yield Finding(file=name, tokens=_check_shard(root / name, manifest))
         except DataError as error:
-            yield Finding(file=name, fault=str(error))
+            yield Finding(file=name, error=str(error))
 
 
-def _tokenizer_fault(root: Path, manifest: Manifest) -> str | None:
+def _check_tokenizer(root: Path, manifest: Manifest) -> str | None:
+    """The error message if `tokenizer.json` is not the tokenizer that the shards were prepared with."""
     file = root / TOKENIZER_FILE
     if not file.is_file():
-        return f"{file} is missing: restore the tokenizer that made the shards"
+        return f"{file} is missing: restore the tokenizer that the shards were prepared with"
     try:
         fingerprint = load_tokenizer(file).fingerprint
     except DataError as error:
         return str(error)
     if fingerprint == manifest.tokenizer.fingerprint:
         return None
-    return f"{file} did not make these shards (its fingerprint differs from {MANIFEST_FILE}): restore the one that did"
+    return f"{file} is not the tokenizer of these shards (its fingerprint differs from {MANIFEST_FILE}): restore it"
 
 
-def _check(path: Path, manifest: Manifest | None) -> int:
+def _check_shard(path: Path, manifest: Manifest | None) -> int:
+    """The number of tokens. Raises DataError if the shard is damaged or differs from the manifest."""
     if manifest is None:
         return len(read_shard(path))
     record = next((shard for shard in manifest.shards if shard.file == path.name), None)
     if record is None:
-        raise DataError(f"{path} is not listed in {MANIFEST_FILE}: move it to a folder of its own")
+        raise DataError(f"{path} is not listed in {MANIFEST_FILE}: move it to another directory")
     tokens = read_shard(path, manifest.tokenizer.vocab_size)
     if len(tokens) != record.tokens:
-        raise DataError(
-            f"{path} holds {len(tokens):,} tokens, {MANIFEST_FILE} says {record.tokens:,}: prepare it again"
-        )
+        raise DataError(f"{path} has {len(tokens):,} tokens, {MANIFEST_FILE} says {record.tokens:,}: prepare it again")
     if record == manifest.of_split(record.split)[0] and tokens[0] != manifest.tokenizer.eot_id:
         eot_id = manifest.tokenizer.eot_id
-        raise DataError(f"{path} opens with token {tokens[0]}, a split opens with end-of-text ({eot_id})")
+        raise DataError(f"{path} starts with token {tokens[0]}, expected end-of-text ({eot_id})")
     if sha256_file(path) != record.sha256:
         raise DataError(
             f"{path} was changed since it was written (sha256 differs from {MANIFEST_FILE}): prepare it again"

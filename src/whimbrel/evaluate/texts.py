@@ -12,7 +12,7 @@ import numpy as np
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.progress import NoProgress, Progress
 from whimbrel.data import read_manifest
-from whimbrel.data.stream import open_stream
+from whimbrel.data.shards import open_stream
 from whimbrel.evaluate.scoring import Pair
 from whimbrel.evaluate.subject import Subject
 

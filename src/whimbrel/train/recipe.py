@@ -11,7 +11,7 @@ import torch
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.progress import format_bytes
 from whimbrel.data import TokenDataLoader, read_manifest
-from whimbrel.data.stream import has_split
+from whimbrel.data.shards import has_split
 from whimbrel.models import GPT
 from whimbrel.precision import torch_switches
 from whimbrel.tokenization import Tokenizer, load_tokenizer

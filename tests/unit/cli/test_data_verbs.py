@@ -1,4 +1,4 @@
-"""The verbs prepare, tokenizer and verify: what they print, and one line for every kind of bad input."""
+"""`whimbrel prepare`, `tokenizer` and `verify`: their output, and a one-line error for every kind of bad input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_prepare_then_verify(whimbrel, workdir: Path) -> None:
     Path("birds.jsonl").write_bytes(GOOD * 100)
     done = whimbrel("prepare", "birds.jsonl", "--shard_size", "150", "--total-tokens", "400", "--val_tokens", "4")
     assert done.code == 0
-    banner = ["Output directory: data/birds400", "Total tokens: 400", "Tokens per shard: 150"]
+    banner = ["Output directory: data/birds400", "Tokens: 400", "Tokens per shard: 150"]
     assert done.out.splitlines()[:3] == banner
     assert "400/400 tokens in" in done.err
     assert read_manifest("data/birds400").tokens("train") == 400
@@ -49,11 +49,11 @@ def test_prepare_then_verify(whimbrel, workdir: Path) -> None:
     assert "ok birds_train_000002.bin: 100 tokens" in checked.out.splitlines()
 
 
-def test_the_banner_of_everything(whimbrel, workdir: Path) -> None:
+def test_prepare_prints_the_totals(whimbrel, workdir: Path) -> None:
     Path("birds.jsonl").write_bytes(GOOD)
     done = whimbrel("prepare", "birds.jsonl")
-    assert done.out.splitlines()[1] == "Total tokens: ENTIRE DATASET"
-    assert done.out.splitlines()[-1] == "train: 4 tokens in 1 shards"
+    assert done.out.splitlines()[1] == "Tokens: all"
+    assert done.out.splitlines()[-1] == "train: 4 tokens in 1 shard"
 
 
 def test_tokenizer_train_and_show(whimbrel, root: Path, workdir: Path) -> None:
@@ -69,7 +69,7 @@ def test_tokenizer_train_and_show(whimbrel, root: Path, workdir: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", [["prepare"], ["tokenizer", "train"], ["tokenizer", "show"], ["verify"]])
-def test_help_says_what_each_option_is(verb: list[str], whimbrel) -> None:
+def test_help_is_printed(verb: list[str], whimbrel) -> None:
     shown = whimbrel(*verb, "--help")
     assert shown.code == 0
     assert "Usage: whimbrel" in shown.out
@@ -84,12 +84,12 @@ def parquet(table: pa.Table) -> bytes:
 LATIN1 = pa.array(["x", "y", b"\xe9t\xe9"], pa.binary()).view(pa.string())
 ROWS = pa.table({"text": [f"{i} birds fly to the marsh" * 20 for i in range(500)]})
 BAD = {
-    "empty jsonl": ("a.jsonl", b"", "holds no text"),
-    "blank jsonl": ("a.jsonl", b"\n\n", "holds no text"),
+    "empty jsonl": ("a.jsonl", b"", "has no text"),
+    "blank jsonl": ("a.jsonl", b"\n\n", "has no text"),
     "broken json": ("a.jsonl", GOOD * 3 + b'{"text": "cut\n', "a.jsonl, line 4: not JSON"),
     "no key": ("a.jsonl", GOOD + b'{"body": "x"}\n', "a.jsonl, line 2: no key 'text'"),
     "not an object": ("a.jsonl", GOOD + b"[1]\n", "a.jsonl, line 2: no key 'text'"),
-    "not a string": ("a.jsonl", b'{"text": 5}\n', "a.jsonl, line 1: 'text' is int"),
+    "not a string": ("a.jsonl", b'{"text": 5}\n', "a.jsonl, line 1: expected a string in 'text', got int"),
     "bad utf-8 in jsonl": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "a.jsonl, line 2: not UTF-8 at byte 10"),
     "deep json": ("a.jsonl", GOOD + b"[" * 200_000 + b"\n", "a.jsonl, line 2: JSON nested too deeply"),
     "half a surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "a.jsonl, line 2: text holds half a surrogate"),
@@ -98,20 +98,24 @@ BAD = {
     "damaged gz": ("a.txt.gz", gzip.compress(bytes(99_999))[:40] + b"xx" * 40, "a.txt.gz is not a readable gzip"),
     "not zst": ("a.jsonl.zst", b"plain text", "a.jsonl.zst is not a readable zstd file"),
     "bad utf-8 in text": ("a.txt", b"bird \xe9", "a.txt, document 1: not UTF-8 at byte 5"),
-    "empty text": ("a.txt", b"", "holds no text"),
+    "empty text": ("a.txt", b"", "has no text"),
     "not parquet": ("a.parquet", b"PAR1 something else", "a.parquet is not a readable parquet file"),
     "empty parquet": ("a.parquet", b"", "a.parquet is not a readable parquet file"),
     "truncated parquet": ("a.parquet", parquet(ROWS)[:-20], "a.parquet is not a readable parquet file"),
     "damaged parquet": ("a.parquet", parquet(ROWS).replace(b"\x28\xb5\x2f\xfd", b"\0\0\0\0"), "a.parquet is not a"),
-    "no text column": ("a.parquet", parquet(pa.table({"t": ["x"]})), "no column 'text': its columns are t"),
+    "no text column": ("a.parquet", parquet(pa.table({"t": ["x"]})), "no column 'text': set --text-key to one of t"),
     "bad utf-8 in parquet": ("a.parquet", parquet(pa.table({"text": LATIN1})), "a.parquet, row 2: not UTF-8 at byte 0"),
-    "null text": ("a.parquet", parquet(pa.table({"text": ["x", None]})), "a.parquet, row 1: the text is NoneType"),
-    "unknown kind": ("a.pdf", b"%PDF", "a.pdf is of no known kind"),
+    "null text": (
+        "a.parquet",
+        parquet(pa.table({"text": ["x", None]})),
+        "row 1: expected a string, got NoneType",
+    ),
+    "unknown kind": ("a.pdf", b"%PDF", "expected a .parquet, .jsonl"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_source_is_one_line_and_leaves_nothing(case: str, whimbrel, workdir: Path) -> None:
+def test_bad_source_is_a_one_line_error_and_leaves_no_files(case: str, whimbrel, workdir: Path) -> None:
     name, content, fault = BAD[case]
     Path(name).write_bytes(content)
     done = whimbrel("prepare", name, "--out-dir", "out")
@@ -123,28 +127,29 @@ def test_a_bad_source_is_one_line_and_leaves_nothing(case: str, whimbrel, workdi
     assert sorted(path.name for path in workdir.iterdir()) == [name]
 
 
-def test_missing_sources_name_what_may_be_given(whimbrel, workdir: Path) -> None:
+def test_missing_source_is_a_one_line_error(whimbrel, workdir: Path) -> None:
     Path("empty").mkdir()
     Path("birds.txt").write_text("a bird")
-    assert "a source is empty: give a file" in whimbrel("prepare", "").err
-    assert "no source empty/**.txt" in whimbrel("prepare", "empty/**.txt").err
-    assert "no source absent.txt" in whimbrel("prepare", "absent.txt").err
-    assert "the folder empty holds no text" in whimbrel("prepare", "empty").err
+    assert "a source is empty: expected a file" in whimbrel("prepare", "").err
+    assert "no such file: empty/**.txt" in whimbrel("prepare", "empty/**.txt").err
+    assert "no such file: absent.txt" in whimbrel("prepare", "absent.txt").err
+    assert "no such file: ../absent" in whimbrel("prepare", "../absent").err
+    assert "directory empty has no text files" in whimbrel("prepare", "empty").err
     assert "no tokenizer at absent" in whimbrel("prepare", "empty", "--tokenizer", "absent").err
 
 
-def test_the_hub_without_network_names_the_local_form(whimbrel, workdir: Path) -> None:
+def test_hub_without_network_suggests_local_files(whimbrel, workdir: Path) -> None:
     pytest.importorskip("datasets")
     done = whimbrel("prepare", "--total-tokens", "20000000")
     assert done.code == 2
     assert done.out.splitlines()[0] == "Output directory: data/fineweb20M"
     (last,) = done.err.splitlines()
-    assert "HuggingFaceFW/fineweb:sample-10BT is no local path, and the Hugging Face hub did not give it" in last
+    assert "HuggingFaceFW/fineweb:sample-10BT was not found locally or on the Hugging Face Hub" in last
     assert "give local files" in last
     assert not Path("data").exists()
 
 
-def test_a_full_disk_leaves_nothing(whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_files(whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("birds.jsonl").write_bytes(GOOD * 100)
 
     def full(_descriptor: int) -> None:
@@ -158,7 +163,7 @@ def test_a_full_disk_leaves_nothing(whimbrel, workdir: Path, monkeypatch: pytest
     assert sorted(path.name for path in workdir.iterdir()) == ["birds.jsonl"]
 
 
-def test_a_failed_preparation_leaves_the_folder_as_it_was(whimbrel, workdir: Path) -> None:
+def test_failed_preparation_leaves_the_directory_unchanged(whimbrel, workdir: Path) -> None:
     Path("birds.txt").write_text("a bird flies over birds " * 50)
     whimbrel("tokenizer", "train", "birds.txt", "--vocab-size", "260", "--out-dir", "out")
     Path("out/tokenizer.notes.json").write_text("mine")
@@ -172,9 +177,7 @@ def test_a_failed_preparation_leaves_the_folder_as_it_was(whimbrel, workdir: Pat
     assert Path("empty").is_dir(), "it was there before"
 
 
-def test_a_full_disk_spares_the_tokenizer_that_was_there(
-    whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_leaves_an_existing_tokenizer(whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure comes after the manifest and some shards are written: they go, what was there stays."""
     Path("birds.jsonl").write_bytes(GOOD * 100)
     load_tokenizer().save("out")
@@ -192,32 +195,31 @@ def test_a_full_disk_spares_the_tokenizer_that_was_there(
     assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
 
 
-def test_another_tokenizer_is_not_overwritten(whimbrel, workdir: Path) -> None:
+def test_prepare_does_not_overwrite_another_tokenizer(whimbrel, workdir: Path) -> None:
     Path("birds.txt").write_text("a bird flies over birds " * 50)
     whimbrel("tokenizer", "train", "birds.txt", "--vocab-size", "260", "--out-dir", "out")
     before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
     done = whimbrel("prepare", "birds.txt", "--out-dir", "out")
     assert done.code == 2
-    assert done.err.startswith("whimbrel: out/tokenizer.json is another tokenizer: name another --out_dir, or give")
+    assert done.err.startswith("whimbrel: out/tokenizer.json is another tokenizer")
+    assert "--out-dir" in done.err
     assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
     assert whimbrel("prepare", "birds.txt", "--tokenizer", "out", "--out-dir", "out").code == 0
     assert {name: (Path("out") / name).read_bytes() for name in before} == before
 
 
 @pytest.mark.parametrize("place", ["birds.txt", "birds.txt/deep/er"])
-def test_a_place_that_is_a_file_is_refused_before_work(
+def test_out_dir_that_is_a_file_is_refused_before_any_work(
     place: str, whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("birds.txt").write_text("a bird")
     monkeypatch.setattr("whimbrel.data.prepare._Job", lambda *_: pytest.fail("work began"))
     done = whimbrel("prepare", "birds.txt", "--out_dir", place)
     assert (done.code, len(done.err.splitlines())) == (2, 1)
-    assert f"out_dir={place} cannot be a folder: " in done.err
+    assert f"expected a directory for --out-dir, got {place}" in done.err
 
 
-def test_a_disk_that_fills_up_keeps_whole_shards_and_goes_on(
-    whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepare_resumes_after_the_disk_was_full(whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = pa.table({"text": ["a bird flies"] * 1000})
     Path("birds.parquet").write_bytes(parquet(rows))
     arguments = ("prepare", "birds.parquet", "--shard-size", "500", "--workers", "1", "--out-dir")
@@ -240,7 +242,7 @@ def test_a_disk_that_fills_up_keeps_whole_shards_and_goes_on(
         assert (Path("out") / path.name).read_bytes() == path.read_bytes()
 
 
-def test_verify_names_every_fault(whimbrel, workdir: Path) -> None:
+def test_verify_reports_every_error(whimbrel, workdir: Path) -> None:
     Path("birds.jsonl").write_bytes(GOOD * 100)
     whimbrel("prepare", "birds.jsonl", "--out-dir", "out", "--shard-size", "60")
     shards = sorted(Path("out").glob("*.bin"))
@@ -255,59 +257,59 @@ def test_verify_names_every_fault(whimbrel, workdir: Path) -> None:
     done = whimbrel("verify", "out")
     assert done.code == 2
     for name, fault in (
-        ("birds_train_000001.bin", "is truncated: the header counts 60 tokens, the file holds 59"),
-        ("birds_train_000002.bin", "holds token id 60000 at token 2"),
-        ("birds_train_000003.bin", "holds 10 tokens, manifest.json says 60"),
+        ("birds_train_000001.bin", "is truncated: the header counts 60 tokens, the file has 59"),
+        ("birds_train_000002.bin", "has token id 60000 at token 2"),
+        ("birds_train_000003.bin", "has 10 tokens, manifest.json says 60"),
         ("birds_train_000004.bin", "was changed since it was written"),
         ("birds_train_000005.bin", "No such file"),
         ("foreign.bin", "is not listed in manifest.json"),
     ):
-        assert [line for line in done.err.splitlines() if line.startswith(f"fault {name}: ") and fault in line], name
-    assert done.out.splitlines()[-1].startswith("2 sound, 6 faulty")
+        assert [line for line in done.err.splitlines() if line.startswith(f"error {name}: ") and fault in line], name
+    assert done.out.splitlines()[-1].startswith("2 ok, 6 failed")
 
 
-def test_verify_knows_the_tokenizer(whimbrel, workdir: Path) -> None:
+def test_verify_checks_the_tokenizer(whimbrel, workdir: Path) -> None:
     Path("birds.jsonl").write_bytes(GOOD * 100)
     whimbrel("prepare", "birds.jsonl", "--out-dir", "out")
     assert whimbrel("verify", "out").code == 0
     file = Path("out/tokenizer.json")
     for change, fault in (
         (lambda: file.write_text("{}"), "is not a Hugging Face tokenizer.json"),
-        (lambda: train_tokenizer(["a bird"], 260).save("out"), "did not make these shards"),
+        (lambda: train_tokenizer(["a bird"], 260).save("out"), "is not the tokenizer of these shards"),
         (file.unlink, "is missing"),
     ):
         change()
         done = whimbrel("verify", "out")
         assert done.code == 2
-        assert done.err.startswith("fault tokenizer.json: out/tokenizer.json ")
+        assert done.err.startswith("error tokenizer.json: out/tokenizer.json ")
         assert fault in done.err
-        assert done.out.splitlines()[-1] == "1 sound, 1 faulty, 400 tokens"
+        assert done.out.splitlines()[-1] == "1 ok, 1 failed, 400 tokens"
 
 
 @pytest.mark.parametrize("content", ["[]", "5", "{", '{"tool": 5}', json.dumps({"shards": [{}]})])
-def test_a_manifest_that_is_none_is_named(content: str, whimbrel, workdir: Path) -> None:
+def test_invalid_manifest_is_an_error(content: str, whimbrel, workdir: Path) -> None:
     Path("birds.jsonl").write_bytes(GOOD)
     whimbrel("prepare", "birds.jsonl", "--out-dir", "out")
     Path("out/manifest.json").write_text(content)
     for arguments in (("verify", "out"), ("prepare", "birds.jsonl", "--out-dir", "out")):
         done = whimbrel(*arguments)
         assert done.code == 2
-        assert "out/manifest.json is not a manifest" in done.err
+        assert "out/manifest.json is not a valid shard manifest" in done.err
 
 
-def test_verify_of_nothing(whimbrel, workdir: Path) -> None:
-    assert "no directory absent" in whimbrel("verify", "absent").err
-    assert "holds no token shards" in whimbrel("verify", ".").err
+def test_verify_of_a_missing_or_empty_directory(whimbrel, workdir: Path) -> None:
+    assert "no such directory: absent" in whimbrel("verify", "absent").err
+    assert "has no token shards" in whimbrel("verify", ".").err
 
 
 @pytest.mark.parametrize("separator", [r"\n\n", r"\r\n\r\n"])
-def test_a_separator_may_be_written_with_escapes(whimbrel, workdir: Path, separator: str) -> None:
+def test_separator_accepts_escape_sequences(whimbrel, workdir: Path, separator: str) -> None:
     Path("a.txt").write_bytes(b"one two\r\n\r\nthree four\r\n\r\nfive")
     assert whimbrel("prepare", "a.txt", "--separator", separator, "--out-dir", "out").code == 0
     assert read_manifest("out").documents == 3
 
 
-def test_arguments_that_are_not_utf8_are_one_line(whimbrel, workdir: Path) -> None:
+def test_arguments_that_are_not_utf8_are_a_one_line_error(whimbrel, workdir: Path) -> None:
     result = whimbrel("prepare", "a\udcff.txt")
     assert result.code == 2
     assert result.err == "whimbrel: expected UTF-8 arguments, got 'a\\udcff.txt'\n"

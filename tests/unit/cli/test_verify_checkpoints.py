@@ -28,26 +28,26 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_sound_run_is_a_line_for_each_checkpoint(run: Path, capsys) -> None:
+def test_valid_run_prints_a_line_per_checkpoint(run: Path, capsys) -> None:
     verify(run)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(", ")[0] for line in lines] == [
         "ok step-00000005: step 5",
         "ok step-00000010: step 10",
-        "2 sound",
+        "2 ok",
     ]
-    assert lines[-1] == "2 sound, 0 faulty"
+    assert lines[-1] == "2 ok, 0 failed"
     size = sum(file.stat().st_size for file in (run / "kept").iterdir() if file.name != "manifest.json")
     assert f"{size:,} bytes in 3 files" in lines[1]
 
 
-def test_one_checkpoint_wherever_it_lies(run: Path, capsys) -> None:
+def test_single_checkpoint_can_be_verified(run: Path, capsys) -> None:
     for path in (run / "checkpoints" / "step-00000005", run / "kept"):
         verify(path)
-        assert capsys.readouterr().out.endswith("1 sound, 0 faulty\n")
+        assert capsys.readouterr().out.endswith("1 ok, 0 failed\n")
 
 
-def test_faults_are_named_and_make_the_exit_code_2(run: Path, capsys) -> None:
+def test_errors_go_to_stderr_and_exit_with_2(run: Path, capsys) -> None:
     newest = run / "checkpoints" / "step-00000010"
     (newest / "model.safetensors").write_bytes(b"x")
     (run / "checkpoints" / "step-00000005" / "manifest.json").write_bytes(b"{")
@@ -55,30 +55,30 @@ def test_faults_are_named_and_make_the_exit_code_2(run: Path, capsys) -> None:
         verify(run)
     assert caught.value.exit_code == 2
     printed = capsys.readouterr()
-    assert printed.out.splitlines()[-1] == "0 sound, 2 faulty"
+    assert printed.out.splitlines()[-1] == "0 ok, 2 failed"
     first, second = printed.err.splitlines()
-    assert first.startswith("fault step-00000005: ")
+    assert first.startswith("error step-00000005: ")
     assert "its manifest.json is not what was written" in first
     assert "model.safetensors has changed" in second
 
 
-def test_what_an_interrupted_removal_left_is_no_fault(run: Path, capsys) -> None:
+def test_partly_removed_checkpoint_is_not_an_error(run: Path, capsys) -> None:
     left = run / "checkpoints" / "step-00000005"
     (left / "manifest.json").unlink()
     verify(run)
     printed = capsys.readouterr()
-    assert printed.out.splitlines()[0].startswith("left step-00000005: no manifest, as an interrupted removal leaves")
-    assert printed.out.splitlines()[-1] == "1 sound, 0 faulty"
+    assert printed.out.splitlines()[0].startswith("partly removed step-00000005: no manifest")
+    assert printed.out.splitlines()[-1] == "1 ok, 0 failed"
     assert printed.err == ""
     with pytest.raises(typer.Exit):  # asked for by name, it is no checkpoint
         verify(left)
     (run / "checkpoints" / "step-00000010" / "manifest.json").unlink()
     with pytest.raises(typer.Exit):  # and where none is whole, more than a removal has happened
         verify(run)
-    assert capsys.readouterr().out.splitlines()[-1] == "0 sound, 2 faulty"
+    assert capsys.readouterr().out.splitlines()[-1] == "0 ok, 2 failed"
 
 
-def test_what_was_left_out_on_purpose_is_said(run: Path, capsys) -> None:
+def test_missing_optional_component_is_mentioned(run: Path, capsys) -> None:
     (run / "kept" / "optimizer.json").unlink()
     verify(run / "kept")
     assert "without its optimizer" in capsys.readouterr().out
@@ -88,7 +88,7 @@ def test_what_was_left_out_on_purpose_is_said(run: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoints/", "log.jsonl", "config.toml"])
-def test_a_run_without_checkpoints_is_sound(tmp_path: Path, capsys, name: str) -> None:
+def test_run_without_checkpoints_is_valid(tmp_path: Path, capsys, name: str) -> None:
     if name.endswith("/"):
         (tmp_path / name).mkdir()
     else:

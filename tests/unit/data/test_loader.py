@@ -1,8 +1,9 @@
+"""`TokenDataLoader`: order, resume, shuffling, packing and document masks."""
+
 from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,15 @@ from hypothesis import strategies as st
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data import TokenDataLoader, document_ids, write_shard
 from whimbrel.data.loader import derive_seed
-from whimbrel.data.stream import has_split, split_files
+from whimbrel.data.prepare import prepare
+from whimbrel.tokenization import load_tokenizer
 
 EOT = 50256
+
+
 LENGTHS = (701, 5, 1023, 300)
+
+
 """Tokens of the four shards: no multiple of anything that the tests cut by."""
 
 
@@ -59,7 +65,7 @@ def read_rows(folder: Path, rows: int, B: int, world_size: int, T: int = 16, **o
     return torch.stack(read[:rows]).numpy()
 
 
-def test_the_stream_is_cyclic_and_y_is_one_later(folder: Path, stream: np.ndarray) -> None:
+def test_stream_is_cyclic_and_targets_are_shifted_by_one(folder: Path, stream: np.ndarray) -> None:
     rows = read_rows(folder, 400, B=4, world_size=1)
     expected = np.resize(stream, 400 * 16 + 1)
     np.testing.assert_array_equal(rows[:, 0].reshape(-1), expected[:-1])
@@ -74,14 +80,16 @@ ORDERS = st.sampled_from(
 
 @settings(max_examples=60, deadline=None)
 @given(B=st.integers(1, 32), world_size=st.sampled_from([1, 2, 3]), order=ORDERS)
-def test_order_knows_no_batch_size_and_no_ranks(folder: Path, B: int, world_size: int, order: dict) -> None:
+def test_order_does_not_depend_on_batch_size_or_ranks(folder: Path, B: int, world_size: int, order: dict) -> None:
     one_by_one = read_rows(folder, 150, B=1, world_size=1, **order)
     np.testing.assert_array_equal(read_rows(folder, 150, B, world_size, **order), one_by_one)
 
 
 @settings(max_examples=40, deadline=None)
 @given(steps=st.integers(0, 60), B=st.sampled_from([1, 2, 5]), after=st.sampled_from([1, 3, 4]), order=ORDERS)
-def test_resume_goes_on_where_it_stopped(folder: Path, steps: int, B: int, after: int, order: dict) -> None:
+def test_resume_continues_with_another_batch_size_and_number_of_ranks(
+    folder: Path, steps: int, B: int, after: int, order: dict
+) -> None:
     """Also with another batch size and number of ranks."""
     first = TokenDataLoader(folder, B, 16, **order)
     for _ in range(steps):
@@ -96,7 +104,7 @@ def test_resume_goes_on_where_it_stopped(folder: Path, steps: int, B: int, after
 
 @settings(deadline=None)
 @given(position=st.integers(0, 10_000))
-def test_resume_at_any_token(folder: Path, stream: np.ndarray, position: int) -> None:
+def test_resume_works_at_any_position(folder: Path, stream: np.ndarray, position: int) -> None:
     loader = TokenDataLoader(folder, 2, 8)
     loader.load_state_dict({**loader.state_dict(), "position": position})
     x, y = loader.next_batch()
@@ -108,7 +116,7 @@ def test_resume_at_any_token(folder: Path, stream: np.ndarray, position: int) ->
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**63 - 1), block=st.integers(1, 3000))
-def test_a_shuffled_epoch_holds_every_token_once(folder: Path, stream: np.ndarray, seed: int, block: int) -> None:
+def test_shuffled_epoch_contains_every_token_once(folder: Path, stream: np.ndarray, seed: int, block: int) -> None:
     loader = TokenDataLoader(folder, 1, len(stream), seed=seed, block=block)
     first, second = (loader.next_batch() for _ in range(2))
     for x, y in (first, second):
@@ -117,7 +125,7 @@ def test_a_shuffled_epoch_holds_every_token_once(folder: Path, stream: np.ndarra
         np.testing.assert_array_equal(pairs[np.lexsort(pairs.T)], wanted[np.lexsort(wanted.T)])
 
 
-def test_epochs_differ_by_seed_and_by_number(folder: Path, stream: np.ndarray) -> None:
+def test_shuffle_depends_on_seed_and_epoch(folder: Path, stream: np.ndarray) -> None:
     loader = TokenDataLoader(folder, 1, len(stream), seed=1, block=8)
     first, second = loader.next_batch()[0], loader.next_batch()[0]
     other = TokenDataLoader(folder, 1, len(stream), seed=2, block=8).next_batch()[0]
@@ -125,7 +133,7 @@ def test_epochs_differ_by_seed_and_by_number(folder: Path, stream: np.ndarray) -
     assert not torch.equal(first, other)
 
 
-def test_epochs_are_counted_and_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_new_epoch_is_counted_and_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     loader = TokenDataLoader(folder, 1, 1015)
     with caplog.at_level(logging.WARNING):
         loader.next_batch()
@@ -138,7 +146,7 @@ def test_epochs_are_counted_and_told(folder: Path, caplog: pytest.LogCaptureFixt
     assert loader.next_batch()[0][0, 0] == EOT
 
 
-def test_packed_rows_hold_whole_documents(folder: Path, stream: np.ndarray) -> None:
+def test_packed_sequences_contain_complete_documents(folder: Path, stream: np.ndarray) -> None:
     T = 64
     loader = TokenDataLoader(folder, 1, T, documents="pack")
     read, edges = [], {*np.flatnonzero(stream == EOT).tolist(), len(stream)}
@@ -158,12 +166,12 @@ def test_packed_rows_hold_whole_documents(folder: Path, stream: np.ndarray) -> N
     assert sum(read) == len(stream)
 
 
-def test_document_numbers_part_documents() -> None:
+def test_document_ids_increase_at_end_of_text() -> None:
     x = torch.tensor([[5, EOT, 1, EOT, EOT, 2], [EOT, 1, 2, 3, 4, 5]])
     assert document_ids(x, EOT).tolist() == [[0, 1, 1, 2, 3, 3], [1, 1, 1, 1, 1, 1]]
 
 
-def test_documents_of_tells_attention_what_to_part(folder: Path) -> None:
+def test_documents_of_returns_ids_for_the_attention_mask(folder: Path) -> None:
     joined, masked = TokenDataLoader(folder, 2, 64), TokenDataLoader(folder, 2, 64, documents="mask")
     x, _ = masked.next_batch()
     assert torch.equal(x, joined.next_batch()[0])
@@ -171,56 +179,16 @@ def test_documents_of_tells_attention_what_to_part(folder: Path) -> None:
     assert torch.equal(masked.documents_of(x), document_ids(x, EOT))
 
 
-def test_wide_tokens_are_read_whole(tmp_path: Path) -> None:
+def test_uint32_tokens_keep_all_bits(tmp_path: Path) -> None:
     tokens = np.array([128000, 2**31 + 5, 7, 2**32 - 1], dtype=np.uint32)
     write_shard(tmp_path / "llama_000000.bin", tokens)
     x, _ = TokenDataLoader(tmp_path, 1, 4).next_batch()
     assert x[0].tolist() == tokens.tolist()
 
 
-def test_val_is_a_stream_of_its_own(folder: Path) -> None:
+def test_val_split_is_a_separate_stream(folder: Path) -> None:
     x, y = TokenDataLoader(folder, 1, 5, split="val").next_batch()
     assert (x[0].tolist(), y[0].tolist()) == ([EOT, 1, 2, 3, 4], [1, 2, 3, 4, EOT])
-
-
-def test_names_without_a_split_are_all_training(tmp_path: Path) -> None:
-    for index, tokens in enumerate(tokens_of_shards()[:2]):
-        write_shard(tmp_path / f"fineweb_{index:06d}.bin", tokens)
-    assert TokenDataLoader(tmp_path, 1, 4).total_tokens == LENGTHS[0] + LENGTHS[1]
-    with pytest.raises(DataError, match="holds no val shards"):
-        TokenDataLoader(tmp_path, 1, 4, split="val")
-
-
-def test_a_folder_without_manifest_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_shard(tmp_path / "some_train_000000.bin", tokens_of_shards()[0])
-    write_shard(tmp_path / "some_val_000000.bin", tokens_of_shards()[0])
-    for split in ("train", "val"):
-        TokenDataLoader(tmp_path, 1, 4, split=split)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path} has no manifest.json: its shards cannot be checked against one another"
-    ]
-
-
-def test_faults_are_found_before_the_first_batch(tmp_path: Path) -> None:
-    def refused(match: str, **options: object) -> None:
-        with pytest.raises(DataError, match=match):
-            TokenDataLoader(tmp_path, 1, 4, **options)
-
-    refused("holds no train shards")
-    write_shard(tmp_path / "x_train_000000.bin", np.array([EOT, 2, 3], dtype=np.uint16))
-    (tmp_path / "x_train_000001.bin").write_bytes(b"PK" * 2000)
-    refused(r"x_train_000001\.bin is not a token shard: magic number")
-    write_shard(tmp_path / "x_train_000001.bin", np.array([EOT, 2, 3], dtype=np.uint32))
-    refused(r"x_train_000001\.bin has uint32 tokens")
-    refused("expected a split of train, val, got 'test'", split="test")
-    with pytest.raises(DataError, match="no directory"):
-        TokenDataLoader(tmp_path / "absent", 1, 4)
-
-
-def test_an_id_over_the_vocabulary_is_refused_when_read(folder: Path) -> None:
-    loader = TokenDataLoader(folder, 4, 512, vocab_size=50256)
-    with pytest.raises(DataError, match=r"x_train_000000\.bin holds token id 50256 at token 0"):
-        loader.next_batch()
 
 
 @pytest.mark.parametrize(
@@ -235,12 +203,12 @@ def test_an_id_over_the_vocabulary_is_refused_when_read(folder: Path) -> None:
         {"documents": "pack", "block": 8},
     ],
 )
-def test_arguments_that_cannot_be_are_refused(folder: Path, options: dict) -> None:
+def test_invalid_arguments_are_refused(folder: Path, options: dict) -> None:
     with pytest.raises(ConfigError):
         TokenDataLoader(folder, **{"B": 1, "T": 4, **options})
 
 
-def test_a_cursor_of_another_order_is_refused(folder: Path) -> None:
+def test_position_of_another_order_is_refused(folder: Path) -> None:
     state = TokenDataLoader(folder, 1, 16, seed=1).state_dict()
     for other in ({}, {"seed": 2}, {"seed": 1, "block": 32}, {"split": "val", "seed": 1}, {"documents": "pack"}):
         with pytest.raises(DataError, match="saved position has"):
@@ -273,7 +241,7 @@ for options in ({}, {"seed": 1}, {"documents": "pack"}):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
-def test_a_hundred_million_tokens_add_less_than_50_mb_of_memory(folder: Path, tmp_path: Path) -> None:
+def test_large_shards_use_less_than_50_mb_of_memory(folder: Path, tmp_path: Path) -> None:
     tokens = np.tile(np.arange(1000, dtype=np.uint16), 100_000)
     tokens[::1000] = EOT
     write_shard(tmp_path / "x_train_000000.bin", tokens)
@@ -286,7 +254,7 @@ def test_a_hundred_million_tokens_add_less_than_50_mb_of_memory(folder: Path, tm
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", [{}, {"seed": 4}, {"documents": "pack"}])
-def test_cuda_batches_are_the_cpu_batches(folder: Path, order: dict) -> None:
+def test_cuda_batches_equal_cpu_batches(folder: Path, order: dict) -> None:
     """Also across a jump of the cursor, which must throw away what was fetched ahead."""
     cpu, cuda = TokenDataLoader(folder, 3, 16, **order), TokenDataLoader(folder, 3, 16, device="cuda", **order)
     kept = []
@@ -301,36 +269,7 @@ def test_cuda_batches_are_the_cpu_batches(folder: Path, order: dict) -> None:
             assert torch.equal(a, b.cpu())
 
 
-@pytest.mark.parametrize(
-    ("train", "val"),
-    [
-        (["TinyStories_train.bin"], ["TinyStories_val.bin"]),
-        (["fineweb_train_000001.bin", "fineweb_train_000002.bin"], ["fineweb_val_000000.bin"]),
-        (["a-train-1.bin"], ["a-valid-1.bin"]),
-        (["train.bin"], ["validation.bin"]),
-        (["my_val_set_train_0.bin"], ["my_train_set_val_0.bin"]),
-    ],
-)
-def test_split_names_of_other_tools(tmp_path: Path, train: list[str], val: list[str]) -> None:
-    for number, name in enumerate([*train, *val]):
-        write_shard(tmp_path / name, np.array([EOT, number, number], dtype=np.uint16))
-    assert [path.name for path in split_files(tmp_path, "train")] == train
-    assert [path.name for path in split_files(tmp_path, "val")] == val
-    assert has_split(tmp_path, "val")
-    assert TokenDataLoader(tmp_path, 1, 2).total_tokens == 3 * len(train)
-
-
-def test_names_without_a_split_are_training_data_or_refused(tmp_path: Path) -> None:
-    write_shard(tmp_path / "fineweb_000000.bin", np.array([EOT, 1, 2], dtype=np.uint16))
-    assert [path.name for path in split_files(tmp_path, "train")] == ["fineweb_000000.bin"]
-    assert not has_split(tmp_path, "val")
-    write_shard(tmp_path / "fineweb_val_000000.bin", np.array([EOT, 1, 2], dtype=np.uint16))
-    for split in ("train", "val"):
-        with pytest.raises(DataError, match=r"cannot tell the split of .*fineweb_000000\.bin"):
-            split_files(tmp_path, split)
-
-
-def test_shards_that_start_in_mid_document_are_read(tmp_path: Path) -> None:
+def test_split_that_starts_within_a_document_is_read(tmp_path: Path) -> None:
     tokens = np.array([7, 8, EOT, 1, 2, 3, EOT, 4], dtype=np.uint16)
     write_shard(tmp_path / "x_train_000001.bin", tokens)
     x, _ = TokenDataLoader(tmp_path, 1, 8).next_batch()
@@ -341,7 +280,7 @@ def test_shards_that_start_in_mid_document_are_read(tmp_path: Path) -> None:
     assert (y != -100).sum(1).tolist() == [2, 4, 2]
 
 
-def test_the_end_of_text_token_can_be_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_end_of_text_token_can_be_overridden(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_shard(tmp_path / "x_train.bin", np.array([9, 1, 2, 9, 3], dtype=np.uint16))
     loader = TokenDataLoader(tmp_path, 1, 5, documents="mask", eot_id=9)
     x, _ = loader.next_batch()
@@ -353,27 +292,21 @@ def test_the_end_of_text_token_can_be_set(tmp_path: Path, caplog: pytest.LogCapt
         TokenDataLoader(tmp_path, 1, 5, documents="pack")
 
 
-def test_many_shards_need_few_file_descriptors(tmp_path: Path) -> None:
-    for index in range(100):
-        write_shard(tmp_path / f"x_train_{index:06d}.bin", np.array([EOT, index], dtype=np.uint16))
-    code = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from whimbrel.data import TokenDataLoader
-x, _ = TokenDataLoader(sys.argv[1], 1, 200, seed=1, block=2).next_batch()
-print(sorted(x[0].tolist()) == sorted([50256] * 100 + list(range(100))))
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "True", done.stderr
-
-
-def test_a_pipe_among_the_shards_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x_train_000000.bin")
-    with pytest.raises(DataError, match="not a regular file"):
-        TokenDataLoader(tmp_path, 1, 4)
-
-
 def test_derived_seeds_differ_by_name_and_are_stable() -> None:
     assert derive_seed(1, "order", 0) == derive_seed(1, "order", 0)
     assert len({derive_seed(1), derive_seed(2), derive_seed(1, "order"), derive_seed(1, "order", 1)}) == 4
     assert 0 <= derive_seed(7, "x") < 2**63
+
+
+def test_verify_detects_a_changed_token_on_first_read(corpus, texts: list[str], tmp_path: Path) -> None:
+    source = corpus.write(tmp_path / "a.jsonl", texts)
+    prepare([str(source)], tmp_path / "out", load_tokenizer("gpt2"), name="a", shard_size=5000)
+    second = sorted((tmp_path / "out").glob("*.bin"))[1]
+    raw = bytearray(second.read_bytes())
+    raw[-2] ^= 1
+    second.write_bytes(raw)
+    TokenDataLoader(tmp_path / "out", 1, 8000).next_batch()
+    loader = TokenDataLoader(tmp_path / "out", 1, 4000, verify=True)
+    loader.next_batch()
+    with pytest.raises(DataError, match=rf"{second.name} was changed"):
+        loader.next_batch()

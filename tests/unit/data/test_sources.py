@@ -1,0 +1,126 @@
+"""Sources: files, directories, globs and Hub datasets are read as documents, in order."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from whimbrel.base.errors import DataError, MissingExtraError
+from whimbrel.data import read_shard
+from whimbrel.data.prepare import prepare
+from whimbrel.data.sources import HubDataset, open_source
+from whimbrel.data.sources import documents as read_documents
+from whimbrel.tokenization import load_tokenizer
+
+FORMS = ("a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt", "a.txt.gz", "a.txt.zst")
+
+
+def test_directories_and_globs_are_read_in_name_order(corpus, texts: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "deep"
+    (folder / "b").mkdir(parents=True)
+    corpus.write(folder / "b" / "2.jsonl", texts[20:30])
+    corpus.write(folder / "a.parquet", texts[:20])
+    (folder / "ignored.png").write_bytes(b"\x89PNG")
+    assert list(read_documents([str(folder)])) == texts[:30]
+    assert list(read_documents([str(folder / "**" / "*.jsonl")])) == texts[20:30]
+    assert list(read_documents([str(folder / "**.parquet")])) == texts[:20]
+    assert [source.name for source in open_source(str(folder))] == ["a.parquet", "b/2.jsonl"]
+
+
+def test_hidden_files_of_a_directory_are_skipped(corpus, texts: list[str], tmp_path: Path) -> None:
+    for name in ("seen.txt", ".hidden.txt", ".git/in.txt", "deep/.cache/in.txt"):
+        (tmp_path / ".data" / name).parent.mkdir(parents=True, exist_ok=True)
+        corpus.write(tmp_path / ".data" / name, [name])
+    assert list(read_documents([str(tmp_path / ".data")])) == ["seen.txt"]
+
+
+@pytest.mark.parametrize("form", ["a.txt", "a.txt.gz", "a.jsonl"])
+def test_documents_over_the_size_limit_are_refused(
+    corpus, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = str(corpus.write(tmp_path / form, ["word " * 800_000, "more " * 800_000]))
+    monkeypatch.setattr("whimbrel.data.sources.MAX_DOCUMENT_BYTES", 1 << 21)
+    with pytest.raises(DataError, match=rf"{form} has a document of more than 2 MiB.*--separator"):
+        list(read_documents([source]))
+    monkeypatch.setattr("whimbrel.data.sources.MAX_DOCUMENT_BYTES", 5_000_000)
+    separator = "<|doc|>" if ".txt" in form else None
+    assert len(list(read_documents([source], separator=separator))) == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_report_the_share_of_the_file_read(corpus, form: str, tmp_path: Path) -> None:
+    source = str(corpus.write(tmp_path / form, corpus.documents(4000)))
+    (source,) = open_source(source)
+    shares = [batch.progress for batch in source.batches("text", "<|doc|>", 0)]
+    assert len(shares) > 3
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 0.5 < shares[-2] <= shares[-1] == 1.0
+    assert [batch.progress for batch in source.batches("text", "<|doc|>", 2)] == shares[2:]
+
+
+def test_long_lines_and_a_missing_final_newline_are_read(corpus, tmp_path: Path) -> None:
+    texts = ["x" * 3_000_000, "short", "y" * 1_500_000]
+    source = corpus.write(tmp_path / "a.jsonl", texts)
+    source.write_bytes(source.read_bytes().rstrip() + b"")
+    assert list(read_documents([str(source)])) == texts
+    (tmp_path / "a.txt").write_text("<|doc|>".join(texts))
+    assert list(read_documents([str(tmp_path / "a.txt")], separator="<|doc|>")) == texts
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("separator", ["\n\n", "\r\n\r\n"])
+def test_newlines_in_a_separator_match_lf_and_crlf(tmp_path: Path, newline: str, separator: str) -> None:
+    texts = ["one\ntwo", "three", "x" * 1_500_000, "four"]
+    raw = "\n\n".join(texts).replace("\n", newline).encode()
+    (tmp_path / "a.txt").write_bytes(raw)
+    expected = [text.replace("\n", newline) for text in texts]
+    assert list(read_documents([str(tmp_path / "a.txt")], separator=separator)) == expected
+
+
+def test_separator_that_does_not_occur_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    assert len(list(read_documents([str(tmp_path / "a.txt")], separator="\n\n"))) == 1
+    assert "does not contain the separator" in caplog.text
+
+
+@pytest.fixture
+def hub(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """A hub that has one dataset; what it was asked for."""
+    datasets = pytest.importorskip("datasets")
+    asked: list[tuple[object, ...]] = []
+
+    def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> object:
+        asked.append((name, config, split, streaming))
+        return datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def test_hub_dataset_is_streamed(hub, texts: list[str], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer()
+    prepare(["owner/birds:small"], tmp_path, tokenizer, name="birds")
+    assert hub == [("owner/birds", "small", "train", True)]
+    wanted = [t for text in texts for t in (tokenizer.eot_id, *tokenizer.encode(text))]
+    assert read_shard(tmp_path / "birds_train_000000.bin").tolist() == wanted
+
+
+def test_hub_dataset_skips_rows_on_resume(hub, texts: list[str]) -> None:
+    (source,) = open_source("owner/birds")
+    batches = list(source.batches("text", None, 2))
+    assert [number for number, _ in batches[0].parse()][:2] == [128, 129]
+    assert [text for batch in batches for _, text in batch.parse()] == texts[128:]
+
+
+def test_hub_row_without_text_is_an_error(hub) -> None:
+    batch = next(HubDataset("owner/birds", None).batches("body", None, 0))
+    with pytest.raises(DataError, match=r"owner/birds, row 0: no text in 'body'.* text$"):
+        batch.parse()
+
+
+def test_missing_datasets_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"owner/birds.*Hub dataset needs .* 'whimbrel\[hub\]'"):
+        next(HubDataset("owner/birds", None).batches("text", None, 0))
