@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     tokenizer, cores = load_tokenizer("gpt2"), available_cores()
-    encoder = tokenizer._fast
+    encoder = tokenizer._tiktoken
     if encoder is None:
         raise SystemExit("the GPT-2 tokenizer has no fast encoder here")
     texts = [text for file in given.files for text in pq.read_table(file, columns=["text"])["text"].to_pylist()]

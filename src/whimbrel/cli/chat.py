@@ -151,11 +151,11 @@ def _say(words: str) -> None:
 
 def _template(source: Path, asked: str | None) -> ChatTemplate:
     """The template asked for, or the model's own, or a plain one."""
-    from whimbrel.tokenization import PLAIN, ChatTemplate, load_chat_template, special_token_texts
-    from whimbrel.tokenization.chat import read_template
+    from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, load_chat_template, read_special_tokens
+    from whimbrel.tokenization.chat_template import read_template
 
     if asked is not None and Path(asked).is_file():
-        given = ChatTemplate(read_template(Path(asked)), special_token_texts(source))
+        given = ChatTemplate(read_template(Path(asked)), read_special_tokens(source))
         given.check()
         return given
     try:
@@ -164,4 +164,4 @@ def _template(source: Path, asked: str | None) -> ChatTemplate:
         raise ConfigError(f"there is no file '{asked}', and {error}") from error
     if own is None:
         _say("the model has no chat template: it is shown the conversation as a play")
-    return own or PLAIN
+    return own or DEFAULT_CHAT_TEMPLATE

@@ -106,7 +106,7 @@ def _recipe(asked: str | None, trained: str | None, *, despite_qat: bool) -> str
 
 
 def _template(file: Path) -> str:
-    from whimbrel.tokenization.chat import read_template
+    from whimbrel.tokenization.chat_template import read_template
 
     if not file.is_file():
         raise ConfigError(f"no chat template at {file}: give a Jinja file, as chat_template.jinja is")

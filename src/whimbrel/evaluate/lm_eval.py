@@ -16,7 +16,7 @@ from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
 from whimbrel.evaluate.subject import Subject
 from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, TextStream
 from whimbrel.model_io import model_directory, special_tokens
-from whimbrel.tokenization import PLAIN, ChatTemplate, Message, load_chat_template
+from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Message, load_chat_template
 from whimbrel.train.device import choose_device
 
 try:
@@ -109,7 +109,7 @@ class WhimbrelLM(LM):  # type: ignore[misc]
         return self.subject.tokenizer.fingerprint
 
     def _template(self, name: str = "default") -> ChatTemplate:
-        return (load_chat_template(self._source, name) if self._source.is_dir() else None) or PLAIN
+        return (load_chat_template(self._source, name) if self._source.is_dir() else None) or DEFAULT_CHAT_TEMPLATE
 
     def _asked(self, context: str, settings: Mapping[str, Any]) -> tuple[Request, TextStream]:
         """A request to the engine, and what makes text of the answer."""

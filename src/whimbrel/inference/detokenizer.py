@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from whimbrel.base.errors import RequestError
 from whimbrel.tokenization import Tokenizer
-from whimbrel.tokenization.bytelevel import BYTE_OF_CHARACTER
+from whimbrel.tokenization.bpe import BYTE_DECODER
 
 __all__ = ["Detokenizer", "StopStrings", "TextStream", "encode_prompt", "stream_text"]
 
@@ -95,8 +95,8 @@ class Detokenizer:
         alone, spelled = self._decoded([token]), self._pipeline.id_to_token(token) or ""
         if alone != spelled and (byte := BYTE_TOKEN.fullmatch(spelled)):
             return bytes.fromhex(byte[1])
-        if NO_CHARACTER in alone and BYTE_OF_CHARACTER.keys() >= set(spelled):
-            return bytes(BYTE_OF_CHARACTER[character] for character in spelled)
+        if NO_CHARACTER in alone and BYTE_DECODER.keys() >= set(spelled):
+            return bytes(BYTE_DECODER[character] for character in spelled)
         return self._decoded([*self._last, token])[len(self._decoded(self._last)) :].encode()
 
     @property

@@ -23,7 +23,7 @@ from whimbrel.model_io import (
 from whimbrel.models import GPT
 from whimbrel.server.errors import ApiError, preview
 from whimbrel.tokenization import Tokenizer
-from whimbrel.tokenization.chat import PLAIN, ChatTemplate, encode_up_to, load_chat_template
+from whimbrel.tokenization.chat_template import DEFAULT_CHAT_TEMPLATE, ChatTemplate, encode_up_to, load_chat_template
 
 __all__ = ["Prompt", "ServedModel", "TokenTexts", "load_served_model"]
 
@@ -73,7 +73,7 @@ class ServedModel:
     """The model id for clients."""
     created: int = 0
     """Unix time at which the model was written."""
-    chat_template: ChatTemplate = PLAIN
+    chat_template: ChatTemplate = DEFAULT_CHAT_TEMPLATE
     """Converts conversations to text."""
     eos_ids: frozenset[int] = frozenset()
     """Tokens that end a completion."""
@@ -177,7 +177,7 @@ def load_served_model(
         tokenizer=loaded_tokenizer,
         name=name or Path(path).absolute().name,
         created=int((source / "config.json" if is_directory else source).stat().st_mtime),
-        chat_template=(load_chat_template(source) if is_directory else None) or PLAIN,
+        chat_template=(load_chat_template(source) if is_directory else None) or DEFAULT_CHAT_TEMPLATE,
         eos_ids=frozenset(special.eos_ids or (loaded_tokenizer.eot_id,)),
         bos_id=special.opener(loaded_tokenizer),
         sampling_defaults={key: value for key, value in settings.items() if key != "max_new_tokens"},

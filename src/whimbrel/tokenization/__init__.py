@@ -1,16 +1,21 @@
-"""Text to token ids and back: one `Tokenizer`, one file form (`tokenizer.json`); chat templates. No torch."""
+"""Tokenizers (`tokenizer.json`) and chat templates. Does not import torch."""
 
-from whimbrel.tokenization.chat import PLAIN, ChatTemplate, Message, load_chat_template, special_token_texts
-from whimbrel.tokenization.tokenizer import Tokenizer, load_tokenizer
-from whimbrel.tokenization.training import train_tokenizer
+from whimbrel.tokenization.chat_template import (
+    DEFAULT_CHAT_TEMPLATE,
+    ChatTemplate,
+    Message,
+    load_chat_template,
+    read_special_tokens,
+)
+from whimbrel.tokenization.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
     "ChatTemplate",
+    "DEFAULT_CHAT_TEMPLATE",
     "Message",
-    "PLAIN",
     "Tokenizer",
     "load_chat_template",
     "load_tokenizer",
-    "special_token_texts",
+    "read_special_tokens",
     "train_tokenizer",
 ]

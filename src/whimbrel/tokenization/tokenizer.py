@@ -1,10 +1,11 @@
-"""`Tokenizer`: any Hugging Face `tokenizer.json`, with `tiktoken` as the encoder where it gives the same ids faster."""
+"""`Tokenizer`: any Hugging Face `tokenizer.json`, encoded by `tiktoken` where that gives the same ids faster."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,20 +19,16 @@ from tokenizers import Tokenizer as Pipeline
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.files import atomic_file
-from whimbrel.tokenization.bytelevel import fast_encoder
-from whimbrel.tokenization.gpt2 import END_OF_TEXT, gpt2_pipeline
+from whimbrel.tokenization.bpe import END_OF_TEXT, MAX_VOCAB_SIZE, gpt2_pipeline, tiktoken_encoder, train_bpe
 
-__all__ = ["EncodedPrompt", "MAX_VOCABULARY", "Tokenizer", "load_tokenizer"]
+__all__ = ["EncodedPrompt", "Tokenizer", "load_tokenizer", "train_tokenizer"]
 
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
-DOCUMENT_OPENERS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "<s>")
-"""Tokens that may open a document where the file's settings name none, in order of preference."""
+END_OF_TEXT_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "<s>")
+"""Candidates for the end-of-text token if the settings do not name one, in order of preference."""
 
-UNUSED_BY_IDS = ("decoder", "padding", "post_processor", "truncation", "version")
-"""Parts of a tokenizer file that change no id of a document."""
-
-MAX_VOCABULARY = 1 << 24
-"""Many times the largest vocabulary in use. The libraries allocate for every id up to the largest, used or not."""
+IGNORED_BY_FINGERPRINT = ("decoder", "padding", "post_processor", "truncation", "version")
+"""Parts of a tokenizer file that do not affect the ids of a document."""
 
 
 class EncodedPrompt(NamedTuple):
@@ -43,14 +40,14 @@ class EncodedPrompt(NamedTuple):
 
 
 class Tokenizer:
-    """Text to ids and back.
+    """Converts between text and token ids.
 
-    `encode` and `encode_documents` treat special tokens that a text spells out as plain text, so no document can end
-    another. `encode_prompt` parses them, as transformers, vLLM and llama.cpp do.
+    `encode` and `encode_documents` treat special tokens in a text as plain text, so that a document cannot contain the
+    end-of-text token. `encode_prompt` parses them, as transformers, vLLM and llama.cpp do.
     """
 
     def __init__(self, pipeline: Pipeline, eot_token: str | None = None, bos_token: str | None = None) -> None:
-        with _one_line_errors("the tokenizer cannot be used"):
+        with _library_errors("the tokenizer cannot be used"):
             pipeline.no_padding()
             pipeline.no_truncation()
             pipeline.encode_special_tokens = True
@@ -60,18 +57,19 @@ class Tokenizer:
             pipeline.encode("")  # some broken post-processors only fail when they run
         self.pipeline = pipeline
         self.vocab_size: int = max(vocabulary.values()) + 1
-        self.eot_token = _document_opener(content["added_tokens"], vocabulary, eot_token)
+        self.eot_token = _end_of_text_token(content["added_tokens"], vocabulary, eot_token)
         self.eot_id: int = vocabulary[self.eot_token]
+        """The end-of-text token, which starts every document."""
         self.bos_id: int = self.eot_id if bos_token is None else vocabulary.get(bos_token, self.eot_id)
         """The token that replaces an empty prompt; end-of-text if the tokenizer has no BOS token."""
         self.fingerprint = _fingerprint(content, vocabulary, self.eot_token)
-        self._fast = fast_encoder(pipeline, content)
-        self._spelled = _spelled(pipeline, content)
+        self._tiktoken = tiktoken_encoder(pipeline, content)
+        self._plain_ids = _plain_ids_of_special_tokens(pipeline, content)
 
     @classmethod
     def from_json(cls, text: str, eot_token: str | None = None, bos_token: str | None = None) -> Tokenizer:
-        """The tokenizer that the text of a `tokenizer.json` describes."""
-        return cls(_parsed(text), eot_token, bos_token)
+        """Create a tokenizer from the text of a `tokenizer.json`."""
+        return cls(_parse_pipeline(text), eot_token, bos_token)
 
     def to_json(self) -> str:
         """The text of this tokenizer's `tokenizer.json`."""
@@ -80,23 +78,23 @@ class Tokenizer:
     @property
     def backend(self) -> str:
         """The library that encodes: `tiktoken` or `tokenizers`."""
-        return "tiktoken" if self._fast else "tokenizers"
+        return "tiktoken" if self._tiktoken else "tokenizers"
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest shard type that holds every id."""
+        """The smallest shard dtype for all ids."""
         return np.dtype(np.uint16 if self.vocab_size <= 65_535 else np.uint32)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text` alone, nothing added."""
-        ids: list[int] = self._ids(text).tolist()
+        """Token ids of `text`, without BOS or other added tokens; special tokens in the text are plain text."""
+        ids: list[int] = self._encode(text).tolist()
         return ids
 
     def encode_prompt(self, text: str, *, parse_special: bool = True, add_special_tokens: bool = True) -> EncodedPrompt:
-        """The ids of a raw prompt, as transformers' `tokenizer(text)` gives them.
+        """Token ids of a raw prompt, as transformers' `tokenizer(text)` gives them.
 
-        `parse_special=False` reads special tokens in the text as plain text; `add_special_tokens=False` leaves out what
-        the tokenizer's file adds around every text (such as a BOS token). Thread-safe.
+        `parse_special=False` treats special tokens in the text as plain text; `add_special_tokens=False` leaves out
+        what the tokenizer's file adds to every text (such as a BOS token). Thread-safe.
         """
         [encoded] = self.encode_prompts([text], parse_special=parse_special, add_special_tokens=add_special_tokens)
         return encoded
@@ -104,31 +102,31 @@ class Tokenizer:
     def encode_prompts(
         self, texts: Sequence[str], *, parse_special: bool = True, add_special_tokens: bool = True
     ) -> list[EncodedPrompt]:
-        """`encode_prompt` of several texts, in parallel."""
-        # Separate copies: whether to parse is a property of a pipeline, which threads share.
+        """`encode_prompt` for several texts, in parallel."""
+        # Separate copies, because whether to parse is a property of a pipeline, which threads share.
         pipeline = self._parsing_pipeline if parse_special else self._literal_pipeline
         for text in texts:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise DataError(
-                    f"half a surrogate pair at character {error.start} of {text[:40]!r}: give valid Unicode"
+                    f"expected valid Unicode, got a lone surrogate at character {error.start} of {text[:40]!r}"
                 ) from error
-        with _one_line_errors("the tokenizer cannot encode this text"):
+        with _library_errors("the tokenizer cannot encode this text"):
             # A batch even for one text: unlike `encode`, it releases the GIL.
             encoded = pipeline.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        return [self._prompt(each, parse_special) for each in encoded]
+        return [self._to_prompt(encoding, parse_special) for encoding in encoded]
 
-    def _prompt(self, encoding: Encoding, parse_special: bool) -> EncodedPrompt:
+    def _to_prompt(self, encoding: Encoding, parse_special: bool) -> EncodedPrompt:
         starts = [start for start, _ in encoding.offsets]
-        if parse_special or not self._spelled:
+        if parse_special or not self._plain_ids:
             return EncodedPrompt(encoding.ids, starts)
-        rows = [
+        pairs = [
             (index, start)
-            for found, start, added in zip(encoding.ids, starts, encoding.special_tokens_mask, strict=True)
-            for index in ((found,) if added else self._spelled.get(found, (found,)))
+            for token, start, added in zip(encoding.ids, starts, encoding.special_tokens_mask, strict=True)
+            for index in ((token,) if added else self._plain_ids.get(token, (token,)))
         ]
-        return EncodedPrompt([index for index, _ in rows], [start for _, start in rows])
+        return EncodedPrompt([index for index, _ in pairs], [start for _, start in pairs])
 
     @functools.cached_property
     def _parsing_pipeline(self) -> Pipeline:
@@ -139,60 +137,58 @@ class Tokenizer:
         return _prompt_pipeline(self.to_json(), parse_special=False)
 
     def encode_documents(self, texts: Iterable[str]) -> list[NDArray[Any]]:
-        """The ids of each text as an array of `dtype`, opened by the end-of-text token. Threads may call it at once."""
-        opener = np.array([self.eot_id], dtype=self.dtype)
-        return [np.concatenate((opener, self._ids(text)), dtype=self.dtype, casting="same_kind") for text in texts]
+        """Token ids of each text as an array of `dtype` that starts with the end-of-text token. Thread-safe."""
+        eot = np.array([self.eot_id], dtype=self.dtype)
+        return [np.concatenate((eot, self._encode(text)), dtype=self.dtype, casting="same_kind") for text in texts]
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of `ids`, special tokens written out; bytes that are no whole character become U+FFFD."""
+        """The text of `ids`, special tokens included; incomplete UTF-8 sequences become U+FFFD."""
         numbers = [int(index) for index in ids]
-        strange = next((index for index in numbers if not 0 <= index < self.vocab_size), None)
-        if strange is not None:
-            raise DataError(f"token id {strange} is not in the vocabulary: ids run from 0 to {self.vocab_size - 1}")
-        with _one_line_errors("the tokenizer cannot decode these ids"):
+        invalid = next((index for index in numbers if not 0 <= index < self.vocab_size), None)
+        if invalid is not None:
+            raise DataError(f"expected token ids from 0 to {self.vocab_size - 1}, got {invalid}")
+        with _library_errors("the tokenizer cannot decode these ids"):
             return str(self.pipeline.decode(numbers, skip_special_tokens=False))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json`, which `transformers.AutoTokenizer` opens."""
+        """Write `tokenizer.json` and `tokenizer_config.json`, for `transformers.AutoTokenizer`."""
         settings = {
-            "bos_token": self.eot_token,  # what opens the documents that models are trained on here
+            "bos_token": self.eot_token,  # starts the documents that models are trained on
             "clean_up_tokenization_spaces": False,
             "eos_token": self.eot_token,
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
         with atomic_file(Path(directory) / SETTINGS_FILE, "w") as file:
             file.write(json.dumps(settings, indent=2) + "\n")
-        with atomic_file(Path(directory) / TOKENIZER_FILE, "w") as file:  # last: once it is there, all is
+        with atomic_file(Path(directory) / TOKENIZER_FILE, "w") as file:  # last: if it exists, both do
             file.write(self.to_json())
 
-    def _ids(self, text: str) -> NDArray[Any]:
+    def _encode(self, text: str) -> NDArray[Any]:
         try:
-            if self._fast:
-                return self._fast.encode_to_numpy(text, disallowed_special=())
-            text.encode()  # fails as the fast path does, and says where
-            with _one_line_errors("the tokenizer cannot encode this text"):
+            if self._tiktoken:
+                return self._tiktoken.encode_to_numpy(text, disallowed_special=())
+            text.encode()  # fails like tiktoken does, with the position
+            with _library_errors("the tokenizer cannot encode this text"):
                 [encoding] = self.pipeline.encode_batch_fast([text], add_special_tokens=False)
         except UnicodeEncodeError as error:
-            raise DataError(
-                f"text holds half a surrogate pair at character {error.start}: give valid Unicode"
-            ) from error
-        ids = [index for found in encoding.ids for index in self._spelled.get(found, (found,))]
+            raise DataError(f"expected valid Unicode, got a lone surrogate at character {error.start}") from error
+        ids = [index for token in encoding.ids for index in self._plain_ids.get(token, (token,))]
         return np.array(ids, dtype=np.uint32)
 
 
 def load_tokenizer(path_or_name: str | os.PathLike[str] = "gpt2") -> Tokenizer:
-    """The tokenizer `gpt2`, a `tokenizer.json`, or a directory that holds one (a model, a run's checkpoint)."""
+    """Load the tokenizer `gpt2`, a `tokenizer.json`, or that of a directory (a model, a checkpoint's model)."""
     if str(path_or_name) == "gpt2":
         return _gpt2()
     path = Path(path_or_name)
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"no tokenizer at {path}: give 'gpt2', a {TOKENIZER_FILE}, or a directory that holds one")
+        raise ConfigError(f"no tokenizer at {path}: expected 'gpt2', a {TOKENIZER_FILE}, or a directory with one")
     try:
-        pipeline = _parsed(file.read_text(encoding="utf-8"))
+        pipeline = _parse_pipeline(file.read_text(encoding="utf-8"))
     except (DataError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is not a Hugging Face {TOKENIZER_FILE}: {error}") from error
-    eos_token, bos_token = _named_tokens(file.with_name(SETTINGS_FILE))
+    eos_token, bos_token = _read_eos_and_bos(file.with_name(SETTINGS_FILE))
     try:
         return Tokenizer(pipeline, eos_token, bos_token)
     except DataError as error:
@@ -204,9 +200,24 @@ def _gpt2() -> Tokenizer:
     return Tokenizer(gpt2_pipeline(), END_OF_TEXT)
 
 
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> Tokenizer:
+    """Train a byte-level BPE tokenizer on `texts`.
+
+    It has fewer than `vocab_size` ids, with a warning, if too few pairs occur `min_frequency` times.
+    """
+    tokenizer = Tokenizer(train_bpe(texts, vocab_size, min_frequency), END_OF_TEXT)
+    if tokenizer.vocab_size < vocab_size:
+        logging.getLogger(__name__).warning(
+            "the text has only %d of the requested %d tokens: too few pairs are frequent enough",
+            tokenizer.vocab_size,
+            vocab_size,
+        )
+    return tokenizer
+
+
 @contextmanager
-def _one_line_errors(what: str) -> Iterator[None]:
-    """Turn whatever the tokenizers library raises into a DataError.
+def _library_errors(message: str) -> Iterator[None]:
+    """Convert whatever the tokenizers library raises to a DataError of one line.
 
     It raises bare `Exception`, and where its Rust code panics a `PanicException`, which is not an `Exception`.
     """
@@ -217,116 +228,117 @@ def _one_line_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"{what}: {' '.join(str(error).split())[:300]}") from error
+        raise DataError(f"{message}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _spelled(pipeline: Pipeline, content: dict[str, Any]) -> dict[int, tuple[int, ...]]:
-    """For special tokens that the model itself finds in plain text: the ids of their first character and the rest.
+def _plain_ids_of_special_tokens(pipeline: Pipeline, content: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+    """For special tokens that the model itself finds in plain text: the ids of their first character and of the rest.
 
-    Unigram and word-level models match any piece of their vocabulary, and often list special tokens among them.
+    Unigram and word-level models match any entry of their vocabulary, which often includes special tokens.
     """
-    spelled = {}
+    plain_ids = {}
     for token in content["added_tokens"]:
         text = token["content"]
-        with _one_line_errors("the tokenizer cannot encode its own tokens"):
-            if not token["special"] or [found.id for found in _tokenized(pipeline, text)] != [token["id"]]:
+        with _library_errors("the tokenizer cannot encode its own tokens"):
+            if not token["special"] or _model_ids(pipeline, text) != [token["id"]]:
                 continue
-            parts = [found.id for part in (text[:1], text[1:]) if part for found in _tokenized(pipeline, part)]
-        spelled[token["id"]] = tuple(index for index in parts if index != token["id"])
-    return spelled
+            ids = [index for part in (text[:1], text[1:]) for index in _model_ids(pipeline, part)]
+        plain_ids[token["id"]] = tuple(index for index in ids if index != token["id"])
+    return plain_ids
 
 
-def _tokenized(pipeline: Pipeline, text: str) -> list[Any]:
+def _model_ids(pipeline: Pipeline, text: str) -> list[int]:
     try:
-        return list(pipeline.model.tokenize(text)) if text else []
-    except Exception:  # word-level models raise it for a word that they do not know: it is not found in plain text
+        return [token.id for token in pipeline.model.tokenize(text)] if text else []
+    except Exception:  # word-level models raise it for an unknown word
         return []
 
 
 def _prompt_pipeline(text: str, *, parse_special: bool) -> Pipeline:
     content = json.loads(text)
-    _keep_spaces_in_offsets(content["post_processor"])
+    _disable_trim_offsets(content["post_processor"])
     pipeline = Pipeline.from_str(json.dumps(content))
     pipeline.encode_special_tokens = not parse_special
     return pipeline
 
 
-def _keep_spaces_in_offsets(processor: dict[str, Any] | None) -> None:
-    """Let offsets cover the whole token: byte-level processors may trim its spaces."""
+def _disable_trim_offsets(processor: dict[str, Any] | None) -> None:
+    """Make offsets cover complete tokens: byte-level post-processors may exclude their spaces."""
     if processor is None:
         return
     if "trim_offsets" in processor:
         processor["trim_offsets"] = False
     for part in processor.get("processors", ()):
-        _keep_spaces_in_offsets(part)
+        _disable_trim_offsets(part)
 
 
-def _parsed(text: str) -> Pipeline:
-    """The pipeline that the text of a `tokenizer.json` describes."""
+def _parse_pipeline(text: str) -> Pipeline:
+    """Parse the text of a `tokenizer.json`."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"expected JSON: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"expected a JSON object, got a {type(content).__name__}")
-    # Before the library sees them: it allocates for every id up to the largest.
+    # Check ids before the library sees them: it allocates for every id up to the largest.
     model, added = content.get("model"), content.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     if isinstance(added, list):
         ids |= {str(token.get("content")): token.get("id") for token in added if isinstance(token, dict)}
     _check_ids({token: index for token, index in ids.items() if isinstance(index, int)})
-    with _one_line_errors("the library refuses it"):
+    with _library_errors("the tokenizers library rejects it"):
         return Pipeline.from_str(text)
 
 
 def _check_ids(vocabulary: dict[str, int]) -> None:
     largest = max(vocabulary, key=vocabulary.__getitem__, default=None)
-    if largest is not None and vocabulary[largest] >= MAX_VOCABULARY:
+    if largest is not None and vocabulary[largest] >= MAX_VOCAB_SIZE:
         raise DataError(
-            f"token {largest[:40]!r} has the id {vocabulary[largest]}: expected at most {MAX_VOCABULARY - 1}"
+            f"expected token ids of at most {MAX_VOCAB_SIZE - 1}, got {vocabulary[largest]} for {largest[:40]!r}"
         )
 
 
-def _named_tokens(file: Path) -> tuple[str | None, str | None]:
-    """The eos_token and the bos_token that a model directory's `tokenizer_config.json` names."""
+def _read_eos_and_bos(file: Path) -> tuple[str | None, str | None]:
+    """The `eos_token` and `bos_token` of a `tokenizer_config.json`; None if it does not exist or name them."""
     if not file.is_file():
         return None, None
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} is not readable JSON: {error}") from error
+        raise DataError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(settings, dict):
-        raise DataError(f"{file} is not a JSON object, but a {type(settings).__name__}")
-    return _named_token(file, settings, "eos_token"), _named_token(file, settings, "bos_token")
+        raise DataError(f"{file}: expected a JSON object, got a {type(settings).__name__}")
+    return _token_setting(file, settings, "eos_token"), _token_setting(file, settings, "bos_token")
 
 
-def _named_token(file: Path, settings: dict[str, Any], name: str) -> str | None:
-    named = settings.get(name)
-    token = named.get("content", named) if isinstance(named, dict) else named
+def _token_setting(file: Path, settings: dict[str, Any], name: str) -> str | None:
+    value = settings.get(name)
+    token = value.get("content", value) if isinstance(value, dict) else value
     if token is not None and not isinstance(token, str):
-        raise DataError(f"{file} names the {name} {json.dumps(token)[:80]}: give a token's text or null")
+        raise DataError(f"{file}: expected {name} to be a token's text or null, got {json.dumps(token)[:80]}")
     return token
 
 
-def _document_opener(added: list[dict[str, Any]], vocabulary: dict[str, int], named: str | None) -> str:
-    """The token that opens documents: a special one, because the ids of a text never hold those."""
+def _end_of_text_token(added: list[dict[str, Any]], vocabulary: dict[str, int], name: str | None) -> str:
+    """The end-of-text token: `name`, or the first candidate. It must be special, so that no text contains it."""
     special = {token["content"] for token in added if token["special"]}
-    for token in DOCUMENT_OPENERS if named is None else (named,):
+    for token in END_OF_TEXT_TOKENS if name is None else (name,):
         if token in special:
             return token
-    if named in vocabulary:
+    if name in vocabulary:
+        available = ", ".join(sorted(special)) or "none"
         raise DataError(
-            f"the end-of-text token '{named}' is not a special token of the tokenizer, so a text can hold it: "
-            f"name one of {', '.join(sorted(special)) or 'its special tokens (it has none)'}"
+            f"expected the end-of-text token '{name}' to be a special token, which no text contains (available: "
+            f"{available})"
         )
-    wanted = " or ".join(DOCUMENT_OPENERS) if named is None else named
-    raise DataError(f"the tokenizer has no end-of-text token ({wanted}): add one, it opens every document")
+    candidates = " or ".join(END_OF_TEXT_TOKENS) if name is None else name
+    raise DataError(f"the tokenizer has no end-of-text token ({candidates}): add it as a special token")
 
 
 def _fingerprint(content: dict[str, Any], vocabulary: dict[str, int], eot_token: str) -> str:
-    """Equal for two files that give equal ids, whether or not they list their special tokens among the model's own."""
-    told = {key: value for key, value in content.items() if key not in UNUSED_BY_IDS}
-    told["model"] = content["model"] | {"vocab": vocabulary}
-    told["eot_id"] = vocabulary[eot_token]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    """A hash of everything that affects ids: equal whether or not special tokens are in the model's own vocabulary."""
+    hashed = {key: value for key, value in content.items() if key not in IGNORED_BY_FINGERPRINT}
+    hashed["model"] = content["model"] | {"vocab": vocabulary}
+    hashed["eot_id"] = vocabulary[eot_token]
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.tokenization.bytewise import byte_tokenizer
+from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.cli.chat import chat
@@ -161,12 +161,12 @@ def test_templates_can_be_named_or_given_as_a_file(model, directory, talk, tmp_p
     hello, eot = TOKENIZER.encode("Hello"), TOKENIZER.eot_id
     for found, ids in ((short, hello), (mine, [*hello, eot, eot])):
         assert found == [continuation(model, ids).lstrip()]
-    with pytest.raises(ConfigError, match="no file 'long', and .* has no chat template 'long': it has default, short"):
+    with pytest.raises(ConfigError, match="no file 'long', and .* has no chat template 'long'.*default, short"):
         talk("Hello", template="long")
     with pytest.raises(ConfigError, match="no file '', and"):
         talk("Hello", template="")
     (tmp_path / "binary").write_bytes(b"ab\xff")
-    with pytest.raises(DataError, match="binary is not UTF-8 at byte 2: give a Jinja file"):
+    with pytest.raises(DataError, match="binary.* not UTF-8 at byte 2"):
         talk("Hello", template=str(tmp_path / "binary"))
 
 

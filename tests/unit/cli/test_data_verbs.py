@@ -92,7 +92,7 @@ BAD = {
     "not a string": ("a.jsonl", b'{"text": 5}\n', "a.jsonl, line 1: expected a string in 'text', got int"),
     "bad utf-8 in jsonl": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "a.jsonl, line 2: not UTF-8 at byte 10"),
     "deep json": ("a.jsonl", GOOD + b"[" * 200_000 + b"\n", "a.jsonl, line 2: JSON nested too deeply"),
-    "half a surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "a.jsonl, line 2: text holds half a surrogate"),
+    "half a surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "lone surrogate at character"),
     "truncated gz": ("a.jsonl.gz", gzip.compress(GOOD * 999)[:-9], "a.jsonl.gz is not a readable gzip file"),
     "not gz": ("a.jsonl.gz", b"plain text", "a.jsonl.gz is not a readable gzip file"),
     "damaged gz": ("a.txt.gz", gzip.compress(bytes(99_999))[:40] + b"xx" * 40, "a.txt.gz is not a readable gzip"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tests.unit.tokenization.bytewise import byte_tokenizer
+from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import DataError
 from whimbrel.cli import terminal as terminal_output

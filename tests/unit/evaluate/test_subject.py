@@ -130,5 +130,5 @@ def test_a_continuation_without_a_token_of_its_own_is_refused():
 
 
 def test_half_a_surrogate_pair_is_refused(subject):
-    with pytest.raises(DataError, match="half a surrogate pair at character 3"):
+    with pytest.raises(DataError, match="lone surrogate at character 3"):
         subject.pairs([("abc\ud800", " d")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.tokenization.bytewise import byte_tokenizer
+from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import Conversation, NgramDraft, SamplingParams, Session, generate
@@ -191,7 +191,7 @@ def test_seeds_settle_a_conversation_and_turns_differ(model, tokenizer):
             {"system": "x" * 99},
             "message, comes to 109 tokens: beside an answer, the context of 120 has room for 108",
         ),
-        ({"system": "\ud800"}, "half a surrogate pair"),
+        ({"system": "\ud800"}, "lone surrogate"),
     ],
 )
 def test_what_no_turn_could_be_answered_with_is_refused_before_the_first(model, tokenizer, options, message):

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Pipeline
 from whimbrel.inference import TextStream, encode_prompt, stream_text
 from whimbrel.inference.detokenizer import Detokenizer
 from whimbrel.tokenization import Tokenizer, load_tokenizer
-from whimbrel.tokenization.bytelevel import BYTE_OF_CHARACTER
+from whimbrel.tokenization.bpe import BYTE_DECODER
 
 TEXT = "naïve 漢字 🐦 end"
 LEFT_OUT = None
@@ -49,7 +49,7 @@ def token_of(tokenizer: Tokenizer, byte: int | None) -> int:
     """The token that is one byte, or one that is no text."""
     if byte is LEFT_OUT:
         return 1 if tokenizer.pipeline.id_to_token(1) == "<s>" else tokenizer.vocab_size
-    ids = map(tokenizer.pipeline.token_to_id, (f"<0x{byte:02X}>", {b: c for c, b in BYTE_OF_CHARACTER.items()}[byte]))
+    ids = map(tokenizer.pipeline.token_to_id, (f"<0x{byte:02X}>", {b: c for c, b in BYTE_DECODER.items()}[byte]))
     return next(token for token in ids if token is not None)
 
 

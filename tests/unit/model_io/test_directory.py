@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.unit.tokenization.bytewise import byte_tokenizer
+from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import CheckpointError, ConfigError, WriteError
 from whimbrel.inference import SamplingParams

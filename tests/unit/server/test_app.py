@@ -19,7 +19,7 @@ from tests.unit.server.running import running, wait_for
 from whimbrel.server.app import ENCODER_THREADS
 from whimbrel.server.served_model import ServedModel
 from whimbrel.server.worker import MAX_STEP_FAILURES
-from whimbrel.tokenization import PLAIN, ChatTemplate
+from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SHORT = {"model": "tiny", "prompt": "Once", "max_tokens": 3}
@@ -83,7 +83,7 @@ def test_special_tokens_in_a_prompt_are_parsed_unless_parse_special_is_false(ser
 
 def test_an_endless_chat_template_does_not_block_completions(served: ServedModel):
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    template = ChatTemplate("{% if messages | length > 1 %}" + endless + "{% endif %}" + PLAIN.source)
+    template = ChatTemplate("{% if messages | length > 1 %}" + endless + "{% endif %}" + DEFAULT_CHAT_TEMPLATE.source)
     with running(replace(served, chat_template=template)) as run:
         many = TALK | {"messages": TALK["messages"] * 2}
         for _ in range(7):
@@ -169,7 +169,7 @@ TALK = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 )
 def test_errors_name_the_parameter(served: ServedModel, route: str, body: dict[str, object], param: str):
     template = ChatTemplate(
-        "{% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}" + PLAIN.source
+        "{% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}" + DEFAULT_CHAT_TEMPLATE.source
     )
     with running(replace(served, chat_template=template)) as run:
         answer = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})

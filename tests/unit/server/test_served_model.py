@@ -53,7 +53,7 @@ def test_a_prompt_over_the_limit_is_rejected(served: ServedModel, prompt):
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of characters of each tokenizer call."""
     seen: list[int] = []
-    prompts, ids = Tokenizer.encode_prompts, Tokenizer._ids
+    prompts, ids = Tokenizer.encode_prompts, Tokenizer._encode
 
     def encode_prompts(self, texts, **options):
         seen.extend(map(len, texts))
@@ -64,7 +64,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return ids(self, text)
 
     monkeypatch.setattr(Tokenizer, "encode_prompts", encode_prompts)
-    monkeypatch.setattr(Tokenizer, "_ids", encode_ids)
+    monkeypatch.setattr(Tokenizer, "_encode", encode_ids)
     return seen
 
 

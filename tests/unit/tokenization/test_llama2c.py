@@ -1,4 +1,4 @@
-"""Tokenizers in llama2.c's format, written here by hand."""
+"""Tokenizers in llama2.c's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whimbrel.tokenization.llama2c import load_llama2c_tokenizer
 
 LETTERS = [" ", "a", "b", "c", "d"]
 MERGED = ["ab", " a", "abc", " ab", "cd", "abcd"]
-"""In the order in which they were learned, best first."""
+"""In order of score, highest first."""
 
 
 def write(path: Path, pieces: list[str]) -> Path:
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def merged_by_score(text: str) -> list[int]:
-    """llama2.c's own way: again and again join the neighbours whose joined piece has the best score."""
+    """llama2.c's algorithm: repeatedly merge the neighbors whose merged piece has the highest score."""
     vocabulary = {piece: 259 + index for index, piece in enumerate([*LETTERS, *MERGED])}
     parts = list(" " + text)
     while True:
@@ -49,21 +49,21 @@ def merged_by_score(text: str) -> list[int]:
         parts[at : at + 2] = [joined[at]]
 
 
-def test_pieces_merge_in_the_order_of_their_scores(path):
+def test_pieces_merge_in_order_of_score(path):
     tokenizer, random = load_llama2c_tokenizer(path), Random(0)
     for _ in range(200):
         text = "".join(random.choices(LETTERS, k=random.randint(1, 12)))
         assert tokenizer.encode(text) == merged_by_score(text), text
 
 
-def test_its_document_opener_is_the_begin_token(path):
+def test_the_end_of_text_token_is_bos(path):
     tokenizer = load_llama2c_tokenizer(path)
     assert (tokenizer.vocab_size, tokenizer.eot_token, tokenizer.eot_id) == (259 + 11, "<s>", 1)
     assert tokenizer.pipeline.encode("a").ids == [1, *tokenizer.encode("a")]
 
 
 @pytest.mark.parametrize("text", ["abcd a b", "  two  spaces", "é 漢 🐦", "line\nline\ttab", "<s>"])
-def test_text_comes_back(path, tmp_path, text):
+def test_decode_inverts_encode(path, tmp_path, text):
     tokenizer = load_llama2c_tokenizer(path)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     (tmp_path / "saved").mkdir()
@@ -75,17 +75,17 @@ def test_text_comes_back(path, tmp_path, text):
     ("damage", "message"),
     [
         (lambda content: content[:-1], "piece 269, byte"),
-        (lambda content: content[:501], "is not a llama2.c tokenizer"),
-        (lambda content: b"\0" * 4, "has 0 pieces"),
-        (lambda content: content[:-4] + b"\xff\xfe\xfd\xfc", "is not a llama2.c tokenizer: piece 269"),
+        (lambda content: content[:501], "expected a llama2.c tokenizer"),
+        (lambda content: b"\0" * 4, "with 0"),
+        (lambda content: content[:-4] + b"\xff\xfe\xfd\xfc", "piece 269"),
     ],
 )
-def test_a_damaged_file_is_refused(path, damage, message):
+def test_a_corrupt_file_is_rejected(path, damage, message):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=message):
         load_llama2c_tokenizer(path)
 
 
-def test_a_piece_named_twice_is_refused(tmp_path):
-    with pytest.raises(DataError, match="names a piece twice"):
+def test_a_duplicate_piece_is_rejected(tmp_path):
+    with pytest.raises(DataError, match="duplicate piece"):
         load_llama2c_tokenizer(write(tmp_path / "tok.bin", [*pieces()[:-1], "ab"]))

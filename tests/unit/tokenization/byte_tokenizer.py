@@ -1,4 +1,4 @@
-"""A tokenizer whose every byte is a token: small, so quickly made and opened."""
+"""A tokenizer with one token per byte: small and fast to load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whimbrel.tokenization import Tokenizer
 
 
 def byte_tokenizer(special: Sequence[str] = ("<|endoftext|>",)) -> Tokenizer:
-    """256 bytes and these special tokens, the first of which ends texts."""
+    """256 bytes and special tokens, of which the first is the end-of-text token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pipeline = Pipeline(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,4 +1,4 @@
-"""Templates that would take all time or memory are stopped, and others still render."""
+"""Limits of the template sandbox, and its child process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from whimbrel.base.errors import DataError, RequestError
-from whimbrel.tokenization import ChatTemplate, load_chat_template, rendering
-from whimbrel.tokenization.rendering import LimitExceededError, Renderer
+from whimbrel.tokenization import ChatTemplate, load_chat_template, template_sandbox
+from whimbrel.tokenization.template_sandbox import LimitExceededError, TemplateSandbox
 
-SAID = [{"role": "user", "content": "Hello"}]
-GIVEN = {"messages": SAID}
+MESSAGES = [{"role": "user", "content": "Hello"}]
+VARIABLES = {"messages": MESSAGES}
 PLAIN = "{{ messages[0].content }}"
 DOUBLING = "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
 NESTING = "{% set ns = namespace(s=[]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}"
@@ -24,12 +24,12 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 POWER = "{{ 10 ** 1000000000 }}"  # evaluated when it is compiled
 
 if not Path("/proc/self/statm").exists():
-    pytest.skip("memory is limited on Linux alone", allow_module_level=True)
+    pytest.skip("memory is limited on Linux only", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
-def renderer() -> Iterator[Renderer]:
-    made = Renderer()
+def sandbox() -> Iterator[TemplateSandbox]:
+    made = TemplateSandbox()
     yield made
     made.close()
 
@@ -53,18 +53,18 @@ def renderer() -> Iterator[Renderer]:
     ],
     ids=range(13),
 )
-def test_a_template_without_bounds_is_ended_and_the_next_renders(renderer: Renderer, source: str):
-    with pytest.raises((LimitExceededError, rendering.SourceError)):
-        renderer.render(source, GIVEN)
-    assert renderer.render(PLAIN, GIVEN) == "Hello"
+def test_an_unbounded_template_is_killed_and_the_next_renders(sandbox: TemplateSandbox, source: str):
+    with pytest.raises((LimitExceededError, template_sandbox.InvalidTemplateError)):
+        sandbox.render(source, VARIABLES)
+    assert sandbox.render(PLAIN, VARIABLES) == "Hello"
 
 
-def test_limits_refuse_a_request_and_a_model_directory(tmp_path: Path):
+def test_limits_reject_a_request_or_a_model_directory(tmp_path: Path):
     sometimes = "{% if messages | length > 1 %}" + LOOPS + "{% endif %}" + PLAIN
     template = ChatTemplate(sometimes)
-    with pytest.raises(RequestError, match="chat template takes more than 2 s of CPU time.* for these messages"):
-        template.render(SAID * 2)
-    assert template.render(SAID) == "Hello"
+    with pytest.raises(RequestError, match="more than 2 s of CPU time.* for these messages"):
+        template.render(MESSAGES * 2)
+    assert template.render(MESSAGES) == "Hello"
     (tmp_path / "chat_template.jinja").write_text(LOOPS)
     with pytest.raises(DataError, match="chat template takes more than 2 s .* for one short message"):
         load_chat_template(tmp_path)
@@ -73,24 +73,24 @@ def test_limits_refuse_a_request_and_a_model_directory(tmp_path: Path):
         load_chat_template(tmp_path)
 
 
-def test_a_template_that_refuses_a_plain_message_is_loaded_with_a_warning(tmp_path: Path, caplog):
+def test_a_template_that_rejects_a_single_message_loads_with_a_warning(tmp_path: Path, caplog):
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only\x1btools') }}")
     assert load_chat_template(tmp_path) is not None
-    assert "refuses a conversation of one user message: 'only\\x1btools'" in caplog.text
+    assert "rejects a single user message: 'only\\x1btools'" in caplog.text
 
 
-def test_a_template_that_is_not_utf8_is_named(tmp_path: Path):
+def test_a_template_that_is_not_utf8_is_rejected(tmp_path: Path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"chat_template\.jinja is not UTF-8 at byte 0"):
+    with pytest.raises(DataError, match=r"chat_template\.jinja.* not UTF-8 at byte 0"):
         load_chat_template(tmp_path)
 
 
-def test_threads_have_their_own_answers(renderer: Renderer):
+def test_threads_receive_their_own_results(sandbox: TemplateSandbox):
     found: dict[int, str] = {}
 
     def ask(number: int) -> None:
         for _ in range(20):
-            found[number] = renderer.render("{{ number }}", {"number": number})
+            found[number] = sandbox.render("{{ number }}", {"number": number})
 
     threads = [threading.Thread(target=ask, args=[number]) for number in range(4)]
     for each in threads:
@@ -100,35 +100,35 @@ def test_threads_have_their_own_answers(renderer: Renderer):
     assert found == {number: str(number) for number in range(4)}
 
 
-def test_a_child_that_was_killed_is_replaced(renderer: Renderer):
-    assert renderer.render(PLAIN, GIVEN) == "Hello"
-    os.kill(renderer._process.pid, signal.SIGKILL)
+def test_a_killed_child_is_replaced(sandbox: TemplateSandbox):
+    assert sandbox.render(PLAIN, VARIABLES) == "Hello"
+    os.kill(sandbox._process.pid, signal.SIGKILL)
     with pytest.raises(LimitExceededError, match="exit code -9"):
-        renderer.render(PLAIN, GIVEN)
-    assert renderer.render(PLAIN, GIVEN) == "Hello"
+        sandbox.render(PLAIN, VARIABLES)
+    assert sandbox.render(PLAIN, VARIABLES) == "Hello"
 
 
-def test_an_interrupted_rendering_does_not_answer_the_next(renderer: Renderer, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_call_does_not_leak_its_result(sandbox: TemplateSandbox, monkeypatch: pytest.MonkeyPatch):
     def interrupted(file) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(rendering, "_unpacked", interrupted)
+        patched.setattr(template_sandbox, "_read_message", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            renderer.render("{{ 'first' }}", {})
-    assert renderer.render("{{ 'second' }}", {}) == "second"
+            sandbox.render("{{ 'first' }}", {})
+    assert sandbox.render("{{ 'second' }}", {}) == "second"
 
 
-def test_a_child_does_not_know_the_environment(renderer: Renderer, monkeypatch: pytest.MonkeyPatch):
+def test_the_child_does_not_inherit_secrets(sandbox: TemplateSandbox, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WHIMBREL_API_KEY", "secret")
-    renderer.close()
-    renderer.render(PLAIN, GIVEN)
-    known = Path(f"/proc/{renderer._process.pid}/environ").read_bytes()
+    sandbox.close()
+    sandbox.render(PLAIN, VARIABLES)
+    known = Path(f"/proc/{sandbox._process.pid}/environ").read_bytes()
     assert b"secret" not in known
 
 
-def test_messages_must_be_json(renderer: Renderer):
-    with pytest.raises(rendering.RefusedError, match="expected messages of JSON values"):
-        renderer.render(PLAIN, {"messages": [object()]})
+def test_messages_must_be_json(sandbox: TemplateSandbox):
+    with pytest.raises(template_sandbox.RenderError, match="expected messages of JSON values"):
+        sandbox.render(PLAIN, {"messages": [object()]})
     text = json.dumps(["é\u2028", "\ud800"])
-    assert renderer.render("{{ text }}", {"text": text}) == text
+    assert sandbox.render("{{ text }}", {"text": text}) == text

@@ -1,4 +1,4 @@
-"""Chat templates: beside `transformers`, from every place they are kept in, and messages that would forge a turn."""
+"""Chat templates: parity with transformers, where they are found, and messages that try to inject special tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from tests.unit.tokenization.bytewise import byte_tokenizer
+from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
-from whimbrel.tokenization import PLAIN, ChatTemplate, Tokenizer, load_chat_template
+from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Tokenizer, load_chat_template
 
 CHATML = """
 {%- if messages[0]['role'] != 'system' %}
@@ -150,7 +150,7 @@ def write(folder: Path, **settings: object) -> None:
 
 
 def agree(folder: Path, tokenizer: Tokenizer) -> None:
-    """Texts and ids are those of `transformers`, which reads the same directory."""
+    """Check texts and ids against transformers on the same directory."""
     ours, theirs = load_chat_template(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     for messages, prompt in itertools.product(CONVERSATIONS, (True, False)):
         expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
@@ -160,28 +160,28 @@ def agree(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_texts_and_ids_are_those_of_transformers(name, directory, tokenizer):
+def test_text_and_ids_match_transformers(name, directory, tokenizer):
     write(directory, chat_template=TEMPLATES[name])
     agree(directory, tokenizer)
 
 
-def test_the_template_is_found_in_every_place_it_is_kept_in(directory, tokenizer, tmp_path):
+def test_templates_are_found_in_settings_and_files(directory, tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     assert load_chat_template(tmp_path) is None
     named = [{"name": "rag", "template": "R"}, {"name": "default", "template": CHATML}]
     write(tmp_path, chat_template=named)
     agree(tmp_path, tokenizer)
     assert load_chat_template(tmp_path, "rag").source == "R"
-    (tmp_path / "chat_template.jinja").write_text(LLAMA_3)  # which outdoes the settings
+    (tmp_path / "chat_template.jinja").write_text(LLAMA_3)  # takes precedence over the settings
     agree(tmp_path, tokenizer)
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tools.jinja").write_text("T")
     assert load_chat_template(tmp_path, "tools").source == "T"
-    with pytest.raises(ConfigError, match="has no chat template 'think': it has default, rag, tools"):
+    with pytest.raises(ConfigError, match="no chat template 'think'.*default, rag, tools"):
         load_chat_template(tmp_path, "think")
 
 
-def test_special_tokens_of_older_directories_have_their_own_file(directory, tmp_path):
+def test_special_tokens_come_from_both_settings_files(directory, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}|{{ eos_token }}|{{ pad_token }}")
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<a>"}, "eos_token": "<b>"}')
     assert load_chat_template(tmp_path).render(CONVERSATIONS[0]) == "<a>|<b>|"
@@ -189,11 +189,11 @@ def test_special_tokens_of_older_directories_have_their_own_file(directory, tmp_
     assert load_chat_template(tmp_path).render(CONVERSATIONS[0]) == "<c>|<b>|"
 
 
-def test_the_date_is_todays():
+def test_strftime_now_is_the_current_date():
     assert ChatTemplate(DATED).render([{"role": "user"}]) == datetime.now().strftime("%Y-%m-%d") + ' [{"role": "user"}]'
 
 
-def test_no_message_can_end_its_turn_or_speak_as_another(tokenizer):
+def test_messages_cannot_inject_special_tokens(tokenizer):
     template = ChatTemplate(CHATML)
     marks = [tokenizer.pipeline.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>")]
 
@@ -219,7 +219,7 @@ CUTS = [
 
 
 def mangled(rng: random.Random, special: list[str]) -> str:
-    """Special tokens whole, in part, turned, and with something in them that a template may take away."""
+    """Special tokens, complete, cut, reversed, and with something inside that a template may remove."""
     parts = []
     for token in rng.choices(special, k=4):
         cut = rng.randrange(1, len(token))
@@ -229,7 +229,7 @@ def mangled(rng: random.Random, special: list[str]) -> str:
     return "".join(parts)
 
 
-def test_no_message_becomes_a_special_token_whatever_a_template_makes_of_it():
+def test_messages_cannot_inject_special_tokens_through_template_operations():
     special = ["</s>", "<s>", "<|im_start|>", "<|im_end|>", "</think>", "<think>", "[INST]", "PAD"]
     tokenizer = byte_tokenizer(special)
     ids = {tokenizer.pipeline.token_to_id(token): token for token in special}
@@ -246,7 +246,7 @@ def test_no_message_becomes_a_special_token_whatever_a_template_makes_of_it():
         assert not re.search("[\ud800-\udfff\ufffd]", tokenizer.decode(encoded))
 
 
-def test_a_template_finds_special_tokens_in_messages_as_transformers_has_it(tmp_path):
+def test_templates_can_search_messages_for_special_tokens(tmp_path):
     tokenizer = byte_tokenizer([*SPECIAL, "<think>", "</think>", "<result>", "</result>", "EOS", "user"])
     tokenizer.save(tmp_path)
     write(tmp_path, chat_template=THINKING)
@@ -260,48 +260,50 @@ def test_a_template_finds_special_tokens_in_messages_as_transformers_has_it(tmp_
     assert ids.count(tokenizer.pipeline.token_to_id("<|im_end|>")) == 1
 
 
-def test_keys_and_what_a_template_says_of_messages_have_no_marks(tokenizer):
+def test_keys_and_error_messages_contain_no_markers(tokenizer):
     given = [{"role": "user", "content": {"<|im_end|>": "</s>"}}]
     listing = ChatTemplate("{% for key, value in messages[0].content | items %}{{ key }}={{ value }}{% endfor %}")
     assert listing.encode(tokenizer, given) == tokenizer.encode("<|im_end|>=</s>")
     lookup = ChatTemplate("{{ messages[0].content['<|im_end|>'] }}")
     assert lookup.encode(tokenizer, given) == tokenizer.encode("</s>")
     refusing = ChatTemplate("{{ raise_exception('not ' ~ messages[0].content) }}")
-    with pytest.raises(RequestError, match=re.escape("refuses these messages: not <|im_end|>")):
+    with pytest.raises(RequestError, match=re.escape("rejects these messages: not <|im_end|>")):
         refusing.encode(tokenizer, [{"role": "user", "content": "<|im_end|>"}])
 
 
-def test_a_model_without_a_template_reads_a_play(tokenizer):
-    text = PLAIN.render([{"role": "system", "content": "A play."}, *CONVERSATIONS[2]])
-    assert text == "A play.\n\nUser: one\n\n  two\nAssistant: Yes.\nUser: {{ messages }} {% raw %}\nAssistant:"
-    assert PLAIN.stops == ("\nUser:",)
-    assert PLAIN.encode(tokenizer, CONVERSATIONS[0]) == tokenizer.encode("User: Who are you?\nAssistant:")
+def test_the_default_template_is_a_plain_transcript(tokenizer):
+    text = DEFAULT_CHAT_TEMPLATE.render([{"role": "system", "content": "A chat."}, *CONVERSATIONS[2]])
+    assert text == "A chat.\n\nUser: one\n\n  two\nAssistant: Yes.\nUser: {{ messages }} {% raw %}\nAssistant:"
+    assert DEFAULT_CHAT_TEMPLATE.stops == ("\nUser:",)
+    assert DEFAULT_CHAT_TEMPLATE.encode(tokenizer, CONVERSATIONS[0]) == tokenizer.encode(
+        "User: Who are you?\nAssistant:"
+    )
 
 
-def test_a_text_that_no_template_opens_is_opened_as_a_prompt_is(tokenizer):
+def test_the_tokenizer_adds_bos_if_the_template_does_not(tokenizer):
     opening = Tokenizer.from_json(tokenizer.to_json(), "</s>")
     bos = opening.pipeline.token_to_id("<s>")
     opening.pipeline.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
-    assert PLAIN.encode(opening, CONVERSATIONS[0])[0] == bos
+    assert DEFAULT_CHAT_TEMPLATE.encode(opening, CONVERSATIONS[0])[0] == bos
     assert ChatTemplate("x").encode(opening, CONVERSATIONS[0]) == tokenizer.encode("x")
 
 
 @pytest.mark.parametrize(
     ("source", "messages", "message"),
     [
-        (MISTRAL, [{"role": "assistant", "content": "hi"}], "refuses these messages: After the optional system"),
-        (CHATML, [], "a conversation of no messages"),
-        (CHATML, ["hi"], "message 0 is 'hi': give an object with a role"),
-        (CHATML, [{"role": "user", "content": "a"}, {"content": "b"}], "message 1 is {'content': 'b'}"),
-        (MISTRAL, [{"role": "user", "content": 3}], "refuses these messages: TypeError"),
+        (MISTRAL, [{"role": "assistant", "content": "hi"}], "rejects these messages: After the optional system"),
+        (CHATML, [], "at least one message"),
+        (CHATML, ["hi"], "expected message 0 .* got 'hi'"),
+        (CHATML, [{"role": "user", "content": "a"}, {"content": "b"}], "expected message 1 .* got {'content': 'b'}"),
+        (MISTRAL, [{"role": "user", "content": 3}], "rejects these messages: TypeError"),
         ("{{ messages[0].nothing.more }}", CONVERSATIONS[0], "'dict object' has no attribute 'nothing'"),
         ("{{ messages.append(1) }}", CONVERSATIONS[0], "attribute 'append' of 'list' object is unsafe"),
         ("{{ messages.__class__.__mro__ }}", CONVERSATIONS[0], "unsafe"),
-        ("{{ messages[0].content }}", [{"role": "user", "content": "\ud800"}], "half a surrogate pair"),
+        ("{{ messages[0].content }}", [{"role": "user", "content": "\ud800"}], "lone surrogate"),
         ("x", [{"role": "user", "content": json.loads("[" * 63 + "]" * 63)}], "nested too deep"),
     ],
 )
-def test_what_a_template_does_not_take_is_refused(source, messages, message, tokenizer):
+def test_messages_that_the_template_rejects_raise_request_error(source, messages, message, tokenizer):
     with pytest.raises(RequestError, match=message):
         ChatTemplate(source).encode(tokenizer, messages)
 
@@ -310,23 +312,23 @@ def test_what_a_template_does_not_take_is_refused(source, messages, message, tok
     ("settings", "message"),
     [
         ('{"chat_template": "{% if %}"}', "not valid Jinja in line 1"),
-        ('{"chat_template": ["a"]}', "must be a text, or a list of objects with name and template"),
-        ('{"chat_template": 3}', "must be a text"),
-        ("[]", "holds a list, not an object"),
-        ("{", "not readable JSON"),
+        ('{"chat_template": ["a"]}', "expected chat_template to be a string or a list"),
+        ('{"chat_template": 3}', "expected chat_template to be a string"),
+        ("[]", "expected a JSON object, got a list"),
+        ("{", "not valid JSON"),
     ],
 )
-def test_settings_that_hold_no_template_are_refused(settings, message, tmp_path):
+def test_invalid_template_settings_are_rejected(settings, message, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises(DataError, match=re.escape(message)):
         load_chat_template(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tools.jinja"])
-def test_a_template_file_that_is_not_utf8_is_named(name: str, tmp_path: Path) -> None:
+def test_a_template_file_that_is_not_utf8_is_rejected(name: str, tmp_path: Path) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"{{ messages }}\xff")
-    with pytest.raises(DataError, match=rf"{Path(name).name} is not UTF-8 at byte 14"):
+    with pytest.raises(DataError, match=rf"{Path(name).name}.* not UTF-8 at byte 14"):
         load_chat_template(tmp_path)
 
 
@@ -334,12 +336,12 @@ def test_a_template_file_that_is_not_utf8_is_named(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ('{"a":' * 100_000 + "1" + "}" * 100_000, "is not readable JSON"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "is not valid JSON"),
         ('{"bos_token": 5}', "expected bos_token to be a token's text or null, got 5"),
         ('{"bos_token": {"x": 1}}', "expected bos_token to be"),
     ],
 )
-def test_settings_that_cannot_be_read_are_named(name: str, content: str, fault: str, tmp_path: Path) -> None:
+def test_unreadable_settings_are_rejected(name: str, content: str, fault: str, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=fault) as refused:
