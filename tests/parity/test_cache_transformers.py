@@ -193,7 +193,7 @@ def test_sinks_of_a_row_padded_at_the_left_are_its_first_real_tokens(model: Mode
     past = Cache(layer_class_to_replicate=partial(SinkLayer, 2, 6), padding=padding)
     together = write(model, padded, past, attention_mask=(padded != 0).long())
     for index, row in enumerate(rows):
-        alone = write(model, row[None], Cache(layer_class_to_replicate=partial(SinkLayer, 2, 6)))
+        alone = write(model, row[None], Cache(layer_class_to_replicate=partial(SinkLayer, 2, 6), padding=[0]))
         assert torch.equal(together.sequences[index, 12:], alone.sequences[0, len(row) :])
         torch.testing.assert_close(torch.stack(together.logits)[:, index], torch.stack(alone.logits)[:, 0], **CLOSE)
 
@@ -217,7 +217,7 @@ def test_gradients_are_theirs(model: Model, texts: Tensor, pieces: list[int]):
 @few("llama")
 def test_gradients_that_would_be_lost_are_refused(model: Model, texts: Tensor):
     for past in (StaticCache(model.config, max_cache_len=50), DynamicCache(model.config, codec="int8")):
-        with torch.enable_grad(), pytest.raises(CacheError, match="passes no gradients"):
+        with torch.enable_grad(), pytest.raises(CacheError, match="does not support gradients"):
             model(texts, past_key_values=past)
         assert past.get_seq_length() == 0
 
@@ -314,7 +314,7 @@ def test_a_static_cache_writes_their_text_and_says_when_it_is_full(model: Model,
         return  # windows are never full
     layer = past.layers[full]
     before = layer.keys.clone()
-    with pytest.raises(CacheError, match="29 of 32 tokens and was given 4 more"):
+    with pytest.raises(CacheError, match="29 of 32 used.*got 4"):
         layer.update(*torch.zeros(2, 2, before.size(1), 4, before.size(3)))
     assert layer.get_seq_length() == 29
     assert torch.equal(layer.keys, before)

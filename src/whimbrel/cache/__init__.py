@@ -1,13 +1,10 @@
-"""Keys and values of the tokens already read, so that the next token costs one step."""
+"""KV caches: layers and containers for our models and for those of transformers."""
 
 from whimbrel.cache.codec import find_codec
-from whimbrel.cache.container import Cache
-from whimbrel.cache.dynamic import DynamicCache, StaticCache
+from whimbrel.cache.container import Cache, DynamicCache, StaticCache
 from whimbrel.cache.foreign import register_foreign
-from whimbrel.cache.growing import DynamicLayer
-from whimbrel.cache.layer import CacheLayerMixin
-from whimbrel.cache.sink import SinkLayer
-from whimbrel.cache.sliding import SlidingLayer
+from whimbrel.cache.layer import CacheLayerMixin, DynamicLayer
+from whimbrel.cache.sliding import SinkLayer, SlidingLayer
 from whimbrel.cache.static import StaticLayer
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A layer whose memory is taken once and never moves."""
+"""A layer whose memory is allocated once and never moves."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import CacheError, ConfigError
-from whimbrel.cache.layer import checked_int
-from whimbrel.cache.slots import Slots
-from whimbrel.cache.stored import StoredLayer
+from whimbrel.cache.buffer import KVBuffer
+from whimbrel.cache.layer import BufferedLayer, checked_int
 from whimbrel.ops import View
 
 __all__ = ["StaticLayer"]
 
 
-class StaticLayer(StoredLayer):
-    """Holds up to `max_cache_len` tokens at one address; more are refused before any is written.
+class StaticLayer(BufferedLayer):
+    """Stores up to `max_cache_len` tokens at a fixed address; more raise before any is written.
 
-    `update` hands back the whole memory, zero where there is no token yet, and `get_mask_sizes` says so: a model of
-    `transformers` masks the rest, and its shapes never change, as `torch.compile` and CUDA graphs want them. `append`
-    hands back what is filled.
+    `update` returns the complete buffer, zero where there is no token yet, and `get_mask_sizes` reports its size:
+    models of transformers mask the rest, and shapes never change, as `torch.compile` and CUDA graphs require. `append`
+    returns only the filled slots.
 
-    The number of tokens is kept twice: on the host, to refuse too many and to read only what is filled, and on the
+    The number of tokens is stored twice: on the host, to check the capacity and read only filled slots, and on the
     device, where compiled code reads and advances it without a new graph for each length. The host reads the device's
-    number again after compiled code has run. Compiled code cannot refuse: writing past the end is torch's own error.
+    number back after compiled code has run. Compiled code cannot check the capacity: torch raises its own error there.
     """
 
     is_croppable = True
@@ -34,138 +33,137 @@ class StaticLayer(StoredLayer):
     def __init__(self, max_cache_len: int, *, codec: str = "none") -> None:
         super().__init__(codec=codec)
         self.max_cache_len = checked_int("max_cache_len", max_cache_len, minimum=1, error=ConfigError)
-        self._length: Tensor | None = None
-        self._is_behind = False
-        """Whether compiled code has advanced `_length` past what the host knows."""
+        self._device_length: Tensor | None = None
+        self._host_length_is_stale = False
+        """Whether compiled code has advanced `_device_length`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Take dtype, device and shape from the first keys and values, and the memory of all tokens to come."""
+        """Take dtype, device and shape from the first keys and values, and allocate all memory."""
         super().lazy_initialization(key_states, value_states)
-        self._buffer = self._filled_buffer().empty(self.max_cache_len)
-        self._buffer.clear()
-        with torch.inference_mode(False):  # noqa: FBT003 - torch.compile knows no keyword here
-            self._length = torch.zeros((), dtype=torch.long, device=key_states.device)
-        self._pin()
-        self._expose()
+        self._memory = self._buffer.new_empty(self.max_cache_len)
+        self._memory.zero_()
+        with torch.inference_mode(False):  # noqa: FBT003 - torch.compile does not support the keyword here
+            self._device_length = torch.zeros((), dtype=torch.long, device=key_states.device)
+        self._mark_static_addresses()
+        self._sync_keys_and_values()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: dict[str, Any] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Append tokens and return the whole buffer; mask everything past `get_seq_length()`."""
+        """Append tokens; returns the complete buffer. Mask everything past `get_seq_length()`."""
         self.append(key_states, value_states)
-        return self._view(self._filled_buffer()).dense(key_states.dtype)
+        return self._view(self._buffer).dense(key_states.dtype)
 
     def append(self, key_states: Tensor, value_states: Tensor) -> View:
-        """Append tokens and say what attention may read of the layer now; valid until the next change."""
+        """Append tokens; returns what attention may read, valid until the next change."""
         if torch.compiler.is_compiling():
             return self._append_compiled(key_states, value_states)
-        self._catch_up()
+        self._sync_host_length()
         view = super().append(key_states, value_states)
-        self._publish()
+        self._sync_device_length()
         return view
 
     def _append_compiled(self, key_states: Tensor, value_states: Tensor) -> View:
-        self._check(key_states, value_states)
-        new = self._encoded(key_states, value_states)
-        if self._length is None:
+        self._check_states(key_states, value_states)
+        new = self._encode(key_states, value_states)
+        if self._device_length is None:
             self.lazy_initialization(key_states, value_states)
-        assert self._length is not None
-        buffer, device = self._filled_buffer(), key_states.device
-        buffer.write_at(torch.arange(new.number, device=device) + self._length, new)
-        self._length.add_(new.number)
-        self._is_behind = True
+        assert self._device_length is not None
+        buffer, device = self._buffer, key_states.device
+        buffer.index_copy_(torch.arange(new.num_slots, device=device) + self._device_length, new)
+        self._device_length.add_(new.num_slots)
+        self._host_length_is_stale = True
         slots = torch.arange(self.max_cache_len, device=device)
-        return self._view(buffer, torch.where(slots < self._length, slots, -1))
+        return self._view(buffer, torch.where(slots < self._device_length, slots, -1))
 
     def get_seq_length(self) -> int:
-        """How many tokens were appended; inside compiled code a tensor, as that of `transformers`."""
+        """Tokens appended so far; inside compiled code a tensor, as in transformers."""
         if torch.compiler.is_compiling():
-            return 0 if self._length is None else self._length.clone()  # type: ignore[return-value]
-        self._catch_up()
+            return 0 if self._device_length is None else self._device_length.clone()  # type: ignore[return-value]
+        self._sync_host_length()
         return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys any tokens will be handed, and the position of the first of them."""
+        """Size of the buffer, and 0."""
         return self.max_cache_len, 0
 
     def get_max_length(self) -> int:
-        """How many tokens there is room for."""
+        """Capacity in tokens."""
         return self.max_cache_len
 
-    def check_room(self, tokens: int) -> None:
-        """Refuse more tokens than there is room for."""
+    def check_capacity(self, tokens: int) -> None:
+        """Raise if `tokens` more do not fit."""
         if self._seen + tokens > self.max_cache_len:
             raise CacheError(
-                f"{self!r} holds {self._seen} of {self.max_cache_len} tokens and was given {tokens} more: "
-                "give a larger max_cache_len, or crop it"
+                f"{self!r}: expected at most {self.max_cache_len - self._seen} more tokens ({self._seen} of "
+                f"{self.max_cache_len} used), got {tokens}: raise max_cache_len, or crop"
             )
 
     def check_gather(self, rows: int) -> None:
-        """Rows can change places; their number is fixed with the memory."""
-        if self._form is not None and rows != self._form.batch:
+        """Raise if the number of sequences would change: memory is allocated for a fixed one."""
+        if self._spec is not None and rows != self._spec.batch:
             raise CacheError(
-                f"{self!r} has memory for {self._form.batch} rows and cannot have {rows}: use DynamicLayer, "
-                "or fill a new cache"
+                f"{self!r} has a fixed batch size: expected {self._spec.batch} sequences, got {rows}: use "
+                "DynamicLayer, or fill a new cache"
             )
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens, or take back the last `-length`; 0 takes back none."""
-        self._catch_up()
+        """Keep the first `length` tokens, or remove the last `-length`; 0 removes none."""
+        self._sync_host_length()
         super().crop(length)
-        self._publish()
+        self._sync_device_length()
 
     def reset(self) -> None:
-        """Forget every token; the memory stays where it is, for tokens like those before."""
+        """Remove all tokens; memory, dtype and shape stay."""
         self._start = self._end = self._seen = 0
-        self._is_behind = False
-        if self._buffer is not None:
-            self._buffer.clear()
-        self._publish()
+        self._host_length_is_stale = False
+        if self._memory is not None:
+            self._memory.zero_()
+        self._sync_device_length()
 
     def fork(self) -> Self:
-        """A copy that shares nothing with this layer."""
-        self._catch_up()
+        """An independent copy."""
+        self._sync_host_length()
         other = super().fork()
-        if self._length is not None:
-            other._length = self._length.clone()
-            other._pin()
+        if self._device_length is not None:
+            other._device_length = self._device_length.clone()
+            other._mark_static_addresses()
         return other
 
-    def _cut(self, kept: int) -> None:
-        if self._buffer is not None:  # masked numbers must still be finite
-            self._buffer.narrow(kept, self._end).clear()
-        super()._cut(kept)
+    def _truncate(self, kept: int) -> None:
+        if self._memory is not None:  # masked slots must be finite: 0 * NaN is NaN
+            self._memory.slice(kept, self._end).zero_()
+        super()._truncate(kept)
 
-    def _store(self, new: Slots) -> Slots:
-        self._filled_buffer().write(self._end, new)
-        self._end += new.number
-        return self._held()
+    def _store(self, new: KVBuffer) -> KVBuffer:
+        self._buffer.write(self._end, new)
+        self._end += new.num_slots
+        return self._stored()
 
-    def _held(self) -> Slots:
-        self._catch_up()
-        return super()._held()
+    def _stored(self) -> KVBuffer:
+        self._sync_host_length()
+        return super()._stored()
 
-    def _take_rows(self, held: Slots) -> None:
-        self._filled_buffer().write(0, held)
+    def _replace_stored(self, stored: KVBuffer) -> None:
+        self._buffer.write(0, stored)
 
-    def _expose(self) -> None:
-        if self._buffer is not None:
-            self.keys, self.values = self._buffer.keys, self._buffer.values
+    def _sync_keys_and_values(self) -> None:
+        if self._memory is not None:
+            self.keys, self.values = self._memory.keys, self._memory.values
 
-    def _catch_up(self) -> None:
+    def _sync_host_length(self) -> None:
         """Read the number of tokens from the device if compiled code has changed it."""
-        if self._is_behind and self._length is not None:
-            self._seen = self._end = int(self._length)
-            self._is_behind = False
+        if self._host_length_is_stale and self._device_length is not None:
+            self._seen = self._end = int(self._device_length)
+            self._host_length_is_stale = False
 
-    def _publish(self) -> None:
-        """Write the number of tokens to the device."""
-        if self._length is not None:
-            self._length.fill_(self._seen)
+    def _sync_device_length(self) -> None:
+        if self._device_length is not None:
+            self._device_length.fill_(self._seen)
 
-    def _pin(self) -> None:
-        """Tell the compiler that these addresses never change, or it would make no CUDA graphs of code that writes."""
-        if torch.compiler.is_compiling() or self._length is None:
+    def _mark_static_addresses(self) -> None:
+        """Without this the compiler makes no CUDA graphs of code that writes to the buffer."""
+        if torch.compiler.is_compiling() or self._device_length is None:
             return
-        for tensor in (*self._filled_buffer().tensors, self._length):
+        for tensor in (*self._buffer.tensors, self._device_length):
             torch._dynamo.mark_static_address(tensor)

@@ -1,4 +1,4 @@
-"""Numbers as codes: how far they come back off, what they cost, and that no group knows of another."""
+"""KV-cache codecs: rounding error, size, and independence of groups, heads and tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_groups(states: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Ten
 @given(
     numbers=arrays.arrays("float32", st.tuples(st.integers(1, 3), st.sampled_from([2, 30, 64, 80])), elements=FINITE)
 )
-def test_a_number_comes_back_within_half_a_step(name: str, numbers: object):
+def test_values_are_restored_within_half_a_step(name: str, numbers: object):
     codec, states = find_codec(name), torch.from_numpy(numbers)
     codes, scales = codec.encode(states)
     size = states.size(-1)
@@ -63,7 +63,7 @@ def test_a_number_comes_back_within_half_a_step(name: str, numbers: object):
     assert bool((error <= allowed * 1.001 + 1e-37).all())  # scales this small are not exact
 
 
-def test_what_is_stored_is_small(codec: GroupCodec):
+def test_bits_per_value(codec: GroupCodec):
     codes, scales = codec.encode(torch.randn(2, 3, 5, 128, dtype=torch.bfloat16))
     assert codes.dtype == codec.code_dtype
     per_number = 8 * (codes.nbytes + scales.nbytes) / (2 * 3 * 5 * 128)
@@ -71,7 +71,7 @@ def test_what_is_stored_is_small(codec: GroupCodec):
     assert per_number == {"fp8": 8.25, "int8": 8.25, "int4": 6.375}[codec.name]
 
 
-def test_whole_numbers_are_refused_and_nothing_is_stored(codec: GroupCodec):
+def test_integer_states_are_rejected_and_nothing_is_stored(codec: GroupCodec):
     whole, cache = torch.ones(1, 1, 1, 4, dtype=torch.int32), DynamicCache(codec=codec.name)
     with pytest.raises(CacheError, match="expected a floating-point dtype, got torch.int32"):
         cache.update(whole, whole, 0)
@@ -79,8 +79,8 @@ def test_whole_numbers_are_refused_and_nothing_is_stored(codec: GroupCodec):
 
 
 @pytest.mark.parametrize("largest", [1, 10, 100])
-def test_a_channel_that_is_larger_than_the_rest_costs_the_rest_nothing_in_four_bits(largest: float):
-    """Keys have such channels; the step of the others is that of their own group."""
+def test_an_outlier_channel_does_not_affect_other_groups_in_int4(largest: float):
+    """Keys have such channels."""
     states = torch.randn(200, 64)
     states[:, 17] = largest * (1 + 0.1 * torch.randn(200))
     codec = find_codec("int4")
@@ -91,38 +91,38 @@ def test_a_channel_that_is_larger_than_the_rest_costs_the_rest_nothing_in_four_b
     assert error[:, others].mean() < step**2 / 12 * 1.2
 
 
-def test_a_head_is_coded_by_itself(codec: GroupCodec):
+def test_heads_are_encoded_independently(codec: GroupCodec):
     states, codes_alone = torch.randn(4, 2, 6, 128), codec.encode
     whole = codec.encode(states)
     for tensor, part in zip(whole, codes_alone(states[1:2, 1:, 3:4]), strict=True):
         assert torch.equal(tensor[1:2, 1:, 3:4], part)
-    spoilt = states.clone()
-    spoilt[:, 0, 3] = float("nan")
-    decoded = codec.decode(*codec.encode(spoilt), torch.float32)
+    broken = states.clone()
+    broken[:, 0, 3] = float("nan")
+    decoded = codec.decode(*codec.encode(broken), torch.float32)
     assert decoded[:, 0, 3].isnan().all()
     decoded[:, 0, 3] = 0
     assert decoded.isfinite().all()
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int8"], indirect=True)
-def test_a_group_of_eight_bits_is_coded_by_itself(codec: GroupCodec):
+def test_eight_bit_groups_are_encoded_independently(codec: GroupCodec):
     states = torch.randn(4, 2, 6, 128)
     whole = codec.encode(states)
     alone = codec.encode(states[1:2, :, 3:4])
-    spoilt = states.clone()
-    spoilt[:, :, 0, :] = 1e20
-    spoilt[:, :, 3, 64:] = float("nan")
-    for tensor, part, other in zip(whole, alone, codec.encode(spoilt), strict=True):
+    broken = states.clone()
+    broken[:, :, 0, :] = 1e20
+    broken[:, :, 3, 64:] = float("nan")
+    for tensor, part, other in zip(whole, alone, codec.encode(broken), strict=True):
         assert torch.equal(tensor[1:2, :, 3:4], part)
         half = tensor.size(-1) // 2
         assert torch.equal(tensor[:, :, 3, :half], other[:, :, 3, :half])
         assert torch.equal(tensor[:, :, 4:], other[:, :, 4:])
-    decoded = codec.decode(*codec.encode(spoilt), torch.float32)
+    decoded = codec.decode(*codec.encode(broken), torch.float32)
     assert decoded[:, :, 3, 64:].isnan().all()
     assert decoded[:, :, 3, :64].isfinite().all()
 
 
-def test_zeros_and_the_largest_come_back_exactly(codec: GroupCodec):
+def test_zeros_and_the_largest_value_are_restored(codec: GroupCodec):
     states = torch.zeros(1, 1, 2, 64)
     states[..., 1, 5], states[..., 1, 6] = 3.0, -3.0
     decoded = codec.decode(*codec.encode(states), torch.float32)
@@ -134,18 +134,18 @@ def test_zeros_and_the_largest_come_back_exactly(codec: GroupCodec):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_numbers_come_back_in_the_dtype_that_is_asked(codec: GroupCodec, dtype: torch.dtype):
+def test_values_are_decoded_to_the_requested_dtype(codec: GroupCodec, dtype: torch.dtype):
     states = torch.randn(2, 64, dtype=dtype)
     decoded = codec.decode(*codec.encode(states), dtype)
     assert decoded.dtype == dtype
     assert (decoded - states).abs().max() < 0.5
 
 
-def test_none_is_no_codec():
+def test_none_means_no_codec():
     assert find_codec("none") is None
 
 
-def test_what_cannot_be_is_refused():
+def test_unknown_codecs_and_odd_head_sizes_are_rejected():
     with pytest.raises(ConfigError, match="expected one of none, fp8, int8, int4, got 'int3'"):
         find_codec("int3")
     with pytest.raises(ConfigError, match="expected an even head size, got 7"):

@@ -1,4 +1,4 @@
-"""Any sequence of operations on any kind of layer does what it does to plain lists of tokens."""
+"""Any sequence of operations on any layer has the same effect as on Python lists of tokens."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from whimbrel.base.errors import CacheError
 from whimbrel.cache import Cache, CacheLayerMixin, DynamicLayer, SinkLayer, SlidingLayer, StaticLayer, find_codec
 from whimbrel.ops.lowbit import GroupCodec
 
-HEADS, SIZE, ROOM, WINDOW, SINKS = 2, 4, 24, 5, 2
+HEADS, SIZE, CAPACITY, WINDOW, SINKS = 2, 4, 24, 5, 2
 
 
 @dataclass
 class Lists:
-    """What a layer should be: every token of every row, and how many of them it still holds."""
+    """The expected content of a layer: every token of every sequence, and how many are still stored."""
 
     rows: list[list[Tensor]]
     padding: list[int]
-    """Tokens at the left of each row that are not its first real ones."""
+    """Left padding of each sequence."""
     span: int | None = None
-    """Tokens held at most; None for all."""
+    """Tokens stored at most; None: unlimited."""
     sinks: int = 0
-    held: int = 0
+    stored: int = 0
     recording: bool = False
 
     @property
@@ -44,17 +44,17 @@ class Lists:
         return len(self.rows[0])
 
     def append(self, tokens: list[Tensor]) -> Tensor:
-        """Add tokens to every row; what they may see."""
+        """Add tokens to every sequence; returns what they may attend to."""
         before = self.seen if self.span is None else min(self.seen, self.span - 1)
         seen = self.seen
         for row, new in zip(self.rows, torch.stack(tokens, dim=1), strict=True):
             row.extend(new)
-        self.held += len(tokens)
+        self.stored += len(tokens)
         if self.span is not None and not self.recording:
-            self.held = min(self.held, self.span)
-        return self.shown(before, seen)
+            self.stored = min(self.stored, self.span)
+        return self.visible(before, seen)
 
-    def shown(self, before: int, seen: int) -> Tensor:
+    def visible(self, before: int, seen: int) -> Tensor:
         sinks, contiguous = min(self.sinks, before), seen - before
         fronts = [min(padding, contiguous) for padding in self.padding]
         rows = zip(self.rows, fronts, strict=True)
@@ -62,13 +62,13 @@ class Lists:
         return torch.stack([torch.stack(row, dim=1) if row else torch.empty(HEADS, 0, SIZE) for row in kept])
 
     def can_crop(self, kept: int) -> bool:
-        left = self.held - (self.seen - kept)
+        left = self.stored - (self.seen - kept)
         return self.span is None or kept == 0 or left >= min(kept, self.span - 1)
 
     def crop(self, kept: int) -> None:
-        self.held = 0 if kept == 0 else self.held - (self.seen - kept)
+        self.stored = 0 if kept == 0 else self.stored - (self.seen - kept)
         if self.span is not None:
-            self.held = min(self.held, self.span)
+            self.stored = min(self.stored, self.span)
         self.rows = [row[:kept] for row in self.rows]
 
     def gather(self, index: list[int]) -> None:
@@ -81,7 +81,7 @@ class Lists:
 
 @dataclass
 class Pair:
-    """A cache and the lists it should be."""
+    """A cache and its expected content."""
 
     cache: Cache
     lists: list[Lists]
@@ -89,19 +89,19 @@ class Pair:
 
 KINDS: dict[str, tuple[Callable[[str], CacheLayerMixin], dict[str, int | None]]] = {
     "dynamic": (lambda codec: DynamicLayer(codec=codec), {}),
-    "static": (lambda codec: StaticLayer(ROOM, codec=codec), {}),
+    "static": (lambda codec: StaticLayer(CAPACITY, codec=codec), {}),
     "sliding": (lambda codec: SlidingLayer(WINDOW, codec=codec), {"span": WINDOW}),
     "sliding over one": (lambda codec: SlidingLayer(1, codec=codec), {"span": 1}),
     "sinks": (lambda codec: SinkLayer(SINKS, WINDOW, codec=codec), {"span": SINKS + WINDOW, "sinks": SINKS}),
 }
 
 
-def through(codec: GroupCodec | None, states: Tensor) -> Tensor:
+def round_trip(codec: GroupCodec | None, states: Tensor) -> Tensor:
     return states if codec is None else codec.decode(*codec.encode(states), states.dtype)
 
 
 class Operations(RuleBasedStateMachine):
-    """Two layers, one of the kind and one that grows: what the first refuses, the second must not have done."""
+    """Two layers, one of the kind under test and a DynamicLayer: what the first rejects must not change the second."""
 
     kind = "dynamic"
     codec = "none"
@@ -120,21 +120,21 @@ class Operations(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 12))
     def append(self, tokens: int) -> None:
-        full = self.kind == "static" and self.now.lists[0].seen + tokens > ROOM
+        full = self.kind == "static" and self.now.lists[0].seen + tokens > CAPACITY
         for layer, lists in enumerate(self.now.lists):
             states = torch.randn(self.batch, HEADS, tokens, SIZE, generator=self.generator)
             if full:
-                with pytest.raises(CacheError, match=f"of {ROOM} tokens"):
+                with pytest.raises(CacheError, match=f"of {CAPACITY} used"):
                     self.now.cache.update(states, 2 * states, 0)
                 continue
             sizes = self.now.cache.get_mask_sizes(tokens, layer)
             keys, values = self.now.cache.update(states, 2 * states, layer)
-            expected = lists.append(list(through(find_codec(self.codec), states).unbind(2)))
+            expected = lists.append(list(round_trip(find_codec(self.codec), states).unbind(2)))
             static, filled = self.kind == "static" and layer == 0, expected.size(2)
             assert torch.equal(keys[:, :, :filled], expected)
             assert torch.equal(values[:, :, :filled], 2 * expected)
             assert not keys[:, :, filled:].any()
-            assert sizes == ((ROOM, 0) if static else (filled, lists.seen - filled))
+            assert sizes == ((CAPACITY, 0) if static else (filled, lists.seen - filled))
             assert keys.size(2) == values.size(2) == sizes[0]
 
     @rule(length=st.integers(-14, 40))
@@ -146,7 +146,7 @@ class Operations(RuleBasedStateMachine):
             for lists in self.now.lists:
                 lists.crop(kept)
         else:
-            with pytest.raises(CacheError, match="has let go of tokens"):
+            with pytest.raises(CacheError, match="has evicted tokens"):
                 self.now.cache.crop(length)
 
     @precondition(lambda self: self.now.lists[0].seen)
@@ -155,7 +155,7 @@ class Operations(RuleBasedStateMachine):
         rows = st.integers(0, self.batch - 1)
         index = data.draw(st.lists(rows, min_size=1, max_size=4))
         if self.kind == "static" and len(index) != self.batch:
-            with pytest.raises(CacheError, match="memory for"):
+            with pytest.raises(CacheError, match="fixed batch size"):
                 self.now.cache.reorder(index)
             return
         self.now.cache.reorder(torch.tensor(index))
@@ -194,18 +194,18 @@ class Operations(RuleBasedStateMachine):
         self.forks[0], self.now = self.now, self.forks[0]
 
     @invariant()
-    def every_cache_holds_what_it_should(self) -> None:
+    def every_cache_has_the_expected_content(self) -> None:
         for pair in [*self.forks, self.now]:
             for layer, lists in zip(pair.cache.layers, pair.lists, strict=True):
                 assert layer.get_seq_length() == lists.seen
                 if lists.seen:
-                    expected = lists.shown(lists.held, lists.seen)
+                    expected = lists.visible(lists.stored, lists.seen)
                     keys, values = layer.view().dense(torch.float32)
                     assert torch.equal(keys, expected)
                     assert torch.equal(values, 2 * expected)
                     assert layer.keys is not None
-                    held = ROOM if isinstance(layer, StaticLayer) else expected.size(2)
-                    assert layer.keys.shape[:3] == (*expected.shape[:2], held)
+                    slots = CAPACITY if isinstance(layer, StaticLayer) else expected.size(2)
+                    assert layer.keys.shape[:3] == (*expected.shape[:2], slots)
 
 
 @pytest.mark.parametrize("codec", ["none", "int4"])

@@ -1,4 +1,4 @@
-"""What each kind of layer is beside what the faults and the fuzzing hold: its contract, its refusals, its views."""
+"""Every kind of cache layer: its contract, what it rejects, and what attention reads of it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def states(tokens: int, *, batch: int = 2, heads: int = 3, size: int = 4) -> Ten
     return torch.randn(batch, heads, tokens, size)
 
 
-class Plain(CacheLayerMixin):
-    """As little as a layer can be."""
+class Minimal(CacheLayerMixin):
+    """Only the two required methods."""
 
     def lazy_initialization(self, key_states: Tensor) -> None:
         self.keys = self.values = key_states[:, :, :0]
@@ -46,7 +46,7 @@ class Plain(CacheLayerMixin):
         return self.keys, self.values
 
 
-def test_a_layer_is_nothing_before_its_first_update_and_then_like_it(kind: str):
+def test_a_layer_takes_dtype_device_and_shape_from_its_first_update(kind: str):
     layer = KINDS[kind]()
     assert repr(layer) == kind
     assert (layer.keys, layer.values, layer.dtype, layer.device) == (None, None, None, None)
@@ -66,13 +66,13 @@ def test_the_mixin_is_abstract():
     assert CacheLayerMixin.__abstractmethods__ == {"lazy_initialization", "update"}
 
 
-def test_lazy_initialization_says_what_may_come(kind: str):
+def test_lazy_initialization_fixes_the_shape_of_updates(kind: str):
     layer = KINDS[kind]()
     layer.lazy_initialization(states(7))
     assert (layer.dtype, layer.get_seq_length(), layer.is_initialized) == (torch.float32, 0, True)
     assert layer.keys.shape == layer.values.shape == (2, 3, 64 if kind == "StaticLayer" else 0, 4)
     assert not layer.keys.any()
-    with pytest.raises(CacheError, match="2 rows"):
+    with pytest.raises(CacheError, match="expected .* batch 2"):
         layer.update(states(1, batch=4), states(1, batch=4))
     keys, _ = layer.update(new := states(2), states(2))
     assert torch.equal(keys[:, :, :2], new)
@@ -90,15 +90,15 @@ def test_keys_and_values_may_have_different_heads(kind: str):
 @pytest.mark.parametrize(
     ("keys", "values", "words"),
     [
-        (states(1, batch=3), states(1, batch=3), "2 rows.*was given.*3 rows"),
-        (states(1, heads=2), states(1, heads=2), "3 heads of 4 and was given.*2 heads of 4"),
-        (states(1, size=8), states(1), "was given.*3 heads of 8 .values 3 heads of 4."),
-        (states(2), states(1), r"shape \(2, 3, 2, 4\) and values of shape \(2, 3, 1, 4\)"),
-        (states(1)[0], states(1)[0], r"are no \(batch, heads, tokens, head size\)"),
-        (states(1).to("meta"), states(1), "on meta and values.*on cpu are mixed"),
+        (states(1, batch=3), states(1, batch=3), "expected .*batch 2.* got .*batch 3"),
+        (states(1, heads=2), states(1, heads=2), "expected .*3 heads of 4.* got .*2 heads of 4"),
+        (states(1, size=8), states(1), "got .*3 heads of 8 .values 3 heads of 4."),
+        (states(2), states(1), r"got \(2, 3, 2, 4\) and \(2, 3, 1, 4\)"),
+        (states(1)[0], states(1)[0], r"expected .* \(batch, heads, tokens, head size\)"),
+        (states(1).to("meta"), states(1), "one dtype and device, got .*on meta and .*on cpu"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(kind: str, keys: Tensor, values: Tensor, words: str):
+def test_mismatched_states_are_rejected_and_change_nothing(kind: str, keys: Tensor, values: Tensor, words: str):
     layer = KINDS[kind]()
     first, _ = layer.update(states(3), states(3))
     before = first.clone()
@@ -109,14 +109,14 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind: str, keys: Tenso
     assert torch.equal(layer.keys, before)
 
 
-def test_unknown_cache_kwargs_pass(kind: str):
+def test_unknown_cache_kwargs_are_ignored(kind: str):
     layer = KINDS[kind]()
     layer.update(states(1), states(1), {"sin": 1, "cache_position": torch.arange(1)})
     assert layer.get_seq_length() == 1
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_a_layer_filled_in_inference_mode_goes_on_outside_and_back(kind: str, codec: str):
+def test_a_layer_filled_in_inference_mode_can_be_used_outside_and_back(kind: str, codec: str):
     layer = KINDS[kind](codec=codec)
     with torch.inference_mode():
         layer.update(states(3), states(3))
@@ -133,7 +133,7 @@ def test_a_layer_filled_in_inference_mode_goes_on_outside_and_back(kind: str, co
         assert each.get_seq_length() == 14
 
 
-def test_a_static_layer_never_moves():
+def test_the_memory_of_a_static_layer_never_moves():
     layer, addresses = StaticLayer(64), set()
     for tokens in (1, 7, 30):
         keys, values = layer.update(states(tokens), states(tokens))
@@ -149,7 +149,7 @@ def test_a_static_layer_never_moves():
     assert layer.get_max_length() == 64
 
 
-def test_a_static_layer_hands_back_its_memory_and_shows_what_is_filled():
+def test_a_static_layer_returns_its_buffer_from_update_and_filled_slots_from_append():
     layer, tokens = StaticLayer(8), states(6)
     assert layer.get_mask_sizes(6) == (8, 0)
     keys, values = layer.update(tokens, -tokens)
@@ -161,7 +161,7 @@ def test_a_static_layer_hands_back_its_memory_and_shows_what_is_filled():
     assert (view.keys.size(2), view.key_positions) == (7, None)
     layer.update(torch.full_like(tokens[:, :, :1], float("nan")), tokens[:, :, :1])
     layer.crop(3)
-    assert not layer.keys[:, :, 3:].any()  # masked numbers must be finite, or what is masked would not be
+    assert not layer.keys[:, :, 3:].any()  # masked slots must be finite: 0 * NaN is NaN
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
@@ -183,13 +183,13 @@ def test_compiled_code_advances_the_length_of_a_static_layer(codec: str):
         assert torch.equal(got, expected)
     positions = append(tokens[:, :, 11:]).key_positions
     assert positions.tolist() == [*range(9), *[-1] * 7]
-    with pytest.raises(CacheError, match="holds 9 of 16 tokens and was given 8 more"):
+    with pytest.raises(CacheError, match="at most 7 more tokens .9 of 16 used., got 8"):
         layer.update(states(8), states(8))
     layer.reset()
     assert layer.get_seq_length() == 0
 
 
-def test_a_window_slides_over_long_and_short_updates_alike():
+def test_a_window_slides_over_updates_of_any_length():
     layer, tokens = SlidingLayer(5), states(60)
     start = 0
     for count in (1, 1, 9, 1, 2, 7, 3, 20, 1, 15):
@@ -201,11 +201,11 @@ def test_a_window_slides_over_long_and_short_updates_alike():
     assert layer.get_max_length() == 5
 
 
-def test_a_window_can_take_back_one_token_always_and_more_when_it_records():
+def test_a_window_can_crop_one_token_always_and_more_after_past_recording():
     layer, tokens = SlidingLayer(5), states(40)
     layer.update(tokens[:, :, :20], tokens[:, :, :20])
     layer.crop(-1)
-    with pytest.raises(CacheError, match="has let go of tokens that 18 of 19 would see again"):
+    with pytest.raises(CacheError, match="evicted tokens .* length 18 of 19"):
         layer.crop(-1)
     layer.activate_past_recording()
     keys, _ = layer.update(tokens[:, :, 19:30], tokens[:, :, 19:30])
@@ -215,7 +215,7 @@ def test_a_window_can_take_back_one_token_always_and_more_when_it_records():
     assert torch.equal(keys, tokens[:, :, 17:22])
 
 
-def test_sinks_stay_and_say_where_they_stand():
+def test_sinks_stay_and_report_their_positions():
     layer, tokens = SinkLayer(2, 3), states(30)
     assert layer.append(tokens[:, :, :4], tokens[:, :, :4]).key_positions is None
     start = 4
@@ -229,7 +229,7 @@ def test_sinks_stay_and_say_where_they_stand():
     assert torch.equal(layer.keys, tokens[:, :, [0, 1, start - 3, start - 2, start - 1]])
 
 
-def test_sinks_that_come_with_more_tokens_than_fit():
+def test_sinks_are_kept_when_an_update_exceeds_the_window():
     layer, tokens = SinkLayer(3, 4), states(30)
     layer.update(tokens[:, :, :2], tokens[:, :, :2])
     keys, _ = layer.update(tokens[:, :, 2:20], tokens[:, :, 2:20])
@@ -237,12 +237,12 @@ def test_sinks_that_come_with_more_tokens_than_fit():
     assert torch.equal(layer.keys, tokens[:, :, [0, 1, 2, 16, 17, 18, 19]])
     with pytest.raises(CacheError, match="expected at least 1 token, got 0"):
         layer.update(tokens[:, :, :0], tokens[:, :, :0])
-    with pytest.raises(CacheError, match="SinkLayer cannot take tokens back"):
+    with pytest.raises(CacheError, match="SinkLayer does not support crop"):
         layer.activate_past_recording()
 
 
 @pytest.mark.parametrize("empty", [lambda layer: layer.crop(-99), lambda layer: layer.reset()])
-def test_a_new_text_has_sinks_of_its_own(empty: Any):
+def test_an_emptied_layer_saves_new_sinks(empty: Any):
     layer, tokens = SinkLayer(2, 3), states(40)
     layer.update(tokens[:, :, :20], tokens[:, :, :20])
     empty(layer)
@@ -251,22 +251,22 @@ def test_a_new_text_has_sinks_of_its_own(empty: Any):
     assert torch.equal(keys, tokens[:, :, [20, 21, 37, 38, 39]])
 
 
-def test_no_tokens_change_nothing():
+def test_an_update_without_tokens_changes_nothing():
     layer = DynamicLayer()
     layer.update(new := states(2), new)
     keys, _ = layer.update(new[:, :, :0], new[:, :, :0])
     assert torch.equal(keys, new)
 
 
-def test_a_layer_of_your_own_offers_what_it_can_and_refuses_the_rest():
-    layer = Plain()
+def test_a_custom_layer_rejects_operations_it_does_not_implement():
+    layer = Minimal()
     cache = Cache([DynamicLayer(), layer])
     for index in (0, 1):
         cache.update(states(3), states(3), index, {"mine": 1})
     assert layer.given == {"mine": 1}
     assert cache.append(states(1), states(1), 1).keys.shape == (2, 3, 4, 4)
     assert cache.get_mask_sizes(2, 1) == (6, 0)
-    assert (layer.batch_size, layer.get_max_length(), repr(layer)) == (2, -1, "Plain")
+    assert (layer.batch_size, layer.get_max_length(), repr(layer)) == (2, -1, "Minimal")
     assert layer.nbytes == 2 * layer.keys.nbytes
     for operation in (
         lambda: cache.crop(1),
@@ -274,7 +274,7 @@ def test_a_layer_of_your_own_offers_what_it_can_and_refuses_the_rest():
         lambda: cache.repeat(2),
         cache.activate_past_recording,
     ):
-        with pytest.raises(CacheError, match="Plain cannot"):
+        with pytest.raises(CacheError, match="Minimal does not support"):
             operation()
     assert (cache.get_seq_length(0), cache.layers[0].batch_size, cache.layers[0].record_past) == (3, 2, False)
     other = cache.fork()
@@ -295,14 +295,14 @@ def test_a_layer_of_your_own_offers_what_it_can_and_refuses_the_rest():
         (lambda: DynamicLayer(codec="int5"), "codec: expected .* got 'int5'"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(make: Any, words: str):
+def test_invalid_settings_are_rejected(make: Any, words: str):
     with pytest.raises(ConfigError, match=words):
         make()
 
 
-def test_an_empty_layer_has_nothing_to_show(kind: str):
+def test_the_view_of_an_empty_layer_is_rejected(kind: str):
     layer = KINDS[kind]()
-    with pytest.raises(CacheError, match=f"{kind} has no tokens to show"):
+    with pytest.raises(CacheError, match=f"{kind} is empty"):
         layer.view()
     layer.crop(3)
     layer.gather(torch.tensor([0, 1]))

@@ -1,0 +1,133 @@
+"""The tensors of one cache layer: keys, values and their scales, one slot per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from whimbrel.base.errors import CacheError
+from whimbrel.ops.lowbit import GroupCodec
+
+__all__ = ["KVBuffer", "TokenMajorBuffer"]
+
+
+class KVBuffer(NamedTuple):
+    """Keys and values as they are stored, (batch, heads, slots, ...); scales only with a codec."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    @classmethod
+    def encode(cls, key_states: Tensor, value_states: Tensor, codec: GroupCodec | None) -> KVBuffer:
+        """New tokens as they will be stored; without a codec, the tensors themselves."""
+        if not torch.is_grad_enabled():  # a leaf that requires grad stays one under no_grad
+            key_states, value_states = key_states.detach(), value_states.detach()
+        if codec is None:
+            return cls(key_states, value_states)
+        if not key_states.is_floating_point():
+            raise CacheError(f"codec {codec.name}: expected a floating-point dtype, got {key_states.dtype}")
+        (keys, key_scales), (values, value_scales) = codec.encode(key_states), codec.encode(value_states)
+        return cls(keys, values, key_scales, value_scales)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys, values and the scales there are."""
+        return [tensor for tensor in self if tensor is not None]
+
+    @property
+    def num_slots(self) -> int:
+        """Size of the token dimension."""
+        return self.keys.size(2)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the underlying storages, which may be larger than the tensors."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any of the tensors is part of an autograd graph."""
+        return any(tensor.requires_grad for tensor in self.tensors)
+
+    def slice(self, start: int, end: int) -> KVBuffer:
+        """A view of the slots from `start` to `end`."""
+        return self._map(lambda tensor: tensor.narrow(2, start, end - start))
+
+    def write(self, start: int, new: KVBuffer) -> None:
+        """Copy `new` into the slots from `start` on."""
+        for mine, theirs in zip(self.tensors, new.tensors, strict=True):
+            mine.narrow(2, start, theirs.size(2)).copy_(theirs)
+
+    def index_copy_(self, slots: Tensor, new: KVBuffer) -> None:
+        """Copy `new` into the slots at these indices."""
+        for mine, theirs in zip(self.tensors, new.tensors, strict=True):
+            mine.index_copy_(2, slots, theirs)
+
+    def zero_(self) -> None:
+        """Write zeros to every slot."""
+        for tensor in self.tensors:
+            tensor.zero_()
+
+    def resize(self, slots: int) -> KVBuffer:
+        """A copy with memory for `slots`; the added slots are uninitialized."""
+        larger = self.new_empty(slots)
+        larger.write(0, self)
+        return larger
+
+    def new_empty(self, slots: int) -> KVBuffer:
+        """Uninitialized memory of the same kind with another number of slots."""
+        return self._map_copy(lambda tensor: tensor.new_empty((*tensor.shape[:2], slots, *tensor.shape[3:])))
+
+    def concat(self, new: KVBuffer) -> KVBuffer:
+        """Both in new memory."""
+        joined = self.resize(self.num_slots + new.num_slots)
+        joined.write(self.num_slots, new)
+        return joined
+
+    def concat_with_grad(self, new: KVBuffer) -> KVBuffer:
+        """Both, differentiable: no tensor is written in place."""
+        pairs = zip(self.tensors, new.tensors, strict=True)
+        return type(self)(*(torch.cat(pair, dim=2) for pair in pairs))
+
+    def select_rows(self, index: Tensor) -> KVBuffer:
+        """A copy of these rows of the batch."""
+        return self._map_copy(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+    def where(self, rows: Sequence[bool], other: KVBuffer) -> KVBuffer:
+        """A copy with these slots in the rows that are True, and those of `other` in the rest."""
+        chosen = torch.tensor(rows, device=self.keys.device)[:, None, None, None]
+        theirs = iter(other.tensors)
+        return self._map_copy(lambda tensor: torch.where(chosen, tensor, next(theirs)))
+
+    def gather_slots(self, starts: Sequence[int], slots: int) -> KVBuffer:
+        """A copy of `slots` slots of each row, beginning at the row's own start."""
+        device = self.keys.device
+        index = torch.tensor(starts, device=device)[:, None] + torch.arange(slots, device=device)
+        return self._map_copy(lambda tensor: tensor.take_along_dim(index[:, None, :, None], dim=2))
+
+    def _map_copy(self, change: Callable[[Tensor], Tensor]) -> KVBuffer:
+        """Apply `change` such that the results can be written to outside of inference mode, too."""
+        with_grad = torch.is_grad_enabled()  # read first: leaving inference mode would enable it
+        with torch.inference_mode(False):  # noqa: FBT003 - torch.compile does not support the keyword here
+            return self._map(lambda tensor: change(tensor if with_grad else tensor.detach()))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> KVBuffer:
+        return type(self)(*map(change, self.tensors))
+
+
+class TokenMajorBuffer(KVBuffer):
+    """A buffer whose outermost dimension in memory is the token, so any range of slots is contiguous.
+
+    Frameworks without strided arrays (JAX) can read such a range in place; torch reads it more slowly than the default.
+    """
+
+    def new_empty(self, slots: int) -> KVBuffer:
+        """Uninitialized memory of the same kind with another number of slots."""
+        return self._map_copy(
+            lambda tensor: tensor.new_empty((slots, *tensor.shape[:2], *tensor.shape[3:])).permute(1, 2, 0, 3)
+        )
