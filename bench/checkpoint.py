@@ -1,4 +1,4 @@
-"""What a checkpoint costs: how long training stands still for it, how long it takes, what memory many of them take.
+"""Cost of checkpoints: stall of training, duration of a save, memory over many saves.
 
 python bench/checkpoint.py --device cuda --out bench/results/checkpoint.json
 python bench/checkpoint.py --device cpu --small --saves 500 --out bench/results/checkpoint-memory.json
@@ -22,12 +22,12 @@ from whimbrel.models import GPT, GPTConfig
 from whimbrel.train.model_state import model_state
 
 SMALL = GPTConfig(context_length=64, vocab_size=1000, num_layers=2, embd_size=64, num_heads=2)
-PATIENCE = 300.0
-"""Seconds after which a save that is not done is asked why."""
+SAVE_TIMEOUT = 300.0
+"""Seconds after which a background save counts as failed."""
 
 
 class Training:
-    """A model, its optimizer with all of its state, and a step."""
+    """A model, its optimizer with initialized state, and a training step."""
 
     def __init__(self, config: GPTConfig, device: str, batch: int) -> None:
         self.device = device
@@ -45,35 +45,35 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def components(self) -> list[StateComponent]:
-        """What a trainer saves."""
+        """The components of a trainer's checkpoint."""
         return [
             StateComponent("model", model_state(self.model), SharingPattern.GLOBAL),
             StateComponent("optimizer", self.optimizer, SharingPattern.GLOBAL),
             StateComponent("rng", RNGState(), SharingPattern.PER_RANK),
         ]
 
-    def seconds(self, act: Callable[[], Any]) -> float:
-        """How long something takes, with all work that it leaves on the device."""
-        self._settle()
-        begun = time.perf_counter()
-        act()
-        self._settle()
-        return time.perf_counter() - begun
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Seconds of a call, including the work it queues on the device."""
+        self._synchronize()
+        start_time = time.perf_counter()
+        call()
+        self._synchronize()
+        return time.perf_counter() - start_time
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
 
 def measure_stall(training: Training, folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds that a save adds to the step after it, in the background against here."""
+    """Seconds that a save adds to the next step, asynchronous and synchronous."""
     components = training.components()
     step = statistics.median(training.seconds(training.step) for _ in range(20))
-    manager = CheckpointManager(folder / "background", keep=1, asynchronous=True)
+    manager = CheckpointManager(folder / "asynchronous", keep=1, asynchronous=True)
     reserved = training.seconds(lambda: manager.reserve(components))
     stalls, calls, durable, slowdowns = [], [], [], []
     for number in range(1, rounds + 1):
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
 
         def save_and_step(number: int = number) -> None:
             start = time.perf_counter()
@@ -82,25 +82,26 @@ def measure_stall(training: Training, folder: Path, rounds: int) -> dict[str, An
             training.step()
 
         stalls.append(training.seconds(save_and_step) - step)
-        meanwhile = []
+        concurrent = []
         while not manager.finished():
-            meanwhile.append(training.seconds(training.step))
-            if time.perf_counter() - begun > PATIENCE:
-                manager.wait()  # raises what a save failed with
-        durable.append(time.perf_counter() - begun)
-        slowdowns.append(statistics.median(meanwhile or [step]) / step)
+            concurrent.append(training.seconds(training.step))
+            if time.perf_counter() - start_time > SAVE_TIMEOUT:
+                manager.wait()  # raises the error of a failed save
+        durable.append(time.perf_counter() - start_time)
+        slowdowns.append(statistics.median(concurrent or [step]) / step)
     manager.wait()
     manager.close()
 
-    here = CheckpointManager(folder / "here", keep=1)
-    here.reserve(components)
-    synchronous = [training.seconds(lambda n=n: here.save(n, components)) for n in range(1, rounds + 1)]  # type: ignore[misc]
+    blocking = CheckpointManager(folder / "synchronous", keep=1)
+    blocking.reserve(components)
+    synchronous = [training.seconds(lambda n=n: blocking.save(n, components)) for n in range(1, rounds + 1)]  # type: ignore[misc]
     total = sum(
-        entry.size for entry in read_manifest(folder / "here" / "checkpoints" / f"step-{rounds:08d}").files.values()
+        entry.size
+        for entry in read_manifest(folder / "synchronous" / "checkpoints" / f"step-{rounds:08d}").files.values()
     )
-    here.close()
+    blocking.close()
     later = statistics.median(stalls[1:])
-    whole = statistics.median(synchronous)
+    full_save = statistics.median(synchronous)
     return {
         "parameters": training.model.num_parameters(),
         "checkpoint_bytes": total,
@@ -111,13 +112,13 @@ def measure_stall(training: Training, folder: Path, rounds: int) -> dict[str, An
         "call_seconds": calls,
         "seconds_until_durable": durable,
         "step_slowdown_meanwhile": slowdowns,
-        "first_stall_ratio": stalls[0] / whole,
-        "later_stall_ratio": later / whole,
+        "first_stall_ratio": stalls[0] / full_save,
+        "later_stall_ratio": later / full_save,
     }
 
 
 def measure_memory(training: Training, folder: Path, saves: int) -> dict[str, Any]:
-    """Resident memory over many saves in the background, a step between each two."""
+    """Resident memory over many asynchronous saves with a step between them."""
     components = training.components()
     manager = CheckpointManager(folder / "many", keep=2, asynchronous=True)
     resident = []
@@ -128,12 +129,12 @@ def measure_memory(training: Training, folder: Path, saves: int) -> dict[str, An
         resident.append(_resident_mb())
     manager.wait()
     manager.close()
-    settled = resident[min(20, saves - 1)]
+    baseline = resident[min(20, saves - 1)]
     return {
         "saves": saves,
-        "resident_mb_after_20": settled,
+        "resident_mb_after_20": baseline,
         "resident_mb_at_end": resident[-1],
-        "grown_mb": resident[-1] - settled,
+        "grown_mb": resident[-1] - baseline,
     }
 
 
@@ -144,12 +145,12 @@ def _resident_mb() -> float:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description="Measure what checkpoints cost.")
+    parser = argparse.ArgumentParser(description="Measure the cost of checkpoints.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--small", action="store_true", help="a model of a few layers instead of GPT-2 124M")
+    parser.add_argument("--small", action="store_true", help="two layers instead of GPT-2 124M")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6, help="saves of each kind")
-    parser.add_argument("--saves", type=int, help="measure memory over so many saves instead")
+    parser.add_argument("--saves", type=int, help="measure memory over this many saves instead")
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

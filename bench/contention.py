@@ -1,10 +1,10 @@
-"""What busy neighbors cost CPU training, by how OpenMP threads wait: the same recipe beside 0, 1 and 2 busy processes.
+"""CPU training next to 0, 1 and 2 busy processes, for different wait policies of OpenMP threads.
 
     python bench/contention.py --out bench/results/contention.json
 
-libgomp's threads spin at a barrier by default. Where another process takes a core, one thread is descheduled and the
-others burn their time slices waiting for it. Passive waiting sleeps instead; the command line turns it on. Printed: the
-median seconds of a step for each way of waiting, and their ratio to the same without neighbors.
+By default libgomp's threads spin at a barrier. If another process occupies a core, one thread is descheduled and the
+others spin until it returns. With passive waiting they sleep; the command line enables it. Prints the median step
+time for each policy and its ratio to the time without neighbors.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import read_log
 
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = {
+POLICIES = {
     "spinning (libgomp's default)": {"OMP_WAIT_POLICY": "", "GOMP_SPINCOUNT": ""},
     "passive (ours)": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": ""},
     "one thread fewer": {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) - 1)), "OMP_WAIT_POLICY": "PASSIVE"},
 }
-SKIPPED = 3
-"""Steps at the start that are not counted."""
+WARMUP_STEPS = 3
+"""Warm-up steps."""
 
 
 def environment(changes: dict[str, str]) -> dict[str, str]:
@@ -40,7 +40,7 @@ def environment(changes: dict[str, str]) -> dict[str, str]:
 
 
 def step_seconds(data: Path, steps: int, changes: dict[str, str]) -> float:
-    """The median time of a step of the demo's recipe; the library does not touch the environment, so `changes` hold."""
+    """Median step time of the demo recipe. The library does not change the environment, so `changes` take effect."""
     with tempfile.TemporaryDirectory() as folder:
         code = "import sys; from whimbrel.train import *; train(load_run_config(sys.argv[1], sys.argv[2:]))"
         settings = [
@@ -52,17 +52,17 @@ def step_seconds(data: Path, steps: int, changes: dict[str, str]) -> float:
             env=environment(changes), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         times = [line["seconds"] for line in read_log(Path(folder) / "run/log.jsonl") if line["kind"] == "step"]
-    return float(statistics.median(times[SKIPPED:]))
+    return float(statistics.median(times[WARMUP_STEPS:]))
 
 
 def main() -> None:
-    """Measure, print, and write JSON where asked."""
+    """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    results: dict[str, dict[str, float]] = {policy: {} for policy in POLICIES}
     with tempfile.TemporaryDirectory() as folder:
         corpus, data = str(ROOT / "corpora/tinyshakespeare.txt.gz"), Path(folder) / "data"
         tokenizer = train_tokenizer(list(documents([corpus], separator="\n\n")), 4096)
@@ -70,12 +70,13 @@ def main() -> None:
         for neighbors in (0, 1, 2):
             busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(neighbors)]
             try:
-                for way, changes in WAYS.items():
+                for policy, changes in POLICIES.items():
                     times = [step_seconds(data, options.steps, changes) for _ in range(options.rounds)]
-                    results[way][str(neighbors)] = min(times)
-                    slower = min(times) / results[way]["0"]
+                    results[policy][str(neighbors)] = min(times)
+                    slower = min(times) / results[policy]["0"]
                     print(
-                        f"{neighbors} neighbors, {way}: {1000 * min(times):.1f} ms a step, {slower:.2f} x", flush=True
+                        f"{neighbors} neighbors, {policy}: {1000 * min(times):.1f} ms per step, {slower:.2f} x",
+                        flush=True,
                     )
             finally:
                 for process in busy:

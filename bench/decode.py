@@ -24,8 +24,8 @@ from torch._dynamo.utils import counters
 
 import whimbrel
 import whimbrel.hf
-from legs import draw, now
 from record import record
+from timing import init_model, now
 from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams
 from whimbrel.models import GPTConfig, preset
 
@@ -137,7 +137,7 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = config_of(args.model)
     args.new = min(args.new, config.context_length - args.prompt)
-    model = draw(config, device, dtype).eval()
+    model = init_model(config, device, dtype).eval()
     peer = None if args.no_peer else peer_of(model, device, dtype)
     results: dict[str, Any] = {"model": args.model, "device": args.device, "prompt": args.prompt, "new": args.new}
     if device.type == "cuda":

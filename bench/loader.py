@@ -1,4 +1,4 @@
-"""How fast `TokenDataLoader` gives batches, and how much memory a shard of 100M tokens adds.
+"""Throughput of `TokenDataLoader`, and the memory that a shard of 100M tokens adds.
 
 python bench/loader.py --out bench/results/loader.json
 """
@@ -28,7 +28,7 @@ ORDERS: dict[str, dict[str, Any]] = {
 
 
 def anonymous_mb() -> float | None:
-    """Memory of this process that no file backs, where the system tells."""
+    """Anonymous memory of this process, or None if the system does not report it."""
     rollup = Path("/proc/self/smaps_rollup")
     if not rollup.exists():
         return None
@@ -40,18 +40,18 @@ def anonymous_mb() -> float | None:
 
 def measure(folder: Path, B: int, T: int, device: str, rounds: int, options: dict[str, Any]) -> dict[str, float | None]:
     """Median rate over `rounds` of 200 batches each, on one thread; memory added by the loader and its reading."""
-    before, begun = anonymous_mb(), time.perf_counter()
+    before, start = anonymous_mb(), time.perf_counter()
     loader = TokenDataLoader(folder, B, T, device=device, **options)
-    opened = time.perf_counter() - begun
+    opened = time.perf_counter() - start
     loader.next_batch()
     rates = []
     for _ in range(rounds):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(200):
             loader.next_batch()
         if device == "cuda":
             torch.cuda.synchronize()
-        rates.append(200 * B * T / (time.perf_counter() - begun))
+        rates.append(200 * B * T / (time.perf_counter() - start))
     after = anonymous_mb()
     added = None if before is None or after is None else after - before
     return {"tokens_per_second": statistics.median(rates), "open_seconds": opened, "memory_added_mb": added}
@@ -76,7 +76,7 @@ def main() -> None:
         del tokens
         measure(
             folder, given.batch, given.length, given.device, 1, {}
-        )  # the first use of torch costs memory of its own
+        )  # warm-up: the first use of torch allocates memory
         for order, options in ORDERS.items():
             found = measure(folder, given.batch, given.length, given.device, given.rounds, options)
             results[order] = found

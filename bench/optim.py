@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legs import llama
 from record import record
+from timing import llama
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT
 from whimbrel.optim import (
@@ -185,7 +185,7 @@ def measure_steps(names: list[str], count: int) -> dict[str, Any]:
 def cpu_legs() -> dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]:
     """Ours and those of other packages, as far as they are installed; no basis is refreshed after the first step."""
     low: dict[str, Any] = {"rank": 32, "update_proj_gap": 10**6, "scale": 0.25}
-    legs: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    contenders: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
         "galore": lambda params: GaLore(params, lr=1e-3, **low),
         "galore_warm": lambda params: GaLoreWarm(params, lr=1e-3, rank=32, gap=10**6),
         "adamw8bit": lambda params: AdamW8bit(params, lr=1e-3),
@@ -194,16 +194,16 @@ def cpu_legs() -> dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]:
     if importlib.util.find_spec("galore_torch"):
         from galore_torch import GaLoreAdamW
 
-        legs["galore-torch"] = lambda params: GaLoreAdamW(
+        contenders["galore-torch"] = lambda params: GaLoreAdamW(
             [{"params": params, "proj_type": "std", **low}], lr=1e-3, no_deprecation_warning=True
         )
     if importlib.util.find_spec("pytorch_optimizer"):
         import pytorch_optimizer
 
-        legs["pytorch_optimizer.GaLore"] = lambda params: pytorch_optimizer.GaLore(
+        contenders["pytorch_optimizer.GaLore"] = lambda params: pytorch_optimizer.GaLore(
             [{"params": params, "projection_type": "std", **low}], lr=1e-3
         )
-    return legs
+    return contenders
 
 
 def measure_cpu_steps(rounds: int) -> dict[str, Any]:

@@ -28,10 +28,10 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from legs import TINY, compiled, draw, in_turns, llama, now
 from precision_load import measure_load
 from precision_training import measure_fp8_loss, measure_qat
 from record import record
+from timing import TINY, compiled, init_model, interleave, llama, now
 from whimbrel.models import GPT, GPTConfig, preset
 from whimbrel.optim import OptimConfig, build_optimizer
 from whimbrel.precision import quantize_, torch_switches
@@ -47,18 +47,18 @@ def measure_fp8(args: argparse.Namespace) -> dict[str, Any]:
     length = min(2048, count)
     config = llama(**TINY) if args.tiny else llama(4096, args.layers, 32, 8, 14336)
     ids = torch.randint(config.vocab_size, (count // length, length), device=device)
-    legs: dict[str, Callable[[], Any]] = {}
+    contenders: dict[str, Callable[[], Any]] = {}
     found: dict[str, dict[str, Any]] = {}
     for name in ("bf16", *recipe_names("compute")):
-        model = draw(config, device, torch.bfloat16)
+        model = init_model(config, device, torch.bfloat16)
         if name != "bf16":
             prepare(model, name)
-        legs[name] = block_pass(compiled(model, args.compile), ids)
+        contenders[name] = block_pass(compiled(model, args.compile), ids)
         found[name] = {
-            "first_seconds": first_pass(legs[name], device),
-            "activation_bytes": peak_over(legs[name], device),
+            "first_seconds": first_pass(contenders[name], device),
+            "activation_bytes": peak_over(contenders[name], device),
         }
-    times = in_turns(legs, device, *((1, 1) if args.tiny else (7, 5)))
+    times = interleave(contenders, device, *((1, 1) if args.tiny else (7, 5)))
     for name, seconds in times.items():
         found[name] |= {"seconds": seconds, "times_bf16": times["bf16"] / seconds}
         print(f"{name:20} {seconds * 1e3:8.2f} ms, {times['bf16'] / seconds:.3f} x bf16", flush=True)
@@ -102,7 +102,7 @@ def measure_state(args: argparse.Namespace) -> dict[str, Any]:
     config = llama(**TINY) if args.tiny else preset("gpt2")
     found: dict[str, Any] = {}
     for name in ("adamw", "adamw8bit"):
-        model = draw(config, args.device, torch.float32)
+        model = init_model(config, args.device, torch.float32)
         optimizer = build_optimizer(OptimConfig(name=name), routed_parameters(model))
         ids = torch.randint(config.vocab_size, (1, 17), device=args.device)
         model(ids[:, :-1], targets=ids[:, 1:]).loss.backward()
@@ -140,17 +140,19 @@ def measure_decode(args: argparse.Namespace) -> dict[str, Any]:
     device = args.device
     config = llama(**TINY) if args.tiny else preset(args.shape)
     rate = None if args.tiny else bandwidth(device)
-    legs: dict[str, Callable[[], Any]] = {}
+    contenders: dict[str, Callable[[], Any]] = {}
     found: dict[str, Any] = {}
     for name in ("bf16", *(args.weights or recipe_names("ptq"))):
-        model = draw(config, device, torch.bfloat16).requires_grad_(False)  # noqa: FBT003
+        model = init_model(config, device, torch.bfloat16).requires_grad_(False)  # noqa: FBT003
         if name != "bf16":
             quantize_(model, name)
         cache = Filled(config, 16 if args.tiny else 128, device, torch.bfloat16)
-        legs[name] = captured(compiled(model, args.compile), cache, torch.zeros(1, 1, dtype=torch.long, device=device))
+        contenders[name] = captured(
+            compiled(model, args.compile), cache, torch.zeros(1, 1, dtype=torch.long, device=device)
+        )
         read = sum(parameter.nbytes for parameter in model.parameters()) - model.token_embedding.weight.nbytes
         found[name] = {"bytes": read + (model.token_embedding.weight.nbytes if config.tied_head else 0)}
-    times = in_turns(legs, device, *((1, 1) if args.tiny else (7, 20)))
+    times = interleave(contenders, device, *((1, 1) if args.tiny else (7, 20)))
     for name, seconds in times.items():
         found[name] |= {"seconds": seconds, "tokens_per_second": 1 / seconds, "times_bf16": times["bf16"] / seconds}
         if rate is not None:
@@ -182,7 +184,7 @@ def captured(model: GPT, cache: Filled, token: Tensor) -> Callable[[], Any]:
 def bandwidth(device: torch.device) -> float:
     """Bytes a second that a large tensor is read with."""
     large = torch.ones(2**31 if device.type == "cuda" else 2**26, dtype=torch.bfloat16, device=device)
-    seconds = in_turns({"sum": large.amax}, device, 5, 5)["sum"]
+    seconds = interleave({"sum": large.amax}, device, 5, 5)["sum"]
     return large.nbytes / seconds
 
 

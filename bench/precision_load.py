@@ -1,4 +1,4 @@
-"""Memory and time of loading: the part `load` of bench/precision.py, each way in a process of its own."""
+"""Memory and time of loading: part `load` of bench/precision.py, each variant in its own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from legs import TINY, draw, llama, now
+from timing import TINY, init_model, llama, now
 from whimbrel.model_io import load_model, save_model
 from whimbrel.models import GPT, preset
 from whimbrel.precision import QuantizedWeight, quantize_
@@ -24,74 +24,74 @@ WEIGHTS = ("int8", "int4", "fp8")
 
 
 def measure_load(args: argparse.Namespace) -> dict[str, Any]:
-    """Each way of loading in a process of its own: plain, plain and then quantised, quantised tensor by tensor."""
+    """Load unquantized, quantize after loading, and quantize while loading, each in its own process."""
     config = llama(**TINY) if args.tiny else preset(args.shape)
     with tempfile.TemporaryDirectory() as folder:
-        save_model(draw(config, torch.device("cpu"), torch.bfloat16), folder)
+        save_model(init_model(config, torch.device("cpu"), torch.bfloat16), folder)
         found: dict[str, Any] = {"shape": "tiny" if args.tiny else args.shape}
-        for way in ("plain", "naive int8", *(f"stream {weights}" for weights in WEIGHTS)):
-            command = [sys.executable, __file__, way, folder, str(args.device)]
+        for variant in ("unquantized", "naive int8", *(f"stream {weights}" for weights in WEIGHTS)):
+            command = [sys.executable, __file__, variant, folder, str(args.device)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(done.stderr)
-            found[way] = json.loads(done.stdout.splitlines()[-1])
-            print(f"{way:12} {json.dumps(found[way])}", flush=True)
-    found["peak_over_naive"] = found["stream int8"]["peak"] / found["naive int8"]["peak"]
+            found[variant] = json.loads(done.stdout.splitlines()[-1])
+            print(f"{variant:12} {json.dumps(found[variant])}", flush=True)
+    found["peak_stop_naive"] = found["stream int8"]["peak"] / found["naive int8"]["peak"]
     return found
 
 
-def load_here(way: str, path: str, device: torch.device) -> dict[str, Any]:
-    """Load in this process: seconds, bytes of the model, and the most that was held on the way."""
-    with tempfile.TemporaryDirectory() as folder:  # what is imported when it is first needed, is here after this
-        save_model(draw(llama(**TINY), torch.device("cpu"), torch.bfloat16), folder)
-        load(way, folder, device)
-    with Peak(device) as peak:
+def load_here(variant: str, path: str, device: torch.device) -> dict[str, Any]:
+    """Load in this process; returns seconds, size of the model and peak memory."""
+    with tempfile.TemporaryDirectory() as folder:  # warm-up: lazy imports
+        save_model(init_model(llama(**TINY), torch.device("cpu"), torch.bfloat16), folder)
+        load(variant, folder, device)
+    with PeakMemory(device) as peak:
         start = now(device)
-        model = load(way, path, device)
+        model = load(variant, path, device)
         seconds = now(device) - start
     stored = sum(parameter.nbytes for parameter in model.parameters())
     kinds = sum(isinstance(parameter, QuantizedWeight) for parameter in model.parameters())
-    return {"seconds": seconds, "bytes": stored, "quantised": kinds, "peak": peak.bytes}
+    return {"seconds": seconds, "bytes": stored, "quantized": kinds, "peak": peak.bytes}
 
 
-def load(way: str, path: str, device: torch.device) -> GPT:
-    """plain; naive: plain, and then in a format; stream: in the format from the first."""
-    how, _, weights = way.partition(" ")
+def load(variant: str, path: str, device: torch.device) -> GPT:
+    """naive: quantize after loading; stream: quantize while loading."""
+    how, _, weights = variant.partition(" ")
     model = load_model(path, device=device, weights=weights if how == "stream" else None)
     if how == "naive":
         quantize_(model, weights)
     return model
 
 
-class Peak:
-    """The most memory that was taken inside: of the GPU's allocator, or of this process but for files that it reads."""
+class PeakMemory:
+    """Measures peak memory: of the CUDA allocator, or the anonymous memory of this process."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.bytes, self._over = device, 0, threading.Event()
-        self._watcher = threading.Thread(target=self._watch)
+        self.device, self.bytes, self._stop = device, 0, threading.Event()
+        self._sampler = threading.Thread(target=self._sample)
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
-            self._before = anonymous()
-            self._watcher.start()
+            self._before = anonymous_bytes()
+            self._sampler.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.device.type == "cuda":
             self.bytes = torch.cuda.max_memory_allocated()
         else:
-            self._over.set()
-            self._watcher.join()
+            self._stop.set()
+            self._sampler.join()
 
-    def _watch(self) -> None:
-        while not self._over.wait(0.001):
-            self.bytes = max(self.bytes, anonymous() - self._before)
+    def _sample(self) -> None:
+        while not self._stop.wait(0.001):
+            self.bytes = max(self.bytes, anonymous_bytes() - self._before)
 
 
-def anonymous() -> int:
-    """Bytes of this process that no file stands behind."""
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process in bytes."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 

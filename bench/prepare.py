@@ -1,12 +1,11 @@
-"""Preparation against the tokenizer library itself and against the plain loop, interleaved in one run.
+"""`whimbrel prepare` against the tokenizer library and against a plain loop, interleaved in one run.
 
     python bench/prepare.py FILES --out bench/results/prepare.json
 
-Measured in each round, on the same documents: the library's own batch call on one thread (texts in memory, ids thrown
-away); the loop that people start from (one process, one document after another, into a uint16 buffer, written as a
-shard); `whimbrel prepare` with one worker and with one for each core, from the files to synced and hashed shards. A
-figure is the median over the rounds; ratios are medians of the ratios within a round, so that other work on the machine
-slows both sides of them.
+Each round measures, on the same documents: the library's batch call on one thread (texts in memory, ids discarded); a
+plain loop (one process, one document after another into a uint16 buffer, written as a shard); `whimbrel prepare` with
+one worker and with one per core, from files to synced and hashed shards. Figures are medians over the rounds; ratios
+are medians of the ratios within a round, so that other load on the machine affects both sides.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def library_batch(encoder: tiktoken.Encoding, texts: list[str]) -> int:
 
 
 def plain_loop(encoder: tiktoken.Encoding, files: list[Path], folder: Path, eot_id: int) -> int:
-    """One document after another into a buffer, end-of-text first; then the shard."""
+    """Encode one document after another into a buffer, each after an end-of-text token, and write a shard."""
     buffer, filled = np.empty(100_000_000, dtype=np.uint16), 0
     for file in files:
         for batch in pq.ParquetFile(file).iter_batches(1000, columns=["text"]):
@@ -51,17 +50,17 @@ def plain_loop(encoder: tiktoken.Encoding, files: list[Path], folder: Path, eot_
 
 
 def ours(tokenizer: Tokenizer, files: list[Path], folder: Path, workers: int) -> int:
-    """`whimbrel prepare` as the command runs it."""
+    """Run `whimbrel prepare`."""
     sources = [str(file) for file in files]
     manifest = prepare(sources, folder / "ours", tokenizer, name="bench", backend=encode_on_threads(workers))
     return manifest.tokens("train")
 
 
 def rate(measured: Callable[[], int]) -> float:
-    """Tokens a second of one call."""
-    begun = time.perf_counter()
+    """Tokens per second of one call."""
+    start = time.perf_counter()
     tokens = measured()
-    return tokens / (time.perf_counter() - begun)
+    return tokens / (time.perf_counter() - start)
 
 
 def main() -> None:
@@ -87,11 +86,11 @@ def main() -> None:
                 found[f"prepare_{workers}_workers"] = rate(measured)
         rounds.append(found)
         print(f"round {number}: " + ", ".join(f"{name} {value / 1e6:.2f}M" for name, value in found.items()))
-    most = f"prepare_{cores}_workers"
+    fastest = f"prepare_{cores}_workers"
     results = {
         "tokens_per_second": {name: statistics.median(found[name] for found in rounds) for name in rounds[0]},
-        "of_cores_times_library": statistics.median(f[most] / cores / f["library_batch_1_thread"] for f in rounds),
-        "times_plain_loop": statistics.median(f[most] / f["plain_loop"] for f in rounds),
+        "of_cores_times_library": statistics.median(f[fastest] / cores / f["library_batch_1_thread"] for f in rounds),
+        "times_plain_loop": statistics.median(f[fastest] / f["plain_loop"] for f in rounds),
         "rounds": rounds,
     }
     record("prepare", results, given.out)

@@ -1,11 +1,11 @@
-"""Pretraining against the plain loop, in one process on one GPU: same initial weights, same batches, same recipe.
+"""Pretraining against a plain loop in one process on one GPU: same initial weights, batches and recipe.
 
     python bench/pretrain.py --data data/webmix20M --out bench/results/pretrain.json
 
-The peer is the plain GPT-2 loop that people start from: a whole-model `torch.compile`, torch's default AdamW, the
-vocabulary of 50,257 as it is, micro-batches of 32 x 1024 under bf16 autocast, a synchronised step. Ours is the recipe
-`configs/gpt2-baseline-20m.toml` through `whimbrel.train`. Printed: tokens/s, MFU, peak memory, compile seconds (cold,
-and warm in a second process), and both loss curves.
+The peer is a common GPT-2 loop: `torch.compile` of the full model, torch's default AdamW, an unpadded vocabulary of
+50,257, micro-batches of 32 x 1024 under bf16 autocast, a synchronized step. Ours is the recipe
+`configs/gpt2-baseline-20m.toml` run by `whimbrel.train`. Prints tokens/s, MFU, peak memory, compile time (cold, and
+warm in a second process) and both loss curves.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PlainGPT(nn.Module):
 
 
 def run_plain(config: RunConfig, device: torch.device, steps: int) -> dict[str, Any]:
-    """The peer's loop, timed as it times itself: each step synchronised."""
+    """The peer's loop, with each step synchronized."""
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(config.train.seed)
     ours = GPT(config.model)
@@ -116,18 +116,18 @@ def run_plain(config: RunConfig, device: torch.device, steps: int) -> dict[str, 
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         losses.append(total.item())
-    typical = sorted(seconds[1:])[len(seconds[1:]) // 2]
+    median = sorted(seconds[1:])[len(seconds[1:]) // 2]
     return {
         "losses": losses,
-        "step_seconds": typical,
-        "tokens_per_second": config.tokens_per_step / typical,
-        "compile_seconds_cold": seconds[0] - typical,
+        "step_seconds": median,
+        "tokens_per_second": config.tokens_per_step / median,
+        "compile_seconds_cold": seconds[0] - median,
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
 
 
-class Collect(TrainerCallback):
-    """Keeps what a run of ours says."""
+class MetricsCollector(TrainerCallback):
+    """Collects the metrics of a run."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -136,41 +136,41 @@ class Collect(TrainerCallback):
         self.validation_loss: float | None = None
 
     def on_train_begin(self, **event: Any) -> None:
-        """Keep the summary."""
+        """Store the summary."""
         self.summary = event["summary"]
 
     def on_train_metrics(self, **event: Any) -> None:
-        """Keep the loss and the time."""
+        """Store loss and step time."""
         self.losses.append(event["metrics"]["loss"])
         self.seconds.append(event["metrics"]["seconds"])
 
     def on_evaluate(self, **event: Any) -> None:
-        """Keep the held-out loss."""
+        """Store the held-out loss."""
         self.validation_loss = event["metrics"]["eval_loss"]
 
 
 def run_ours(config: RunConfig) -> dict[str, Any]:
-    """Our recipe through the real trainer."""
+    """Run our recipe with the trainer."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    seen = Collect()
-    result = train(config, callbacks=[seen])
-    assert seen.summary is not None
-    typical = sorted(seen.seconds[1:])[len(seen.seconds[1:]) // 2]
+    collected = MetricsCollector()
+    result = train(config, callbacks=[collected])
+    assert collected.summary is not None
+    median = sorted(collected.seconds[1:])[len(collected.seconds[1:]) // 2]
     return {
-        "losses": seen.losses,
-        "step_seconds": typical,
-        "tokens_per_second": config.tokens_per_step / typical,
+        "losses": collected.losses,
+        "step_seconds": median,
+        "tokens_per_second": config.tokens_per_step / median,
         "compile_seconds": result.metrics["compile_seconds"],
         "peak_memory_gib": result.metrics["peak_memory"] / 2**30,
-        "micro_batch": (seen.summary.tokens_per_micro_batch or 0) // config.sequence_length,
-        "flops_per_token": seen.summary.flops_per_token,
-        "validation_loss": seen.validation_loss,
+        "micro_batch": (collected.summary.tokens_per_micro_batch or 0) // config.sequence_length,
+        "flops_per_token": collected.summary.flops_per_token,
+        "validation_loss": collected.validation_loss,
     }
 
 
 def compile_seconds(arguments: argparse.Namespace, cache: str) -> float:
-    """Seconds to compile in a process of its own that finds `cache` as the last one left it."""
+    """Compile time in a separate process with the given cache directory."""
     command = [sys.executable, __file__, "--data", str(arguments.data), "--compile-only"]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
@@ -178,7 +178,7 @@ def compile_seconds(arguments: argparse.Namespace, cache: str) -> float:
 
 
 def matmul_tflops(device: torch.device) -> float:
-    """What a large bf16 product reaches here."""
+    """Throughput of a large bf16 matrix product."""
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         a @ b
@@ -194,10 +194,10 @@ def matmul_tflops(device: torch.device) -> float:
 def main() -> None:
     """Run both and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--data", type=Path, required=True, help="shards of split train (and val)")
+    parser.add_argument("--data", type=Path, required=True, help="directory of training (and validation) shards")
     parser.add_argument("--steps", type=int, default=38)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--compile-only", action="store_true", help="print our compile seconds and stop")
+    parser.add_argument("--compile-only", action="store_true", help="print our compile time and exit")
     arguments = parser.parse_args()
     device = choose_device("cuda")
     with tempfile.TemporaryDirectory() as folder:

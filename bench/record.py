@@ -1,4 +1,4 @@
-"""A benchmark's result as JSON: the figures, and what they were measured on."""
+"""Write benchmark results as JSON with hardware, versions and commit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PACKAGES = ("torch", "torchao", "transformers", "triton", "numpy", "tokenizers",
 
 
 def record(name: str, results: dict[str, Any], out: Path | None = None) -> dict[str, Any]:
-    """`results` with hardware, versions, commit and time; written to `out` where one is given."""
-    whole = {
+    """Add hardware, versions, commit and time to `results`, and write them to `out` if given."""
+    document = {
         "name": name,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -28,8 +28,8 @@ def record(name: str, results: dict[str, Any], out: Path | None = None) -> dict[
     }
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    return whole
+        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return document
 
 
 def _versions() -> dict[str, str]:
@@ -38,17 +38,17 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of the tree; WHIMBREL_COMMIT names it where the tree is a copy without its history."""
+    """The current commit; WHIMBREL_COMMIT sets it for a copy without the git history."""
     if named := os.environ.get("WHIMBREL_COMMIT"):
         return named
-    asked = subprocess.run(
+    described = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,
     )
-    return asked.stdout.strip() or None
+    return described.stdout.strip() or None
 
 
 def _cpu() -> str:

@@ -1,12 +1,12 @@
-"""What the trainer costs beside a bare loop: the same model, batches, optimizer and clipping, in turns, in one process.
+"""Overhead of the trainer over a bare loop: same model, batches, optimizer and clipping, interleaved in one process.
 
     python bench/trainer.py --data data/shakespeare --device cpu --out bench/results/trainer-cpu.json
     python bench/trainer.py --data data/webmix20M --device cuda --out bench/results/trainer-cuda.json
 
-The bare loop is what a person writes by hand: next batch, forward, backward, clip, step, zero. The trainer does the
-same steps with its default callbacks: log of every step, progress lines (to nowhere), drain on signals, live control.
-Printed: the median ratio of their times per step, and of the difference: of pairs of single steps on a CPU, whose speed
-drifts, of whole runs in turns on a GPU, which must not be waited for.
+The bare loop is hand-written: next batch, forward, backward, clip, step, zero_grad. The trainer runs the same steps
+with its default callbacks: a log of every step, progress lines (discarded), signal handling, live control. Prints the
+median ratio and difference of their step times: of pairs of single steps on a CPU, whose speed drifts; of complete
+runs on a GPU, which must not be synchronized in every step.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ SIZES = {
     "tiny": {"context_length": 64, "num_layers": 2, "embd_size": 64, "num_heads": 2},
     "small": {"context_length": 128, "num_layers": 4, "embd_size": 128, "num_heads": 2},
 }
-WARM = 5
+WARMUP_STEPS = 5
 Rounds = list[dict[str, float]]
 
 
 def make_model(size: str, loader_vocab: int) -> GPTConfig:
-    """The model of a size: ours by hand, or GPT-2's 124M."""
+    """The model config of a size."""
     if size == "gpt2":
         return preset("gpt2")
     return GPTConfig(vocab_size=loader_vocab, position="learned", **SIZES[size])  # type: ignore[arg-type]
 
 
-class Bare:
-    """The loop by hand, a step at a time."""
+class BareLoop:
+    """A hand-written training loop, one step at a time."""
 
     def __init__(self, config: GPTConfig, loader: TokenDataLoader, device: torch.device, bf16: bool) -> None:
         torch.manual_seed(0)
@@ -71,17 +71,17 @@ class Bare:
 
 
 class Times(TrainerCallback):
-    """Seconds of each step. With a bare loop, one bare step is made and timed before each of the trainer's."""
+    """Times each step. With a bare loop, a bare step runs and is timed before each step of the trainer."""
 
-    def __init__(self, device: torch.device, bare: Bare | None = None) -> None:
+    def __init__(self, device: torch.device, bare: BareLoop | None = None) -> None:
         self.device, self.bare, self.mark = device, bare, 0.0
         self.own: list[float] = []
         self.bares: list[float] = []
 
     def on_step_begin(self, **event: Any) -> None:
-        """The trainer's last step ends here, with all that it did after it."""
+        """End of the trainer's previous step, including everything after it."""
         if self.bare is None:
-            if event["state"].global_step == WARM:
+            if event["state"].global_step == WARMUP_STEPS:
                 self.mark = _now(self.device)
             return
         start = time.perf_counter()
@@ -92,13 +92,13 @@ class Times(TrainerCallback):
         self.bares.append(self.mark - start)
 
     def on_train_end(self, **event: Any) -> None:
-        """Without a bare loop: the mean of all steps, with all work that they left on the device."""
+        """Without a bare loop: the mean of all steps, including queued device work."""
         if self.bare is None:
-            self.own.append((_now(self.device) - self.mark) / (event["state"].global_step - WARM))
+            self.own.append((_now(self.device) - self.mark) / (event["state"].global_step - WARMUP_STEPS))
 
 
 def train(config: GPTConfig, loader: TokenDataLoader, times: Times, steps: int, bf16: bool) -> None:
-    """The same steps by the trainer."""
+    """Run the same steps with the trainer."""
     torch.manual_seed(0)
     loader.reset()
     with tempfile.TemporaryDirectory() as folder:
@@ -115,53 +115,55 @@ def train(config: GPTConfig, loader: TokenDataLoader, times: Times, steps: int, 
         trainer.train()
 
 
-def in_turns(
+def alternate_runs(
     config: GPTConfig, loaders: list[TokenDataLoader], device: torch.device, steps: int, rounds: int
 ) -> Rounds:
-    """On a GPU, which must not be waited for: whole runs in turns, the first round to warm up."""
+    """For GPUs: alternate complete runs; the first round is warm-up."""
     found = []
     for number in range(rounds + 1):
 
         def bare() -> float:
-            loop = Bare(config, loaders[0], device, bf16=True)
+            loop = BareLoop(config, loaders[0], device, bf16=True)
             for step in range(steps):
-                if step == WARM:
+                if step == WARMUP_STEPS:
                     start = _now(device)
                 loop.step()
-            return (_now(device) - start) / (steps - WARM)
+            return (_now(device) - start) / (steps - WARMUP_STEPS)
 
         def trainer() -> float:
             times = Times(device)
             train(config, loaders[1], times, steps, bf16=True)
             return times.own[-1]
 
-        legs = {"bare": bare, "trainer": trainer}
-        found.append({name: legs[name]() for name in (legs if number % 2 else reversed(legs))})
+        contenders = {"bare": bare, "trainer": trainer}
+        found.append({name: contenders[name]() for name in (contenders if number % 2 else reversed(contenders))})
     return found[1:]
 
 
-def paired(config: GPTConfig, loaders: list[TokenDataLoader], device: torch.device, steps: int, rounds: int) -> Rounds:
-    """On a CPU, whose speed drifts: each step of the trainer beside a bare one; a round is a new pair of models.
+def alternate_steps(
+    config: GPTConfig, loaders: list[TokenDataLoader], device: torch.device, steps: int, rounds: int
+) -> Rounds:
+    """For CPUs, whose speed drifts: alternate single steps; each round has a new pair of models.
 
-    Where in memory a model lies is worth a percent or two, for two bare loops as well: hence the rounds.
+    Memory placement alone changes the speed by 1-2%, also between two bare loops, hence the rounds.
     """
     found = []
     for _ in range(rounds):
-        times = Times(device, Bare(config, loaders[0], device, bf16=False))
+        times = Times(device, BareLoop(config, loaders[0], device, bf16=False))
         train(config, loaders[1], times, steps, bf16=False)
-        pairs = list(zip(times.bares, times.own, strict=False))[WARM:]
+        pairs = list(zip(times.bares, times.own, strict=False))[WARMUP_STEPS:]
         bare = statistics.median(bare for bare, _ in pairs)
         found.append({"bare": bare, "trainer": bare + statistics.median(own - bare for bare, own in pairs)})
     return found
 
 
 def main() -> None:
-    """Run both in turns and print the comparison."""
+    """Run both and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--data", type=Path, required=True, help="shards of split train")
+    parser.add_argument("--data", type=Path, required=True, help="directory of training shards")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", choices=[*SIZES, "gpt2"], action="append")
-    parser.add_argument("--batch", type=int, default=8, help="sequences a step")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
@@ -176,14 +178,14 @@ def main() -> None:
             for _ in range(2)
         ]
         if device.type == "cuda":
-            rounds = in_turns(config, loaders, device, arguments.steps, arguments.rounds)
+            rounds = alternate_runs(config, loaders, device, arguments.steps, arguments.rounds)
         else:
-            rounds = paired(config, loaders, device, arguments.steps, arguments.rounds)
+            rounds = alternate_steps(config, loaders, device, arguments.steps, arguments.rounds)
         ratio = statistics.median(times["trainer"] / times["bare"] for times in rounds)
         extra = statistics.median(times["trainer"] - times["bare"] for times in rounds)
         results[size] = {"ratio": ratio, "microseconds": extra * 1e6, "rounds": rounds, "batch": arguments.batch}
         step = statistics.median(times["bare"] for times in rounds)
-        print(f"{size:6} bare {step * 1e3:.2f} ms a step, trainer {ratio:.4f} x ({extra * 1e6:+.0f} us)")
+        print(f"{size:6} bare {step * 1e3:.2f} ms per step, trainer {ratio:.4f} x ({extra * 1e6:+.0f} us)")
     record("trainer", {"device": str(device), "threads": torch.get_num_threads(), **results}, arguments.out)
 
 

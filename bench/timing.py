@@ -1,4 +1,4 @@
-"""What benchmarks share: models of Llama's kind, and legs that are timed in turns."""
+"""Shared by benchmarks: Llama-shaped models and interleaved timing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 from whimbrel.models import GPT, GPTConfig
 
-__all__ = ["TINY", "compiled", "draw", "in_turns", "llama", "now"]
+__all__ = ["TINY", "compiled", "init_model", "interleave", "llama", "now"]
 
 TINY = {"width": 128, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 256}
-"""A shape that only shows that something runs."""
+"""For smoke tests."""
 
 
 def llama(
     width: int, layers: int, heads: int, kv_heads: int, mlp: int, *, vocab: int = 1024, context: int = 2048
 ) -> GPTConfig:
-    """A model of Llama's kind."""
+    """The config of a Llama-shaped model."""
     return GPTConfig(
         vocab_size=vocab, context_length=context, num_layers=layers, embd_size=width, num_heads=heads,
         num_kv_heads=kv_heads, mlp_size=mlp, position="rope", norm="rms", activation="silu", gated_mlp=True,
@@ -28,33 +28,35 @@ def llama(
     )  # fmt: skip
 
 
-def draw(config: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> GPT:
-    """A model with fresh weights."""
+def init_model(config: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> GPT:
+    """A model with random weights."""
     torch.manual_seed(seed)
     with device:
         return GPT(config).to(dtype)
 
 
-def compiled(model: GPT, wanted: bool) -> GPT:
-    """The model, its blocks compiled where that is wanted."""
-    if wanted:
+def compiled(model: GPT, enabled: bool) -> GPT:
+    """Compile the blocks of the model in place, if enabled."""
+    if enabled:
         for block in model.blocks:
             block.compile()
     return model
 
 
 def now(device: torch.device) -> float:
-    """The time when all that the device was asked for is done."""
+    """The time after all queued work on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def in_turns(legs: dict[str, Callable[[], Any]], device: torch.device, rounds: int, repeats: int) -> dict[str, float]:
-    """Median seconds of each leg; they take turns, so that a device that slows down does so for all."""
-    times: dict[str, list[float]] = {name: [] for name in legs}
+def interleave(
+    contenders: dict[str, Callable[[], Any]], device: torch.device, rounds: int, repeats: int
+) -> dict[str, float]:
+    """Median seconds of each contender; interleaved, so that a change of clock speed affects all of them."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
-        for name, work in legs.items():
+        for name, work in contenders.items():
             start = now(device)
             for _ in range(repeats):
                 work()
