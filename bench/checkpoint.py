@@ -19,7 +19,7 @@ import torch
 from record import record
 from whimbrel.checkpoint import CheckpointManager, RNGState, SharingPattern, StateComponent, read_manifest
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.train.model_state import model_state
+from whimbrel.train.checkpointing import model_state
 
 SMALL = GPTConfig(context_length=64, vocab_size=1000, num_layers=2, embd_size=64, num_heads=2)
 SAVE_TIMEOUT = 300.0

@@ -33,10 +33,9 @@ from whimbrel.distributed import apply_activation_checkpointing
 from whimbrel.models import GPT
 from whimbrel.precision import QuantizedWeight
 from whimbrel.train import RunConfig
-from whimbrel.train.assemble import build_optimizer_of
+from whimbrel.train.build import create_optimizer, init_model
 from whimbrel.train.config import run_config
 from whimbrel.train.memory import dry_run, optimizer_names, predict_memory, skeleton, with_optimizer
-from whimbrel.train.recipe import draw_model
 
 GIB = 2**30
 STEPS = 2
@@ -129,13 +128,13 @@ def measure(config: RunConfig, device: torch.device, steps: int, cap: int | None
 def make_steps(config: RunConfig, device: torch.device, steps: int) -> None:
     """Steps of the run, on any tokens, and from any codes."""
     with device:
-        model = draw_model(config) if config.train.weights is None else drawn_codes(config, device)
+        model = init_model(config) if config.train.weights is None else drawn_codes(config, device)
     apply_activation_checkpointing(model, config.train.recompute)
-    optimizer = build_optimizer_of(model, config, None, accumulation=config.train.accumulation or 1)
+    optimizer = create_optimizer(model, config, None, accumulation=config.train.accumulation or 1)
     loop = dry_run(config, model, device, optimizer)
     for number in range(steps):
-        loop.step(number + 1)
-        loop.settle(0, lambda _: None)
+        loop.run(number + 1)
+        loop.flush_metrics(lambda *_: None)
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ from whimbrel.optim import (
     lr_factor,
 )
 from whimbrel.optim.subspace import cold_basis, svd_basis, warm_basis
-from whimbrel.train.assemble import routed_parameters
+from whimbrel.train.build import routed_parameters
 
 SHAPES = ((4096, 4096, 1024), (11008, 4096, 1024), (2752, 1024, 256))
 

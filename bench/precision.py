@@ -36,7 +36,7 @@ from whimbrel.models import GPT, GPTConfig, preset
 from whimbrel.optim import OptimConfig, build_optimizer
 from whimbrel.precision import quantize_, torch_switches
 from whimbrel.precision.recipes import prepare, recipe_names
-from whimbrel.train.assemble import routed_parameters
+from whimbrel.train.build import routed_parameters
 
 # fp8: speed of training
 

@@ -15,7 +15,7 @@ from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT
 from whimbrel.optim import OptimConfig, ScheduleConfig, build_optimizer, lr_factor
 from whimbrel.precision.recipes import finalize, prepare, recipe_names
-from whimbrel.train.assemble import routed_parameters
+from whimbrel.train.build import routed_parameters
 
 __all__ = ["measure_fp8_loss", "measure_qat"]
 

@@ -89,8 +89,8 @@ def run_plain(config: RunConfig, device: torch.device, steps: int) -> dict[str, 
     """The peer's loop, with each step synchronized."""
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(config.train.seed)
-    ours = GPT(config.model)
-    model = PlainGPT(config.model)
+    ours = GPT(config.model.architecture)
+    model = PlainGPT(config.model.architecture)
     vocab = config.model.vocab_size
     model.load_state_dict({name: t[:vocab] if t.shape[0] > vocab else t for name, t in ours.state_dict().items()})
     model.to(device)

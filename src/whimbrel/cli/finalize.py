@@ -134,7 +134,7 @@ def _generation(
 
 
 def _greater(settings: Mapping[str, Any]) -> bool:
-    from whimbrel.train.metric import greater_is_better
+    from whimbrel.train.evaluation import greater_is_better
 
     return greater_is_better(settings.get("metric", "loss"), settings.get("greater_is_better"))
 

@@ -51,13 +51,13 @@ def train(
     Override any setting of the file with --section.name=value; the value none unsets it. If the output directory
     contains a run, training resumes from its newest checkpoint. Ctrl-C finishes the step, saves and stops.
     """
-    from whimbrel.train import RunTrainer, load_run_config
+    from whimbrel.train import Trainer, load_run_config
     from whimbrel.train.callbacks import ProgressCallback
 
     del settings  # handled by its callback
     configure_logging()
     loaded = load_run_config(config, context.args)
-    trainer = RunTrainer(loaded, callbacks=[ProgressCallback(plain=plain)], sampler=_sampler(loaded))
+    trainer = Trainer.from_config(loaded, callbacks=[ProgressCallback(plain=plain)], sampler=_sampler(loaded))
     trainer.train()
     _drop_unwritten_output()
     if trainer.received_signal is not None and exit_143:

@@ -11,22 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from whimbrel.train.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
+    from whimbrel.train.build import Sampler
     from whimbrel.train.callback import StopRequest, TrainerCallback
     from whimbrel.train.config import RunConfig, load_run_config
     from whimbrel.train.evaluation import Prediction
     from whimbrel.train.log import read_log
-    from whimbrel.train.outputs import logits_from_outputs, loss_and_logits_from_outputs, loss_from_outputs
-    from whimbrel.train.run import RunTrainer, Sampler, train
+    from whimbrel.train.objectives import (
+        LossOutput,
+        Objective,
+        logits_from_outputs,
+        loss_and_logits_from_outputs,
+        loss_from_outputs,
+    )
     from whimbrel.train.state import TrainerControl, TrainerState, TrainOutput
-    from whimbrel.train.trainer import BaseTrainer, Trainer
+    from whimbrel.train.trainer import BaseTrainer, Trainer, train
 
 __all__ = [
     "BaseTrainer",
     "BaseTrainingArguments",
+    "LossOutput",
     "MinimalTrainingArguments",
+    "Objective",
     "Prediction",
     "RunConfig",
-    "RunTrainer",
     "Sampler",
     "StopRequest",
     "TrainOutput",
@@ -46,11 +53,12 @@ __all__ = [
 _MODULES = {
     "BaseTrainer": "whimbrel.train.trainer",
     "BaseTrainingArguments": "whimbrel.train.arguments",
+    "LossOutput": "whimbrel.train.objectives",
     "MinimalTrainingArguments": "whimbrel.train.arguments",
+    "Objective": "whimbrel.train.objectives",
     "Prediction": "whimbrel.train.evaluation",
     "RunConfig": "whimbrel.train.config",
-    "RunTrainer": "whimbrel.train.run",
-    "Sampler": "whimbrel.train.run",
+    "Sampler": "whimbrel.train.build",
     "StopRequest": "whimbrel.train.callback",
     "TrainOutput": "whimbrel.train.state",
     "Trainer": "whimbrel.train.trainer",
@@ -59,11 +67,11 @@ _MODULES = {
     "TrainerState": "whimbrel.train.state",
     "TrainingArguments": "whimbrel.train.arguments",
     "load_run_config": "whimbrel.train.config",
-    "logits_from_outputs": "whimbrel.train.outputs",
-    "loss_and_logits_from_outputs": "whimbrel.train.outputs",
-    "loss_from_outputs": "whimbrel.train.outputs",
+    "logits_from_outputs": "whimbrel.train.objectives",
+    "loss_and_logits_from_outputs": "whimbrel.train.objectives",
+    "loss_from_outputs": "whimbrel.train.objectives",
     "read_log": "whimbrel.train.log",
-    "train": "whimbrel.train.run",
+    "train": "whimbrel.train.trainer",
 }
 
 

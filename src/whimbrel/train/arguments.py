@@ -31,8 +31,8 @@ from whimbrel.config import convert
 from whimbrel.optim import ScheduleConfig
 from whimbrel.precision import backend_names
 from whimbrel.train.config import Fp8Recipe, QatRecipe, SdpaBackend, TrainerConfig, check_interval
-from whimbrel.train.elsewhere import HELD, CheckedNames, respelled
-from whimbrel.train.metric import greater_is_better
+from whimbrel.train.evaluation import greater_is_better
+from whimbrel.train.hf_compat import HF_ALTERNATIVES, CheckedArguments, translate_argument
 from whimbrel.train.schedules import schedule_arguments, schedule_settings
 
 __all__ = [
@@ -56,7 +56,7 @@ Interval = Literal["no", "steps", "epoch"]
 
 
 @dataclass
-class MinimalTrainingArguments(metaclass=CheckedNames):
+class MinimalTrainingArguments(metaclass=CheckedArguments):
     """The arguments shared with `transformers`.
 
     They are checked when constructed, and again when passed to a trainer.
@@ -164,14 +164,14 @@ class MinimalTrainingArguments(metaclass=CheckedNames):
         """Read `transformers` arguments that have a different name or a fixed value here; callbacks use them."""
         if name in ("bf16", "fp16"):
             return getattr(self, "mixed_precision", None) == name
-        if name in HELD and HELD[name].values:
-            return HELD[name].values[0]
+        if name in HF_ALTERNATIVES and HF_ALTERNATIVES[name].values:
+            return HF_ALTERNATIVES[name].values[0]
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an argument; `transformers` arguments are translated or rejected as in the constructor."""
         fields, own = type(self).__dataclass_fields__, getattr(type(self), name, None)
-        found = None if name in fields or own is not None else respelled(type(self).__name__, name, value)
+        found = None if name in fields or own is not None else translate_argument(type(self).__name__, name, value)
         for key, given in {name: value}.items() if found is None else found.items():
             super().__setattr__(key, given)
 

@@ -1,4 +1,4 @@
-"""Callbacks watch a run and ask things of it; they never change its mathematics."""
+"""Callbacks observe a run and request actions through `control`; they never change the computation."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ EVENTS = (
     "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_evaluate", "on_predict", "on_save", "on_log",
     "on_prediction_step", "on_log_step", "on_train_metrics", "on_sample", "on_rewind",
 )  # fmt: skip
-"""Every event, all of which are dispatched."""
+"""Every event that is dispatched."""
 
 
 class TrainerCallback:
-    """Sees what happens in a run. Override what you want to see; every event comes with keywords only.
+    """Base class of callbacks. Override the events to handle; handlers are called with keywords only.
 
     All events get `args, state, control, model` (unwrapped), `processing_class, optimizer, lr_scheduler,
-    train_dataloader, eval_dataloader, trainer`, and what is named below. A handler may change `control` or return
-    another. A callback with `state_dict` and `load_state_dict` is saved in checkpoints under its `name` (its class
-    name, where it has none).
+    train_dataloader, eval_dataloader, trainer`, and the keywords named below. A handler may change `control` or
+    return another. A callback with `state_dict` and `load_state_dict` is saved in checkpoints under its `name`
+    (default: its class name).
     """
 
     def on_init_end(self, **event: Any) -> TrainerControl | None:
         """The trainer has been constructed; there is no optimizer yet."""
 
     def on_train_begin(self, **event: Any) -> TrainerControl | None:
-        """All parts are ready and a checkpoint, if there was one, has been loaded."""
+        """All parts are ready, and a checkpoint, if there is one, has been loaded: `summary`."""
 
     def on_train_end(self, **event: Any) -> TrainerControl | None:
-        """The last step is done, and the last save is on disk. Also comes when a run fails, to let go of resources."""
+        """The last step is done, and the last save is on disk. Also called when a run fails, to release resources."""
 
     def on_epoch_begin(self, **event: Any) -> TrainerControl | None:
-        """A pass over the data begins, or goes on after a resume."""
+        """An epoch starts, or continues after a resume."""
 
     def on_epoch_end(self, **event: Any) -> TrainerControl | None:
-        """A pass over the data has ended."""
+        """An epoch has ended."""
 
     def on_step_begin(self, **event: Any) -> TrainerControl | None:
-        """An optimizer step begins."""
+        """An optimizer step starts."""
 
     def on_step_end(self, **event: Any) -> TrainerControl | None:
-        """An optimizer step has been given to the device; what is due after it is set in `control`."""
+        """An optimizer step has been submitted to the device; `control` says what is due after it."""
 
     def on_substep_end(self, **event: Any) -> TrainerControl | None:
-        """A micro-batch other than the last of its step has been passed forth and back."""
+        """Forward and backward pass of a micro-batch are done, except for the last of a step."""
 
     def on_pre_optimizer_step(self, **event: Any) -> TrainerControl | None:
         """Gradients are complete and clipped."""
 
     def on_optimizer_step(self, **event: Any) -> TrainerControl | None:
-        """Weights have moved; gradients are still there."""
+        """Weights have been updated; gradients are still available."""
 
     def on_evaluate(self, **event: Any) -> TrainerControl | None:
         """An evaluation is done: `metrics`."""
@@ -70,7 +70,7 @@ class TrainerCallback:
         """
 
     def on_log(self, **event: Any) -> TrainerControl | None:
-        """Something was logged: `logs`."""
+        """Metrics were logged: `logs`."""
 
     def on_prediction_step(self, **event: Any) -> TrainerControl | None:
         """A batch has been evaluated."""
@@ -79,17 +79,17 @@ class TrainerCallback:
         """Training metrics are about to be logged: `logs` may be changed."""
 
     def on_train_metrics(self, **event: Any) -> TrainerControl | None:
-        """The numbers of a step are known, at most one step later: `metrics` with loss, grad_norm, tokens and more."""
+        """The metrics of a step are known, at most one step later: `metrics` with loss, grad_norm, tokens and more."""
 
     def on_sample(self, **event: Any) -> TrainerControl | None:
-        """The model has written something for people to read: `text`, after `step` steps."""
+        """A sample was generated: `text`, after `step` steps."""
 
     def on_rewind(self, **event: Any) -> TrainerControl | None:
-        """The run went back to `step`: what was written past it no longer holds."""
+        """The run rolled back to `step`: anything logged after it is obsolete."""
 
 
 class StopRequest(NamedTuple):
-    """Who was the first to ask for the end, at which event, and how ("stop" or "abort")."""
+    """The first callback (or signal) that requested a stop, at which event, and how ("stop" or "abort")."""
 
     callback: str
     event: str
@@ -97,13 +97,13 @@ class StopRequest(NamedTuple):
 
 
 def callback_name(callback: object) -> str:
-    """The callback's own `name`, or that of its class."""
+    """The callback's `name`, or its class name."""
     name = getattr(callback, "name", None)
     return name if isinstance(name, str) else type(callback).__name__
 
 
 class Callbacks(Sequence[Any]):
-    """The callbacks of a trainer in order, and who handles which event."""
+    """The callbacks of a trainer in order, with an index of handlers per event."""
 
     def __init__(self, callbacks: Iterable[object] = ()) -> None:
         self._callbacks: list[object] = []
@@ -119,8 +119,8 @@ class Callbacks(Sequence[Any]):
         kinds = {type(callback) for callback in added}
         return cls([*(callback for callback in defaults if type(callback) not in kinds), *added])
 
-    def __getitem__(self, place: Any) -> Any:
-        return self._callbacks[place]
+    def __getitem__(self, index: Any) -> Any:
+        return self._callbacks[index]
 
     def __eq__(self, other: object) -> bool:
         return self._callbacks == (other._callbacks if isinstance(other, Callbacks) else other)
@@ -131,60 +131,61 @@ class Callbacks(Sequence[Any]):
         return len(self._callbacks)
 
     def add(self, callback: object) -> None:
-        """Put one at the end; a class is instantiated."""
+        """Append a callback; a class is instantiated."""
         self._callbacks.append(callback() if isinstance(callback, type) else callback)
         self._handlers.clear()
 
     def pop(self, callback: object) -> object | None:
-        """Take out the first of exactly that class, or that very instance, and return it; None where there is none."""
-        for index, own in enumerate(self._callbacks):
-            if (type(own) is callback) if isinstance(callback, type) else (own is callback):
+        """Remove and return the first callback of exactly that class, or that instance; None if there is none."""
+        for index, other in enumerate(self._callbacks):
+            if (type(other) is callback) if isinstance(callback, type) else (other is callback):
                 self._handlers.clear()
                 return self._callbacks.pop(index)
         return None
 
     def handles(self, event: str) -> bool:
-        """Whether anyone would hear `event`."""
-        return bool(self._of(event))
+        """Whether a callback handles `event`."""
+        return bool(self._handlers_of(event))
 
     def of(self, event: str) -> list[object]:
         """The callbacks that handle `event`."""
-        return [callback for callback, _ in self._of(event)]
+        return [callback for callback, _ in self._handlers_of(event)]
 
     @property
     def expect_saved_model(self) -> bool:
-        """Whether a callback was written for another trainer, which calls on_save before the next step."""
+        """Whether a callback from another library handles on_save: there it is called before the next step."""
         return any(not isinstance(callback, TrainerCallback) for callback in self.of("on_save"))
 
     def dispatch(self, event: str, control: TrainerControl, **keywords: Any) -> TrainerControl:
-        """Tell everyone in turn; the control that holds afterwards.
+        """Call the handlers in order and return the resulting control.
 
-        At the end of a run everyone is told, whoever fails: they hold files and handlers. The first failure is raised.
+        `on_train_end` reaches every callback even if one raises, since they release files and signal handlers there;
+        the first exception is raised afterwards.
         """
-        faults = []
-        for callback, handler in self._of(event):
+        errors = []
+        for callback, handler in self._handlers_of(event):
             stop, abort = control.should_training_stop, control.should_abort_without_save
             try:
-                answer = handler(control=control, **keywords)
-            except Exception as fault:
+                returned = handler(control=control, **keywords)
+            except Exception as error:
                 if event != "on_train_end":
                     raise
-                faults.append(fault)
+                errors.append(error)
                 continue
-            if answer is not None and answer is not control:
-                control = TrainerControl.succeeding(control, answer)
-            control.should_training_stop |= stop  # what was asked before stays asked
+            if returned is not None and returned is not control:
+                control = TrainerControl.succeeding(control, returned)
+            control.should_training_stop |= stop  # a requested stop stays requested
             control.should_abort_without_save |= abort
             if self.stopped_by is None and control.should_abort_without_save and not abort:
                 self.stopped_by = StopRequest(callback_name(callback), event, "abort")
             elif self.stopped_by is None and control.should_training_stop and not stop:
                 self.stopped_by = StopRequest(callback_name(callback), event, "stop")
-        if faults:
-            raise faults[0]
+        if errors:
+            raise errors[0]
         return control
 
     def named(self) -> dict[str, object]:
-        """Each callback under a name that does not depend on its place: equal names are counted among themselves."""
+        """Callbacks by a name that does not depend on their position; duplicates get a number: `Name-2`."""
         names: dict[str, object] = {}
         for callback in self._callbacks:
             name, count = callback_name(callback), 2
@@ -194,25 +195,22 @@ class Callbacks(Sequence[Any]):
         return names
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of those that have one, by name."""
-        return {name: own.state_dict() for name, own in self.named().items() if hasattr(own, "state_dict")}
+        """The states of callbacks that have one, by name."""
+        named = self.named().items()
+        return {name: callback.state_dict() for name, callback in named if hasattr(callback, "state_dict")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give each callback its state; one that the checkpoint does not know keeps the state it has."""
-        for name, own in self.named().items():
-            if name in state and hasattr(own, "load_state_dict"):
-                own.load_state_dict(state[name])
+        """Restore the callbacks that the checkpoint has a state for."""
+        for name, callback in self.named().items():
+            if name in state and hasattr(callback, "load_state_dict"):
+                callback.load_state_dict(state[name])
 
-    def _of(self, event: str) -> list[tuple[object, Callable[..., Any]]]:
+    def _handlers_of(self, event: str) -> list[tuple[object, Callable[..., Any]]]:
         if event not in self._handlers:
             self._handlers[event] = [
-                (own, getattr(own, event))
-                for own in self._callbacks
-                if callable(getattr(own, event, None)) and getattr(type(own), event, None) is not _plain(event)
+                (callback, getattr(callback, event))
+                for callback in self._callbacks
+                if callable(getattr(callback, event, None))
+                and getattr(type(callback), event, None) is not getattr(TrainerCallback, event)
             ]
         return self._handlers[event]
-
-
-def _plain(event: str) -> object:
-    """The base class's own handler, which does nothing and need not be called."""
-    return getattr(TrainerCallback, event)

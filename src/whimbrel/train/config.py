@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import apply_overrides, build, check_unused, load_toml, to_table
+from whimbrel.config import apply_overrides, build, check_unused, convert, load_toml, to_table
+from whimbrel.model_io.directory import describe
+from whimbrel.model_io.llama2c import read_llama2c_config
+from whimbrel.model_io.sources import model_directory
 from whimbrel.models import GPTConfig, preset
 from whimbrel.optim import OptimConfig, ScheduleConfig
 
@@ -21,6 +24,7 @@ __all__ = [
     "Fp8Recipe",
     "LoaderConfig",
     "LogConfig",
+    "ModelConfig",
     "QatRecipe",
     "ResumeConfig",
     "RunConfig",
@@ -432,11 +436,29 @@ class SampleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(GPTConfig):
+    """The model of a run: its architecture, and the weights it starts from."""
+
+    path: Path | None = None
+    """Start from the weights of a Hugging Face directory, a run or a checkpoint, which also sets the architecture."""
+
+    @property
+    def architecture(self) -> GPTConfig:
+        """The settings without `path`."""
+        return GPTConfig(**{item.name: getattr(self, item.name) for item in fields(GPTConfig)})
+
+    @classmethod
+    def from_architecture(cls, config: GPTConfig, path: Path | None = None) -> ModelConfig:
+        """Add `path` to an architecture."""
+        return cls(**{item.name: getattr(config, item.name) for item in fields(GPTConfig)}, path=path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(TrainerConfig):
     """A complete training run: the trainer's settings plus model and data."""
 
-    model: GPTConfig
-    """Model: `preset = NAME` and any field of GPTConfig."""
+    model: ModelConfig
+    """The model: `preset = NAME` and any field of GPTConfig, or `path = DIR` to start from existing weights."""
     data: DataConfig
     """Training data."""
     sample: SampleConfig = field(default_factory=SampleConfig)
@@ -444,6 +466,9 @@ class RunConfig(TrainerConfig):
 
     def __post_init__(self) -> None:
         train = self.train
+        model: GPTConfig = self.model
+        if type(model) is GPTConfig:  # from Python
+            object.__setattr__(self, "model", ModelConfig.from_architecture(model))
         if self.sequence_length > self.model.context_length:
             raise ConfigError(
                 f"data.sequence_length = {self.sequence_length} exceeds model.context_length = "
@@ -482,12 +507,34 @@ def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 def run_config(table: dict[str, Any]) -> RunConfig:
     """Build a run from a table, resolving the model preset."""
     model = table.get("model", {})
+    if isinstance(model, dict) and model.get("path") is not None:
+        return build(RunConfig, table | {"model": _model_table(model)})
     if isinstance(model, dict) and "preset" in model:
         if not isinstance(model["preset"], str):
             raise ConfigError(f"expected a string for model.preset, got {model['preset']!r}")
         overrides = {key: value for key, value in model.items() if key != "preset"}
         table = table | {"model": to_table(preset(model["preset"])) | overrides}
     return build(RunConfig, table)
+
+
+def _model_table(given: dict[str, Any]) -> dict[str, Any]:
+    """The `[model]` table with the architecture from the directory `path`; raises if other keys contradict it."""
+    path: Path = convert(Path, given["path"], "model.path")
+    own = {key: value for key, value in given.items() if key != "path"}
+    if "preset" in own:
+        raise ConfigError("expected model.path or model.preset, got both: leave one out")
+    built = build(GPTConfig, own, "model")
+    if not path.exists() and {"num_layers", "embd_size", "vocab_size"} <= own.keys():
+        return given  # the config.toml of a run that is resumed after its source was removed
+    source = model_directory(path)
+    found = read_llama2c_config(source) if source.is_file() else describe(source).config
+    for name in own:
+        if getattr(built, name) != getattr(found, name):
+            raise ConfigError(
+                f"model.{name} = {getattr(built, name)} contradicts model.path = {path}, which has "
+                f"{getattr(found, name)}: leave it out"
+            )
+    return to_table(found) | {"path": str(path)}
 
 
 def check_positive(section: str, settings: object, *names: str) -> None:

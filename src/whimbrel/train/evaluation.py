@@ -1,9 +1,9 @@
-"""Loss, predictions and metrics on held-out batches."""
+"""Loss, predictions and metrics on held-out batches, and the metric that decides which checkpoint is best."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,28 +11,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whimbrel.base.errors import DataError
+from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.models import IGNORE_INDEX
 from whimbrel.precision import PrecisionPlan
-from whimbrel.train.outputs import Objective, logits_from_outputs
+from whimbrel.train.objectives import ComputeLossObjective, Objective, logits_from_outputs
 
 __all__ = [
     "EvalPrediction",
     "Evaluation",
     "Prediction",
-    "computed_metrics",
+    "compute_metrics_of",
     "evaluate_batches",
+    "find_metric",
+    "greater_is_better",
+    "has_metric",
     "label_names_of",
     "labels_of",
     "select_predictions",
 ]
 
 Step = Callable[[Any], tuple[Tensor | None, Any, Any]]
-"""A batch to its mean loss, logits and labels, each of which may be None."""
+"""A `prediction_step`: from a batch to its mean loss, logits and labels, each of which may be None."""
 
 
 class Prediction(NamedTuple):
-    """Logits and labels of a dataset, in its order, and what was measured on the way."""
+    """Predictions and labels of a dataset in its order, and the metrics computed from them."""
 
     predictions: Any
     label_ids: Any
@@ -65,30 +68,32 @@ class Evaluation(NamedTuple):
 
 def evaluate_batches(
     objective: Objective,
+    model: nn.Module,
     batches: Iterable[Any],
     precision: PrecisionPlan,
     *,
-    tell: Callable[[], object],
+    on_batch: Callable[[], object],
     limit: int | None = None,
     step: Step | None = None,
     gather: bool = False,
     preprocess: Callable[[Any, Any], Any] | None = None,
 ) -> Evaluation:
-    """Evaluate at most `limit` batches; with `gather`, `step` returns the loss, logits and labels.
+    """Evaluate at most `limit` batches, calling `on_batch` after each; the model is in eval mode meanwhile.
 
-    Sequences of unequal length are padded with -100, as in transformers.
+    `step` replaces the objective. With `gather` it also returns predictions and labels, which are concatenated on the
+    CPU; sequences of unequal length are padded with -100, as in transformers.
     """
-    predictions, labels, mean = [], [], _Mean(weighs=step is not None or objective.compute is not None)
-    with _evaluating(objective.model):
+    predictions, labels, mean = [], [], _Mean(of_means=step is not None or _may_return_mean(objective))
+    with _eval_mode(model):
         for batch in itertools.islice(batches, limit):
             batch_logits = batch_labels = None
             with precision.autocast():
                 if step is None:
-                    count = objective.count(batch)
-                    loss: Tensor | None = objective.loss(batch, mean.divisor(count), count)
+                    count = objective.count(model, batch)
+                    loss = objective(model, batch, mean.divisor(count)).loss
                 else:
                     loss, batch_logits, batch_labels = step(batch)
-                    count = objective.count(batch)
+                    count = objective.count(model, batch)
             if loss is not None:
                 mean.add(loss.mean(), count)
             if gather and batch_logits is not None:
@@ -97,12 +102,14 @@ def evaluate_batches(
                 predictions.append(_to_host(batch_logits))
             if gather and batch_labels is not None:
                 labels.append(_to_host(batch_labels))
-            tell()
-    return Evaluation(mean.value, _join(predictions) if predictions else None, _join(labels) if labels else None)
+            on_batch()
+    return Evaluation(
+        mean.value, _concatenate(predictions) if predictions else None, _concatenate(labels) if labels else None
+    )
 
 
-def computed_metrics(compute_metrics: Callable[[Any], Mapping[str, Any]], evaluation: Evaluation) -> dict[str, Any]:
-    """The metrics that the user's function returns, as Python numbers."""
+def compute_metrics_of(compute_metrics: Callable[[Any], Mapping[str, Any]], evaluation: Evaluation) -> dict[str, Any]:
+    """Call the user's function on the predictions; metrics as Python numbers."""
     arrays = EvalPrediction(_to_numpy(evaluation.predictions), _to_numpy(evaluation.label_ids))
     found = compute_metrics(arrays)
     if not isinstance(found, Mapping):
@@ -136,20 +143,44 @@ def select_predictions(outputs: Any, ignore_keys: Sequence[str]) -> Any:
     return logits_from_outputs(outputs)
 
 
-class _Mean:
-    """A mean over the targets of many batches, summed where they are until someone asks."""
+def find_metric(metrics: Mapping[str, Any], name: str) -> float:
+    """The metric `name`, or else `eval_{name}`; raises ConfigError if there is neither."""
+    for key in (name, f"eval_{name}"):
+        if key in metrics:
+            return float(metrics[key])
+    raise ConfigError(f"expected an evaluation metric ({', '.join(sorted(metrics))}), got '{name}'")
 
-    def __init__(self, *, weighs: bool) -> None:
-        self._weighs = weighs
+
+def has_metric(metrics: Container[str], name: str) -> bool:
+    """Whether there is a metric with that name, with or without the `eval_` prefix."""
+    return name in metrics or f"eval_{name}" in metrics
+
+
+def greater_is_better(name: str, given: bool | None = None) -> bool:
+    """`given` if it is not None; otherwise false for names that contain loss or perplexity."""
+    return given if given is not None else not any(word in name for word in ("loss", "perplexity"))
+
+
+def _may_return_mean(objective: Objective) -> bool:
+    """Whether a user's function computes the loss: it may return a mean and ignore `num_items`."""
+    return isinstance(objective, ComputeLossObjective) or getattr(objective, "loss_func", None) is not None
+
+
+class _Mean:
+    """A mean over the targets of many batches, summed on the device in fp64."""
+
+    def __init__(self, *, of_means: bool) -> None:
+        self._of_means = of_means
+        """Whether the losses are means over their batch, not sums."""
         self._total: Tensor | None = None
 
     def divisor(self, count: Tensor) -> Tensor:
-        """What to divide a batch's loss by: a function of the user's own may return a mean whatever it is told."""
-        return count.clamp(min=1) if self._weighs else torch.ones_like(count)
+        """What a batch's loss is to be divided by."""
+        return count.clamp(min=1) if self._of_means else torch.ones_like(count)
 
     def add(self, loss: Tensor, count: Tensor) -> None:
-        """Take in a batch."""
-        if self._weighs:
+        """Add the loss of a batch."""
+        if self._of_means:
             loss = torch.where(count > 0, loss * count, 0.0)
         part = torch.stack((loss.double(), count.double()))
         self._total = part if self._total is None else self._total + part
@@ -161,7 +192,7 @@ class _Mean:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
@@ -200,13 +231,13 @@ def _to_numpy(value: Any) -> Any:
     return _map(lambda tensor: tensor.numpy(), value)
 
 
-def _join(parts: list[Any]) -> Any:
+def _concatenate(parts: list[Any]) -> Any:
     """Concatenate the predictions or labels of all batches, padding the second dimension with -100 if it differs."""
     first = parts[0]
     if isinstance(first, Mapping):
-        return {key: _join([part[key] for part in parts]) for key in first}
+        return {key: _concatenate([part[key] for part in parts]) for key in first}
     if isinstance(first, tuple):
-        return tuple(_join([part[place] for part in parts]) for place in range(len(first)))
+        return tuple(_concatenate([part[place] for part in parts]) for place in range(len(first)))
     if not isinstance(first, Tensor):
         raise DataError(f"expected predictions and labels as tensors, got {type(first).__name__}")
     longest = max((part.shape[1] for part in parts if part.ndim > 1), default=0)

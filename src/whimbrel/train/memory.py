@@ -19,13 +19,13 @@ from whimbrel.models import GPT
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
 from whimbrel.optim.config import LISTENS
 from whimbrel.precision import PrecisionPlan, prepare, sdpa_backends
-from whimbrel.train import assemble, recipe
+from whimbrel.train import build
 from whimbrel.train.batches import accumulation_steps
 from whimbrel.train.config import RunConfig, TrainConfig
 from whimbrel.train.device import Stopwatch, choose_device
-from whimbrel.train.loop import Loop
 from whimbrel.train.memory_tracker import MemoryTracker, simulated_device
-from whimbrel.train.outputs import Objective
+from whimbrel.train.objectives import ModelObjective
+from whimbrel.train.step import TrainStep
 
 __all__ = ["MemoryPrediction", "optimizer_names", "predict_memory", "dry_run", "skeleton", "with_optimizer"]
 
@@ -146,7 +146,7 @@ def _within(config: RunConfig, kind: str) -> MemoryPrediction:
     accumulation = config.train.accumulation or 1
     with _simulation(kind) as ledger:
         model = _model(config, ledger)
-        optimizer = assemble.build_optimizer_of(model, config, None, accumulation=accumulation)
+        optimizer = build.create_optimizer(model, config, None, accumulation=accumulation)
         rows = parameter_table(model, optimizer)
         if isinstance(optimizer, ProjectInBackward):
             optimizer.make_busiest()
@@ -159,7 +159,7 @@ def _beside(config: RunConfig, kind: str, passes: _Walk) -> MemoryPrediction:
     """With an optimizer that waits for its step: its state lies beside the passes, and its step comes after them."""
     with _simulation(kind) as ledger:
         model = _model(config, ledger)
-        optimizer = assemble.build_optimizer_of(model, config, None)
+        optimizer = build.create_optimizer(model, config, None)
         rows = parameter_table(model, optimizer)
         temporaries = _temporaries(ledger, model, optimizer)
     states = sum(row.state or 0 for row in rows)
@@ -179,7 +179,7 @@ def _simulation(kind: str) -> Iterator[MemoryTracker]:
 
 def _model(config: RunConfig, ledger: MemoryTracker) -> GPT:
     """The model, its gradients told apart from what else backward makes."""
-    model = recipe.draw_model(config) if config.train.weights is None else skeleton(config)
+    model = build.init_model(config) if config.train.weights is None else skeleton(config)
     ledger.mark([*model.parameters(), *model.buffers()], "weights")
     apply_activation_checkpointing(model, config.train.recompute)
 
@@ -198,7 +198,7 @@ def skeleton(config: RunConfig, device: torch.device = HOST) -> GPT:
     Weights become codes on the meta device: simulated tensors cannot be swapped, and plain ones might not fit.
     """
     with _disable_current_modes(), torch.device("meta"):
-        model = recipe.draw_model(config)
+        model = build.init_model(config)
         if config.train.weights is not None:
             prepare(model, config.train.weights)
     model.to_empty(device=device)
@@ -220,7 +220,7 @@ def _walk(
     ledger.mark(states, "states")
     with _settings(config.train, kind):
         ledger.forget()
-        loop.step(1)
+        loop.run(1)
     del tokens
     return _Walk(ledger.peak, ledger.phase, dict(ledger.at_peak), dict(ledger.most))
 
@@ -298,8 +298,8 @@ def _settled(config: RunConfig, kind: str) -> RunConfig:
                 "--train.micro_batch=N"
             )
         with _simulation(kind):
-            model = recipe.draw_model(config)
-        train = replace(train, micro_batch=recipe.choose_micro_batch(config, model, here))
+            model = build.init_model(config)
+        train = replace(train, micro_batch=build.choose_micro_batch(config, model, here))
     assert train.micro_batch is not None
     accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length)
     unset: dict[str, Any] = {f.name: f.default for f in fields(TrainConfig) if "compile" in f.name}
@@ -310,20 +310,20 @@ def _settled(config: RunConfig, kind: str) -> RunConfig:
 
 
 def dry_run(
-    config: RunConfig, model: GPT, device: torch.device, optimizer: Optimizer, tell: Callable[[str], object] = str
-) -> Loop:
+    config: RunConfig, model: GPT, device: torch.device, optimizer: Optimizer, dispatch: Callable[[str], object] = str
+) -> TrainStep:
     """The loop of a run, its parts made as for the run itself, but for tokens: those are any."""
     documents = config.data.documents != "join"
-    return Loop(
+    return TrainStep(
         model=model,
         optimizer=optimizer,
-        scheduler=assemble.build_scheduler(optimizer, config, 1000, None),
+        scheduler=build.create_scheduler(optimizer, config, 1000, None),
         batches=_AnyTokens(config, device),  # type: ignore[arg-type]
-        objective=Objective(model, None, (lambda x: {"documents": x}) if documents else (lambda _: {})),
+        objective=ModelObjective(None, (lambda x: {"documents": x}) if documents else (lambda _: {})),
         precision=PrecisionPlan(config.train.precision, device),
         accumulation=config.train.accumulation or 1,
         stopwatch=Stopwatch(device),
-        tell=tell,
+        dispatch=dispatch,
         lr=lambda: 0.0,
         clip=config.train.clip,
     )

@@ -1,4 +1,4 @@
-"""`lr_scheduler_type` and its keywords, as `transformers` names them, and the settings they stand for."""
+"""Translation between `lr_scheduler_type` with its keywords, as in `transformers`, and `ScheduleConfig`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SCHEDULER_TYPES", "schedule_arguments", "schedule_settings"]
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """A schedule under its name in `transformers`: our name, what it sets, its keywords and those it cannot miss."""
+    """A schedule of `transformers`: our name, the settings it implies, its keywords, and those it requires one of."""
 
     name: str
     sets: Mapping[str, Any] = field(default_factory=dict)
@@ -54,8 +54,8 @@ SCHEDULER_TYPES = {
     ),
     "wsd": _Type("wsd"),
 }
-"""The schedules of `transformers` that are functions of the step alone, and our own wsd. Any setting of
-ScheduleConfig is a keyword too; `warmup_start=None` begins the warm-up at 1/warmup_steps instead of 0."""
+"""The schedules of `transformers` that depend only on the step, and our wsd. Any setting of ScheduleConfig is a
+keyword too; `warmup_start=None` starts the warm-up at 1/warmup_steps instead of 0."""
 
 RATES = ("lr_end", "min_lr")
 """Keywords that are learning rates; the settings are factors of the peak."""
@@ -64,7 +64,7 @@ OPEN = {f.name for f in dataclasses.fields(ScheduleConfig)} - {"name", "warmup_s
 
 
 def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | float, lr: float) -> ScheduleConfig:
-    """The settings that `lr_scheduler_type`, `lr_scheduler_kwargs`, `warmup_steps` and `learning_rate` stand for."""
+    """Translate `lr_scheduler_type`, `lr_scheduler_kwargs`, `warmup_steps` and `learning_rate` to our settings."""
     if kind not in SCHEDULER_TYPES:
         raise ConfigError(not_one_of("lr_scheduler_type", kind, SCHEDULER_TYPES))
     chosen = SCHEDULER_TYPES[kind]
@@ -73,18 +73,20 @@ def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | floa
         raise ConfigError(f"lr_scheduler_type = {kind!r} needs {' or '.join(chosen.needs)} in lr_scheduler_kwargs")
     if kind == "constant" and warmup:
         raise ConfigError(
-            f"warmup_steps = {warmup}, and lr_scheduler_type = 'constant' has no warm-up: use 'constant_with_warmup'"
+            f"warmup_steps = {warmup} has no effect with lr_scheduler_type = 'constant': use 'constant_with_warmup'"
         )
     settings: dict[str, Any] = {"name": chosen.name, "warmup_steps": warmup, **chosen.sets}
     if not warmup:
-        settings.pop("warmup_start", None)  # there is none to begin
+        settings.pop("warmup_start", None)
     if kind == "polynomial":
         keywords = {"lr_end": DEFAULT_LR_END} | dict(keywords) if "floor" not in keywords else keywords
     given: dict[str, str] = {}
     for keyword, value in keywords.items():
         setting = chosen.keywords.get(keyword, keyword)
         if setting in given:
-            raise ConfigError(f"lr_scheduler_kwargs gives {given[setting]} and {keyword}, which are one: leave one out")
+            raise ConfigError(
+                f"lr_scheduler_kwargs has {given[setting]} and {keyword}, which set the same value: leave one out"
+            )
         given[setting] = keyword
         settings[setting] = value / lr if keyword in RATES and isinstance(value, int | float) and lr else value
     if kind == "warmup_stable_decay" and warmup and "warmup_start" not in keywords:
@@ -98,7 +100,7 @@ def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | floa
 
 
 def schedule_arguments(config: ScheduleConfig) -> tuple[str, dict[str, Any], int | float]:
-    """The inverse: `lr_scheduler_type`, `lr_scheduler_kwargs` and `warmup_steps` that stand for these settings."""
+    """The inverse: `lr_scheduler_type`, `lr_scheduler_kwargs` and `warmup_steps` for these settings."""
     kind = "constant_with_warmup" if config.name == "constant" and config.warmup_steps else str(config.name)
     sets = {f.name: f.default for f in dataclasses.fields(ScheduleConfig)} | dict(SCHEDULER_TYPES[kind].sets)
     if not config.warmup_steps:

@@ -1,4 +1,4 @@
-"""Where a run is, what is asked of it, and how it ended: the objects that callbacks see."""
+"""Progress, control flags and result of a run: the objects that callbacks see."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Tally", "TrainOutput", "TrainerControl", "TrainerState"]
 
 
 class TrainOutput(NamedTuple):
-    """How a run ended: optimizer steps done, mean training loss over them, and the sums."""
+    """Result of `train()`: optimizer steps done, mean training loss over them, and totals."""
 
     global_step: int
     training_loss: float
@@ -19,12 +19,12 @@ class TrainOutput(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TrainerControl:
-    """What callbacks ask for. The loop clears each flag once it has been obeyed."""
+    """Requests of callbacks. The loop clears each flag once it is handled."""
 
     should_training_stop: bool = False
-    """End after this step, with the final log, evaluation and save that the settings call for."""
+    """Stop after this step, with the final log, evaluation and save that the settings ask for."""
     should_epoch_stop: bool = False
-    """End this epoch and go on with the next."""
+    """End this epoch and continue with the next."""
     should_save: bool = False
     """Save after this step."""
     should_evaluate: bool = False
@@ -32,25 +32,25 @@ class TrainerControl:
     should_log: bool = False
     """Log after this step."""
     should_abort_without_save: bool = False
-    """End now: no final log, evaluation or save."""
+    """Stop now: no final log, evaluation or save."""
 
     @classmethod
     def succeeding(cls, old: TrainerControl, new: object) -> TrainerControl:
-        """The control that a callback returned, of any class; what `old` asked to end stays asked."""
-        asked = {field.name: bool(getattr(new, field.name, False)) for field in dataclasses.fields(cls)}
+        """The control that a callback returned, of any class; stop flags set in `old` stay set."""
+        flags = {field.name: bool(getattr(new, field.name, False)) for field in dataclasses.fields(cls)}
         for name in ("should_training_stop", "should_epoch_stop", "should_abort_without_save"):
-            asked[name] |= getattr(old, name)
-        return cls(**asked)
+            flags[name] |= getattr(old, name)
+        return cls(**flags)
 
     @property
     def ends_training(self) -> bool:
-        """Whether any kind of end was asked for."""
+        """Whether a stop of any kind was requested."""
         return self.should_training_stop or self.should_abort_without_save
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainerState:
-    """How far a run is and what it has seen."""
+    """Progress of a run, with the fields of `transformers.TrainerState`."""
 
     logging_steps: int = 0
     eval_steps: int = 0
@@ -77,7 +77,7 @@ class TrainerState:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over the steps of a run that a resume takes up, so that means and totals come out as if it never broke."""
+    """Sums over the steps of a run, saved in checkpoints: means and totals include the steps before a resume."""
 
     steps: int = 0
     loss: float = 0.0
@@ -88,13 +88,13 @@ class Tally:
     seconds: float = 0.0
 
     def add(self, loss: float, grad_norm: float, lr: float, seconds: float) -> None:
-        """Count a finished step."""
+        """Add a finished step."""
         self.steps, self.unlogged_steps = self.steps + 1, self.unlogged_steps + 1
         self.loss, self.unlogged_loss = self.loss + loss, self.unlogged_loss + loss
         self.grad_norm, self.lr, self.seconds = grad_norm, lr, self.seconds + seconds
 
     def take_logs(self) -> dict[str, float]:
-        """The mean loss since it was last asked for, with the newest norm and rate."""
+        """The mean loss since the last call, with the newest gradient norm and learning rate."""
         logs = {"loss": self.unlogged_loss / self.unlogged_steps, "grad_norm": self.grad_norm, "learning_rate": self.lr}
         self.unlogged_steps, self.unlogged_loss = 0, 0.0
         return logs

@@ -1,4 +1,4 @@
-"""What is known of a run before its first step: what it is given, what it will need, what is on."""
+"""Summary of a run before its first step: sizes, memory, features."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["MemoryEstimate", "RunSummary", "estimate_memory", "features"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes that a run holds whatever its batch; activations come on top."""
+    """Bytes that do not depend on the batch size; activations come on top."""
 
     weights: int
     gradients: int
     optimizer: int | None
-    """None where nobody knows before the first step, as with an optimizer from elsewhere."""
+    """None if it is not known before the first step, as for an optimizer of another library."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a person wants to read before the first step."""
+    """Facts to print before the first step."""
 
     device: str
     device_name: str
@@ -35,10 +35,10 @@ class RunSummary:
     frozen_parameters: int
     memory: MemoryEstimate
     moved: tuple[ParameterRow, ...] = ()
-    """Who got what of the optimizer."""
+    """Optimizer and settings of each parameter."""
     samples_per_step: int
     tokens_per_step: int | None = None
-    """None where the data does not say how long its samples are."""
+    """None if the sequence length is not known."""
     tokens_per_micro_batch: int | None = None
     accumulation: int
     total_steps: int
@@ -47,23 +47,23 @@ class RunSummary:
     peak_flops: float | None = None
     compile_seconds: float = 0.0
     features: tuple[str, ...] = ()
-    """What is on, each in a word or two: `bf16`, `compiled blocks`, `asynchronous saves`, `EMA 0.999`."""
+    """Enabled features: `bf16`, `compiled block`, `asynchronous saves`, `EMA 0.999`."""
     resumed_from: Path | None = None
 
 
 def estimate_memory(model: nn.Module, optimizer: Optimizer | None) -> MemoryEstimate:
-    """Bytes of the weights, of their gradients, and of the state that `optimizer` has or will have."""
+    """Bytes of weights, gradients, and the state that `optimizer` has or will have."""
     weights = [*model.parameters(), *model.buffers()]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     states = None if optimizer is None else state_bytes(optimizer)
-    held = None if states is None else sum(states.values())
+    optimizer_bytes = None if states is None else sum(states.values())
     return MemoryEstimate(
-        weights=sum(w.nbytes for w in weights), gradients=_gradient_bytes(trained, optimizer), optimizer=held
+        weights=sum(w.nbytes for w in weights), gradients=_gradient_bytes(trained, optimizer), optimizer=optimizer_bytes
     )
 
 
 def _gradient_bytes(trained: list[nn.Parameter], optimizer: Optimizer | None) -> int:
-    """Of all gradients; where backward frees them, of what waits for the step, or of the largest alone."""
+    """Bytes of all gradients; if backward frees them, of those kept for the step, or of the largest."""
     if isinstance(optimizer, StepInBackward):
         return max(_bytes([parameter]) for parameter in trained)
     if isinstance(optimizer, ProjectInBackward):
@@ -78,7 +78,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def features(config: TrainerConfig) -> tuple[str, ...]:
-    """What is on, each in a word or two."""
+    """The enabled features, each as a word or two."""
     train, checkpoint = config.train, config.checkpoint
     words = {
         train.precision: train.precision != "fp32",

@@ -1,56 +1,255 @@
-"""`BaseTrainer`: the surface that people know from `transformers.Trainer`, over one loop and named parts."""
+"""`BaseTrainer` and `Trainer`: the training loop, its events, evaluations, saves and resumes."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
-import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.checkpoint import checkpoint_path as find_checkpoint
-from whimbrel.checkpoint import step_folders
+import torch
+from torch import nn
+
+from whimbrel.base.errors import ConfigError, TrainingError
+from whimbrel.checkpoint import CheckpointManager, RNGState
 from whimbrel.data import TokenDataLoader
-from whimbrel.distributed import activation_memory_budget, offload_activations
 from whimbrel.models import GPT
 from whimbrel.optim import parameter_table, whole_steps
-from whimbrel.precision import sdpa_backends, torch_switches
-from whimbrel.train import assemble
-from whimbrel.train.arguments import no_tokenizer_parallelism
-from whimbrel.train.batches import TokenBatches, held_out
-from whimbrel.train.callbacks import ControlCallback, ProgressCallback
-from whimbrel.train.config import TrainerConfig
-from whimbrel.train.dataset_batches import DatasetBatches
-from whimbrel.train.device import Stopwatch, device_name, peak_flops, peak_memory
-from whimbrel.train.directory import check_directory, clear_directory, events_folder, record_settings
-from whimbrel.train.driver import Driver
-from whimbrel.train.evaluation import Evaluation, Prediction, computed_metrics, evaluate_batches
-from whimbrel.train.hooks import TrainerHooks
-from whimbrel.train.loop import Loop
-from whimbrel.train.metric import find_metric, has_metric
-from whimbrel.train.overrides import check_overrides, overrides
+from whimbrel.precision import PrecisionPlan
+from whimbrel.train import build, checks
+from whimbrel.train.arguments import MinimalTrainingArguments, from_config, to_config
+from whimbrel.train.batches import TokenBatches
+from whimbrel.train.callback import Callbacks, StopRequest
+from whimbrel.train.callbacks import ControlCallback, ProgressCallback, TensorBoardCallback, TrackerCallback
+from whimbrel.train.callbacks.loggers import JsonlLogger
+from whimbrel.train.checkpointing import CheckpointMethods
+from whimbrel.train.config import LogConfig, RunConfig, TrainerConfig
+from whimbrel.train.dataset_batches import DatasetBatches, collate
+from whimbrel.train.device import Stopwatch, choose_device, device_name, peak_flops, peak_memory
+from whimbrel.train.evaluation import EvalPrediction, find_metric, greater_is_better, has_metric
+from whimbrel.train.hf_compat import check_overrides, missing_attribute, overrides
+from whimbrel.train.log import plain
+from whimbrel.train.objectives import LossFunction, Objective
+from whimbrel.train.overridable import Accelerator, OverridableMethods
+from whimbrel.train.run_directory import check_directory
+from whimbrel.train.signals import SignalHandler
 from whimbrel.train.state import Tally, TrainerControl, TrainerState, TrainOutput
+from whimbrel.train.step import NonFiniteError, StepMetrics, TrainStep
 from whimbrel.train.summary import RunSummary, estimate_memory, features
 
-__all__ = ["BaseTrainer", "Trainer"]
+__all__ = ["BaseTrainer", "Trainer", "train"]
 
 logger = logging.getLogger(__name__)
 
-_OVERRIDDEN = object()
+MAX_ROLLBACKS = 3
+"""How often a run may roll back to one checkpoint before it fails."""
+MAX_SKIPS = 100
+"""How many steps in a row may be skipped before a run fails."""
+REMEDY = "lower the learning rate (optim.lr, learning_rate) or clip the gradient (train.clip, max_grad_norm)"
+
+_OVERRIDDEN_DATALOADER = object()
 """Placeholder for train_dataset in a trainer whose class overrides get_train_dataloader."""
 
 
-class BaseTrainer(TrainerHooks):
-    """Assembles parts and runs them: dataloaders, model, optimizer, schedule, checkpoints, callbacks."""
+class EvaluationInterruptedError(Exception):
+    """Stops an evaluation between two batches because the run has to stop."""
 
-    _driver: Driver | None = None
-    _ignore_keys: list[str] | None = None
+
+@dataclass(slots=True)
+class _Session:
+    """What the loop tracks during one `train()` call and no checkpoint contains."""
+
+    step: TrainStep
+    flops_per_token: float
+    last_done: dict[str, int] = field(default_factory=dict)
+    """The step of the last evaluation and save: neither is repeated at the same step."""
+    rollbacks: int = 0
+    skips: int = 0
+    """Skipped steps in a row."""
+    has_stepped: bool = False
+    has_rewound: bool = False
+    """Whether the run rolled back and has not stepped since."""
+    is_evaluating: bool = False
+    save_is_due: bool = False
+    """Whether the settings, not only a callback or a signal, ask for a save at this step."""
+    saved_at: float = field(default_factory=time.monotonic)
+    extra_metrics: dict[str, float] = field(default_factory=dict)
+    """The objective's own metrics of the last reported step."""
+
+
+class BaseTrainer(CheckpointMethods, OverridableMethods):
+    """Trains a model: the interface of `transformers.Trainer`, with complete state in every checkpoint.
+
+    `args` may also be a `TrainerConfig`, which TOML files are parsed to; `from_config` builds model and data as well.
+    `optimizers` are an optimizer and a scheduler as objects, by name, or (the optimizer) as a function of the
+    parameters. `callbacks` are added to `default_callbacks()`; one of the same class as a default replaces it, and
+    `remove_callback` removes a default. The log file is not a callback: every run writes it.
+    """
+
+    _session: _Session | None = None
+    _requested_config: RunConfig | None = None
+    """The configuration that `from_config` was called with."""
+
+    def __init__(
+        self,
+        args: MinimalTrainingArguments | TrainerConfig,
+        model: nn.Module | None = None,
+        *,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[[], nn.Module] | None = None,
+        callbacks: Iterable[Any] | None = None,
+        compute_loss_func: LossFunction | None = None,
+        objective: Objective | None = None,
+        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        optimizers: tuple[build.OptimizerChoice, build.SchedulerChoice] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        **unknown: Any,
+    ) -> None:
+        checks.check_single_process()
+        checks.refuse_unknown(type(self), BaseTrainer.__init__, unknown)
+        check_overrides(self)
+        checks.check_arguments(args, model, model_init, processing_class)
+        checks.check_collator(data_collator, train_dataset, eval_dataset)
+        if objective is not None and compute_loss_func is not None:
+            raise ConfigError("expected objective or compute_loss_func, got both: leave one out")
+        self._from_config = isinstance(args, TrainerConfig)
+        self.config = args if isinstance(args, TrainerConfig) else to_config(args)
+        self._recorded_config = self.config
+        self.args = from_config(args) if isinstance(args, TrainerConfig) else args
+        if model_init is None and self.config.train.default_dtype is not None and not self._from_config:
+            raise ConfigError(
+                f"default_dtype = {self.config.train.default_dtype} applies to models that the trainer creates: pass "
+                "model_init, or pass the model in that dtype"
+            )
+        self.device = choose_device(self.config.train.device)
+        self.model, self.model_init = model, model_init
+        self.data_collator = data_collator or collate
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.processing_class, self.loss_fn, self.objective = processing_class, compute_loss_func, objective
+        self.state, self.control, self.tally = TrainerState(), TrainerControl(), Tally()
+        self.callbacks = Callbacks.with_defaults(self.default_callbacks(), callbacks or ())
+        for callback in _log_callbacks(self.config.log):
+            self.callbacks.add(callback)
+        if not self.config.log.progress:
+            self.callbacks.pop(ProgressCallback)
+        self._log_file, self._signals = Callbacks([JsonlLogger()]), SignalHandler()
+        self.optimizer, self.lr_scheduler = None, None
+        self.train_dataloader, self.eval_dataloader = None, None
+        self.precision = PrecisionPlan(self.config.train.precision, self.device)
+        self.is_local_process_zero, self.is_world_process_zero = ProcessFlag(1), ProcessFlag(1)
+        self.num_processes = 1
+        self.accelerator = Accelerator(self.precision)
+        if compute_metrics is not None:
+            self.compute_metrics = compute_metrics
+        if preprocess_logits_for_metrics is not None:
+            self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.compile_seconds = 0.0
+        checkpoint = self.config.checkpoint
+        self.checkpoint_manager = CheckpointManager(
+            self.config.output_dir,
+            keep=checkpoint.keep,
+            best=checkpoint.best,
+            greater_is_better=self._greater_is_better,
+            asynchronous=checkpoint.asynchronous,
+            process_groups=self.get_process_groups(),
+        )
+        self._optimizers = checks.chosen_optimizers(self, optimizers, optimizer_cls_and_kwargs)
+        self._is_wrapped = False
+        self._history_lines, self.deferred, self._states_being_saved = [], set(), {}
+        checks.check_metric(self)
+        self.dispatch("on_init_end")
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: build.Sampler | None = None
+    ) -> Self:
+        """A trainer of a GPT over token shards; a run in its output directory is resumed.
+
+        `callbacks` and those that the configuration enables are added to the defaults. `sampler` generates the text
+        that `[sample]` asks for.
+        """
+        checks.check_single_process()
+        parts = build.build_run(config, sampler)
+        trainer = cls(
+            parts.config,
+            parts.model,
+            train_dataset=parts.train_loader,
+            eval_dataset=parts.eval_loader,
+            processing_class=parts.tokenizer,
+            callbacks=[*(callbacks or ()), *parts.callbacks],
+        )
+        trainer._requested_config, trainer._recorded_config = config, parts.recorded_config
+        return trainer
+
+    @classmethod
+    def default_callbacks(cls) -> list[Any]:
+        """The callbacks of every trainer of this class, before those passed to it."""
+        return []
+
+    # Callbacks
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback; a class is instantiated."""
+        self.callbacks.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, by exact class or by identity, and return it; None if there is none."""
+        return self.callbacks.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, including a default one, by exact class or by identity."""
+        self.callbacks.pop(callback)
+
+    def dispatch(self, event: str, *, state: TrainerState | None = None, **keywords: Any) -> TrainerControl:
+        """Dispatch an event to the callbacks, with the current state or the one passed in, and return the control."""
+        for callbacks in (self._log_file, self.callbacks):
+            if callbacks.handles(event):
+                self.control = callbacks.dispatch(
+                    event, self.control, args=self.args, state=state or self.state,
+                    model=None if self.model is None else self.unwrapped_model(),
+                    processing_class=self.processing_class, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
+                    train_dataloader=self.train_dataloader, eval_dataloader=self.eval_dataloader, trainer=self,
+                    **keywords,
+                )  # fmt: skip
+        if event == "on_prediction_step":
+            self._check_interrupted()
+        return self.control
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> TrainerControl:
+        """Append to the history and notify the callbacks. `start_time` is ignored; overrides may pass it on."""
+        del start_time
+        entry = {**plain(logs), "epoch": self.state.epoch, "step": self.state.global_step}
+        self.state.log_history.append(entry)
+        return self.dispatch("on_log", logs={**logs, "epoch": self.state.epoch})
+
+    @property
+    def stopped_by(self) -> StopRequest | None:
+        """The first callback that requested a stop."""
+        return self.callbacks.stopped_by
+
+    @property
+    def received_signal(self) -> signal.Signals | None:
+        """The signal that stopped the last `train()`, or is about to stop it."""
+        return self._signals.received
+
+    @property
+    def drains(self) -> bool:
+        """Whether the run has to save and stop at once, without evaluating: it will be resumed."""
+        return self.received_signal is not None or any(
+            getattr(callback, "drains", False) for callback in self.callbacks
+        )
+
+    # Training
 
     def train(
         self,
@@ -65,39 +264,33 @@ class BaseTrainer(TrainerHooks):
         if trial is not None:
             raise ConfigError("expected trial=None: construct and train one Trainer for each trial")
         check_overrides(self)
-        self._check_datasets()
-        given, self._ignore_keys = self.config, ignore_keys_for_eval
+        checks.check_datasets(self)
+        own_config, self._ignore_keys = self.config, ignore_keys_for_eval
         if resume_from_checkpoint is not None:
             latest = resume_from_checkpoint in (True, "latest")
             path = None if latest or isinstance(resume_from_checkpoint, bool) else Path(resume_from_checkpoint)
-            self.config = replace(given, resume=replace(given.resume, latest=latest, path=path))
+            self.config = replace(own_config, resume=replace(own_config.resume, latest=latest, path=path))
+        dataset = _OVERRIDDEN_DATALOADER if self.train_dataset is None else self.train_dataset
         try:
             with self.checkpoint_manager.lock:  # before anything in the directory is read, changed or removed
-                check_directory(self.config, explicit=self._resumes_explicitly)
+                check_directory(self.config, explicit=not self._from_config)
                 with self._torch_settings():
-                    self._prepare(_OVERRIDDEN if self.train_dataset is None else self.train_dataset, self.eval_dataset)
+                    self._prepare(dataset, self.eval_dataset)
                     with self._signals:
                         return self._train_loop()
         finally:
-            self.config, self._ignore_keys = given, None
-
-    def _named(self, given: Path) -> Path:
-        """Resolve a checkpoint path, or the name it has in `transformers`: `output_dir/checkpoint-500`."""
-        run = self.config.output_dir
-        found = re.fullmatch(r"checkpoint-(\d+)", given.name)
-        ours = None if found is None else find_checkpoint(run, int(found[1]))
-        return ours if ours is not None and not given.exists() and ours.exists() and given.parent == run else given
+            self.config, self._ignore_keys = own_config, None
 
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Make every part that the given datasets call for; a model that exists is never made again."""
+        """Create every part that the datasets need (either may be None); an existing model is never rebuilt."""
         config = self.config
         if config.train.compile:
-            assemble.keep_compiled()
+            build.set_compile_cache()
         if self.model is None:
             self.model = self.call_model_init()
-        if not self._placed:
-            assemble.place_model(self.model, config, self.device)
-            self._placed = True
+        if not self._is_wrapped:
+            build.wrap_model(self.model, config, self.device)
+            self._is_wrapped = True
         if eval_dataset is not None and not isinstance(eval_dataset, Mapping):
             self.eval_dataloader = self._make_batches(eval_dataset, config.validation.micro_batch, shuffle=False)
         if train_dataset is None:
@@ -107,227 +300,277 @@ class BaseTrainer(TrainerHooks):
         else:
             self.train_dataloader = self._make_batches(train_dataset, config.train.micro_batch, shuffle=True)
         total = self._total_steps(self.train_dataloader)
-        self._make_optimizer(total)
-        self._states = None
-        self._optimizer_states()  # before a checkpoint or a step changes their settings
-        self.state, self.control, self.tally = self._make_state(total), TrainerControl(), Tally()
+        self._create_optimizer_and_scheduler(total)
+        self._optimizer_states = None
+        self._optimizer_components()  # they record initial settings, before a checkpoint or a step changes them
+        self.state, self.control, self.tally = self._initial_state(total), TrainerControl(), Tally()
         self.callbacks.stopped_by, self._last_metric, self.deferred = None, None, set()
         self.model.train()
-        self._warm_up()
-        assemble.seed_everything(config.train.seed)
+        self._compile_ahead()
+        build.seed_everything(config.train.seed)
+        if self._requested_config is not None:
+            build.check_run_directory_unchanged(self._requested_config, self.config.train.micro_batch)
         self._resume()
 
     def _train_loop(self) -> TrainOutput:
-        """Drive the loop; callbacks let go of what they hold also when it fails."""
-        assert self.train_dataloader is not None
-        loop = self._make_loop()
-        per_token = assemble.flops_per_token(self.unwrapped_model(), self._sequence_length())
-        driver = self._driver = Driver(self, loop, self.train_dataloader, lambda tokens: per_token * tokens)
-        start, ended = time.perf_counter(), False
+        """Run all epochs, wait for the last save and load the best model; `on_train_end` comes also on failure."""
+        flops = build.flops_per_token(self.unwrapped_model(), self._sequence_length())
+        self._session = _Session(self._make_step(), flops)
+        start, output = time.perf_counter(), None
         try:
-            self.tell("on_train_begin", summary=self._summary())
-            driver.run()
-            self._finish_saves()
-            self._load_best()
+            self.dispatch("on_train_begin", summary=self._summary())
+            self._run_epochs(self._session)
+            self.checkpoint_manager.wait()
+            self._dispatch_finished_saves()
+            interrupted = self.drains and not self._is_last_step
+            if self.config.checkpoint.best is not None and not (interrupted or self.control.should_abort_without_save):
+                self._load_best()
             output = self._output(time.perf_counter() - start)
-            ended = True
         finally:
             self.checkpoint_manager.close()
-            if not ended:
-                self.tell("on_train_end", output=None, checkpoint=None, stopped_by=self.stopped_by)
-        self.tell(
+            if output is None:
+                self.dispatch("on_train_end", output=None, checkpoint=None, stopped_by=self.stopped_by)
+        self.dispatch(
             "on_train_end", output=output, checkpoint=self.checkpoint_manager.newest(), stopped_by=self.stopped_by
         )
         return output
 
-    def reserve_saves(self) -> None:
-        """Take the pinned memory of asynchronous saves now that the optimizer has its state: no save pays for it."""
-        if self.config.checkpoint.asynchronous and self.device.type == "cuda":
-            parts = [part for part in self.get_state_components() if part.key != "save_model"]
-            self.checkpoint_manager.reserve(parts)
-
-    def settle(self) -> None:
-        """Wait for the numbers of every step so far; for callbacks that do something slow or print something."""
-        if self._driver is not None:
-            self._driver.settle()
-
-    def _make_loop(self) -> Loop:
+    def _make_step(self) -> TrainStep:
         assert self.model is not None
         assert self.optimizer is not None
         assert self.lr_scheduler is not None
         assert self.train_dataloader is not None
         config, scheduler = self.config, self.lr_scheduler
-        objective = self._objective(self.train_dataloader)
+        # Of several parameter groups, report the learning rate of one with the configured peak.
         peaks = [group.get("peak_lr") for group in self.optimizer.param_groups]
         reported = peaks.index(config.optim.lr) if config.optim.lr in peaks else 0
-        return Loop(
+        return TrainStep(
             model=self.model,
             optimizer=self.optimizer,
             scheduler=scheduler,
             batches=self.train_dataloader,
-            objective=self._counting_objective(objective, "training_step"),
-            training_step=self._overridden_step(objective),
+            objective=self._counter(self._objective_for(self.train_dataloader), "training_step"),
+            training_step=self._overridden_training_step(self.model),
             precision=self.precision,
-            accumulation=self._accumulation(),
+            accumulation=config.train.accumulation or 1,
             stopwatch=Stopwatch(self.device),
-            tell=self.tell,
+            dispatch=self.dispatch,
             lr=lambda: scheduler.get_last_lr()[reported],
             clip=config.train.clip,
             on_nonfinite=config.train.on_nonfinite,
         )
 
-    def _finish_saves(self) -> None:
-        """Wait until the last save is on disk, and tell of it."""
-        self.checkpoint_manager.wait()
-        for saved in self.checkpoint_manager.finished():
-            self.tell_saved(saved)
+    def _run_epochs(self, session: _Session) -> None:
+        """Step until the last step or until a stop is requested, then log, evaluate and save a last time."""
+        batches, state = self.train_dataloader, self.state
+        assert batches is not None
+        session.saved_at = time.monotonic()
+        if self.deferred:
+            self._run_deferred(session)
+        while self._should_continue():
+            batches.begin(state.raw_epoch)
+            self.control.should_epoch_stop = False
+            self.dispatch("on_epoch_begin")
+            while self._should_continue():
+                try:
+                    epoch_ended = self._step(session, batches)
+                except NonFiniteError as fault:
+                    self._recover(session, fault)
+                    break
+                if epoch_ended:
+                    break
+        if session.has_stepped and not self.control.should_abort_without_save:
+            interrupted = self.drains and not self._is_last_step
+            if state.global_step > state.epoch_start_step and not interrupted:
+                self.dispatch("on_epoch_end")  # the run ends within an epoch
+            try:
+                self._handle_control(session, final=True)
+            except NonFiniteError as fault:
+                self._recover(session, fault, final=True)
 
-    def _load_best(self) -> None:
-        """Load the weights of the best checkpoint if best checkpoints are kept, unless the run was interrupted."""
-        pauses = self.drains and self.state.global_step < self.state.max_steps
-        if self.config.checkpoint.best is None or self.control.should_abort_without_save or pauses:
+    def _should_continue(self) -> bool:
+        """Whether to run another step."""
+        self._check_signal("on_step_begin")
+        train = self.config.train
+        # A run of N epochs ends after N passes, also if callbacks ended some of them early. A rollback repeats steps
+        # with later data, so after one only the steps count.
+        all_epochs_done = (
+            train.epochs is not None
+            and train.on_nonfinite != "rollback"
+            and self.state.raw_epoch >= math.ceil(train.epochs)
+        )
+        return not (self._is_last_step or all_epochs_done or self.control.ends_training)
+
+    @property
+    def _is_last_step(self) -> bool:
+        return self.state.global_step >= self.state.max_steps
+
+    def _check_signal(self, event: str) -> None:
+        """Request a save and a stop once a signal was received."""
+        received = self.received_signal
+        if received is None or self.control.should_abort_without_save:
             return
-        best = self.checkpoint_manager.best()
-        if best is not None and best != find_checkpoint(self.checkpoint_manager.run, self.state.global_step):
-            logger.info("Loading the best model from %s", best)
-            (model,) = (part for part in self.get_state_components() if part.key == "model")
-            self.checkpoint_manager.load_component(model, best)
+        self.control.should_save = self.control.should_training_stop = True
+        if self.callbacks.stopped_by is None:
+            self.callbacks.stopped_by = StopRequest(received.name, event, "stop")
+            logger.info("Received %s: saving, then stopping", received.name)
 
-    def _output(self, seconds: float) -> TrainOutput:
-        """The sums."""
-        state, tally = self.state, self.tally
-        loss = tally.loss / tally.steps if tally.steps else math.nan
-        metrics: dict[str, Any] = {
-            "train_runtime": seconds, "train_seconds": tally.seconds, "train_loss": loss, "epoch": state.epoch,
-            "num_input_tokens_seen": state.num_input_tokens_seen, "total_flos": state.total_flos,
-            "compile_seconds": self.compile_seconds, "peak_memory": peak_memory(self.device),
-        }  # fmt: skip
-        return TrainOutput(state.global_step, loss, metrics)
+    def _step(self, session: _Session, batches: TokenBatches | DatasetBatches) -> bool:
+        """One optimizer step and everything due after it; returns whether the epoch ended."""
+        state = self.state
+        self.dispatch("on_step_begin")
+        tokens = session.step.run(state.global_step + 1)
+        if tokens is not None:
+            state.global_step += 1
+            session.has_rewound = False
+            if not session.has_stepped:
+                session.has_stepped = True
+                self._reserve_save_memory()
+            state.num_input_tokens_seen += tokens
+            state.total_flos += session.flops_per_token * tokens
+            state.epoch = batches.epoch
+            self._request_due_actions(session)
+            self.dispatch("on_step_end")
+            self._check_signal("on_step_end")
+        epoch_ended = tokens is None or self.control.should_epoch_stop or batches.exhausted()
+        if epoch_ended:
+            self._end_epoch(session, batches, tokens)
+        self._handle_control(session, final=self._is_last_step or self.control.should_training_stop)
+        return epoch_ended
+
+    def _end_epoch(self, session: _Session, batches: TokenBatches | DatasetBatches, tokens: int | None) -> None:
+        state, config = self.state, self.config
+        if tokens is None and state.global_step == state.epoch_start_step and not session.has_rewound:
+            raise TrainingError(
+                f"expected batches in epoch {state.raw_epoch}, got none: the dataset is empty, or an iterable that can "
+                "be read only once"
+            )
+        state.raw_epoch += 1
+        state.epoch_start_step = state.global_step
+        batches.begin(state.raw_epoch)
+        state.epoch = batches.epoch
+        self.control.should_log |= config.log.each_epoch
+        self.control.should_evaluate |= config.validation.each_epoch and self._may_evaluate()
+        self._request_save(session, config.checkpoint.each_epoch)
+        self.dispatch("on_epoch_end")
+
+    def _request_due_actions(self, session: _Session) -> None:
+        """Set in `control` what the settings ask for after this step; callbacks may still change it."""
+        control, config, step = self.control, self.config, self.state.global_step
+
+        def is_due(every: float | None) -> bool:
+            return every is not None and step % whole_steps(every, self.state.max_steps) == 0
+
+        control.should_log |= is_due(config.log.every) or (step == 1 and config.log.first)
+        control.should_evaluate |= is_due(config.validation.every) and self._may_evaluate()
+        self._request_save(session, is_due(config.checkpoint.every))
+
+    def _request_save(self, session: _Session, is_due: bool) -> None:
+        """Request a save, and before it the evaluation that measures it, if there is one."""
+        self.control.should_save |= is_due
+        session.save_is_due |= is_due
+        self.control.should_evaluate |= is_due and self._evaluates_saves and self.can_evaluate
+
+    @property
+    def _evaluates_saves(self) -> bool:
+        return self.config.checkpoint.evaluate or self.config.checkpoint.best is not None
+
+    def _may_evaluate(self) -> bool:
+        passed = self.state.epoch if self.config.validation.each_epoch else self.state.global_step
+        return self.can_evaluate and passed >= self.config.validation.delay
 
     @property
     def can_evaluate(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """Whether there is data to evaluate on."""
         return self.eval_dataloader is not None or self._has_eval_data
 
     @property
     def _has_eval_data(self) -> bool:
         return self.eval_dataset is not None or overrides(self, "get_eval_dataloader")
 
-    @property
-    def drains(self) -> bool:
-        """Whether the run was asked to save and end, and nothing else."""
-        return self.received_signal is not None or any(
-            getattr(callback, "drains", False) for callback in self.callbacks
-        )
+    def _handle_control(self, session: _Session, *, final: bool) -> None:
+        """Log, evaluate and save as requested in `control`, each once per step."""
+        control, config = self.control, self.config
+        if final and not control.should_abort_without_save:
+            if not (self.drains and not self._is_last_step):  # an interrupted run is resumed later
+                control.should_log |= config.log.every is not None or config.log.each_epoch
+                control.should_evaluate |= config.validation.at_end and self.can_evaluate
+                session.save_is_due |= config.checkpoint.at_end
+            control.should_save |= config.checkpoint.at_end
+        requested = control.should_log or control.should_evaluate or control.should_save
+        if final or requested or self._save_is_overdue(session):
+            self.flush_metrics()
+            for action in (self._log_step, self._evaluate_step, self._save_step):
+                if not self.control.should_abort_without_save:
+                    action(session)
+        else:
+            session.step.flush_metrics(partial(self._report, session), keep=1)
+        if self._dispatch_finished_saves():
+            session.rollbacks = 0
 
-    @property
-    def received_signal(self) -> signal.Signals | None:
-        """The signal that stopped the last `train()`, or is about to stop it."""
-        return self._signals.received
+    def flush_metrics(self) -> None:
+        """Wait for the metrics of all steps so far; for callbacks that do something slow or print something."""
+        if self._session is not None:
+            self._session.step.flush_metrics(partial(self._report, self._session))
+            self._session.step.reset_timer()
 
-    def tell(self, event: str, **keywords: Any) -> TrainerControl:
-        """Dispatch an event to the callbacks and return the control."""
-        control = super().tell(event, **keywords)
-        if event == "on_prediction_step" and self._driver is not None:
-            self._driver.check_evaluation()
-        return control
+    def _report(self, session: _Session, metrics: StepMetrics, extra: dict[str, float]) -> None:
+        """Called with the metrics of each step, once the device has computed them."""
+        session.extra_metrics = extra
+        if not metrics.skipped:
+            self.tally.add(metrics.loss, metrics.grad_norm, metrics.lr, metrics.seconds)
+            session.skips = 0
+        else:
+            session.skips += 1
+            fault = NonFiniteError(metrics.step, metrics.loss, metrics.grad_norm)
+            logger.warning("%s: step skipped", fault)
+            if session.skips == MAX_SKIPS:
+                raise TrainingError(f"{fault}, {MAX_SKIPS} skipped steps in a row: {REMEDY}")
+        self.dispatch("on_train_metrics", metrics={**metrics._asdict(), **extra})
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Evaluate, log and return the mean loss over held-out targets and the metrics of compute_metrics.
+    def _log_step(self, session: _Session) -> None:
+        if self.control.should_log and self.tally.unlogged_steps:
+            logs: dict[str, Any] = {**self.tally.take_logs(), **session.extra_metrics}
+            self.dispatch("on_log_step", logs=logs)
+            self.log(logs)
+        self.control.should_log = False
 
-        Each dataset of a dict is evaluated separately, with its name in the metrics: `eval_NAME_loss`. A string selects
-        one of the trainer's datasets by name. `ignore_keys`: model outputs to exclude from the predictions.
+    def _evaluate_step(self, session: _Session) -> None:
+        measures_save = self._evaluates_saves and (session.save_is_due if self.drains else self.control.should_save)
+        requested = (self.control.should_evaluate or measures_save) and self.can_evaluate
+        if requested and self._is_first(session, "evaluate"):
+            self._evaluate_or_defer(session)
+        self.control.should_evaluate = False
+
+    def _evaluate_or_defer(self, session: _Session) -> None:
+        """Evaluate, unless the run has to stop at once: then the resumed run starts with this evaluation.
+
+        A signal stops an evaluation in progress. Its RNG state is restored, so that the resumed run repeats it exactly.
         """
-        dataset = self._eval_dataset(eval_dataset)
-        if dataset is None and not overrides(self, "get_eval_dataloader"):
-            raise ConfigError("evaluate() needs eval_dataset: give it here or to the trainer")
-        if isinstance(dataset, Mapping):
-            found: dict[str, float] = {}
-            for name, one in dataset.items():
-                part = name if eval_dataset is None else one
-                found |= self.evaluate(part, ignore_keys=ignore_keys, metric_key_prefix=f"{metric_key_prefix}_{name}")
-            return found
-        with self._batches_of(dataset, eval_dataset, ignore_keys):
-            measured = self._eval_loop()
-        metrics = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in measured.items()}
-        self.log(metrics)
-        self.tell("on_evaluate", metrics=metrics)
-        return metrics
+        rng = RNGState()
+        before, session.is_evaluating = rng.state_dict(), True
+        try:
+            self._check_interrupted()
+            self._compare(self.evaluate())
+        except EvaluationInterruptedError:
+            rng.load_state_dict(before)
+            if not self.control.should_abort_without_save:
+                self.deferred = {"evaluate", *(["save"] if session.save_is_due else [])}
+                self._check_signal("on_prediction_step")
+            return
+        finally:
+            session.is_evaluating = False
+        is_best = self.state.best_global_step == self.state.global_step
+        self.control.should_save |= self.config.checkpoint.when_best and is_best
 
-    @contextlib.contextmanager
-    def _batches_of(self, dataset: Any, given: Any, ignore_keys: list[str] | None) -> Iterator[None]:
-        """Have the batches of `dataset` ready to be evaluated; the trainer's own are there again afterwards."""
-        own, ignored = self.eval_dataloader, self._ignore_keys
-        ready = dataset is self.eval_dataset and own is not None
-        with self._torch_settings():
-            self._prepare(None, None)
-            if overrides(self, "get_eval_dataloader"):
-                self.eval_dataloader = self._as_batches(self.get_eval_dataloader(given))
-            elif not ready:
-                self._prepare(None, dataset)
-            self._ignore_keys = ignored if ignore_keys is None else ignore_keys
-            try:
-                yield
-            finally:
-                self._ignore_keys = ignored
-                if dataset is not self.eval_dataset:
-                    self.eval_dataloader = own
+    def _check_interrupted(self) -> None:
+        """Stop the loop's own evaluation if the run has to stop at once."""
+        evaluating = self._session is not None and self._session.is_evaluating
+        if evaluating and (self.drains or self.control.should_abort_without_save):
+            raise EvaluationInterruptedError
 
-    def _eval_loop(self) -> dict[str, float]:
-        """Loss and metrics on the prepared batches, with the prefix `eval_`."""
-        batches, config = self.eval_dataloader, self.config.validation
-        assert batches is not None
-        held = held_out(batches, config.tokens) if isinstance(batches, TokenBatches) else batches
-        found = self._evaluated(held, batches, gather=self.compute_metrics is not None, limit=config.batches)
-        metrics = {} if found.loss is None else {"eval_loss": found.loss}
-        if self.compute_metrics is not None:
-            if found.predictions is None or found.label_ids is None:
-                missing = "predictions" if found.predictions is None else f"labels ({', '.join(self.label_names)})"
-                raise DataError(f"compute_metrics needs predictions and labels, but the batches have no {missing}")
-            metrics |= computed_metrics(self.compute_metrics, found)
-        return metrics
-
-    def _evaluated(self, held: Any, batches: Any, *, gather: bool, limit: int | None = None) -> Evaluation:
-        """Evaluate `held` batches of `batches`, with prediction_step if predictions are needed."""
-        objective = self._objective(batches)
-        model = objective.model
-
-        def step(batch: Any) -> tuple[Any, Any, Any]:
-            return self.prediction_step(model, batch, not gather, ignore_keys=self._ignore_keys)
-
-        return evaluate_batches(
-            self._counting_objective(objective, "prediction_step"), held, self.precision,
-            tell=lambda: self.tell("on_prediction_step"), limit=limit, gather=gather,
-            step=step if gather or overrides(self, "prediction_step") else None,
-            preprocess=self.preprocess_logits_for_metrics,
-        )  # fmt: skip
-
-    def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> Prediction:
-        """Logits and labels of a dataset, in its order, and loss and metrics if it has labels."""
-        if isinstance(test_dataset, TokenDataLoader):
-            raise ConfigError("predict() takes a dataset: the logits of a whole token stream would not fit in memory")
-        own, ignored = self.eval_dataloader, self._ignore_keys
-        with self._torch_settings():
-            self._prepare(None, None)
-            try:
-                self.eval_dataloader = self._as_batches(self.get_test_dataloader(test_dataset))
-                self._ignore_keys = ignore_keys
-                found = self._evaluated(self.eval_dataloader, self.eval_dataloader, gather=True)
-            finally:
-                self.eval_dataloader, self._ignore_keys = own, ignored
-        metrics = {} if found.loss is None else {"loss": found.loss}
-        if self.compute_metrics is not None and found.predictions is not None and found.label_ids is not None:
-            metrics |= computed_metrics(self.compute_metrics, found)
-        metrics = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in metrics.items()}
-        self.tell("on_predict", metrics=metrics)
-        return Prediction(found.predictions, found.label_ids, metrics)
-
-    def compare(self, metrics: dict[str, float]) -> None:
-        """Remember the metric that best is measured by, and whether it is the best so far."""
+    def _compare(self, metrics: dict[str, float]) -> None:
+        """Record the best-model metric of an evaluation, and whether it is the best so far."""
         checkpoint = self.config.checkpoint
         if not has_metric(metrics, checkpoint.metric) and checkpoint.best is None and not checkpoint.when_best:
             return  # with several datasets the metric may not exist, and it is not needed
@@ -338,30 +581,79 @@ class BaseTrainer(TrainerHooks):
         if better and not math.isnan(value):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
-    # What the parts are made from
+    def _run_deferred(self, session: _Session) -> None:
+        """Run the actions deferred by an interrupted run; a checkpoint among them gets its metric now."""
+        deferred, self.deferred = self.deferred, set()
+        self.checkpoint_manager.forget(self.state.global_step)
+        self.control.should_evaluate = "evaluate" in deferred and self.can_evaluate
+        session.save_is_due = self.control.should_save = "save" in deferred
+        self._handle_control(session, final=False)
 
-    @contextlib.contextmanager
-    def _torch_settings(self) -> Iterator[None]:
-        """Torch's switches, attention kernels and activation offloading as set; afterwards as they were."""
-        train = self.config.train
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(
-                torch_switches(
-                    matmul_precision=train.matmul_precision,
-                    detect_anomaly=train.detect_anomaly,
-                    recompile_limit=train.recompile_limit,
-                    deterministic=train.deterministic,
-                )
-            )
-            stack.enter_context(sdpa_backends(train.sdpa_backend, set_priority=train.sdpa_set_priority))
-            if train.activation_offloading:
-                stack.enter_context(offload_activations(self.device))
-            if isinstance(train.recompute, float):
-                stack.enter_context(activation_memory_budget(train.recompute))
-            stack.enter_context(no_tokenizer_parallelism(self.config.loader.workers))
-            yield
+    def _save_is_overdue(self, session: _Session) -> bool:
+        minutes = self.config.checkpoint.every_minutes
+        return minutes is not None and time.monotonic() - session.saved_at >= 60 * minutes
 
-    def _make_state(self, total: int) -> TrainerState:
+    def _save_step(self, session: _Session) -> None:
+        """Save if requested, or make a temporary save without a metric if the last save is too long ago."""
+        requested = self.control.should_save
+        if (
+            (requested or self._save_is_overdue(session))
+            and self.state.global_step > 0
+            and self._is_first(session, "save")
+        ):
+            with contextlib.suppress(OSError):  # logged when it fails; raised at the end if it was the last save
+                self.save_checkpoint() if requested else self.save_checkpoint(temporary=True)
+            session.saved_at = time.monotonic()
+        self.control.should_save = session.save_is_due = False
+
+    def _is_first(self, session: _Session, action: str) -> bool:
+        """Whether `action` has not been done at this step yet."""
+        step = self.state.global_step
+        again, session.last_done[action] = session.last_done.get(action) == step, step
+        return not again
+
+    def _recover(self, session: _Session, fault: NonFiniteError, *, final: bool = False) -> None:
+        """Fail, or roll back to the newest checkpoint and continue with the next data."""
+        manager = self.checkpoint_manager
+        if self.config.train.on_nonfinite != "rollback":
+            raise TrainingError(f"{fault}: {REMEDY}; nothing was saved since") from fault
+        manager.wait()
+        if manager.current() is None and self.resumed_from is None:
+            raise TrainingError(
+                f"{fault}, and there is no checkpoint to roll back to: save more often (checkpoint.every, save_steps)"
+            ) from fault
+        if session.rollbacks == MAX_ROLLBACKS or final:
+            raise TrainingError(f"{fault}, after {session.rollbacks} rollbacks: {REMEDY}") from fault
+        session.rollbacks, session.has_rewound = session.rollbacks + 1, True
+        components = [part for part in self.get_state_components() if part.key not in ("dataset", "rng")]
+        epoch = self.state.raw_epoch
+        manager.load(components, manager.current() or self.resumed_from)
+        self.state.raw_epoch = epoch
+        self.state.epoch_start_step = min(self.state.epoch_start_step, self.state.global_step)
+        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+        session.save_is_due, self.deferred = False, set()
+        session.last_done.clear()
+        session.step.reset_timer()
+        step = self.state.global_step
+        logger.warning("%s: rolled back to step %d, continuing with the next data", fault, step)
+        self.dispatch("on_rewind", step=step)
+
+    def _output(self, seconds: float) -> TrainOutput:
+        state, tally = self.state, self.tally
+        loss = tally.loss / tally.steps if tally.steps else math.nan
+        metrics: dict[str, Any] = {
+            "train_runtime": seconds, "train_seconds": tally.seconds, "train_loss": loss, "epoch": state.epoch,
+            "num_input_tokens_seen": state.num_input_tokens_seen, "total_flos": state.total_flos,
+            "compile_seconds": self.compile_seconds, "peak_memory": peak_memory(self.device),
+        }  # fmt: skip
+        return TrainOutput(state.global_step, loss, metrics)
+
+    # Preparation
+
+    def _torch_settings(self) -> contextlib.AbstractContextManager[None]:
+        return build.torch_settings(self.config, self.device)
+
+    def _initial_state(self, total: int) -> TrainerState:
         config = self.config
         return TrainerState(
             max_steps=total,
@@ -375,83 +667,35 @@ class BaseTrainer(TrainerHooks):
             is_world_process_zero=bool(self.is_world_process_zero),
         )
 
+    def _total_steps(self, batches: TokenBatches | DatasetBatches) -> int:
+        train = self.config.train
+        if train.steps is not None:
+            return train.steps
+        return batches.steps_for(train.epochs or 0.0, train.accumulation or 1)
+
     def _epochs_in(self, steps: int) -> float:
-        """Passes that so many steps begin; 0 where the length of a pass is not known."""
+        """The number of epochs that `steps` start; 0 if the length of an epoch is not known."""
         batches = self.train_dataloader
         if batches is None or (isinstance(batches, DatasetBatches) and not batches.sized):
             return 0.0
-        return float(math.ceil(steps / batches.steps_for(1.0, self._accumulation())))
+        return float(math.ceil(steps / batches.steps_for(1.0, self.config.train.accumulation or 1)))
 
-    def _total_steps(self, batches: TokenBatches | DatasetBatches) -> int:
-        train = self.config.train
-        return train.steps if train.steps is not None else batches.steps_for(train.epochs or 0.0, self._accumulation())
+    def _compile_ahead(self) -> None:
+        """Compile before the first step of a run over token shards, whose shapes are known: no step includes it."""
+        if self._from_config and self.config.train.compile and isinstance(self.train_dataset, TokenDataLoader):
+            assert self.model is not None
+            start = time.perf_counter()
+            objective = self._objective_for(self.train_dataset)
+            build.compile_ahead(self.model, objective, self.train_dataset, self.precision, self.device)
+            self.compile_seconds = time.perf_counter() - start
 
-    def _warm_up(self) -> None:
-        """Compile ahead of the first step; a strategy that knows its shapes does it here."""
-
-    def _check_datasets(self) -> None:
-        """Refuse to train without data, and to be asked for evaluations without any."""
-        if self.train_dataset is None and not overrides(self, "get_train_dataloader"):
-            raise ConfigError("train() needs train_dataset: give it to the trainer")
-        validation, checkpoint = self.config.validation, self.config.checkpoint
-        asked = {
-            "validation.every (eval_strategy)": validation.every is not None or validation.each_epoch,
-            "checkpoint.evaluate (eval_on_save)": checkpoint.evaluate,
-            "checkpoint.best (preserve_best_model)": checkpoint.best is not None,
-            "checkpoint.when_best (save_strategy='best')": checkpoint.when_best,
-        }
-        for name in (name for name, on in asked.items() if on and not self._has_eval_data):
-            raise ConfigError(f"{name} asks for evaluations and there is nothing to evaluate on: give eval_dataset")
-
-    def _check_metric(self) -> None:
-        """Raise if it is already known that no evaluation will produce the best-model metric."""
-        validation, checkpoint, metric = self.config.validation, self.config.checkpoint, self.config.checkpoint.metric
-        compared = (
-            checkpoint.best is not None or checkpoint.when_best or self.config.early_stopping.patience is not None
-        )
-        evaluates = validation.every is not None or validation.each_epoch or checkpoint.evaluate
-        own = [
-            type(callback).__module__.partition(".")[0] == "whimbrel" for callback in self.callbacks.of("on_evaluate")
-        ]
-        known = not overrides(self, "evaluate", "_eval_loop") and self.compute_metrics is None and all(own)
-        if not known or not (compared or (evaluates and metric != "loss")):
-            return
-        datasets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
-        measured = [f"eval_{name}_loss" for name in datasets] or ["eval_loss"]
-        if not has_metric(measured, metric):
-            raise ConfigError(
-                f"best_model_metric (checkpoint.metric) = {metric!r}: expected one of the evaluation metrics "
-                f"({', '.join(measured)}); pass compute_metrics, or override evaluate"
-            )
-
-    def _begins_anew(self) -> bool:
-        """Whether the run in the directory is to be removed: not where someone asked to go on with it."""
-        return self.config.overwrite_output_dir and not self.config.resume.latest
-
-    _resumes_explicitly = True
-    """Whether resuming from the newest checkpoint was asked for; not where it is what happens by itself."""
-
-    def _resume(self) -> None:
-        """Load the checkpoint that was asked for, or remove what is to be begun anew; write down the settings."""
-        config = self.config
-        if config.resume.path is not None:
-            self.load_checkpoint(self._named(config.resume.path))
-        elif self._begins_anew():
-            clear_directory(config.output_dir)
-        elif step_folders(config.output_dir):
-            self.load_checkpoint()
-        if config.log.dir is None:
-            self.args.logging_dir = events_folder(config.output_dir) or self.args.logging_dir
-        self.checkpoint_manager.tidy(self.state.global_step)
-        if self.state.global_step < self.state.max_steps:
-            record_settings(self._given_settings(), resumed=self.resumed_from is not None)
-
-    def _given_settings(self) -> TrainerConfig:
-        """The settings that the run directory keeps."""
-        return self.config
+    @property
+    def _greater_is_better(self) -> bool:
+        checkpoint = self.config.checkpoint
+        return greater_is_better(checkpoint.metric, checkpoint.greater_is_better)
 
     def _sequence_length(self) -> int:
-        """Tokens of a training sequence, as the loader or the first example says; 0 where neither does."""
+        """Tokens of a training sequence, from the loader or the first example; 0 if neither is known."""
         if isinstance(self.train_dataloader, TokenBatches):
             return self.train_dataloader.loader.T
         assert self.train_dataloader is not None
@@ -460,13 +704,14 @@ class BaseTrainer(TrainerHooks):
         return 0 if inputs is None else len(inputs)
 
     def _micro_batch(self) -> int | None:
-        """Samples of a forward pass: a ready DataLoader has its own batch size, whatever the settings say."""
+        """Samples of a forward pass: a DataLoader has its own batch size, whatever the settings say."""
         batches = self.train_dataloader
         return batches.batch_size if isinstance(batches, DatasetBatches) else self.config.train.micro_batch
 
     def _summary(self) -> RunSummary:
         model, length, config = self.unwrapped_model(), self._sequence_length(), self.config
-        samples = (self._micro_batch() or 1) * self._accumulation()
+        accumulation = config.train.accumulation or 1
+        samples = (self._micro_batch() or 1) * accumulation
         return RunSummary(
             device=self.device.type,
             device_name=device_name(self.device),
@@ -476,16 +721,20 @@ class BaseTrainer(TrainerHooks):
             moved=() if self.optimizer is None else parameter_table(model, self.optimizer),
             samples_per_step=samples,
             tokens_per_step=samples * length or None,
-            tokens_per_micro_batch=samples * length // self._accumulation() or None,
-            accumulation=self._accumulation(),
+            tokens_per_micro_batch=samples * length // accumulation or None,
+            accumulation=accumulation,
             total_steps=self.state.max_steps,
             first_step=self.state.global_step,
-            flops_per_token=assemble.flops_per_token(model, length),
+            flops_per_token=build.flops_per_token(model, length),
             peak_flops=peak_flops(self.device),
             compile_seconds=self.compile_seconds,
             features=features(config),
             resumed_from=self.resumed_from,
         )
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError, naming the alternative for attributes of `transformers.Trainer`."""
+        raise missing_attribute(self, name)
 
 
 class Trainer(BaseTrainer):
@@ -495,3 +744,26 @@ class Trainer(BaseTrainer):
     def default_callbacks(cls) -> list[Any]:
         """Progress and live control."""
         return [ProgressCallback(), ControlCallback()]
+
+
+class ProcessFlag(int):
+    """A callable bool: `is_world_process_zero` is an attribute here, a method in transformers."""
+
+    def __call__(self) -> bool:
+        return bool(self)
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+def train(
+    config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: build.Sampler | None = None
+) -> TrainOutput:
+    """Run `config` to its end; a run in its output directory is resumed exactly."""
+    return Trainer.from_config(config, callbacks=callbacks, sampler=sampler).train()
+
+
+def _log_callbacks(log: LogConfig) -> list[Any]:
+    """The logging callbacks that the settings enable."""
+    trackers: list[Any] = [TrackerCallback(kind) for kind in ("wandb", "trackio") if getattr(log, kind)]
+    return [TensorBoardCallback(), *trackers] if log.tensorboard else trackers

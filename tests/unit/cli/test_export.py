@@ -16,7 +16,7 @@ from whimbrel.model_io import load_model, save_model
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import QuantizedWeight, quantize_
 from whimbrel.tokenization import load_tokenizer, train_tokenizer
-from whimbrel.train.model_state import model_state
+from whimbrel.train.checkpointing import model_state
 
 LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
 CONFIG = GPTConfig(context_length=32, vocab_size=260, num_layers=1, embd_size=32, num_heads=2, **LLAMA)

@@ -17,7 +17,7 @@ from whimbrel.inference import generate as tokens_after
 from whimbrel.inference import stream_text
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.train.model_state import model_state
+from whimbrel.train.checkpointing import model_state
 
 TOKENIZER = byte_tokenizer()
 

@@ -156,7 +156,7 @@ def test_unexpected_error_is_one_line(
     def broken(*_: object, **__: object) -> None:
         raise TypeError("two\nlines")
 
-    monkeypatch.setattr("whimbrel.train.RunTrainer.train", broken)
+    monkeypatch.setattr("whimbrel.train.Trainer.train", broken)
     assert run("train", "recipe.toml") == 1
     assert capsys.readouterr().err == "whimbrel: unexpected TypeError: two lines (--trace shows where)\n"
     with pytest.raises(TypeError, match="two"):

@@ -18,7 +18,7 @@ from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponen
 from whimbrel.model_io import load_model, load_weights, save_model, weight_state
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import FORMATS, QuantizedWeight, WeightFormat, dequantize_, quantize_
-from whimbrel.train.model_state import model_state
+from whimbrel.train.checkpointing import model_state
 
 LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
 SMALL = {"context_length": 16, "vocab_size": 50, "num_layers": 2, "embd_size": 128, "num_heads": 4}

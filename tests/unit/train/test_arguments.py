@@ -22,7 +22,7 @@ from whimbrel.train.arguments import (
     TrainingArguments,
     no_tokenizer_parallelism,
 )
-from whimbrel.train.elsewhere import HELD, TRANSLATED
+from whimbrel.train.hf_compat import HF_ALTERNATIVES, HF_TRANSLATED
 
 CLASSES = [MinimalTrainingArguments, BaseTrainingArguments, TrainingArguments]
 
@@ -279,19 +279,19 @@ OTHER_VALUES: dict[str, Any] = {
 def test_every_transformers_argument_is_accepted_or_rejected_with_a_hint(name: str) -> None:
     """A new version's argument is in none of the tables, and fails here."""
     ours = {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert [name in ours, name in TRANSLATED, name in HELD].count(True) == 1
+    assert [name in ours, name in HF_TRANSLATED, name in HF_ALTERNATIVES].count(True) == 1
     if name in ours:
         return  # test_translate has them all
     default = hf_fields()[name]
     if default is dataclasses.MISSING:
         default = []
     assert TrainingArguments(**{name: default}).to_dict() == TrainingArguments().to_dict()
-    if name in TRANSLATED:
+    if name in HF_TRANSLATED:
         value = "accuracy" if name == "metric_for_best_model" else True
         assert TrainingArguments(**{name: value}).to_dict() != TrainingArguments().to_dict()
         return
     assert getattr(TrainingArguments(), name) == default  # for callbacks that read it
-    if {True, False} <= {one for one in HELD[name].values if isinstance(one, bool)}:
+    if {True, False} <= {one for one in HF_ALTERNATIVES[name].values if isinstance(one, bool)}:
         return  # both mean the same here
     value = OTHER_VALUES.get(name, not default)
     with pytest.raises(

@@ -12,8 +12,8 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.config import list_settings
 from whimbrel.models import GPT, GPTConfig, preset
 from whimbrel.train import RunConfig, load_run_config
-from whimbrel.train.assemble import routed_parameters
 from whimbrel.train.batches import accumulation_steps, default_micro_batch
+from whimbrel.train.build import routed_parameters
 from whimbrel.train.device import choose_device
 
 MakeRun = Callable[..., RunConfig]
@@ -28,7 +28,7 @@ def test_every_recipe_loads(root: Path, recipe: str) -> None:
 
 def test_the_baseline_recipe_uses_default_adamw(root: Path) -> None:
     config = load_run_config(root / "configs" / "gpt2-baseline-20m.toml")
-    assert config.model == preset("gpt2-baseline")
+    assert config.model.architecture == preset("gpt2-baseline")
     assert (config.train.steps, config.tokens_per_step) == (38, 524_288)
     assert (config.optim.lr, config.optim.betas, config.optim.eps) == (3e-4, (0.9, 0.999), 1e-8)
     assert (config.optim.weight_decay, config.optim.decay) == (0.01, "all")

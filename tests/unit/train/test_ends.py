@@ -67,7 +67,7 @@ def poisoned(*bad: int) -> Callable[..., Tensor]:
 
 def test_nonfinite_stop_names_the_step_and_saves_nothing(args: Make, fit: Make) -> None:
     settings = args(save_strategy="steps", save_steps=2)
-    with pytest.raises(TrainingError, match="step 3 has the loss nan and the gradient norm nan: lower"):
+    with pytest.raises(TrainingError, match="step 3: loss nan, gradient norm nan: lower"):
         fit(settings, compute_loss_func=poisoned(4))
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [2]
 
@@ -100,10 +100,10 @@ def test_nonfinite_rollback_goes_back_and_on_with_other_data(args: Make, fit: Ma
     assert trainer.state.global_step == 8
     assert torch.tensor(losses.values).isfinite().all()
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [3, 6, 8]
-    with pytest.raises(TrainingError, match="after going back 3 times"):
+    with pytest.raises(TrainingError, match="after 3 rollbacks"):
         fit(args(on_nonfinite="rollback", save_strategy="steps", save_steps=3, output_dir=settings.output_dir + "2"),
             compute_loss_func=poisoned(*range(5, 99)))  # fmt: skip
-    with pytest.raises(TrainingError, match="no checkpoint to go back to"):
+    with pytest.raises(TrainingError, match="no checkpoint to roll back to"):
         fit(args(on_nonfinite="rollback", output_dir=settings.output_dir + "3"), compute_loss_func=poisoned(2))
 
 
@@ -140,7 +140,7 @@ def test_fp16_overflow_is_a_skip_and_the_scale_is_saved(args: Make, fit: Make) -
 
 
 def test_a_run_that_skips_every_step_is_given_up(args: Make, fit: Make) -> None:
-    with pytest.raises(TrainingError, match="for 100 steps in a row: lower the learning rate"):
+    with pytest.raises(TrainingError, match="100 skipped steps in a row: lower the learning rate"):
         fit(args(on_nonfinite="skip", max_steps=200), compute_loss_func=poisoned(*range(5, 300)))
 
 
@@ -205,7 +205,7 @@ def test_a_save_of_a_callbacks_own_waits_for_the_numbers(args: Make, fit: Make) 
             event["trainer"].save_checkpoint()
 
     settings = args()
-    with pytest.raises(TrainingError, match="step 2 has the loss nan"):
+    with pytest.raises(TrainingError, match="step 2: loss nan"):
         fit(settings, compute_loss_func=poisoned(3), callbacks=[Save()])
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [1, 2]
 
@@ -228,7 +228,7 @@ def test_everyone_is_told_of_the_end_whoever_fails(args: Make, fit: Make) -> Non
 
 def test_evaluations_need_something_to_evaluate_on(args: Make, fit: Make) -> None:
     for given in ({"eval_strategy": "steps"}, {"preserve_best_model": True}, {"eval_on_save": True}):
-        with pytest.raises(ConfigError, match="nothing to evaluate on: give eval_dataset"):
+        with pytest.raises(ConfigError, match="pass eval_dataset"):
             fit(args(**given))
 
 
@@ -252,7 +252,7 @@ def test_a_rollback_at_the_end_of_a_pass_goes_on_with_the_next(args: Make, fit: 
 
     class Settle(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
-            event["trainer"].settle()
+            event["trainer"].flush_metrics()
 
     settings = args(on_nonfinite="rollback", save_strategy="steps", save_steps=6, max_steps=14)
     trainer, _ = fit(settings, compute_loss_func=poisoned(12), callbacks=[Settle()])

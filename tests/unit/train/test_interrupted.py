@@ -14,8 +14,8 @@ from torch import Tensor
 from whimbrel.base.errors import WriteError
 from whimbrel.base.files import PARTIAL
 from whimbrel.checkpoint import list_checkpoints, read_component
-from whimbrel.train import RunConfig, RunTrainer, TrainerCallback, read_log, train
-from whimbrel.train.model_state import GPTState
+from whimbrel.train import RunConfig, Trainer, TrainerCallback, read_log, train
+from whimbrel.train.checkpointing import GPTState
 
 MakeRun = Callable[..., RunConfig]
 
@@ -67,7 +67,7 @@ def test_the_mean_of_the_weights_that_was_being_written_is_written_again(make_ru
 def test_a_new_model_directory_is_whole_or_absent(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = RunTrainer(make_run(), callbacks=[])
+    trainer = Trainer.from_config(make_run(), callbacks=[])
     save = GPTState.save_directory
 
     def fail_at_the_end(self: GPTState, state: dict[str, Tensor], folder: Path) -> None:

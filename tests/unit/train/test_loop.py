@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from whimbrel.train.assemble import build_optimizer_of
+from whimbrel.train.build import create_optimizer, init_model
 from whimbrel.train.config import run_config
 from whimbrel.train.device import Stopwatch
 from whimbrel.train.memory import dry_run
-from whimbrel.train.recipe import draw_model
 
 
 def test_numbers_leave_before_the_mark_that_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,11 +23,11 @@ def test_numbers_leave_before_the_mark_that_is_waited_for(tmp_path: Path, monkey
             order.append("mark")
             return super().mark()
 
-    def to_host(loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    def copy_to_host(loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         order.append("numbers")
         return torch.stack((loss, norm))
 
-    monkeypatch.setattr("whimbrel.train.loop._to_host", to_host)
+    monkeypatch.setattr("whimbrel.train.step._copy_to_host", copy_to_host)
     config = run_config(
         {
             "output_dir": str(tmp_path), "data": {"path": str(tmp_path)},
@@ -36,8 +35,8 @@ def test_numbers_leave_before_the_mark_that_is_waited_for(tmp_path: Path, monkey
             "train": {"steps": 2, "micro_batch": 1, "accumulation": 1},
         }
     )  # fmt: skip
-    model, device = draw_model(config), torch.device("cpu")
-    loop = dry_run(config, model, device, build_optimizer_of(model, config, None))
+    model, device = init_model(config), torch.device("cpu")
+    loop = dry_run(config, model, device, create_optimizer(model, config, None))
     loop.stopwatch = Watch(device)
-    loop.step(1)
+    loop.run(1)
     assert order == ["mark", "numbers", "mark"]

@@ -18,9 +18,8 @@ from whimbrel.inference import generate
 from whimbrel.model_io import load_model
 from whimbrel.models import GPT
 from whimbrel.precision import QuantizedWeight, finalize, prepare
-from whimbrel.train import BaseTrainer, RunConfig, TrainerCallback, load_run_config
+from whimbrel.train import BaseTrainer, RunConfig, Trainer, TrainerCallback, load_run_config
 from whimbrel.train.memory import predict_memory
-from whimbrel.train.run import RunTrainer
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs the package 'torchao'")
 Make = Callable[..., Any]
@@ -45,14 +44,14 @@ class Break(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def losses_of(config: RunConfig, *callbacks: Any) -> tuple[RunTrainer, list[str]]:
+def losses_of(config: RunConfig, *callbacks: Any) -> tuple[Trainer, list[str]]:
     losses: list[str] = []
 
     class Losses(TrainerCallback):
         def on_train_metrics(self, **event: Any) -> None:
             losses.append(event["metrics"]["loss"].hex())
 
-    trainer = RunTrainer(config, callbacks=[Losses(), *callbacks])
+    trainer = Trainer.from_config(config, callbacks=[Losses(), *callbacks])
     trainer.train()
     return trainer, losses
 
@@ -118,7 +117,7 @@ def test_whoever_watches_a_run_sees_plain_numbers(make_run: Make, tmp_path: Path
         texts.append(tokenizer.decode(list(ids)))
         return texts[-1]
 
-    trainer = RunTrainer(make_run(**SIZE | RECIPES[name] | watched), callbacks=[], sampler=sampler)
+    trainer = Trainer.from_config(make_run(**SIZE | RECIPES[name] | watched), callbacks=[], sampler=sampler)
     trainer.train()
     assert len(texts) == 2
     norms = [line for line in trainer.state.log_history if "weight_norm/transformer.h.0.mlp.c_fc.weight" in line]

@@ -17,7 +17,7 @@ from whimbrel.distributed import apply_activation_checkpointing
 from whimbrel.optim import GroupConfig, OptimConfig
 from whimbrel.precision import sdpa_backends
 from whimbrel.train import RunConfig
-from whimbrel.train.assemble import build_optimizer_of
+from whimbrel.train.build import create_optimizer, init_model
 from whimbrel.train.config import EmaConfig, run_config
 from whimbrel.train.memory import (
     WORKSPACE,
@@ -29,7 +29,6 @@ from whimbrel.train.memory import (
     with_optimizer,
 )
 from whimbrel.train.memory_tracker import simulated_device
-from whimbrel.train.recipe import draw_model
 
 MakeRun = Callable[..., RunConfig]
 LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
@@ -53,9 +52,9 @@ def predict(config: RunConfig, device: str = "cpu") -> MemoryPrediction:
 
 def make_steps(config: RunConfig, device: torch.device, steps: int = 2) -> None:
     with device:
-        model = draw_model(config) if config.train.weights is None else skeleton(config, device)
+        model = init_model(config) if config.train.weights is None else skeleton(config, device)
     apply_activation_checkpointing(model, config.train.recompute)
-    optimizer = build_optimizer_of(model, config, None, accumulation=config.train.accumulation or 1)
+    optimizer = create_optimizer(model, config, None, accumulation=config.train.accumulation or 1)
     loop = dry_run(config, model, device, optimizer)
     for number in range(steps):
         loop.step(number + 1)
@@ -123,7 +122,7 @@ def test_optimizers_that_work_in_backward(tmp_path: Path, optim: dict[str, Any],
 def test_states_are_exact_and_each_parameter_has_its_own(tmp_path: Path):
     config = make(tmp_path, {"vocab_size": 1024})
     predicted = predict(config)
-    parameters = sum(p.numel() for p in draw_model(config).parameters())
+    parameters = sum(p.numel() for p in init_model(config).parameters())
     count = sum(row.count for row in predicted.moved)
     assert predicted.states == 8 * parameters + 4 * count == sum(row.state or 0 for row in predicted.moved)
     assert predicted.weights == pytest.approx(4 * parameters, rel=1e-3)

@@ -16,7 +16,7 @@ from whimbrel.checkpoint import latest_checkpoint, list_checkpoints, read_compon
 from whimbrel.optim import Composed, GroupConfig, OptimConfig
 from whimbrel.optim.build import OPTIMIZERS
 from whimbrel.optim.config import LISTENS
-from whimbrel.train import RunConfig, RunTrainer, TrainerCallback, train
+from whimbrel.train import RunConfig, Trainer, TrainerCallback, train
 from whimbrel.train.callbacks import ProgressCallback
 
 MakeRun = Callable[..., RunConfig]
@@ -131,7 +131,7 @@ def test_groups_may_change_on_resume(make_run: MakeRun) -> None:
     run(first)
     before = saved(first.output_dir, "optimizer")
     groups = [{"pattern": "c_fc|wpe", "lr": 1e-4}, {"pattern": "ln_1", "weight_decay": 0.2}]
-    trainer = RunTrainer(make_run(**settings(optim, train__steps=2, optim__groups=groups)), callbacks=[])
+    trainer = Trainer.from_config(make_run(**settings(optim, train__steps=2, optim__groups=groups)), callbacks=[])
     trainer.train()
     after = trainer.optimizer.state_dict()
     assert [group["names"] for group in after["param_groups"]] != [group["names"] for group in before["param_groups"]]
@@ -149,7 +149,7 @@ def test_groups_may_change_on_resume(make_run: MakeRun) -> None:
 def test_scaled_gradients(make_run: MakeRun, name: str, overflows: bool) -> None:
     """fp16 multiplies the loss; a step whose gradients overflow is left out, and the optimizer hears nothing of it."""
     config = make_run(**settings(VARIANTS[name], train__precision="fp16", train__clip=1.0, train__steps=4))
-    trainer = RunTrainer(config, callbacks=[losses := Losses()])
+    trainer = Trainer.from_config(config, callbacks=[losses := Losses()])
     scaler = trainer.precision.scaler
     assert scaler is not None
     scaler._init_scale = 2.0**40 if overflows else 1024.0
@@ -185,7 +185,7 @@ def test_reset_begins_anew_in_the_middle_of_a_run(make_run: MakeRun) -> None:
             if event["state"].global_step == 2:
                 event["trainer"].optimizer.reset()
 
-    trainer = RunTrainer(make_run(**settings(VARIANTS["galore_warm"], train__steps=5)), callbacks=[Reset()])
+    trainer = Trainer.from_config(make_run(**settings(VARIANTS["galore_warm"], train__steps=5)), callbacks=[Reset()])
     trainer.train()
     assert isinstance(trainer.optimizer, Composed)
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {3}

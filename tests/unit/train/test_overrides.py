@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from whimbrel.base.errors import ConfigError, DataError, TrainingError
 from whimbrel.train import BaseTrainer, TrainerCallback
-from whimbrel.train.overrides import HONORED, REFUSED
+from whimbrel.train.hf_compat import SUPPORTED_OVERRIDES, UNSUPPORTED_OVERRIDES
 
 Make = Callable[..., Any]
 
@@ -25,15 +25,17 @@ def their_methods() -> list[str]:
     try:
         from transformers import Trainer as TheirTrainer
     except ImportError:
-        return sorted(HONORED | REFUSED.keys())
+        return sorted(SUPPORTED_OVERRIDES | UNSUPPORTED_OVERRIDES.keys())
     own = [name for name, value in vars(TheirTrainer).items() if callable(value) or isinstance(value, staticmethod)]
     return sorted({*own, "compute_metrics", "preprocess_logits_for_metrics"})
 
 
 @pytest.mark.parametrize("name", their_methods())
 def test_every_method_of_transformers_is_honored_or_refused(name: str, args: Make, net: Make) -> None:
-    assert (name in HONORED) != (name in REFUSED), f"decide whether overriding {name} is honored or refused"
-    if name in HONORED:
+    assert (name in SUPPORTED_OVERRIDES) != (name in UNSUPPORTED_OVERRIDES), (
+        f"decide whether overriding {name} is honored or refused"
+    )
+    if name in SUPPORTED_OVERRIDES:
         assert hasattr(BaseTrainer, name)
         return
     child = type("Child", (BaseTrainer,), {name: lambda self, *given, **named: None})
@@ -42,7 +44,7 @@ def test_every_method_of_transformers_is_honored_or_refused(name: str, args: Mak
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", sorted(HONORED - {"__init__"}))
+@pytest.mark.parametrize("name", sorted(SUPPORTED_OVERRIDES - {"__init__"}))
 def test_honored_methods_take_the_arguments_of_transformers(name: str) -> None:
     theirs = pytest.importorskip("transformers").Trainer
     if not hasattr(theirs, name):

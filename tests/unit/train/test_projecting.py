@@ -11,7 +11,7 @@ import torch
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.optim import ProjectInBackward
-from whimbrel.train import RunConfig, RunTrainer, TrainerCallback, train
+from whimbrel.train import RunConfig, Trainer, TrainerCallback, train
 
 MakeRun = Callable[..., RunConfig]
 WARM = {"optim__name": "galore_warm", "optim__rank": 4, "optim__gap": 3, "optim__start": "random", "train__clip": 0.5}
@@ -65,7 +65,7 @@ def test_it_resumes_bit_for_bit(make_run: MakeRun, tmp_path: Path, linears: bool
 def test_first_bases_are_random_unless_told(make_run: MakeRun, tmp_path: Path) -> None:
     for given, expected in ((None, "random"), ("gradient", "gradient")):
         settings = WARM | {"optim__start": given, "train__optimizer_in_backward": True}
-        trainer = RunTrainer(make_run(**settings, output_dir=tmp_path / expected))
+        trainer = Trainer.from_config(make_run(**settings, output_dir=tmp_path / expected))
         trainer.train()
         assert isinstance(trainer.optimizer, ProjectInBackward)
         assert {group["start"] for group in trainer.optimizer.param_groups} == {expected}
@@ -84,10 +84,10 @@ def test_compiled_blocks_project_too(make_run: MakeRun, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"optim__name": "apollo", "train__clip": 1.0}, "moves weights before .* does not go with train.clip = 1.0"),
+        ({"optim__name": "apollo", "train__clip": 1.0}, "does not work with train.clip = 1.0"),
         (
             {"train__projected_linears": True},
-            "does not go with train.projected_linears, as AdamW needs whole gradients",
+            "does not work with train.projected_linears, as AdamW needs full gradients",
         ),
         ({**WARM, "train__precision": "fp16"}, "projects gradients before .* does not go with train.precision = fp16"),
     ],

@@ -22,7 +22,7 @@ from whimbrel.data import write_shard
 from whimbrel.model_io import load_model, model_directory
 from whimbrel.models import GPT
 from whimbrel.tokenization import Tokenizer, load_tokenizer
-from whimbrel.train import RunConfig, RunTrainer, TrainerCallback, read_log, train
+from whimbrel.train import RunConfig, Trainer, TrainerCallback, read_log, train
 from whimbrel.train.summary import RunSummary
 
 MakeRun = Callable[..., RunConfig]
@@ -229,20 +229,20 @@ def test_samples_come_from_the_model_in_training(make_run: MakeRun) -> None:
 
     seen = run(make_run(sample__every=3), sampler=sampler)
     assert seen.samples == [(3, "300 after 3"), (6, "300 after 6")]
-    with pytest.raises(ConfigError, match=r"sample\.every is set"):
+    with pytest.raises(ConfigError, match=r"sample\.every needs a sampler"):
         run(make_run(sample__every=3, output_dir=Path("unused")))
 
 
 def test_a_loss_that_is_not_finite_stops_before_anything_is_saved(make_run: MakeRun) -> None:
     config = make_run(optim__lr=1e30, train__steps=20, schedule__name="constant", checkpoint__every=20)
-    with pytest.raises(TrainingError, match=r"step \d+ has the loss \S+ and the gradient norm (nan|inf)"):
+    with pytest.raises(TrainingError, match=r"step \d+: loss \S+, gradient norm (nan|inf)"):
         run(config)
     assert list_checkpoints(config.output_dir) == {}
 
 
 def test_another_model_is_not_resumed(make_run: MakeRun) -> None:
     run(make_run())
-    with pytest.raises(CheckpointError, match="holds a model of num_layers = 2; this one has 3"):
+    with pytest.raises(CheckpointError, match="num_layers"):
         run(make_run(model__num_layers=3))
 
 
@@ -298,7 +298,7 @@ def test_a_stop_during_validation_is_saved(make_run: MakeRun) -> None:
 def test_a_resumed_run_obeys_its_new_optimizer_settings(make_run: MakeRun) -> None:
     run(make_run(schedule__name="constant", optim__lr=1e-3))
     changed = make_run(schedule__name="constant", optim__lr=1e-5, optim__weight_decay=0.5, train__steps=8)
-    trainer, seen = RunTrainer(changed, callbacks=[]), Seen()
+    trainer, seen = Trainer.from_config(changed, callbacks=[]), Seen()
     trainer.add_callback(seen)
     trainer.train()
     assert trainer.optimizer is not None
@@ -309,7 +309,7 @@ def test_a_resumed_run_obeys_its_new_optimizer_settings(make_run: MakeRun) -> No
 
 def test_the_state_of_another_optimizer_is_refused(make_run: MakeRun) -> None:
     run(make_run())
-    with pytest.raises(CheckpointError, match="optimizer torch:AdamW, and this run has whimbrel:Muon"):
+    with pytest.raises(CheckpointError, match="expected .* whimbrel:Muon, got torch:AdamW"):
         run(make_run(optim__name="muon", train__steps=8))
 
 
@@ -334,7 +334,7 @@ def test_compiling_ahead_moves_no_weight(make_run: MakeRun) -> None:
     """Also where backward itself moves them."""
     config = make_run(train__compile=True, train__compile_backend="eager", train__optimizer_in_backward=True,
                       train__tokens_per_step=128)  # fmt: skip
-    trainer = RunTrainer(config, callbacks=[])
+    trainer = Trainer.from_config(config, callbacks=[])
     before = {name: weight.clone() for name, weight in trainer.unwrapped_model().state_dict().items()}
     trainer._prepare(trainer.train_dataset, None)
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.unwrapped_model().state_dict().items())

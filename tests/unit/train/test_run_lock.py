@@ -19,7 +19,7 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.base.lock import DirectoryLock, lock_owner
 from whimbrel.checkpoint import CheckpointManager, list_checkpoints
 from whimbrel.config import dump_toml, to_table
-from whimbrel.train import RunConfig, RunTrainer, Trainer, TrainerCallback, train
+from whimbrel.train import RunConfig, Trainer, TrainerCallback, train
 
 Make = Callable[..., Any]
 MakeRun = Callable[..., RunConfig]
@@ -132,7 +132,7 @@ def test_save_outside_a_run_holds_the_lock_until_it_is_written(args: Make, fit: 
 
 def test_run_that_came_between_start_and_lock_is_noticed(make_run: MakeRun) -> None:
     """Both chose their micro-batch before there was a checkpoint to say which."""
-    late = RunTrainer(make_run(train__micro_batch=None, checkpoint__at_end=True))
+    late = Trainer.from_config(make_run(train__micro_batch=None, checkpoint__at_end=True))
     assert late.config.train.micro_batch != 4
     train(make_run(train__micro_batch=4))
     with pytest.raises(ConfigError, match="changed while this run was starting"):

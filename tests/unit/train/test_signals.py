@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from whimbrel.checkpoint import list_checkpoints, read_component
-from whimbrel.train import RunConfig, RunTrainer, Trainer, TrainerCallback, read_log, train
+from whimbrel.train import RunConfig, Trainer, TrainerCallback, read_log, train
 from whimbrel.train.callbacks import ProgressCallback
 from whimbrel.train.signals import SIGNALS, SignalHandler
 
@@ -49,13 +49,13 @@ def test_signal_finishes_the_step_and_saves(args: Make, fit: Make, number: signa
     assert {own: signal.getsignal(own) for own in SIGNALS} == before
 
 
-@pytest.mark.parametrize("kind", [Trainer, RunTrainer])
+@pytest.mark.parametrize("kind", [Trainer, "from_config"])
 def test_callbacks_add_to_the_defaults(
     kind: type[Trainer], args: Make, net: Make, data: Make, make_run: MakeRun
 ) -> None:
     own = TrainerCallback()
-    if kind is RunTrainer:
-        trainer: Trainer = RunTrainer(make_run(), callbacks=[own])
+    if kind == "from_config":
+        trainer: Trainer = Trainer.from_config(make_run(), callbacks=[own])
     else:
         trainer = Trainer(args(), net(), train_dataset=data(), callbacks=[own])
     assert [type(callback) for callback in trainer.callbacks][:2] == [type(c) for c in Trainer.default_callbacks()]

@@ -15,7 +15,7 @@ from torch import nn
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import dump_toml, to_table
-from whimbrel.train import BaseTrainer, RunConfig, RunTrainer, Trainer
+from whimbrel.train import BaseTrainer, RunConfig, Trainer
 
 Make = Callable[..., Any]
 MakeRun = Callable[..., RunConfig]
@@ -31,12 +31,12 @@ def group(tmp_path: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", [BaseTrainer, Trainer, RunTrainer])
+@pytest.mark.parametrize("kind", [BaseTrainer, Trainer, None])
 def test_one_of_several_processes_is_refused(
     kind: type, args: Make, net: Make, data: Make, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build() -> None:
-        RunTrainer(make_run()) if kind is RunTrainer else kind(args(), net(), train_dataset=data())
+        Trainer.from_config(make_run()) if kind is None else kind(args(), net(), train_dataset=data())
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="distributed training is not supported yet: .* got WORLD_SIZE=2$"):

@@ -101,7 +101,7 @@ def test_timed_saves_do_not_affect_regular_checkpoints(make_run: MakeRun, tmp_pa
 
 def test_save_timer_restarts_after_every_save(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     now, saved = [0.0], []
-    monkeypatch.setattr("whimbrel.train.driver.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("whimbrel.train.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Minute(TrainerCallback):
         def on_step_begin(self, **event: Any) -> None:

@@ -195,15 +195,15 @@ def test_the_optimizer_can_step_in_backward(args: Make, fit: Make, tmp_path: Pat
 
 
 def test_what_a_trainer_cannot_do_is_said(args: Make, net: Make) -> None:
-    with pytest.raises(ConfigError, match=r"the arguments come first and the model second: Trainer\(args, model\)"):
+    with pytest.raises(ConfigError, match=r"Trainer\(args, model\)"):
         BaseTrainer(net(), args())
-    with pytest.raises(ConfigError, match=r"args is a transformers\.TrainingArguments: give whimbrel"):
+    with pytest.raises(ConfigError, match=r"expected .* got transformers\.TrainingArguments"):
         BaseTrainer(TheirArguments(output_dir="unused", report_to=[]), net())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="model is a str: give a torch module"):
+    with pytest.raises(ConfigError, match="expected a torch.nn.Module .* got str"):
         BaseTrainer(args(), "gpt2")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="there is no model yet: model_init makes it"):
+    with pytest.raises(ConfigError, match="expected a model, got none yet"):
         BaseTrainer(args(), model_init=net).save_checkpoint()
-    with pytest.raises(ConfigError, match="needs a model: give model, or model_init"):
+    with pytest.raises(ConfigError, match="needs a model"):
         BaseTrainer(args())
     with pytest.raises(ConfigError, match=r"train\(\) needs train_dataset"):
         BaseTrainer(args(), net()).train()
@@ -253,7 +253,7 @@ def test_a_trainer_can_train_twice(args: Make, fit: Make) -> None:
 
 
 def test_a_model_that_is_given_has_its_dtype(args: Make, net: Make, fit: Make) -> None:
-    with pytest.raises(ConfigError, match="default_dtype = float64 is for a model that the trainer makes"):
+    with pytest.raises(ConfigError, match="default_dtype = float64 .* model_init"):
         BaseTrainer(args(default_dtype="float64"), net())
 
     def look(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
@@ -270,7 +270,7 @@ def test_a_model_that_is_given_has_its_dtype(args: Make, net: Make, fit: Make) -
 
 def test_a_scheduler_of_another_optimizer_is_refused(args: Make, fit: Make, net: Make) -> None:
     other = torch.optim.SGD(net().parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="sets the rates of another optimizer"):
+    with pytest.raises(ConfigError, match="expected a scheduler of this optimizer"):
         fit(args(), optimizers=(None, torch.optim.lr_scheduler.StepLR(other, 2)))
 
 
@@ -278,12 +278,12 @@ def test_a_scheduler_that_needs_a_metric_is_refused(args: Make, fit: Make, net: 
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(ConfigError, match="ReduceLROnPlateau steps by a metric"):
+    with pytest.raises(ConfigError, match="expected .* got ReduceLROnPlateau"):
         fit(args(), model, optimizers=(optimizer, plateau))
 
 
 def test_what_torch_would_not_compile_is_refused(args: Make, fit: Make) -> None:
-    with pytest.raises(ConfigError, match="passes over torch's own classes, and a Sequential is one"):
+    with pytest.raises(ConfigError, match="expected a module of your own .* got Sequential"):
         fit(
             args(torch_compile=True, compile_scope="model", torch_compile_backend="eager"),
             nn.Sequential(nn.Linear(4, 3)),

@@ -20,7 +20,7 @@ from whimbrel.precision import QuantizedWeight
 from whimbrel.train.callback import TrainerCallback
 from whimbrel.train.config import DivergenceConfig
 from whimbrel.train.device import peak_memory
-from whimbrel.train.metric import find_metric, greater_is_better
+from whimbrel.train.evaluation import find_metric, greater_is_better
 from whimbrel.train.state import TrainerControl
 
 __all__ = [
@@ -247,9 +247,9 @@ class SampleCallback(TrainerCallback):
         step = event["state"].global_step
         if step % self._every or not event["state"].is_world_process_zero:
             return None
-        event["trainer"].settle()
+        event["trainer"].flush_metrics()
         text = self._text(event["model"], step)
-        control: TrainerControl = event["trainer"].tell("on_sample", text=text, step=step)
+        control: TrainerControl = event["trainer"].dispatch("on_sample", text=text, step=step)
         return control
 
     def _text(self, model: nn.Module, step: int) -> str:

@@ -1,4 +1,4 @@
-"""The run directory: whether a run may use it, what is removed to begin anew, and the settings it keeps."""
+"""The run directory: whether a run may use it, clearing it for a restart, and `config.toml`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from whimbrel.train.config import TrainerConfig
 __all__ = ["check_directory", "clear_directory", "events_folder", "record_settings"]
 
 SETTINGS = "config.toml"
-OF_ONE_SITTING = ("resume", "overwrite_output_dir")
-"""Settings that say how a sitting begins, not what the run is: written down, they would begin the next one so too."""
+SESSION_ONLY = ("resume", "overwrite_output_dir")
+"""Settings of one `train()` call, not of the run: recorded, they would apply to the next session too."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ def check_directory(config: TrainerConfig, *, explicit: bool) -> None:
     directory, found = config.output_dir, step_folders(config.output_dir)
     if found and not (config.resume.latest or config.resume.path or config.overwrite_output_dir):
         raise ConfigError(
-            f"{directory} holds a run at step {max(found)}: resume_from_checkpoint=True goes on with it, "
-            "overwrite_output_dir=True begins anew, or name another output_dir"
+            f"{directory} already contains a run at step {max(found)}: set resume_from_checkpoint=True to resume it, "
+            "overwrite_output_dir=True to restart, or choose another output_dir"
         )
     if config.resume.latest and not found:
         level = logging.WARNING if explicit else logging.INFO
@@ -40,7 +40,7 @@ def check_directory(config: TrainerConfig, *, explicit: bool) -> None:
 
 
 def clear_directory(directory: Path) -> None:
-    """Remove what a run has written, and nothing else."""
+    """Remove the files that a run writes, and nothing else."""
     for folder in (*step_folders(directory).values(), *directory.glob("ema/step-*"), *_event_folders(directory)):
         shutil.rmtree(folder)
     for file in ("log.jsonl", SETTINGS):
@@ -48,7 +48,7 @@ def clear_directory(directory: Path) -> None:
 
 
 def events_folder(directory: Path) -> str | None:
-    """Where earlier sittings wrote TensorBoard events: as the settings of the run say, else in a folder of its own."""
+    """Where earlier sessions wrote TensorBoard events: from `config.toml`, or the default folder; None: nowhere."""
     table = load_toml(directory / SETTINGS) if (directory / SETTINGS).exists() else {}
     folders = _event_folders(directory)
     given: str | None = table.get("log", {}).get("dir")
@@ -56,30 +56,30 @@ def events_folder(directory: Path) -> str | None:
 
 
 def record_settings(config: TrainerConfig, *, resumed: bool) -> None:
-    """Write `config.toml`; of a run that goes on, say what is not as it was."""
+    """Write `config.toml`; in a resumed run, warn of settings that changed."""
     path = config.output_dir / SETTINGS
-    table = {name: value for name, value in to_table(config).items() if name not in OF_ONE_SITTING}
+    table = {name: value for name, value in to_table(config).items() if name not in SESSION_ONLY}
     if resumed and path.exists():
         for change in _changes(load_toml(path), table):
-            logger.warning("changed since the run began: %s", change)
+            logger.warning("Changed since the run started: %s", change)
     with atomic_file(path, "w") as file:
         file.write(dump_toml(table))
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any], section: str = "") -> list[str]:
-    """Settings that differ between two tables, in words."""
+    """The settings that differ between two tables, as messages."""
     found = []
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) or isinstance(new, dict):
             found += _changes(old or {}, new or {}, f"{section}{name}.")
         elif old != new:
-            found.append(f"{section}{name} was {old} and is {new}")
+            found.append(f"{section}{name} was {old}, now {new}")
     return found
 
 
 def _event_folders(directory: Path) -> list[Path]:
-    """Folders that hold TensorBoard events alone and are named as the arguments name them, oldest first."""
+    """Default folders that contain only TensorBoard events, oldest first."""
     return sorted(
         path
         for path in directory.glob("runs/*_*")

@@ -1,0 +1,534 @@
+"""Builds the parts of a trainer from its configuration: model, data, optimizer, scheduler, callbacks.
+
+The order in which a model is wrapped is fixed in `wrap_model`: quantized, fp8 or fake-quantized linears -> device ->
+activation checkpointing -> compile. A checkpoint is loaded after all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from whimbrel.base.errors import CheckpointError, ConfigError, DataError, WhimbrelError
+from whimbrel.base.progress import format_bytes
+from whimbrel.checkpoint import list_checkpoints
+from whimbrel.checkpoint import read_manifest as read_checkpoint_manifest
+from whimbrel.data import TokenDataLoader, read_manifest
+from whimbrel.data.shards import has_split
+from whimbrel.distributed import (
+    activation_memory_budget,
+    apply_activation_checkpointing,
+    find_blocks,
+    offload_activations,
+)
+from whimbrel.model_io import load_model
+from whimbrel.model_io import load_tokenizer as load_model_tokenizer
+from whimbrel.models import GPT
+from whimbrel.ops.compiler import check_compiler
+from whimbrel.optim import (
+    Careful,
+    Composed,
+    OptimConfig,
+    RoutedParameter,
+    Schedule,
+    build_optimizer,
+    lr_factor,
+    project_in_backward,
+    route_parameters,
+    step_in_backward,
+)
+from whimbrel.precision import PrecisionPlan, QuantizedWeight, prepare, sdpa_backends, torch_switches
+from whimbrel.tokenization import Tokenizer, load_tokenizer
+from whimbrel.train.arguments import no_tokenizer_parallelism
+from whimbrel.train.batches import TokenBatches, accumulation_steps, default_micro_batch
+from whimbrel.train.callbacks import (
+    DivergenceCallback,
+    EarlyStoppingCallback,
+    EmaCallback,
+    MemoryCallback,
+    NormsCallback,
+    ProfilerCallback,
+    SampleCallback,
+)
+from whimbrel.train.checkpointing import check_savable
+from whimbrel.train.config import RunConfig, TrainerConfig
+from whimbrel.train.device import choose_device
+from whimbrel.train.objectives import Objective
+from whimbrel.train.step import Scheduler
+
+__all__ = [
+    "OptimizerChoice",
+    "RunParts",
+    "Sampler",
+    "SchedulerChoice",
+    "build_run",
+    "check_run_directory_unchanged",
+    "choose_micro_batch",
+    "compile_ahead",
+    "create_optimizer",
+    "create_scheduler",
+    "flops_per_token",
+    "init_model",
+    "routed_parameters",
+    "seed_everything",
+    "set_compile_cache",
+    "torch_settings",
+    "wrap_model",
+]
+
+logger = logging.getLogger(__name__)
+
+COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+MAX_EPOCHS_PER_STEP = 16
+"""Maximum number of epochs in one optimizer step; more is a mistake in the settings."""
+ADAM_BYTES_PER_PARAMETER = 16
+"""Weight, gradient and two moments in fp32."""
+
+OptimizerChoice = Optimizer | OptimConfig | str | Callable[..., Optimizer] | None
+SchedulerChoice = Scheduler | str | None
+Sampler = Callable[[GPT, Tokenizer, int], str]
+"""`(model, tokenizer, step) -> text`: generates a sample during training."""
+
+
+# A run from a configuration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """The parts of a trainer over token shards."""
+
+    config: RunConfig
+    """The configuration with its length in steps and its steps in micro-batches."""
+    recorded_config: RunConfig
+    """The configuration as given, with device and micro-batch filled in: what `config.toml` records."""
+    model: GPT
+    train_loader: TokenDataLoader
+    eval_loader: TokenDataLoader | None
+    tokenizer: Tokenizer | None
+    callbacks: list[Any]
+
+
+def build_run(config: RunConfig, sampler: Sampler | None = None) -> RunParts:
+    """Build every part that a configuration describes; `sampler` generates the text for `[sample]`."""
+    device = choose_device(config.train.device)
+    config = _with_recorded_micro_batch(config)
+    model = _initial_model(config)
+    micro_batch = choose_micro_batch(config, model, device)
+    loader = _build_train_loader(config, device, micro_batch)
+    recorded = replace(config, train=replace(config.train, micro_batch=micro_batch, device=str(device)))
+    tokenizer = _find_tokenizer(config, loader.eot_id)
+    return RunParts(
+        config=_in_steps(recorded, TokenBatches(loader, device)),
+        recorded_config=recorded,
+        model=model,
+        train_loader=loader,
+        eval_loader=_build_eval_loader(config, device, micro_batch),
+        tokenizer=tokenizer,
+        callbacks=_build_callbacks(config, tokenizer, sampler),
+    )
+
+
+def _initial_model(config: RunConfig) -> GPT:
+    """The model with the weights in `model.path`, or else with random ones."""
+    path = config.model.path
+    resumes = config.resume.path is not None or (
+        not config.overwrite_output_dir and bool(list_checkpoints(config.output_dir))
+    )
+    if path is None or (resumes and not path.exists()):  # a checkpoint replaces the weights anyway
+        return init_model(config)
+    _check_host_memory(config)
+    model = load_model(path, dtype=getattr(torch, config.train.default_dtype or "float32"))
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedWeight):
+            raise ConfigError(
+                f"expected unquantized weights in model.path = {path}, got {parameter.format.name} for {name}: start "
+                "from the original model"
+            )
+    _warn_of_other_tokenizer(config.data.path, path)
+    return model
+
+
+def _warn_of_other_tokenizer(data: Path, model: Path) -> None:
+    """Warn if the shards were made with another tokenizer than the model was trained with."""
+    manifest = read_manifest(data)
+    try:
+        tokenizer = load_model_tokenizer(model)
+    except (WhimbrelError, OSError):
+        return  # the model has no tokenizer that can be read
+    if manifest is not None and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
+        logger.warning(
+            "the tokenizer of model.path = %s differs from that of the shards in %s: prepare the text with --tokenizer "
+            "%s unless they are equivalent", model, data, model,
+        )  # fmt: skip
+
+
+def init_model(config: RunConfig) -> GPT:
+    """A model with random weights from `train.seed`, on torch's default device (CPU weights are reproducible)."""
+    _check_host_memory(config)
+    torch.manual_seed(config.train.seed)
+    with torch_switches(default_dtype=config.train.default_dtype):
+        return GPT(config.model.architecture)
+
+
+def _check_host_memory(config: RunConfig) -> None:
+    itemsize = torch.empty(0, dtype=getattr(torch, config.train.default_dtype or "float32")).itemsize
+    needed, memory = config.model.matrix_parameters * itemsize, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise ConfigError(
+            f"the model has {config.model.matrix_parameters:,} parameters ({format_bytes(needed)}), more than this "
+            f"machine's memory ({format_bytes(memory)}): choose a smaller model, or train.default_dtype = 'bfloat16'"
+        )
+
+
+def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device) -> int:
+    """`train.micro_batch`, or the largest that fits beside weights, gradients, optimizer and a chunk of logits."""
+    if config.train.micro_batch is not None:
+        return config.train.micro_batch
+    return default_micro_batch(
+        config.model,
+        config.tokens_per_step,
+        config.sequence_length,
+        device,
+        itemsize=4 if config.train.precision == "fp32" else 2,
+        reserve=ADAM_BYTES_PER_PARAMETER * model.num_parameters() + 2 * 2**30,
+    )
+
+
+def check_run_directory_unchanged(requested: RunConfig, micro_batch: int | None) -> None:
+    """Raise ConfigError if another run has written a checkpoint with another micro-batch since this one was built."""
+    if _with_recorded_micro_batch(requested).train.micro_batch not in (None, micro_batch):
+        raise ConfigError(f"{requested.output_dir} changed while this run was starting: start it again")
+
+
+def _with_recorded_micro_batch(config: RunConfig) -> RunConfig:
+    """Resume with the micro-batch of the checkpoint unless one is set: free memory must not change the sums."""
+    if config.train.micro_batch is not None or config.overwrite_output_dir:
+        return config
+    resume_path = config.resume.path
+    for path in [resume_path] if resume_path is not None else reversed(list_checkpoints(config.output_dir).values()):
+        try:
+            recorded = read_checkpoint_manifest(path).about.get("micro_batch")
+        except CheckpointError:
+            continue  # damaged: loading skips it too, with a warning
+        if isinstance(recorded, int) and config.tokens_per_step % (recorded * config.sequence_length) == 0:
+            return replace(config, train=replace(config.train, micro_batch=recorded))
+        break
+    return config
+
+
+def _in_steps(config: RunConfig, batches: TokenBatches) -> RunConfig:
+    """The same run with its length in steps and its steps in micro-batches."""
+    train = config.train
+    assert train.micro_batch is not None
+    accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length)
+    if train.tokens is not None:
+        steps = train.tokens // config.tokens_per_step
+    else:
+        steps = train.steps if train.steps is not None else batches.steps_for(train.epochs or 0.0, accumulation)
+    return replace(
+        config,
+        train=replace(train, steps=steps, tokens=None, epochs=None, tokens_per_step=None, accumulation=accumulation),
+    )
+
+
+def _build_train_loader(config: RunConfig, device: torch.device, micro_batch: int) -> TokenDataLoader:
+    """The training tokens; a token id outside the model's vocabulary raises when it is read."""
+    loader = TokenDataLoader(
+        config.data.path,
+        micro_batch,
+        config.sequence_length,
+        device=device,
+        seed=config.data.shuffle_seed,
+        documents=config.data.documents,
+        eot_id=config.data.eot_id,
+        vocab_size=config.model.vocab_size,
+        verify=config.data.verify,
+    )
+    if config.tokens_per_step > MAX_EPOCHS_PER_STEP * loader.total_tokens:
+        raise ConfigError(
+            f"train.tokens_per_step = {config.tokens_per_step:,} is over {MAX_EPOCHS_PER_STEP} epochs of the "
+            f"{loader.total_tokens:,} training tokens in {config.data.path}: lower it or prepare more text"
+        )
+    return loader
+
+
+def _build_eval_loader(config: RunConfig, device: torch.device, micro_batch: int) -> TokenDataLoader | None:
+    """The held-out tokens in their order on disk; None if there are none and validation is not requested."""
+    path = config.validation.path or config.data.path
+    requested = config.validation.path is not None or config.validation.every is not None
+    if not requested and not has_split(path, "val"):
+        return None
+    loader = TokenDataLoader(
+        path,
+        config.validation.micro_batch or micro_batch,
+        config.sequence_length,
+        split="val",
+        device=device,
+        documents="join" if config.data.documents == "join" else "mask",
+        eot_id=config.data.eot_id,
+        vocab_size=config.model.vocab_size,
+        verify=config.data.verify,
+    )
+    _warn_of_shared_shards(config.data.path, path)
+    tokens = config.validation.tokens or loader.total_tokens
+    if min(tokens, loader.total_tokens - 1) < loader.T:
+        raise ConfigError(
+            f"validation has {tokens} tokens in {path}, fewer than one sequence of {loader.T}: hold out more, or lower "
+            "data.sequence_length"
+        )
+    return loader
+
+
+def _warn_of_shared_shards(training: Path, validation: Path) -> None:
+    """Warn if a validation shard is identical to a training shard, by the hashes in the manifests."""
+    manifests = read_manifest(training), read_manifest(validation)
+    if manifests[0] is None or manifests[1] is None:
+        return
+    trained = {shard.sha256: shard.file for shard in manifests[0].of_split("train")}
+    for shard in manifests[1].of_split("val"):
+        if shard.sha256 in trained:
+            logger.warning(
+                "validation shard %s has the same content as training shard %s: the validation loss measures "
+                "memorization", validation / shard.file, training / trained[shard.sha256],
+            )  # fmt: skip
+
+
+def _find_tokenizer(config: RunConfig, eot_id: int) -> Tokenizer | None:
+    """The tokenizer of the shards, to be saved in checkpoints; None if it is not known."""
+    path = config.data.path
+    manifest, has_file = read_manifest(path), (path / "tokenizer.json").exists()
+    tokenizer = load_tokenizer(path if has_file else "gpt2")
+    vocab_size = tokenizer.vocab_size if manifest is None else manifest.tokenizer.vocab_size
+    if manifest is None and tokenizer.eot_id != eot_id:
+        return None
+    if manifest is not None and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
+        if not has_file:
+            return None
+        raise DataError(f"{path / 'tokenizer.json'} is not the tokenizer that its shards were made with: restore it")
+    if vocab_size > config.model.vocab_size and config.model.path is not None:
+        raise ConfigError(
+            f"expected shards with the vocabulary of model.path ({config.model.vocab_size} tokens), got {vocab_size} "
+            f"in {path}: prepare the text with --tokenizer {config.model.path}"
+        )
+    if vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"{path} was made with a vocabulary of {vocab_size} tokens and model.vocab_size is "
+            f"{config.model.vocab_size}: set --model.vocab_size={vocab_size}, or prepare with another tokenizer"
+        )
+    return tokenizer
+
+
+def _build_callbacks(config: RunConfig, tokenizer: Tokenizer | None, sampler: Sampler | None) -> list[Any]:
+    """The callbacks that the configuration enables."""
+    log, checkpoint = config.log, config.checkpoint
+    found: list[Any] = []
+    if config.sample.every is not None:
+        if sampler is None:
+            raise ConfigError("sample.every needs a sampler: pass sampler= to train(), or leave sample.every out")
+        if tokenizer is None:
+            raise ConfigError(f"sample.every needs the tokenizer, but {config.data.path} has no tokenizer.json")
+        found.append(
+            SampleCallback(lambda model, step: sampler(cast(GPT, model), tokenizer, step), config.sample.every)
+        )
+    if config.ema.decay is not None:
+        found.append(EmaCallback(config.ema.decay, config.ema.every))
+    if config.divergence.action is not None:
+        found.append(DivergenceCallback(config.divergence))
+    if config.early_stopping.patience is not None:
+        found.append(
+            EarlyStoppingCallback(
+                config.early_stopping.patience, config.early_stopping.threshold, checkpoint.metric,
+                checkpoint.greater_is_better,
+            )
+        )  # fmt: skip
+    if log.every is not None:
+        found.append(MemoryCallback())
+    if log.norms is not None:
+        found.append(NormsCallback(log.norms))
+    if log.profile is not None:
+        found.append(ProfilerCallback(*log.profile))
+    return found
+
+
+# Parts of every trainer
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_compile_cache() -> None:
+    """Keep compiled code in ~/.cache/whimbrel for the next run, instead of /tmp.
+
+    Call it before any other part of a run: torch reads the variable once, and building an optimizer is enough for that.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "whimbrel" / "compiled"
+    os.environ.setdefault(COMPILE_CACHE, str(cache))
+
+
+def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device) -> None:
+    """Convert linears, move the model to `device`, apply activation checkpointing and compile, all in place."""
+    train = config.train
+    if train.linears is not None:
+        alignment = None if train.fp8_recipe is None else train.fp8_dim_alignment
+        prepare(model, train.linears, device=device, precision=train.precision, alignment=alignment)
+    model.to(device)
+    if train.recompute != "none":
+        apply_activation_checkpointing(model, train.recompute, compiled=train.compile)
+    if train.compile:
+        _compile(model, config, device)
+
+
+def _compile(model: nn.Module, config: TrainerConfig, device: torch.device) -> None:
+    """Compile in place. With the scope "block" all blocks share the graph of the first, since they share their code."""
+    if config.train.compile_backend == "inductor":
+        check_compiler(device, "train.compile (torch_compile)")
+    settings = {"backend": config.train.compile_backend, "mode": config.train.compile_mode}
+    if settings["mode"] == "default":
+        del settings["mode"]  # torch refuses a mode for backends other than inductor
+    for part in find_blocks(model) if config.train.compile_scope == "block" else [model]:
+        if type(part).__module__.startswith("torch.nn."):
+            raise ConfigError(
+                f"expected a module of your own to compile, got {type(part).__name__}, which torch.compile skips: put "
+                "it into one, choose another compile_scope, or turn train.compile (torch_compile) off"
+            )
+        part.compile(**settings)
+
+
+def compile_ahead(
+    model: nn.Module, objective: Objective, loader: TokenDataLoader, precision: PrecisionPlan, device: torch.device
+) -> None:
+    """Compile with one forward and backward pass on zeros; leaves no gradients in the model."""
+    x = torch.zeros(loader.B, loader.T, dtype=torch.int64, device=device)
+    with precision.autocast():
+        loss = objective(model, (x, x), torch.ones((), device=device)).loss
+    assert loss is not None
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    torch.autograd.grad(loss, parameters, allow_unused=True)  # unlike backward(), it triggers no gradient hooks
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def torch_settings(config: TrainerConfig, device: torch.device) -> Iterator[None]:
+    """Torch's global switches, attention kernels and activation offloading as configured; restored afterwards."""
+    train = config.train
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            torch_switches(
+                matmul_precision=train.matmul_precision,
+                detect_anomaly=train.detect_anomaly,
+                recompile_limit=train.recompile_limit,
+                deterministic=train.deterministic,
+            )
+        )
+        stack.enter_context(sdpa_backends(train.sdpa_backend, set_priority=train.sdpa_set_priority))
+        if train.activation_offloading:
+            stack.enter_context(offload_activations(device))
+        if isinstance(train.recompute, float):
+            stack.enter_context(activation_memory_budget(train.recompute))
+        stack.enter_context(no_tokenizer_parallelism(config.loader.workers))
+        yield
+
+
+def create_optimizer(
+    model: nn.Module, config: TrainerConfig, choice: OptimizerChoice, *, accumulation: int = 1
+) -> Optimizer:
+    """The optimizer that was passed in or named, or that the settings describe; wrapped if it steps in backward."""
+    check_savable(model)  # before anything is trained that could not be saved
+    if choice is not None and not isinstance(choice, str) and config.optim != OptimConfig(lr=config.optim.lr):
+        logger.warning("an optimizer was passed in: optimizer settings of the arguments do not apply")
+    if isinstance(choice, Optimizer):
+        optimizer = choice
+    elif callable(choice):
+        optimizer = choice([p for p in model.parameters() if p.requires_grad])
+    else:
+        settings = config.optim if choice is None else config.optim.named(choice) if isinstance(choice, str) else choice
+        if config.train.optimizer_in_backward and settings.listens_to("start") and settings.start is None:
+            settings = replace(
+                settings, start="random"
+            )  # bases from the first gradients would need all of them at once
+        optimizer = build_optimizer(settings, routed_parameters(model), seed=config.train.seed)
+        if isinstance(optimizer, Careful):
+            optimizer.skip_nonfinite = False  # the trainer checks loss and norm itself, without waiting for the device
+    return _in_backward(optimizer, model, config, accumulation) if config.train.optimizer_in_backward else optimizer
+
+
+def _in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, accumulation: int) -> Optimizer:
+    """Project gradients in backward if the optimizer needs only projections, else step there.
+
+    Raises ConfigError for settings that need all gradients at once.
+    """
+    train = config.train
+    conflicts = {"train.precision = fp16": train.precision == "fp16"}
+    if isinstance(optimizer, Composed) and optimizer.projects:
+        reason = "train.optimizer_in_backward projects gradients before their scale is known"
+    else:
+        reason = "train.optimizer_in_backward updates weights before all gradients are known"
+        conflicts |= {
+            f"{accumulation} micro-batches a step": accumulation > 1,
+            f"train.clip = {train.clip} (max_grad_norm)": train.clip is not None,
+            "train.on_nonfinite = skip": train.on_nonfinite == "skip",
+            f"train.projected_linears, as {type(optimizer).__name__} needs full gradients": train.projected_linears,
+        }
+    for name in (name for name, given in conflicts.items() if given):
+        raise ConfigError(f"{reason}, which does not work with {name}: turn one of them off")
+    if isinstance(optimizer, Composed) and optimizer.projects:
+        return project_in_backward(
+            optimizer, accumulation=accumulation, model=model if train.projected_linears else None
+        )
+    return step_in_backward(optimizer)
+
+
+def routed_parameters(model: nn.Module) -> list[RoutedParameter]:
+    """Each parameter with its role, and for a GPT the rows of the matrices that are fused in one weight."""
+    splits: dict[str, tuple[int, ...]] = {}
+    if isinstance(model, GPT):
+        config = model.config
+        q, kv = config.num_heads * config.head_width, config.kv_heads * config.head_width
+        for name, _ in model.named_parameters():
+            if "c_attn" in name and name.endswith("weight"):
+                splits[name] = (q, kv, kv)
+            elif "c_fc" in name and name.endswith("weight") and config.gated_mlp:
+                splits[name] = (config.mlp_width, config.mlp_width)
+    return route_parameters(model, splits)
+
+
+def create_scheduler(optimizer: Optimizer, config: TrainerConfig, total: int, choice: SchedulerChoice) -> Scheduler:
+    """The scheduler that was passed in or named, or that the settings describe, for `total` steps."""
+    if isinstance(choice, ReduceLROnPlateau):
+        raise ConfigError("expected a scheduler that steps by count, got ReduceLROnPlateau: pass another, or a name")
+    if choice is not None and not isinstance(choice, str):
+        if getattr(choice, "optimizer", optimizer) is not optimizer:
+            raise ConfigError("expected a scheduler of this optimizer, got one of another: pass both together")
+        return choice
+    schedule = config.schedule if choice is None else config.schedule.named(choice)
+    return Schedule(optimizer, lambda step: lr_factor(schedule, step, total))
+
+
+def flops_per_token(model: nn.Module, num_tokens: int) -> float:
+    """Operations of one forward and backward pass per token in sequences of `num_tokens`.
+
+    6 per parameter, and attention if the model's config has `num_hidden_layers` and `hidden_size`.
+    """
+    if isinstance(model, GPT):
+        return model.flops_per_token(num_tokens)
+    config = getattr(model, "config", None)
+    layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+    attention = 12 * layers * width * num_tokens if isinstance(layers, int) and isinstance(width, int) else 0
+    return 6 * sum(p.numel() for p in model.parameters()) + attention

@@ -1,0 +1,729 @@
+"""What a checkpoint contains: model, optimizer, scheduler, trainer state, dataset position, RNG and callbacks.
+
+The model part is a directory that `transformers` loads, if it knows the kind of model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError
+from whimbrel.base.files import atomic_directory
+from whimbrel.checkpoint import (
+    CheckpointManager,
+    DirectoryStateful,
+    Manifest,
+    RNGState,
+    SharingPattern,
+    StateComponent,
+    step_folders,
+    write_tensors,
+)
+from whimbrel.checkpoint import checkpoint_path as find_checkpoint
+from whimbrel.config import to_table
+from whimbrel.model_io import load_weights, save_model, weight_state
+from whimbrel.models import GPT
+from whimbrel.optim import InBackward, Schedule, restore_optimizer
+from whimbrel.precision import PrecisionPlan, QuantizedWeight
+from whimbrel.tokenization import Tokenizer
+from whimbrel.train.callback import Callbacks
+from whimbrel.train.config import RunConfig, TrainerConfig
+from whimbrel.train.hf_compat import accepted_keywords, overrides
+from whimbrel.train.run_directory import clear_directory, events_folder, record_settings
+from whimbrel.train.state import Tally, TrainerControl, TrainerState
+from whimbrel.train.step import Scheduler
+
+__all__ = ["CheckpointMethods", "check_savable", "model_state"]
+
+logger = logging.getLogger(__name__)
+
+REQUIRED_STATE = ("global_step", "epoch_start_step", "raw_epoch", "num_input_tokens_seen", "total_flos")
+"""Fields of TrainerState that a resume needs."""
+OPTIONAL_STATE = ("epoch", "best_metric", "best_global_step", "best_model_checkpoint")
+"""Fields that a resume restores if the checkpoint has them."""
+SCHEDULED_RATES = ("lr", "initial_lr")
+"""Group entries that a torch scheduler computes: they belong to its state, not to the settings of the optimizer."""
+IGNORED_ENTRIES = ("architectures", "dtype", "problem_type", "torch_dtype", "transformers_version", "use_cache")
+"""Config entries that may change on resume: they do not affect the function that the model computes."""
+IGNORED_SUBSTRINGS = ("drop", "token_id", "output_", "return_dict", "label2id", "id2label", "initializer")
+"""Substrings of the names of such entries; a different dropout rate changes the training, not the model."""
+
+
+class CheckpointMethods:
+    """The methods of a trainer that save and load: `BaseTrainer` inherits them and sets the attributes below."""
+
+    config: TrainerConfig
+    args: Any
+    device: torch.device
+    model: nn.Module | None
+    processing_class: Any
+    optimizer: Optimizer | None
+    lr_scheduler: Scheduler | None
+    train_dataloader: Any
+    precision: PrecisionPlan
+    callbacks: Callbacks
+    state: TrainerState
+    control: TrainerControl
+    tally: Tally
+    checkpoint_manager: CheckpointManager
+    resumed_from: Path | None = None
+    """The checkpoint that this trainer was loaded from."""
+    deferred: set[str]
+    """Actions due at this step ("evaluate", "save") that were deferred because the run had to stop at once."""
+
+    _recorded_config: TrainerConfig
+    """What `config.toml` records."""
+    _from_config: bool
+    """Whether the trainer was given a config, where resuming is the default, and not arguments."""
+    _last_metric: tuple[int, float] | None = None
+    """The step and the value of the last best-model metric."""
+    _optimizer_states: tuple[OptimizerState, SchedulerState] | None = None
+    _history_lines: list[str]
+    """`state.log_history` as JSON, so that a save encodes only new entries."""
+    _states_being_saved: dict[int, TrainerState]
+
+    def dispatch(self, event: str, *, state: TrainerState | None = None, **keywords: Any) -> TrainerControl:
+        """Dispatch an event to the callbacks; see BaseTrainer."""
+        raise NotImplementedError
+
+    def flush_metrics(self) -> None:
+        """Wait for the metrics of all steps so far; see BaseTrainer."""
+        raise NotImplementedError
+
+    def unwrapped_model(self) -> nn.Module:
+        """The model as it was passed in, without wrappers from compiling or sharding."""
+        if self.model is None:
+            raise ConfigError("expected a model, got none yet: model_init is called when training or evaluation starts")
+        return getattr(self.model, "_orig_mod", self.model)
+
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Write only the weights and processing_class; existing files are replaced only with overwrite_output_dir.
+
+        `_internal_call` is ignored; overrides may pass it on.
+        """
+        del _internal_call
+        target = self.config.output_dir if output_dir is None else Path(output_dir)
+        export_model(self.unwrapped_model(), self.processing_class, target, overwrite=self.config.overwrite_output_dir)
+
+    def save_checkpoint(self, checkpoint_path: str | Path | None = None, *, temporary: bool = False) -> Path:
+        """Save the complete state; with async_save files are written in the background, until `on_save`.
+
+        Waits for the metrics of all steps so far, so that no non-finite state is saved. A step is saved only once. A
+        temporary checkpoint is removed once a newer one exists, and is never best.
+        """
+        self.flush_metrics()
+        metric = None
+        if self._last_metric is not None and self._last_metric[0] == self.state.global_step and not temporary:
+            metric = self._last_metric[1]
+        path, step = None if checkpoint_path is None else Path(checkpoint_path), self.state.global_step
+        if self.state.best_global_step == step and not temporary:
+            self.state.best_model_checkpoint = str(path or find_checkpoint(self.checkpoint_manager.run, step))
+        while len(self._states_being_saved) > 3:  # of saves that failed
+            del self._states_being_saved[min(self._states_being_saved)]
+        self._states_being_saved[step] = dataclasses.replace(self.state, log_history=list(self.state.log_history))
+        saved = self.checkpoint_manager.save(
+            step, self.get_state_components(), metric=metric, about=self._about(), path=path, temporary=temporary
+        )
+        if self.callbacks.expect_saved_model:
+            self.checkpoint_manager.settle()
+        return saved
+
+    def load_checkpoint(self, checkpoint_path: str | Path | None = None) -> Path:
+        """Load the complete state; None: the newest complete checkpoint. A part that does not fit raises."""
+        manager, path = self.checkpoint_manager, None if checkpoint_path is None else Path(checkpoint_path)
+        manifest = manager.load(
+            self.get_state_components(), path, skip=self.config.resume.skip,
+            check=partial(check_model, self.unwrapped_model()),
+        )  # fmt: skip
+        self.resumed_from = path or find_checkpoint(manager.run, manifest.step)
+        return self.resumed_from
+
+    def get_state_components(self) -> list[StateComponent]:
+        """All components of a checkpoint, in order. Files from an overridden `save_model` go to their own folder."""
+        shared, per_rank = SharingPattern.GLOBAL, SharingPattern.PER_RANK
+        parts = [StateComponent("model", model_state(self.unwrapped_model(), self.processing_class), shared)]
+        if self.optimizer is not None and self.lr_scheduler is not None:
+            optimizer, scheduler = self._optimizer_components()
+            parts.append(StateComponent("optimizer", optimizer, shared, required=False))
+            parts.append(StateComponent("scheduler", scheduler, shared, required=False))
+        parts.append(StateComponent("trainer", self, shared))
+        if self.train_dataloader is not None:
+            pattern = self._get_dataset_sharing_pattern()
+            parts.append(StateComponent("dataset", self.train_dataloader, pattern, required=False))
+        parts.append(StateComponent("rng", RNGState(), per_rank, required=False))
+        parts.append(StateComponent("callbacks", self.callbacks, shared, required=False))
+        if overrides(self, "save_model"):
+            save = partial(self.save_model, **accepted_keywords(self.save_model, {"_internal_call": True}))
+            files = SaveModelFiles(save, self.config.output_dir)
+            parts.append(StateComponent("save_model", files, shared, required=False))
+        return parts
+
+    def _optimizer_components(self) -> tuple[OptimizerState, SchedulerState]:
+        """The components of optimizer and scheduler, which record their initial settings when they are created."""
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
+        states = self._optimizer_states
+        if states is None or states[0].optimizer is not self.optimizer or states[1].scheduler is not self.lr_scheduler:
+            states = self._optimizer_states = OptimizerState(self.optimizer), SchedulerState(self.lr_scheduler)
+        return states
+
+    def _get_dataset_sharing_pattern(self) -> SharingPattern:
+        return SharingPattern.GLOBAL
+
+    def get_process_groups(self) -> dict[str, Any]:
+        """Process groups that components can be shared in, by name."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Progress, log history (as lines of JSON), running sums and, under fp16, the loss scale."""
+        state: dict[str, Any] = {name: getattr(self.state, name) for name in (*REQUIRED_STATE, *OPTIONAL_STATE)}
+        history = self.state.log_history
+        del self._history_lines[len(history) :]
+        self._history_lines += [json.dumps(entry) for entry in history[len(self._history_lines) :]]
+        state["log_history"] = "\n".join(self._history_lines)  # one string: a long history does not slow down a save
+        state["tally"] = dataclasses.asdict(self.tally)
+        if self.deferred:
+            state["deferred"] = sorted(self.deferred)
+        if self.precision.scaler is not None:
+            state["grad_scaler"] = self.precision.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()`."""
+        for name in (*REQUIRED_STATE, *(name for name in OPTIONAL_STATE if name in state)):
+            setattr(self.state, name, state[name])
+        self._history_lines = state.get("log_history", "").splitlines()
+        self.state.log_history = [json.loads(line) for line in self._history_lines]
+        self.tally = Tally(**state.get("tally", {}))
+        self.deferred = set(state.get("deferred", ()))
+        if self.precision.scaler is not None and "grad_scaler" in state:
+            self.precision.load_state_dict(state["grad_scaler"])
+
+    def _about(self) -> dict[str, Any]:
+        """Facts about the run for the checkpoint's manifest."""
+        settings = json.dumps(to_table(self.config), sort_keys=True)
+        digest = hashlib.sha256(settings.encode()).hexdigest()
+        about = {"config_hash": digest, "model": model_identity(self.unwrapped_model())}
+        return about | ({"micro_batch": self.config.train.micro_batch} if isinstance(self.config, RunConfig) else {})
+
+    def _resume(self) -> None:
+        """Load the requested checkpoint, or clear the directory for a restart; record the settings."""
+        config = self.config
+        if config.resume.path is not None:
+            self.load_checkpoint(self._resolve_checkpoint(config.resume.path))
+        elif config.overwrite_output_dir and (self._from_config or not config.resume.latest):
+            clear_directory(config.output_dir)
+        elif step_folders(config.output_dir):
+            self.load_checkpoint()
+        if config.log.dir is None:
+            self.args.logging_dir = events_folder(config.output_dir) or self.args.logging_dir
+        self.checkpoint_manager.tidy(self.state.global_step)
+        if self.state.global_step < self.state.max_steps:
+            record_settings(self._recorded_config, resumed=self.resumed_from is not None)
+
+    def _resolve_checkpoint(self, path: Path) -> Path:
+        """A checkpoint path, also by its name in `transformers`: `output_dir/checkpoint-500`."""
+        run = self.config.output_dir
+        found = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        ours = None if found is None else find_checkpoint(run, int(found[1]))
+        return ours if ours is not None and not path.exists() and ours.exists() and path.parent == run else path
+
+    def _reserve_save_memory(self) -> None:
+        """Allocate the pinned memory of asynchronous saves once the optimizer has its state, so that no save waits."""
+        if self.config.checkpoint.asynchronous and self.device.type == "cuda":
+            parts = [part for part in self.get_state_components() if part.key != "save_model"]
+            self.checkpoint_manager.reserve(parts)
+
+    def _dispatch_finished_saves(self) -> bool:
+        """Dispatch `on_save` for completed saves, with the state of the saved step; returns whether there were any."""
+        finished = list(self.checkpoint_manager.finished())
+        for saved in finished:
+            state = self._states_being_saved.pop(saved.step, None)
+            self.dispatch("on_save", state=state, checkpoint=saved.path, step=saved.step)
+        return bool(finished)
+
+    def _load_best(self) -> None:
+        """Load the weights of the best checkpoint, if it is not the last step."""
+        best = self.checkpoint_manager.best()
+        if best is not None and best != find_checkpoint(self.checkpoint_manager.run, self.state.global_step):
+            logger.info("Loading the best model from %s", best)
+            (model,) = (part for part in self.get_state_components() if part.key == "model")
+            self.checkpoint_manager.load_component(model, best)
+
+
+# Model
+
+
+def model_state(model: nn.Module, processing_class: Any = None) -> DirectoryStateful:
+    """The checkpoint component of a model, by its kind: GPT, transformers, PEFT, or any module."""
+    check_savable(model)
+    if isinstance(model, GPT):
+        return GPTState(model, processing_class)
+    if not hasattr(model, "save_pretrained"):
+        return ModuleState(model, processing_class)
+    if _has_adapters(model):
+        return AdapterState(model, processing_class)
+    return (PretrainedState if _is_transformers_model(model) else SelfSavingState)(model, processing_class)
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    """Whether it is a PEFT model, or a transformers model with an adapter."""
+    return hasattr(model, "peft_config") and hasattr(model, "save_pretrained")
+
+
+def _is_transformers_model(model: nn.Module) -> bool:
+    return any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(model).__mro__
+    )
+
+
+def check_savable(model: nn.Module) -> None:
+    """Raise PrecisionError for quantized weights in a model other than GPT: its own library could not load them.
+
+    Under an adapter they are frozen, and not saved.
+    """
+    for name, parameter in () if isinstance(model, GPT) else model.named_parameters():
+        if isinstance(parameter, QuantizedWeight) and (parameter.requires_grad or not _has_adapters(model)):
+            raise PrecisionError(
+                f"expected unquantized weights in a {type(model).__name__}, got {parameter.format.name} for {name}: "
+                "call dequantize_ on the model, or train a GPT (whimbrel.load_model)"
+            )
+
+
+def export_model(model: nn.Module, processing_class: Any, target: Path, *, overwrite: bool) -> None:
+    """Write a model directory to `target`; existing files are replaced only with `overwrite`.
+
+    A new directory appears atomically.
+    """
+    state = model_state(model, processing_class)
+    if not target.exists():
+        with atomic_directory(target) as folder:
+            state.save_directory(state.state_dict(), folder)
+        return
+    staged = target / ".model"
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        with atomic_directory(staged) as folder:
+            state.save_directory(state.state_dict(), folder)
+        existing = [path.name for path in staged.iterdir() if (target / path.name).exists()]
+        if existing and not overwrite:
+            raise ConfigError(
+                f"{target} already contains a model ({existing[0]}): set overwrite_output_dir=True to replace it, or "
+                "choose another directory"
+            )
+        for path in sorted(staged.iterdir()):
+            os.replace(path, target / path.name)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+class GPTState:
+    """A GPT, written in the Hugging Face layout of its family."""
+
+    def __init__(self, model: GPT, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters; a tied one once, a quantized one as codes and scales."""
+        return weight_state(self._model)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy parameters in place."""
+        for name, own in weight_state(self._model).items():
+            own.copy_(state[name])
+
+    def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Write a model directory with the weights in `state`."""
+        tokenizer = self._tokenizer if isinstance(self._tokenizer, Tokenizer) else None
+        save_model(self._model, folder, tokenizer, state=state)
+        if tokenizer is None:
+            _save_processing_class(self._tokenizer, folder)
+
+    def load_directory(self, folder: Path) -> None:
+        """Load the weights of a model directory in place."""
+        load_weights(self._model, folder)
+
+
+class ModuleState:
+    """Any `nn.Module`: its state dict in one safetensors file."""
+
+    FILE = "model.safetensors"
+
+    def __init__(self, model: nn.Module, processing_class: Any) -> None:
+        self._model, self._processing_class = model, processing_class
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers."""
+        return dict(self._model.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore parameters and buffers."""
+        self._model.load_state_dict(state)
+
+    def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Write one file; shared tensors are written once."""
+        folder.mkdir(exist_ok=True)
+        write_tensors(folder / self.FILE, self._without_duplicates(state))
+        _save_processing_class(self._processing_class, folder)
+
+    def load_directory(self, folder: Path) -> None:
+        """Load the file; raises CheckpointError if names or shapes differ."""
+        stored = load_file(folder / self.FILE)
+        if odd := sorted(set(stored) ^ set(self._without_duplicates(self.state_dict()))):
+            raise CheckpointError(f"{folder} does not fit this model: '{odd[0]}' is only in one of them")
+        try:
+            self._model.load_state_dict(stored, strict=False)
+        except RuntimeError as error:
+            raise CheckpointError(f"{folder} does not fit this model: {' '.join(str(error).split())}") from error
+
+    def _without_duplicates(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`state` with each shared tensor once, under its first name."""
+        seen: set[int] = set()
+        names = []
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if name in state and id(tensor) not in seen:
+                names.append(name)
+                seen.add(id(tensor))
+        return {name: state[name] for name in names}
+
+
+class PretrainedState(ModuleState):
+    """A `transformers` model, written by its own `save_pretrained`."""
+
+    def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Call `save_pretrained` with `state` instead of the current weights."""
+        self._model.save_pretrained(str(folder), state_dict=dict(state))  # type: ignore[operator]
+        _save_processing_class(self._processing_class, folder)
+
+    def load_directory(self, folder: Path) -> None:
+        """Load the weights exactly; a layout that differs from the module's is read by `from_pretrained`."""
+        stored: dict[str, Tensor] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            stored |= load_file(path)
+        own = self._model.state_dict()
+        self._check_shape(folder, stored, own)
+        places = {name: tensor.data_ptr() for name, tensor in own.items()}
+        filled = {places[name] for name in stored if name in places}
+        if set(stored) <= set(own) and set(places.values()) == filled:
+            self._model.load_state_dict(stored, strict=False)
+            return
+        loaded = type(self._model).from_pretrained(str(folder), dtype="auto")  # type: ignore[attr-defined]
+        self._model.load_state_dict(loaded.state_dict())
+
+    def _check_shape(self, folder: Path, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Raise CheckpointError for another architecture or size, before a model is built from it."""
+        remedy = "pass the same model, or choose another output_dir"
+        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        ours = getattr(self._model.config, "model_type", None)
+        if theirs != ours:
+            raise CheckpointError(f"expected a checkpoint of model_type {ours}, got {theirs} in {folder}: {remedy}")
+        for name in (name for name in stored if name in own and stored[name].shape != own[name].shape):
+            shapes = f"expected {list(own[name].shape)}, got {list(stored[name].shape)}"
+            raise CheckpointError(f"{folder} has a model of another size ('{name}': {shapes}): {remedy}")
+
+
+class SelfSavingState(ModuleState):
+    """A model with another library's `save_pretrained`: its files, and our own file with the weights."""
+
+    def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Write its own files, for its library, then `model.safetensors` with `state`, which is loaded on resume."""
+        folder.mkdir(exist_ok=True)
+        self._model.save_pretrained(str(folder))  # type: ignore[operator]
+        super().save_directory(state, folder)
+
+
+class AdapterState(ModuleState):
+    """A model with PEFT adapters: only trained weights are saved, not the frozen base model.
+
+    `PeftModel.from_pretrained(base, directory)` loads the directory. Adapter files lack some of what an exact resume
+    needs (prompt encoders, buffers, manually unfrozen parameters), so all trained weights are also written separately,
+    with a fingerprint of the base model.
+    """
+
+    FILE, BASE = "trained.safetensors", "base_model.json"
+    IGNORED = ("inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "task_type")
+    """Entries of `adapter_config.json` that do not change what an adapter computes."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Trainable parameters and buffers."""
+        buffers = {name for name, _ in self._model.named_buffers(remove_duplicate=False)}
+        trained = {name for name, p in self._model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        return {name: tensor for name, tensor in self._model.state_dict().items() if name in trained | buffers}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the trained weights and buffers."""
+        self._model.load_state_dict(state, strict=False)
+
+    def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the adapter files, all trained weights, and the fingerprint of the base model."""
+        self._model.save_pretrained(str(folder), state_dict={**self._model.state_dict(), **state})  # type: ignore[operator]
+        write_tensors(folder / self.FILE, self._without_duplicates(state))
+        base = {"fingerprint": self._base_fingerprint(), "adapters": self._adapters()}
+        (folder / self.BASE).write_text(json.dumps(base, indent=2) + "\n", encoding="utf-8")
+        _save_processing_class(self._processing_class, folder)
+
+    def load_directory(self, folder: Path) -> None:
+        """Load the trained weights; raises if the adapters or the base model differ."""
+        base = json.loads((folder / self.BASE).read_text(encoding="utf-8"))
+        own = self._adapters()
+        if odd := sorted(base["adapters"].keys() ^ own.keys()):
+            raise CheckpointError(f"{folder} does not fit this model: the adapter '{odd[0]}' is only in one of them")
+        for adapter, settings in own.items():
+            saved = base["adapters"][adapter]
+            for name in (name for name in settings | saved if settings.get(name) != saved.get(name)):
+                raise CheckpointError(
+                    f"{folder} has an adapter with {name} = {saved.get(name)!r}, but this model has "
+                    f"{settings.get(name)!r}: make them equal, or choose another output_dir"
+                )
+        if base["fingerprint"] != self._base_fingerprint():
+            raise CheckpointError(
+                f"{folder} was trained on a base model with other weights: load the same base model, in the same "
+                "dtype, or choose another output_dir"
+            )
+        super().load_directory(folder)
+
+    def _adapters(self) -> dict[str, dict[str, Any]]:
+        """The JSON config of every adapter."""
+        configs: Mapping[str, Any] = self._model.peft_config  # type: ignore[assignment]
+        tables = {name: config.to_dict() for name, config in configs.items()}
+        return {
+            name: json.loads(json.dumps({k: v for k, v in table.items() if k not in self.IGNORED}, default=_as_json))
+            for name, table in tables.items()
+        }
+
+    def _base_fingerprint(self) -> str:
+        """A hash of a few values of each frozen parameter, to tell base models apart."""
+        digest = hashlib.sha256()
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                values = (parameter.codes if isinstance(parameter, QuantizedWeight) else parameter).detach().flatten()
+                sample = values[:: max(1, len(values) // 64)].contiguous().cpu()
+                digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+                digest.update(sample.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _as_json(value: Any) -> Any:
+    """JSON encoding for other types in adapter configs: sets of names, enums, dtypes."""
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def _save_processing_class(processing_class: Any, folder: Path) -> None:
+    """Write the tokenizer or processor beside the model."""
+    if isinstance(processing_class, Tokenizer):
+        processing_class.save(folder)
+    elif processing_class is not None:
+        processing_class.save_pretrained(str(folder))
+
+
+class SaveModelFiles:
+    """Checkpoint component for the files of an overridden `save_model`, beside the complete training state.
+
+    `save_model` runs when the state is captured, since training continues during an asynchronous save; the files are
+    then copied into the checkpoint.
+    """
+
+    def __init__(self, save: Callable[[str], object], run_dir: Path) -> None:
+        self._save, self._run_dir = save, run_dir
+        self._staged: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write the files to a staging folder."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._staged = mkdtemp(prefix=".save_model-", dir=self._run_dir)
+        weakref.finalize(self, shutil.rmtree, self._staged, ignore_errors=True)  # a retried save still needs the files
+        self._save(self._staged)
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Does nothing: the model component restores the weights."""
+
+    def save_directory(self, state: Any, folder: Path) -> None:
+        """Copy the files."""
+        del state
+        assert self._staged is not None
+        shutil.copytree(self._staged, folder, dirs_exist_ok=True)
+
+    def load_directory(self, folder: Path) -> None:
+        """Does nothing."""
+
+
+# Optimizer and learning-rate scheduler
+#
+# Moments and counters come from the checkpoint, settings from this run, as far as the two can be told apart. For an
+# optimizer built from the configuration they can. For an object that the user made, a group may contain counters beside
+# settings (schedule-free and D-adaptation methods do that), so each save also records the values that the object
+# started with: a setting that starts with another value now was changed by the user and is kept, everything else is
+# restored.
+
+
+class OptimizerState:
+    """The state of an optimizer; create it right after the optimizer and its scheduler."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._started = _settings(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, groups, the class, and the optimizer's initial settings."""
+        return {"class": _class_name(self.optimizer), "started": self._started, **self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore moments and counters; raises if the class or the parameters differ."""
+        skip = "leave its state out with --resume.skip=optimizer (resume_skip=('optimizer',) in Python)"
+        remedy = f"choose another output_dir, or {skip}"
+        _check_class("optimizer", state["class"], _class_name(self.optimizer), remedy)
+        saved = {"state": state["state"], "param_groups": state["param_groups"]}
+        try:
+            if all("names" in group for group in self.optimizer.param_groups):
+                restore_optimizer(self.optimizer, saved)
+            else:
+                self._restore_given(saved, state["started"])
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the optimizer state in the checkpoint does not fit the parameters or settings of this run ({error}): "
+                f"keep the settings of optim, {remedy}"
+            ) from error
+
+    def _restore_given(self, saved: dict[str, Any], started: list[dict[str, Any]]) -> None:
+        """Restore an optimizer created by the user, except for settings that were changed since the save."""
+        own_schedule = all("peak_lr" in group for group in self.optimizer.param_groups)
+        self.optimizer.load_state_dict(saved)
+        for group, now, then in zip(self.optimizer.param_groups, self._started, started, strict=True):
+            changed = {name: value for name, value in now.items() if name not in then or not _same(value, then[name])}
+            if not own_schedule:
+                for name in [name for name in SCHEDULED_RATES if name in changed and name in then]:
+                    logger.warning(
+                        "%s = %s of the optimizer passed in does not apply: its scheduler resumes with %s from the "
+                        "checkpoint", name, changed.pop(name), then[name],
+                    )  # fmt: skip
+            group.update(changed)
+
+
+class SchedulerState:
+    """The state of a learning-rate scheduler; create it right after the scheduler."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._started = _initial_values(scheduler)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its position, its class, and its initial values."""
+        return {
+            "class": _class_name(self.scheduler),
+            "started": self._started,
+            "state": dict(self.scheduler.state_dict()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state`, including the settings of a scheduler created by the user; raises if the class differs.
+
+        A torch scheduler computes each rate from the previous one, so its settings cannot change mid-run.
+        """
+        skip = "leave its state out with --resume.skip=scheduler (resume_skip=('scheduler',) in Python)"
+        remedy = f"pass the same scheduler, choose another output_dir, or {skip}"
+        _check_class("scheduler", state["class"], _class_name(self.scheduler), remedy)
+        self.scheduler.load_state_dict(state["state"])
+        if isinstance(self.scheduler, Schedule):
+            return
+        for name, value in self._started.items():
+            if name in state["started"] and not _same(value, state["started"][name]):
+                logger.warning(
+                    "%s = %s of the scheduler passed in does not apply: the checkpoint has %s",
+                    name, value, state["started"][name],
+                )  # fmt: skip
+
+
+def _check_class(what: str, saved: str, own: str, remedy: str) -> None:
+    # A class defined in a script has another module name when the script is imported.
+    script = ":" not in saved or ":" not in own
+    if saved != own and not (script and saved.rpartition(":")[2] == own.rpartition(":")[2]):
+        raise CheckpointError(f"expected the state of the {what} {own}, got {saved} in the checkpoint: {remedy}")
+
+
+def _class_name(part: object) -> str:
+    """The class name; for a step-in-backward wrapper, that of the wrapped optimizer."""
+    kind = type(part.optimizer if isinstance(part, InBackward) else part)
+    package = kind.__module__.partition(".")[0]
+    return kind.__qualname__ if package == "__main__" else f"{package}:{kind.__qualname__}"
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups without parameters and their names."""
+    return [
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "names")
+        }
+        for group in optimizer.state_dict()["param_groups"]
+    ]
+
+
+def _initial_values(scheduler: Scheduler) -> dict[str, Any]:
+    """Attributes of a scheduler that a user could have set: numbers, strings, and lists of them."""
+    return {
+        name: value
+        for name, value in scheduler.state_dict().items()
+        if not name.startswith("_")
+        and all(isinstance(item, int | float | str) for item in (value if isinstance(value, list) else [value]))
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return float(one) == float(other)
+    return bool(one == other)
+
+
+# Identity of the model
+
+
+def model_identity(model: nn.Module) -> dict[str, Any]:
+    """A hash of the parameter shapes, and the model's `config` as JSON; recorded in the manifest for `check_model`."""
+    base = getattr(model, "get_base_model", lambda: model)()  # under an adapter
+    config: Any = getattr(base, "config", None)
+    table: dict[str, Any] = {}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        table = dataclasses.asdict(config)
+    elif hasattr(config, "to_dict"):
+        table = config.to_dict()
+    kept = {name: value for name, value in table.items() if not _is_ignored(name)}
+    shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
+    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    return {"shapes": digest, "settings": json.loads(json.dumps(kept, default=str))}
+
+
+def check_model(model: nn.Module, path: Path, manifest: Manifest) -> None:
+    """Raise if the checkpoint's model has the same shapes but a different config; loading detects other shapes."""
+    saved, own = manifest.about.get("model"), model_identity(model)
+    if not isinstance(saved, dict) or saved["shapes"] != own["shapes"]:
+        return
+    there, here = saved["settings"], own["settings"]
+    for name in (name for name in sorted(there.keys() & here.keys()) if there[name] != here[name]):
+        raise CheckpointError(
+            f"expected a checkpoint of a model with {name} = {here[name]}, got {there[name]} in {path}: pass the same "
+            "model, or choose another output_dir"
+        )
+
+
+def _is_ignored(name: str) -> bool:
+    return name.startswith("_") or name in IGNORED_ENTRIES or any(part in name for part in IGNORED_SUBSTRINGS)

@@ -1,0 +1,155 @@
+"""Checks of what a trainer is constructed with and asked to do: each raises ConfigError with a remedy."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.config import did_you_mean
+from whimbrel.tokenization import Tokenizer
+from whimbrel.train.arguments import MinimalTrainingArguments
+from whimbrel.train.config import TrainerConfig
+from whimbrel.train.evaluation import has_metric
+from whimbrel.train.hf_compat import TRAINER_ALTERNATIVES, overrides
+
+__all__ = [
+    "check_arguments",
+    "check_collator",
+    "check_datasets",
+    "check_metric",
+    "check_single_process",
+    "chosen_optimizers",
+    "refuse_unknown",
+    "refuse_wrapped_model",
+]
+
+WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
+"""torch wrappers that spread a model over several devices."""
+
+
+def check_single_process() -> None:
+    """Raise if torchrun's WORLD_SIZE or the process group says that there are several processes.
+
+    Each would train on the same data and write to the same directory.
+    """
+    given = os.environ.get("WORLD_SIZE", "")
+    size, source = (int(given) if given.isdigit() else 1), f"WORLD_SIZE={given}"
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        size, source = dist.get_world_size(), f"a process group of {dist.get_world_size()}"
+    if size > 1:
+        raise ConfigError(f"distributed training is not supported yet: expected one process, got {source}")
+
+
+def refuse_wrapped_model(model: nn.Module) -> None:
+    """Raise for a model that is wrapped in DDP, FSDP or DataParallel, or has DTensor parameters."""
+    for module in model.modules():
+        kind = _torch_class(type(module), WRAPPERS)
+        if kind is not None:
+            raise ConfigError(f"distributed training is not supported yet: expected an unwrapped model, got a {kind}")
+    for name, parameter in model.named_parameters():
+        if _torch_class(type(parameter.data), {"DTensor"}) or _torch_class(type(parameter), {"DTensor"}):
+            raise ConfigError(
+                f"distributed training is not supported yet: expected plain parameters, got a DTensor for '{name}'"
+            )
+
+
+def _torch_class(kind: type, names: set[str]) -> str | None:
+    """The name of the torch base class that is in `names`, found without importing torch.distributed modules."""
+    return next(
+        (base.__name__ for base in kind.__mro__ if base.__name__ in names and base.__module__.startswith("torch.")),
+        None,
+    )
+
+
+def refuse_unknown(cls: type, constructor: Callable[..., None], unknown: Mapping[str, Any]) -> None:
+    """Raise for unknown keyword arguments, naming the alternative."""
+    for name in unknown:
+        known = [key for key in inspect.signature(constructor).parameters if key not in ("self", "unknown")]
+        hint = f": pass {TRAINER_ALTERNATIVES[name]}" if name in TRAINER_ALTERNATIVES else did_you_mean(name, known)
+        raise ConfigError(f"{cls.__name__} has no argument '{name}'{hint}")
+
+
+def check_arguments(args: object, model: object, model_init: object, processing_class: object) -> None:
+    """Raise for arguments of a wrong type."""
+    if isinstance(args, nn.Module):
+        raise ConfigError("expected the arguments first and the model second: Trainer(args, model), or by name")
+    if not isinstance(args, MinimalTrainingArguments | TrainerConfig):
+        kind = f"{type(args).__module__.partition('.')[0]}.{type(args).__name__}"
+        raise ConfigError(f"expected args of type whimbrel.train.TrainingArguments, got {kind}: the names are the same")
+    if model is None and model_init is None:
+        raise ConfigError("a trainer needs a model: pass model, or model_init, which creates one")
+    if not isinstance(model, nn.Module | None):
+        raise ConfigError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
+    if model is not None:
+        refuse_wrapped_model(model)
+    if not (isinstance(processing_class, Tokenizer | None) or hasattr(processing_class, "save_pretrained")):
+        kind = type(processing_class).__name__
+        raise ConfigError(f"expected a tokenizer or processor with save_pretrained as processing_class, got {kind}")
+
+
+def check_collator(data_collator: object, *datasets: object) -> None:
+    """Raise if data_collator would not be used."""
+    given = [dataset for dataset in datasets if dataset is not None]
+    if data_collator is not None and given and all(isinstance(dataset, DataLoader) for dataset in given):
+        raise ConfigError("data_collator has no effect on a DataLoader, which has its collate_fn: leave it out")
+
+
+def chosen_optimizers(
+    trainer: object, optimizers: tuple[Any, Any], given: tuple[Any, dict[str, Any]] | None
+) -> tuple[Any, Any]:
+    """The chosen optimizer and scheduler; raises if they are given in two ways."""
+    optimizer, scheduler = optimizers
+    if given is not None and optimizer is not None:
+        raise ConfigError("expected optimizers or optimizer_cls_and_kwargs, got both: leave one out")
+    for method, choice in {"create_optimizer": optimizer or given, "create_scheduler": scheduler}.items():
+        if choice is not None and overrides(trainer, method, "create_optimizer_and_scheduler"):
+            raise ConfigError(f"{method} is overridden, but optimizers is given too: leave one out")
+    if given is None:
+        return optimizer, scheduler
+    kind, keywords = given
+    return lambda parameters: kind(parameters, **keywords), scheduler
+
+
+def check_datasets(trainer: Any) -> None:
+    """Raise if there is no training data, or evaluations are requested without evaluation data."""
+    if trainer.train_dataset is None and not overrides(trainer, "get_train_dataloader"):
+        raise ConfigError("train() needs train_dataset: pass it to the trainer")
+    if trainer.eval_dataset is not None or overrides(trainer, "get_eval_dataloader"):
+        return
+    validation, checkpoint = trainer.config.validation, trainer.config.checkpoint
+    requested = {
+        "validation.every (eval_strategy)": validation.every is not None or validation.each_epoch,
+        "checkpoint.evaluate (eval_on_save)": checkpoint.evaluate,
+        "checkpoint.best (preserve_best_model)": checkpoint.best is not None,
+        "checkpoint.when_best (save_strategy='best')": checkpoint.when_best,
+    }
+    for name in (name for name, on in requested.items() if on):
+        raise ConfigError(f"{name} needs evaluation data: pass eval_dataset")
+
+
+def check_metric(trainer: Any) -> None:
+    """Raise if it is already known that no evaluation will produce the best-model metric."""
+    config = trainer.config
+    validation, checkpoint, metric = config.validation, config.checkpoint, config.checkpoint.metric
+    compared = checkpoint.best is not None or checkpoint.when_best or config.early_stopping.patience is not None
+    evaluates = validation.every is not None or validation.each_epoch or checkpoint.evaluate
+    own = [
+        type(callback).__module__.partition(".")[0] == "whimbrel" for callback in trainer.callbacks.of("on_evaluate")
+    ]
+    known = not overrides(trainer, "evaluate", "_eval_loop") and trainer.compute_metrics is None and all(own)
+    if not known or not (compared or (evaluates and metric != "loss")):
+        return
+    datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, Mapping) else {}
+    measured = [f"eval_{name}_loss" for name in datasets] or ["eval_loss"]
+    if not has_metric(measured, metric):
+        raise ConfigError(
+            f"best_model_metric (checkpoint.metric) = {metric!r}: expected one of the evaluation metrics "
+            f"({', '.join(measured)}); pass compute_metrics, or override evaluate"
+        )

@@ -1,0 +1,397 @@
+"""Objectives: from a micro-batch and a model to a loss, with the number of targets it covers.
+
+The loss of an optimizer step is one mean over all targets of its micro-batches, so micro-batches are weighted by their
+targets. An objective therefore does two things: `count` the targets of a micro-batch, and compute its `loss`, divided
+by the number of targets in the whole step (`num_items`). With `num_items = 1` the loss is the sum over the targets.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whimbrel.base.errors import DataError
+from whimbrel.models import IGNORE_INDEX
+
+__all__ = [
+    "ComputeLossObjective",
+    "LossOutput",
+    "ModelObjective",
+    "Objective",
+    "logits_from_outputs",
+    "loss_and_logits_from_outputs",
+    "loss_from_outputs",
+    "scalar_loss",
+]
+
+LossFunction = Callable[..., Tensor]
+"""`(outputs, labels, num_items_in_batch=N) -> loss`: the sum over the batch's targets, divided by N."""
+Batch = tuple[Tensor, Tensor] | Mapping[str, Any]
+
+
+class LossOutput(NamedTuple):
+    """What an objective computes for one micro-batch."""
+
+    loss: Tensor | None
+    """Scalar: the sum over the targets, divided by `num_items`; None for a batch without labels."""
+    outputs: Any = None
+    """The model's outputs, for predictions."""
+    metrics: Mapping[str, Tensor] = {}
+    """Scalars to log beside the loss, weighted like it: sums over the targets, divided by `num_items`."""
+
+
+class Objective:
+    """Base class of objectives. A subclass implements `__call__`, and `count` if labels are not in `batch["labels"]`.
+
+    Instances are passed to the trainer as `objective=`.
+    """
+
+    def count(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The number of targets of a micro-batch, as a scalar tensor: the weight of its loss in the step.
+
+        Labels that are not -100; without labels, samples. Called under autocast.
+        """
+        targets = batch.get("labels") if isinstance(batch, Mapping) else _pair(batch)[1]
+        return _count_targets(targets, batch, model)
+
+    def __call__(self, model: nn.Module, batch: Batch, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:
+        """The loss of a micro-batch, divided by `num_items`, the number of targets in the whole step.
+
+        `with_logits`: the caller needs logits, which a model may omit to save memory.
+        """
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class ModelObjective(Objective):
+    """The default objective: the model's own loss, or the token cross-entropy of its logits.
+
+    A pair is `(idx, targets)`, targets already shifted. A mapping is passed as keywords. `loss_func` replaces the
+    model's own loss. A model that returns no loss gets token cross-entropy, shifted by one where `labels` are
+    sequences.
+
+    A step is weighted by targets, so the objective has to know which labels the model's own loss averages over: those
+    that are not -100, all but the first of a sequence where the loss predicts the next token. A model declares that
+    with `loss_type = "ForCausalLM"`; generative decoder-only models of transformers are recognized by `can_generate()`.
+    For any other model it depends on whether the model returns a loss, which its first forward pass shows.
+    """
+
+    loss_func: LossFunction | None = None
+    forward_kwargs: Callable[[Tensor], dict[str, Any]] = lambda _: {}
+    """More keywords for the model, computed from the inputs of a pair."""
+    counts_without_forward: bool = False
+    """Never run the model to count targets: somebody else computes the loss."""
+    _model: nn.Module | None = field(init=False, default=None)
+    _shifts: bool | None = field(init=False, default=None)
+    """Whether the model declares that it shifts labels; None if it declares nothing."""
+    _returns_loss: bool | None = field(init=False, default=None)
+    """Whether the model returns a loss for labels; None until its first forward pass with labels."""
+    _parameters: frozenset[str] = field(init=False, default=frozenset())
+    _has_var_keywords: bool = field(init=False, default=False)
+    _is_gpt: bool = field(init=False, default=False)
+    """Whether the forward has the loss arguments of `GPT`: `targets` and `num_items_in_batch`."""
+    _takes_targets: bool = field(init=False, default=False)
+    _first_outputs: tuple[Batch, Any] | None = field(init=False, default=None)
+    """The first batch with labels and its outputs, until `__call__` uses them."""
+
+    def count(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The number of targets, or of samples in a batch without labels.
+
+        If it is not known yet whether the model returns a loss, the first batch with labels is run through the model
+        here and `__call__` uses these outputs: no forward pass is repeated.
+        """
+        self._inspect(model)
+        undecided = self._returns_loss is None and self.loss_func is None and not self.counts_without_forward
+        if undecided and isinstance(batch, Mapping) and "labels" in batch:
+            # Evaluation may need logits later, training never does.
+            logits = {} if torch.is_grad_enabled() else self._logits_keyword()
+            outputs = model(**self._model_inputs(batch), **logits)
+            self._returns_loss = _has_loss(outputs)
+            self._first_outputs = batch, outputs
+        if not isinstance(batch, Mapping):
+            targets: Tensor | None = _pair(batch)[1]
+        else:
+            targets = self._targets(batch["labels"]) if "labels" in batch else batch.get("targets")
+        return _count_targets(targets, batch, model)
+
+    def __call__(self, model: nn.Module, batch: Batch, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:
+        """The loss of a micro-batch, divided by `num_items`."""
+        self._inspect(model)
+        if self._is_gpt and self.loss_func is None:
+            return self._gpt_loss(model, batch, num_items, with_logits)
+        if isinstance(batch, Mapping):
+            outputs, labels = self._forward_mapping(batch, with_logits)
+        else:
+            x, labels = _pair(batch)
+            if self.loss_func is not None:
+                outputs = model(x, **self.forward_kwargs(x))
+            else:
+                outputs = model(x, labels) if self._takes_targets else model(x)
+        return LossOutput(self._loss(model, batch, outputs, labels, num_items), outputs)
+
+    def _gpt_loss(self, model: nn.Module, batch: Batch, num_items: Tensor, with_logits: bool) -> LossOutput:
+        """GPT divides its loss by `num_items` itself, and computes it without logits unless they are needed."""
+        logits = self._logits_keyword() if with_logits else {}
+        if isinstance(batch, Mapping):
+            inputs = {"return_logits": False, **self._model_inputs(batch), **logits}
+            outputs = model(**inputs, num_items_in_batch=num_items)
+        else:
+            x, targets = _pair(batch)
+            outputs = model(x, targets=targets, num_items_in_batch=num_items, **logits, **self.forward_kwargs(x))
+        if outputs.loss is None:
+            raise _missing_loss(model)
+        return LossOutput(outputs.loss, outputs)
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Any], num_items: Tensor) -> LossOutput:
+        """Outputs with logits of a batch without labels, and the loss if the outputs contain one."""
+        self._inspect(model)
+        outputs, _ = self._forward_mapping(batch, with_logits=True)
+        has_loss = output_field(outputs, "loss") is not None
+        return LossOutput(self._loss(model, batch, outputs, None, num_items) if has_loss else None, outputs)
+
+    def _inspect(self, model: nn.Module) -> None:
+        """Read the signature of the model's forward, once."""
+        if self._model is model:
+            return
+        parameters = inspect.signature(model.forward).parameters
+        self._model, self._first_outputs = model, None
+        self._shifts = _shifts_labels(model)
+        self._parameters = frozenset(parameters)
+        self._is_gpt = {"targets", "num_items_in_batch", "return_logits"} <= self._parameters
+        self._has_var_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._takes_targets = next(itertools.islice(parameters, 1, None), "") in ("targets", "target", "labels", "y")
+        takes_labels = self._has_var_keywords or "labels" in parameters
+        self._returns_loss = None if takes_labels and self._shifts is None else takes_labels
+
+    def _forward_mapping(self, batch: Mapping[str, Any], with_logits: bool) -> tuple[Any, Tensor | None]:
+        """The model's outputs, and the labels for a loss computed from them."""
+        assert self._model is not None
+        labels = batch.get("labels")
+        if self._first_outputs is not None and self._first_outputs[0] is batch:
+            outputs, self._first_outputs = self._first_outputs[1], None
+        else:
+            inputs = batch
+            if self.loss_func is not None and labels is not None:
+                inputs = {key: value for key, value in batch.items() if key != "labels"}
+            outputs = self._model(**self._model_inputs(inputs), **(self._logits_keyword() if with_logits else {}))
+            if self._returns_loss is None and labels is not None and self.loss_func is None:
+                self._returns_loss = _has_loss(outputs)
+        return outputs, labels if self.loss_func is not None else self._targets(labels)
+
+    def _loss(self, model: nn.Module, batch: Batch, outputs: Any, labels: Tensor | None, num_items: Tensor) -> Tensor:
+        if self.loss_func is not None:
+            return self.loss_func(outputs, labels, num_items_in_batch=num_items)
+        if _has_loss(outputs):
+            return weighted_mean(loss_from_outputs(outputs), self.count(model, batch), num_items)
+        if labels is None:
+            raise _missing_loss(model)
+        return _cross_entropy(logits_from_outputs(outputs), labels) / num_items
+
+    def _model_inputs(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch as keywords of the model: labels that its forward does not accept are left out."""
+        if self._has_var_keywords:
+            return batch
+        if unknown := [key for key in batch if key not in self._parameters and key != "labels"]:
+            raise DataError(
+                f"expected the inputs of {type(self._model).__name__} ({', '.join(sorted(self._parameters))}), got "
+                f"'{unknown[0]}' in the batch: rename the column, drop it, or pass a data_collator"
+            )
+        return {key: value for key, value in batch.items() if key in self._parameters}
+
+    def _logits_keyword(self) -> dict[str, bool]:
+        return {"return_logits": True} if "return_logits" in self._parameters else {}
+
+    def _targets(self, labels: Tensor | None) -> Tensor | None:
+        """The labels that count, aligned with the logits: shifted by one where the loss is that of the next token."""
+        if labels is None:
+            return None
+        shifted_here = (
+            self._shifts is None and self.loss_func is None and self._returns_loss is False and _is_sequence(labels)
+        )
+        shifts = shifted_here or (bool(self._shifts) and labels.ndim > 1)
+        return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX) if shifts else labels
+
+
+@dataclass(slots=True)
+class ComputeLossObjective(Objective):
+    """The loss from a `compute_loss` that a trainer subclass overrides.
+
+    `num_items_in_batch` is the number of targets in the micro-batch: whether `compute_loss` divides a sum by it or
+    returns a mean, the result is a mean over these targets, which is weighted here.
+    """
+
+    compute_loss: Callable[..., Any]
+    _counter: ModelObjective = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._counter = ModelObjective(self.compute_loss)  # counts labels only: it is never called for the loss
+
+    def count(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Targets as the model declares them, without running it."""
+        return self._counter.count(model, batch)
+
+    def __call__(self, model: nn.Module, batch: Batch, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:
+        """The loss from `compute_loss`, weighted by the targets of the batch."""
+        count = self.count(model, batch)
+        inputs = shallow_copy(batch)
+        if not with_logits:
+            mean = self.compute_loss(model, inputs, num_items_in_batch=count.clamp(min=1))
+            return LossOutput(weighted_mean(scalar_loss(mean, "compute_loss"), count, num_items))
+        found = self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=count.clamp(min=1))
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise DataError(
+                f"expected (loss, outputs) from compute_loss(..., return_outputs=True), got {type(found).__name__}"
+            )
+        return LossOutput(weighted_mean(scalar_loss(found[0], "compute_loss"), count, num_items), found[1])
+
+
+def weighted_mean(mean: Tensor, count: Tensor, num_items: Tensor) -> Tensor:
+    """A mean over `count` targets as its share of a mean over `num_items`.
+
+    A mean over no target is 0/0: `where` stops both its value and its gradient.
+    """
+    return torch.where(count > 0, mean, 0.0) * (count / num_items)
+
+
+def scalar_loss(loss: Any, method: str) -> Tensor:
+    """The loss with shape (), or DataError if `method` returned anything else than a scalar tensor."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise DataError(f"expected a scalar loss tensor from {method}, got {kind}")
+
+
+def shallow_copy(batch: Any) -> Any:
+    """A copy of a batch that an override may pop keys from."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+# Model outputs
+
+
+def logits_from_outputs(outputs: Any) -> Tensor:
+    """Logits of model outputs: a tensor itself, `.logits`, `["logits"]`, or the second item of a pair."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    logits = output_field(outputs, "logits")
+    if logits is None and isinstance(outputs, tuple) and len(outputs) == 2:
+        logits = outputs[1]
+    if isinstance(logits, Tensor):
+        return logits
+    raise DataError(
+        f"expected logits in the model outputs (a tensor, a pair (loss, logits) or .logits), got "
+        f"{type(outputs).__name__}"
+    )
+
+
+def loss_from_outputs(outputs: Any) -> Tensor:
+    """Loss of model outputs: `.loss`, `["loss"]`, or the first item of a tuple. A tensor is logits, and raises."""
+    loss = None
+    if not isinstance(outputs, Tensor):
+        loss = output_field(outputs, "loss")
+        if loss is None and isinstance(outputs, tuple) and outputs:
+            loss = outputs[0]
+    if isinstance(loss, Tensor):
+        return loss
+    raise DataError(
+        f"expected a loss in the model outputs (a tuple (loss, ...) or .loss), got {type(outputs).__name__}"
+    )
+
+
+def loss_and_logits_from_outputs(outputs: Any) -> tuple[Tensor, Tensor]:
+    """Both, from a pair `(loss, logits)` or from `.loss` and `.logits`."""
+    named = output_field(outputs, "loss") is not None and output_field(outputs, "logits") is not None
+    if named or (isinstance(outputs, tuple) and len(outputs) == 2):
+        return loss_from_outputs(outputs), logits_from_outputs(outputs)
+    raise DataError(
+        f"expected loss and logits in the model outputs (a pair, or .loss and .logits), got {type(outputs).__name__}"
+    )
+
+
+def output_field(outputs: Any, name: str) -> Any:
+    """An attribute of the outputs or, in a mapping, the value of a key; None if there is neither."""
+    found = getattr(outputs, name, None)
+    return outputs.get(name) if found is None and isinstance(outputs, Mapping) else found
+
+
+def _has_loss(outputs: Any) -> bool:
+    if isinstance(outputs, Tensor):
+        return False
+    if output_field(outputs, "loss") is not None:
+        return True
+    return (
+        not hasattr(outputs, "loss")
+        and isinstance(outputs, tuple)
+        and len(outputs) > 0
+        and isinstance(outputs[0], Tensor)
+    )
+
+
+def _missing_loss(model: nn.Module) -> DataError:
+    return DataError(
+        f"expected a loss from {type(model).__name__} for a batch without labels, got none: add labels to the batch, "
+        "return a loss from the model, or pass compute_loss_func"
+    )
+
+
+# Labels
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The fp32 sum over targets that are not -100."""
+    if targets.is_floating_point():
+        raise DataError(
+            f"expected integer class ids as labels of a model that returns only logits, got {targets.dtype}: return a "
+            "loss from the model, or pass compute_loss_func"
+        )
+    if logits.shape[:-1] != targets.shape:
+        raise DataError(
+            f"expected labels of shape {list(logits.shape[:-1])} for logits of shape {list(logits.shape)}, got "
+            f"{list(targets.shape)}"
+        )
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def _shifts_labels(model: nn.Module) -> bool | None:
+    """Whether a model declares that its loss predicts the next token; None if it declares nothing.
+
+    transformers derives `loss_type` from the name of the class. Names like `GPT2LMHeadModel` give None, and
+    `ForConditionalGeneration` names encoder-decoders, which do not shift, as well as decoders with images, which do.
+    """
+    kind = getattr(model, "loss_type", None)
+    if kind in (None, "ForConditionalGeneration"):
+        can_generate = getattr(model, "can_generate", None)
+        encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", None)
+        if can_generate is not None and encoder is not None and can_generate():
+            return not encoder
+    return None if kind is None else kind == "ForCausalLM"
+
+
+def _count_targets(targets: Tensor | None, batch: Batch, model: nn.Module) -> Tensor:
+    if targets is None:  # samples: the length of the first tensor
+        values = batch.values() if isinstance(batch, Mapping) else batch
+        sizes = (len(value) for value in values if isinstance(value, Tensor) and value.ndim)
+        return torch.full((), next(sizes, 1), device=next(model.parameters()).device)
+    if targets.is_floating_point():
+        return torch.full((), targets.shape[0], device=targets.device)
+    return (targets != IGNORE_INDEX).sum()
+
+
+def _is_sequence(labels: Tensor) -> bool:
+    return labels.ndim == 2 and labels.shape[1] > 1 and not labels.is_floating_point()
+
+
+def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    parts = f" of {len(batch)} parts" if isinstance(batch, tuple | list) else ""
+    raise DataError(
+        f"expected batches of dicts or pairs (x, y), got a {type(batch).__name__}{parts}: use a data_collator"
+    )

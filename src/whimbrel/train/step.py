@@ -1,0 +1,201 @@
+"""One optimizer step: micro-batches, gradient accumulation, clipping, precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from whimbrel.optim import InBackward
+from whimbrel.precision import PrecisionPlan
+from whimbrel.train.batches import Batches, token_count
+from whimbrel.train.device import Stopwatch
+from whimbrel.train.objectives import LossOutput, Objective
+
+__all__ = ["NonFiniteError", "Scheduler", "StepMetrics", "TrainStep"]
+
+
+class Scheduler(Protocol):
+    """A learning-rate scheduler, as in `torch.optim.lr_scheduler`."""
+
+    def step(self) -> None:
+        """Set the learning rates of the next step."""
+
+    def get_last_lr(self) -> list[float]:
+        """The current learning rates, one per parameter group."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()`."""
+
+
+class NonFiniteError(Exception):
+    """The loss or the gradient norm of a step is NaN or infinite; the trainer stops, or rolls back.
+
+    The message counts steps from 0, as the log and the progress lines do.
+    """
+
+    def __init__(self, step: int, loss: float, norm: float) -> None:
+        super().__init__(f"non-finite loss or gradient at step {step - 1}: loss {loss}, gradient norm {norm}")
+
+
+class StepMetrics(NamedTuple):
+    """Metrics of a finished step; `step` counts from 1, `skipped` steps left the weights unchanged."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    skipped: bool
+
+
+@dataclass(slots=True)
+class TrainStep:
+    """Runs optimizer steps.
+
+    Nothing in a step waits for the device. Its loss and gradient norm are copied to the host asynchronously, and
+    `flush_metrics` reports them once they have arrived, usually one step later: the GPU never idles while Python reads
+    a number. Skipping non-finite steps is the exception, since the decision comes before the optimizer step.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Scheduler
+    batches: Batches
+    objective: Objective
+    precision: PrecisionPlan
+    accumulation: int
+    stopwatch: Stopwatch
+    dispatch: Callable[[str], object]
+    """Dispatches an event inside the step to the callbacks."""
+    lr: Callable[[], float]
+    """The learning rate to report."""
+    training_step: Callable[[Any, Tensor], Tensor] | None = None
+    """Forward and backward pass of a micro-batch by a trainer subclass, given the number of targets in the step."""
+    clip: float | None = None
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    _parameters: list[nn.Parameter] = field(init=False)
+    _pending: list[_PendingMetrics] = field(default_factory=list)
+    _step_end: Any = None
+    """The mark at the end of the last step, where the next one starts; None after anything else than a step."""
+
+    def __post_init__(self) -> None:
+        self._parameters = list(self.model.parameters())  # once: walking the modules takes longer than clipping
+
+    def run(self, step: int) -> int | None:
+        """Run one optimizer step, the `step`th of the run from 1; returns its tokens, None at the end of an epoch."""
+        start = self.stopwatch.mark() if self._step_end is None else self._step_end
+        micro_batches: list[Any] = []
+        while len(micro_batches) < self.accumulation and (batch := self.batches.next_batch()) is not None:
+            micro_batches.append(batch)
+        if not micro_batches:
+            return None
+
+        # The step's loss is one mean over the targets of all micro-batches, so all are counted before the first
+        # backward pass, and each loss is divided by the total.
+        with self.precision.autocast():
+            counts = [self.objective.count(self.model, batch) for batch in micro_batches]
+        num_items = torch.stack(counts).sum().clamp(min=1)
+        loss = torch.zeros((), device=num_items.device)
+        extra: dict[str, Tensor] = {}
+        for index, batch in enumerate(micro_batches, start=1):
+            output = self._forward_backward(batch, num_items)
+            assert output.loss is not None
+            loss += output.loss
+            for name, value in output.metrics.items():
+                extra[name] = extra.get(name, 0.0) + value.detach()
+            if index < len(micro_batches):
+                self.dispatch("on_substep_end")
+
+        norm = self._clip_gradients()
+        lr = self.lr()
+        self.dispatch("on_pre_optimizer_step")
+        skipped = self.on_nonfinite == "skip" and not bool((loss + norm).isfinite())
+        if skipped:
+            self.precision.skip()
+        else:
+            skipped = not self.precision.step(self.optimizer)  # the fp16 scaler skips steps that overflow
+        if not skipped:
+            self.dispatch("on_optimizer_step")
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+        tokens = sum(token_count(batch) for batch in micro_batches)
+        values = _copy_to_host(loss, norm, *extra.values())
+        self._step_end = self.stopwatch.mark()  # after the copy: once the device has passed it, the values are there
+        self._pending.append(_PendingMetrics(step, values, tuple(extra), lr, tokens, start, self._step_end, skipped))
+        return tokens
+
+    def flush_metrics(self, report: Callable[[StepMetrics, dict[str, float]], None], *, keep: int = 0) -> None:
+        """Report the metrics of all steps but the last `keep`, waiting for the device.
+
+        Raises NonFiniteError for a non-finite step that was not skipped.
+        """
+        while len(self._pending) > keep:
+            done = self._pending.pop(0)
+            seconds = self.stopwatch.seconds(done.start, done.end)
+            loss, norm, *extra = done.values.tolist()
+            if not done.skipped and not (math.isfinite(loss) and math.isfinite(norm)):
+                self._pending.clear()
+                raise NonFiniteError(done.step, loss, norm)
+            metrics = StepMetrics(done.step, loss, norm, done.lr, done.tokens, seconds, done.skipped)
+            report(metrics, dict(zip(done.names, extra, strict=True)))
+
+    def reset_timer(self) -> None:
+        """Start the next step's time when it starts: something else than a step (an evaluation, a save) comes first."""
+        self._step_end = None
+
+    def _forward_backward(self, batch: Any, num_items: Tensor) -> LossOutput:
+        """Forward and backward pass of a micro-batch; the loss is detached."""
+        if self.training_step is not None:
+            return LossOutput(self.training_step(batch, num_items))
+        with self.precision.autocast():
+            output = self.objective(self.model, batch, num_items)
+        assert output.loss is not None
+        self.precision.scale(output.loss).backward()
+        return output._replace(loss=output.loss.detach())
+
+    def _clip_gradients(self) -> Tensor:
+        """Unscale and clip the gradients; returns their norm before clipping."""
+        self.precision.unscale(self.optimizer)
+        if isinstance(self.optimizer, InBackward):
+            norm = self.optimizer.grad_norm()  # the backward pass has freed the gradients
+            if self.clip is not None:
+                self.optimizer.clip_(self.clip, norm)
+            return norm
+        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        if self.clip is not None:
+            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
+        return norm
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingMetrics:
+    """A step whose metrics are on their way to the host."""
+
+    step: int
+    values: Tensor
+    """Loss, gradient norm and the objective's own metrics, called `names`."""
+    names: tuple[str, ...]
+    lr: float
+    tokens: int
+    start: Any
+    end: Any
+    skipped: bool
+
+
+def _copy_to_host(*scalars: Tensor) -> Tensor:
+    """Copy scalars to one host tensor; on CUDA asynchronously, readable once the stream has passed this point."""
+    values = torch.stack([scalar.float() for scalar in scalars])
+    if values.device.type != "cuda":
+        return values.cpu()
+    host = torch.empty(len(scalars), pin_memory=True)
+    return host.copy_(values, non_blocking=True)
