@@ -230,7 +230,7 @@ def main() -> None:
     lane, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    manager_module.RETRY_PAUSES = (0.0, 0.0)
+    manager_module.RETRY_DELAYS = (0.0, 0.0)
     base = folder / "base"
     prepare(base, damaged="damaged" in lane)
     json.dump(list(LANES[lane](base)), sys.stdout)

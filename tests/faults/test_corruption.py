@@ -141,7 +141,7 @@ def expected(run: Path, pristine: dict[str, dict[str, bytes]]) -> tuple[int, boo
 
 
 @pytest.mark.timeout(1800)
-def test_no_damage_is_ever_loaded(
+def test_damaged_checkpoint_is_never_loaded(
     tmp_path: Path, corruptions: int, caplog: pytest.LogCaptureFixture, record_property
 ) -> None:
     base, run = tmp_path / "base", tmp_path / "run"

@@ -1,4 +1,4 @@
-"""A process that is killed, or a disk that fails, at any call of a save: a whole checkpoint is always there."""
+"""Killing the process, or failing the disk, at any system call of a save always leaves a valid checkpoint."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.mark.parametrize("how", ["killed", "killed in the background", "killed over a damaged one"])
-def test_killed_at_any_call_of_a_save_a_whole_checkpoint_is_left(how: str, run_lane) -> None:
+def test_kill_at_any_call_of_a_save_leaves_a_valid_checkpoint(how: str, run_lane) -> None:
     found = run_lane(how)
     assert len(found) >= 5
     assert [fault for fault in found if fault is not None] == []
 
 
 @pytest.mark.parametrize("how", ["full disk once", "full disk", "broken disk once", "broken disk"])
-def test_a_disk_that_fails_at_any_call_of_a_save_costs_nothing_that_was_there(how: str, run_lane) -> None:
+def test_disk_error_at_any_call_of_a_save_leaves_a_valid_checkpoint(how: str, run_lane) -> None:
     found = run_lane(how)
     assert len(found) >= 5
     assert [fault for fault in found if fault is not None] == []
 
 
-def test_all_is_on_disk_before_it_is_named_and_named_before_the_old_one_goes(run_lane, tmp_path: Path) -> None:
-    """What a power cut needs: the order of syncs, renames and removals, not only that they happen."""
+def test_files_are_synced_before_the_rename_and_old_checkpoints_removed_after_it(run_lane, tmp_path: Path) -> None:
+    """Surviving a power cut needs the right order of fsync, rename and removal."""
     folder = tmp_path / "base" / "checkpoints"
     dirty: set[Path] = set()
     placed = named = removed = False

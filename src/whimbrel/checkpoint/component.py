@@ -1,69 +1,78 @@
-"""What a checkpoint is made of: parts that have a state, and which ranks hold which piece of it."""
+"""The components of a checkpoint, and which ranks write and read which of their files."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from whimbrel.base.errors import ConfigError
+import torch.distributed as dist
+
+from whimbrel.base.errors import CheckpointError, ConfigError, WriteError
 from whimbrel.config import did_you_mean
 
 __all__ = [
     "DirectoryStateful",
+    "Location",
+    "Ranks",
     "SharingPattern",
     "StateComponent",
     "Stateful",
     "check_components",
     "check_skipped",
+    "locate",
 ]
 
-LEVELS = ("none", "quick", "tensor", "full")
+VALIDATION_LEVELS = ("none", "quick", "tensor", "full")
+T = TypeVar("T")
 
 
 class Stateful(Protocol):
-    """A part that can say and take over what it is."""
+    """An object whose state can be saved."""
 
     def state_dict(self) -> Any:
-        """Numbers, texts, tensors, and lists and dicts of them."""
+        """Nested dicts, lists and tuples of numbers, strings, bytes and tensors."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Become what `state` says."""
+        """Restore a state."""
 
 
 @runtime_checkable
 class DirectoryStateful(Stateful, Protocol):
-    """A part with a layout of its own on disk: a folder `KEY/` takes the place of `KEY.json` and `KEY.safetensors`."""
+    """A stateful object with its own file format: a directory `KEY/` instead of `KEY.json` and `KEY.safetensors`."""
 
     def save_directory(self, state: Any, folder: Path) -> None:
-        """Make `folder` of `state`, which is what `state_dict` gave, in host memory; may run on another thread."""
+        """Write `state`, a copy of `state_dict()` in host memory, to `folder`. May run on another thread."""
 
     def load_directory(self, folder: Path) -> None:
-        """Become what `folder` holds."""
+        """Restore the state in `folder`."""
 
 
 class SharingPattern(Enum):
-    """Who saves a component, and who loads which file of it."""
+    """Which ranks save a component, and which file each rank loads."""
 
     GLOBAL = "global"
-    """One state: rank 0 saves it, all load it."""
+    """One state: rank 0 saves it, all ranks load it."""
     PER_RANK = "per_rank"
-    """Every rank has its own."""
+    """Each rank saves and loads its own."""
     REPLICATED = "replicated"
-    """Every rank has the same: rank 0 saves it, after a check where one is asked for."""
+    """The same on all ranks: rank 0 saves it, after an optional check that they agree."""
     PER_GROUP = "per_group"
-    """Every process group has its own: its lowest rank saves it."""
+    """One state per process group, saved by the group's lowest rank."""
     PER_NODE = "per_node"
-    """Every machine has its own: its local rank 0 saves it."""
+    """One state per machine, saved by its local rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateComponent:
-    """One part of a checkpoint. The check of a replicated one compares its tensors' names, shapes and dtypes (quick),
-    their values too (tensor), or all of its state (full).
+    """One part of a checkpoint, such as the model or the optimizer.
+
+    `validate_replication` checks before a save that a REPLICATED component is equal on all ranks: `validation_level`
+    "quick" compares names, shapes and dtypes of tensors, "tensor" also their values, "full" the complete state.
     """
 
     key: str
@@ -77,39 +86,112 @@ class StateComponent:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z][\w-]*", self.key) or self.key == "manifest":
-            raise ConfigError(f"component key '{self.key}' cannot name a file: use letters, digits, '_' and '-'")
-        if self.validation_level not in LEVELS:
+            raise ConfigError(f"expected a component key of letters, digits, '_' and '-', got '{self.key}'")
+        if self.validation_level not in VALIDATION_LEVELS:
             raise ConfigError(
-                f"component '{self.key}': validation_level '{self.validation_level}' is not one of {', '.join(LEVELS)}"
+                f"component '{self.key}': validation_level '{self.validation_level}' is not one of "
+                f"{', '.join(VALIDATION_LEVELS)}"
             )
         if self.validate_replication and self.sharing_pattern is not SharingPattern.REPLICATED:
             raise ConfigError(
-                f"component '{self.key}' is {self.sharing_pattern.name}: only a REPLICATED one can be checked for "
-                "replication"
+                f"component '{self.key}': validate_replication needs REPLICATED, got {self.sharing_pattern.name}"
             )
         if (self.sharing_pattern is SharingPattern.PER_GROUP) != (self.process_group_name is not None):
-            raise ConfigError(f"component '{self.key}': PER_GROUP and process_group_name go together")
+            raise ConfigError(f"component '{self.key}': PER_GROUP and process_group_name must be used together")
 
 
 def check_components(components: Sequence[StateComponent], groups: Collection[str]) -> None:
-    """Refuse keys that occur twice and process groups that nobody made."""
+    """Raise for duplicate keys and unknown process groups."""
     keys = [component.key for component in components]
-    if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        raise ConfigError(f"component key '{twice[0]}' occurs twice: each needs its own")
+    if duplicates := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ConfigError(f"duplicate component key '{duplicates[0]}'")
     for component in components:
         name = component.process_group_name
         if name is not None and name not in groups:
-            raise ConfigError(
-                f"component '{component.key}': unknown process group '{name}'{did_you_mean(name, groups)}"
-            )
+            hint = did_you_mean(name, groups)
+            raise ConfigError(f"component '{component.key}': unknown process group '{name}'{hint}")
 
 
 def check_skipped(skip: Collection[str], components: Sequence[StateComponent]) -> None:
-    """Refuse to leave out what does not exist or must not be left out."""
+    """Raise for keys to skip that are unknown or required."""
     required = {component.key: component.required for component in components}
     for key in skip:
         if key not in required:
             raise ConfigError(f"unknown component '{key}' to skip{did_you_mean(key, required)}")
         if required[key]:
-            optional = sorted(key for key, needed in required.items() if not needed)
-            raise ConfigError(f"component '{key}' is required; what can be skipped: {', '.join(optional) or 'nothing'}")
+            optional = ", ".join(sorted(key for key, needed in required.items() if not needed))
+            raise ConfigError(f"component '{key}' is required and cannot be skipped (optional: {optional or 'none'})")
+
+
+class Location(NamedTuple):
+    """The files of a component on this rank: how their names start, and whether this rank writes them."""
+
+    stem: str
+    is_writer: bool
+
+
+def locate(component: StateComponent, ranks: Ranks, groups: Mapping[str, Any]) -> Location:
+    """The location of this rank's files of a component."""
+    match component.sharing_pattern:
+        case SharingPattern.GLOBAL | SharingPattern.REPLICATED:
+            return Location(component.key, ranks.is_main)
+        case SharingPattern.PER_RANK:
+            return Location(f"{component.key}.rank-{ranks.rank:05d}", is_writer=True)
+        case SharingPattern.PER_NODE:
+            return Location(f"{component.key}.node-{ranks.node:05d}", ranks.local_rank == 0)
+        case SharingPattern.PER_GROUP:
+            lowest = ranks.lowest(groups[str(component.process_group_name)])
+            return Location(f"{component.key}.group-{lowest:05d}", ranks.rank == lowest)
+
+
+class Ranks:
+    """This process and its peers in torch.distributed; one rank if that is not initialized."""
+
+    def __init__(self) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if distributed else 0
+        self.world_size: int = dist.get_world_size() if distributed else 1
+        self.local_rank: int = int(os.environ.get("LOCAL_RANK", self.rank)) if distributed else 0
+        self.node: int = self.rank // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)) if distributed else 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """The value of rank `source`, on every rank."""
+        if self.world_size == 1:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, src=source)
+        result: T = values[0]
+        return result
+
+    def run(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank and gather the results. If it raises on one rank, all ranks raise that error."""
+        if self.world_size == 1:
+            return [action()]
+        value, failure = None, None
+        try:
+            value = action()
+        except Exception as error:
+            failure = (isinstance(error, OSError), str(error))
+        outcomes = self.gather((value, failure))
+        for rank, (_, failed) in enumerate(outcomes):
+            if failed is not None:
+                kind = WriteError if failed[0] else CheckpointError
+                raise kind(f"rank {rank}: {failed[1]}")
+        return [result for result, _ in outcomes]  # type: ignore[misc]
+
+    def lowest(self, group: Any) -> int:
+        """The lowest global rank of a process group."""
+        return 0 if self.world_size == 1 else min(dist.get_process_group_ranks(group))

@@ -1,9 +1,10 @@
-"""`CheckpointManager`: saves, in the background if asked to, keeps what is worth keeping, and loads what is whole."""
+"""`CheckpointManager`: saves checkpoints, in the background if asked, loads the newest valid one, removes old ones."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import time
 from collections import deque
@@ -19,29 +20,36 @@ from whimbrel.base.files import remove_stale
 from whimbrel.base.lock import DirectoryLock
 from whimbrel.checkpoint.component import (
     DirectoryStateful,
+    Ranks,
     StateComponent,
     check_components,
     check_skipped,
+    locate,
 )
-from whimbrel.checkpoint.layout import checkpoint_path, list_checkpoints, place_of, step_folders
-from whimbrel.checkpoint.manifest import MANIFEST, Manifest
-from whimbrel.checkpoint.ranks import Ranks
-from whimbrel.checkpoint.reading import absent_components, has_all_files, read_component, verify_checkpoint
-from whimbrel.checkpoint.replication import check_replication
-from whimbrel.checkpoint.retention import TEMPORARY, best_first, prune_checkpoints, temporary_checkpoints
-from whimbrel.checkpoint.snapshot import HostMemory
-from whimbrel.checkpoint.writing import Piece, write_checkpoint
+from whimbrel.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    checkpoint_path,
+    list_checkpoints,
+    read_manifest,
+    remove_checkpoint,
+    step_directories,
+)
+from whimbrel.checkpoint.reader import absent_components, has_all_files, read_component, verify_checkpoint
+from whimbrel.checkpoint.writer import ComponentSnapshot, HostBuffers, check_replication, write_checkpoint
 
-__all__ = ["CheckpointManager", "Saved"]
+__all__ = ["CheckpointManager", "Saved", "best_first"]
 
 logger = logging.getLogger(__name__)
 
-RETRY_PAUSES = (1.0, 5.0, 15.0)
-"""Seconds to wait before each further attempt of a save that failed."""
+RETRY_DELAYS = (1.0, 5.0, 15.0)
+"""Seconds to wait before each retry of a failed save."""
+TEMPORARY = "temporary"
+"""Key in a manifest's `about` that marks a checkpoint to remove once a newer one exists."""
 
 
 class Saved(NamedTuple):
-    """A checkpoint that is whole and on disk."""
+    """A checkpoint that is complete and on disk."""
 
     step: int
     path: Path
@@ -50,9 +58,13 @@ class Saved(NamedTuple):
 class CheckpointManager:
     """The checkpoints of one run, `RUN/checkpoints/step-00000500`.
 
-    Keeps the `keep` newest (None: all) and, besides them, the `best` best by metric. With `asynchronous`, a save holds
-    the caller up for the copy to host memory only; several ranks save together and always synchronously. Whatever
-    changes the run's checkpoints holds `lock`; a trainer holds it for its whole run.
+    Retains the `keep` newest (None: all) and the `best` best by metric. With `asynchronous`, a save blocks the caller
+    only for the copy to host memory; with several ranks, saves are always synchronous. All changes to the checkpoints
+    of a run hold `lock`; a trainer holds it for the entire run.
+
+    An asynchronous save has two jobs on one writer thread: write the checkpoint, then prune old ones. The next save
+    waits for the first job only, because it reuses the host buffers; pruning may overlap with training and with the
+    next copy. The lock of the run directory is acquired by `save` and released by the pruning job.
     """
 
     def __init__(
@@ -68,32 +80,35 @@ class CheckpointManager:
     ) -> None:
         for name, value in {"keep": keep, "best": best}.items():
             if value is not None and value < 1:
-                raise ConfigError(f"{name} = {value} checkpoints: give 1 or more, or None")
+                raise ConfigError(f"expected {name} of at least 1, or None, got {value}")
         self.run = Path(run)
         self.lock = DirectoryLock(self.run)
         self._keep, self._best, self._greater_is_better = keep, best or 0, greater_is_better
         self._ranks = ranks or Ranks()
         self._groups = dict(process_groups or {})
-        self._memory = HostMemory()
+        self._buffers = HostBuffers()
         self._background = asynchronous and self._ranks.world_size == 1
-        self._writer: ThreadPoolExecutor | None = None
-        self._flight: Future[None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
         self._pruning: Future[None] | None = None
-        self._failure: Exception | None = None
+        self._error: Exception | None = None
         self._finished: deque[Saved] = deque()
-        self._own: set[int] = set()
+        self._own_steps: set[int] = set()
+        """Steps that this manager saved or loaded, unlike those left over from before the run was rolled back."""
         self._damaged: set[Path] = set()
         self._temporary: set[Path] = set()
-        self._reported: set[Path] = set()
+        self._warned: set[Path] = set()
+
+    # Saving
 
     def reserve(self, components: Sequence[StateComponent]) -> None:
-        """Take the host memory that saves will need now, so that none has to wait for it.
+        """Allocate host memory for saves in advance.
 
-        Sizes are those of the state as it is: an optimizer has most of its own only after its first step.
+        The size is that of the current state; most of an optimizer's state exists only after its first step.
         """
         check_components(components, self._groups)
         for component in components:
-            self._memory.reserve(component.key, component.stateful.state_dict())
+            self._buffers.reserve(component.key, component.stateful.state_dict())
 
     def save(
         self,
@@ -105,28 +120,28 @@ class CheckpointManager:
         path: Path | None = None,
         temporary: bool = False,
     ) -> Path:
-        """Save the state as it is now, as the checkpoint of `step` or at another `path`; say where.
+        """Save the current state as the checkpoint of `step`, or at `path`. Returns its directory.
 
-        Waits for a save in flight, though not for what it removes afterwards. A step that was saved before, and still
-        looks whole, is not written again; what else has its name (a damaged folder, a checkpoint of a course that the
-        run has left) is replaced. A `temporary` checkpoint is removed as soon as there is a later one, and `keep` does
-        not count it.
+        Waits for the previous save to be written. A step that this manager already saved, and whose files are still
+        there, is not written again; anything else at that path (a damaged directory, a checkpoint from before a
+        rollback) is replaced. A `temporary` checkpoint is removed once a newer one exists, and `keep` does not count
+        it. Raises what a synchronous save failed with; for an asynchronous one, `wait` does.
         """
         check_components(components, self._groups)
-        remembered = _plain({**(about or {}), **({TEMPORARY: True} if temporary else {})})
-        self._await_write()
+        stored = _as_json({**(about or {}), **({TEMPORARY: True} if temporary else {})})
+        self._wait_for_write()
         if path is not None:
-            self._save(Path(path), step, components, metric, remembered)
+            self._save(Path(path), step, components, metric, stored)
             return Path(path)
         target = checkpoint_path(self.run, step)
         self._acquire()
-        writer_releases = False
+        thread_releases = False
         try:
-            saved = step in self._own and has_all_files(target) and (temporary or target not in self._temporary)
+            saved = step in self._own_steps and has_all_files(target) and (temporary or target not in self._temporary)
             if not self._ranks.broadcast(saved):
-                writer_releases = self._save(target, step, components, metric, remembered)
+                thread_releases = self._save(target, step, components, metric, stored)
         finally:
-            if not writer_releases:
+            if not thread_releases:
                 self._release()
         return target
 
@@ -138,47 +153,124 @@ class CheckpointManager:
         metric: float | None,
         about: dict[str, Any],
     ) -> bool:
-        """Copy the state and write it, now or in the background; whether the writer thread releases the lock then."""
+        """Copy the state and write it. Returns whether the writer thread will release the lock."""
         in_run = target == checkpoint_path(self.run, step)
-        pieces: list[Piece] = []
-        self._ranks.together(lambda: None if in_run else _refuse_taken(target))
-        self._ranks.together(lambda: pieces.extend(self._take(component) for component in components))
-        self._check_replication(pieces)
-        job = partial(self._write, target, step, pieces, None if metric is None else float(metric), about)
+        parts: list[ComponentSnapshot] = []
+        self._ranks.run(lambda: None if in_run else _check_unused(target))
+        self._ranks.run(lambda: parts.extend(self._snapshot(component) for component in components))
+        if self._ranks.world_size > 1:
+            self._buffers.synchronize()
+            for part in parts:
+                if part.component.validate_replication and part.snapshot is not None:
+                    check_replication(part.component, part.snapshot, self._ranks)
+        write = partial(self._write, target, step, parts, None if metric is None else float(metric), about)
         prune = partial(self._prune_after, step)
-        self._failure = None
+        self._error = None
         if not self._background:
-            self._attend(job)
+            self._run_job(write)
             if in_run:
-                self._attend(prune)
+                self._run_job(prune)
             self.wait()
             return False
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._flight = self._writer.submit(self._attend, job)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing = self._thread.submit(self._run_job, write)
         if in_run:
-            self._pruning = self._writer.submit(self._attend_and_release, prune)
+            self._pruning = self._thread.submit(self._run_job_and_release, prune)
         return in_run
 
+    def _snapshot(self, component: StateComponent) -> ComponentSnapshot:
+        location = locate(component, self._ranks, self._groups)
+        state = component.stateful.state_dict()
+        needed = location.is_writer or component.validate_replication
+        return ComponentSnapshot(component, location, self._buffers.copy(component.key, state) if needed else None)
+
+    def _write(
+        self, target: Path, step: int, parts: list[ComponentSnapshot], metric: float | None, about: dict[str, Any]
+    ) -> None:
+        """Write the checkpoint, retrying after I/O errors."""
+        self._buffers.synchronize()
+        in_run = target == checkpoint_path(self.run, step)
+        if in_run and self._ranks.is_main:
+            self._remove_stale(self.run / "checkpoints")
+
+        def attempt() -> None:
+            self._ranks.run(partial(_check_free_space, target, parts))
+            write_checkpoint(target, step, parts, metric, about, self._ranks)
+
+        for delay in RETRY_DELAYS:
+            try:
+                attempt()
+                break
+            except OSError as error:
+                logger.warning("saving step %d failed: %s; retrying in %g s", step, error, delay)
+                time.sleep(delay)
+        else:
+            attempt()
+        if in_run:
+            self._own_steps.add(step)
+            self._damaged.discard(target)
+            (self._temporary.add if TEMPORARY in about else self._temporary.discard)(target)
+        self._finished.append(Saved(step, target))
+
+    def _run_job(self, job: Callable[[], None]) -> None:
+        """Run a job of a save; an error is logged and stored for `wait`."""
+        try:
+            job()
+        except Exception as error:
+            self._error = error
+            logger.warning("could not save a checkpoint: %s", error)
+
+    def _run_job_and_release(self, job: Callable[[], None]) -> None:
+        try:
+            self._run_job(job)
+        finally:
+            self._release()
+
     def _acquire(self) -> None:
-        """Take the lock of the run directory, on the first rank for all."""
-        self._ranks.together(lambda: self.lock.acquire() if self._ranks.first else None)
+        """Lock the run directory; rank 0 does it for all ranks."""
+        self._ranks.run(lambda: self.lock.acquire() if self._ranks.is_main else None)
 
     def _release(self) -> None:
-        if self._ranks.first:
+        if self._ranks.is_main:
             self.lock.release()
 
+    # Waiting
+
     def finished(self) -> list[Saved]:
-        """The saves that became whole and durable since the last call."""
+        """The saves that completed since the last call."""
         if not self._finished:
             return []
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def wait(self) -> None:
-        """Return when nothing is in flight; raise what the last save failed with, if it did for good."""
-        self._settle()
-        if self._failure is not None:
-            raise self._failure
+        """Wait for pending saves. Raises what the last one failed with, if it failed after all retries."""
+        self.drain()
+        if self._error is not None:
+            raise self._error
+
+    def drain(self) -> None:
+        """Wait for pending saves and removals, without raising if one failed."""
+        self._wait_for_write()
+        if self._pruning is not None:
+            wait_for([self._pruning])
+            self._pruning = None
+
+    def close(self) -> None:
+        """Wait for pending saves and free all memory, without raising if a save failed."""
+        self.drain()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        self._buffers.release()
+
+    def _wait_for_write(self) -> None:
+        """Wait for the pending write: the next save reuses its host buffers."""
+        if self._writing is not None:
+            wait_for([self._writing])
+            self._writing = None
+
+    # Loading
 
     def load(
         self,
@@ -188,236 +280,198 @@ class CheckpointManager:
         skip: Collection[str] = (),
         check: Callable[[Path, Manifest], None] | None = None,
     ) -> Manifest:
-        """Put every component into the state of a checkpoint, of which every file has been verified before.
+        """Restore all components from the checkpoint at `path`, after verifying every file.
 
-        Without a path: the whole one of the highest step; those past it that are damaged, or that vanish while they
-        are read, are warned about. `check` may refuse the checkpoint before anything is changed.
+        Default: the valid checkpoint of the highest step. Newer ones that are damaged, or removed while they are read,
+        are skipped with a warning. `check` may raise to reject the checkpoint before anything is changed.
         """
         check_components(components, self._groups)
         check_skipped(skip, components)
-        self._settle()
+        self.drain()
         wanted = [component for component in components if component.key not in skip]
         optional = [component.key for component in components if not component.required]
         while True:
             choose = partial(self._choose, path, wanted, optional)
-            chosen, manifest = self._ranks.together(lambda: choose() if self._ranks.first else None)[0]  # type: ignore[misc] # noqa: B023
+            chosen, manifest = self._ranks.run(lambda: choose() if self._ranks.is_main else None)[0]  # type: ignore[misc] # noqa: B023
             try:
                 if check is not None:
                     check(chosen, manifest)
-                self._take_over(chosen, manifest, wanted)
+                self._restore(chosen, manifest, wanted)
                 break
             except CheckpointError as error:
                 vanished = not (chosen / MANIFEST).is_file()
                 if path is not None or not self._ranks.broadcast(vanished):
                     raise
                 self._damaged.add(chosen)
-                logger.warning("passed over: %s was removed while it was loaded (%s)", chosen, error)
+                logger.warning("skipped %s, which was removed while it was loaded (%s)", chosen, error)
         if chosen.parent == checkpoint_path(self.run, 0).parent:
-            self._own = {step for step in self._own if step < manifest.step} | {manifest.step}
+            self._own_steps = {step for step in self._own_steps if step < manifest.step} | {manifest.step}
         return manifest
 
     def load_component(self, component: StateComponent, path: Path) -> None:
-        """Put one component into the state of a checkpoint, without making that the course of the run."""
-        self._settle()
+        """Restore one component from a checkpoint; later saves still continue the current run, not that checkpoint."""
+        self.drain()
         _verify(path, [component], ())
-        _load(component, path, place_of(component, self._ranks, self._groups).stem)
-
-    def best(self) -> Path | None:
-        """The checkpoint with the best metric; None where none has one."""
-        self._settle()
-        found = best_first(self.run, greater_is_better=self._greater_is_better)
-        return found[0][1] if found else None
-
-    def settle(self) -> None:
-        """Wait for saves in progress without raising if one failed; use `wait` for that."""
-        self._settle()
-
-    def _take_over(self, chosen: Path, manifest: Manifest, wanted: Sequence[StateComponent]) -> None:
-        """Put the components into the state of the checkpoint."""
-        stems = {component.key: place_of(component, self._ranks, self._groups).stem for component in wanted}
-        absent = absent_components(chosen, manifest, stems)
-        self._ranks.together(partial(_refuse_absent, chosen, manifest, wanted, absent))
-
-        def take_over() -> None:
-            for component in wanted:
-                if component.key in absent:
-                    logger.warning("%s holds no '%s': going on without its state", chosen, component.key)
-                else:
-                    _load(component, chosen, stems[component.key])
-
-        self._ranks.together(take_over)
-
-    def tidy(self, step: int) -> None:
-        """Clear away what a killed process left: unfinished writes, and what its save of `step` was to remove."""
-        self._settle()
-        self._acquire()
-        try:
-            if self._ranks.first:
-                self._temporary = temporary_checkpoints(self.run)
-                self._sweep(self.run)
-                self._sweep(self.run / "checkpoints")
-            self._prune(step)
-        finally:
-            self._release()
-
-    def newest(self) -> Path | None:
-        """The checkpoint of the highest step, but for those that are known to be damaged."""
-        found = [path for path in list_checkpoints(self.run).values() if path not in self._damaged]
-        return found[-1] if found else None
-
-    def current(self) -> Path | None:
-        """The newest checkpoint that this manager wrote or loaded: of this course, whatever else lies in the run.
-
-        A temporary one only where there is no other: when those are written depends on the clock.
-        """
-        own = [checkpoint_path(self.run, step) for step in sorted(self._own)]
-        whole = [path for path in own if has_all_files(path)]
-        lasting = [path for path in whole if path not in self._temporary]
-        return next(reversed(lasting or whole), None)
-
-    def forget(self, step: int) -> None:
-        """Have the next save of `step` write it again, though it was saved before."""
-        self._settle()
-        self._own.discard(step)
-
-    def close(self) -> None:
-        """Let the save in flight end and give all memory back. Raises nothing: `wait` is how to learn of a failure."""
-        self._settle()
-        if self._writer is not None:
-            self._writer.shutdown()
-            self._writer = None
-        self._memory.release()
-
-    def _take(self, component: StateComponent) -> Piece:
-        """This rank's piece as it is now."""
-        place = place_of(component, self._ranks, self._groups)
-        state = component.stateful.state_dict()
-        needed = place.writes or component.validate_replication
-        return Piece(component, place, self._memory.copy(component.key, state) if needed else None)
-
-    def _check_replication(self, pieces: Sequence[Piece]) -> None:
-        if self._ranks.world_size == 1:
-            return
-        self._memory.arrived()
-        for piece in pieces:
-            if piece.component.validate_replication and piece.snapshot is not None:
-                check_replication(piece.component, piece.snapshot, self._ranks)
-
-    def _write(self, target: Path, step: int, pieces: list[Piece], metric: float | None, about: dict[str, Any]) -> None:
-        """Write until it works, or has failed too often."""
-        self._memory.arrived()
-        in_run = target == checkpoint_path(self.run, step)
-        if in_run and self._ranks.first:
-            self._sweep(self.run / "checkpoints")
-
-        def attempt() -> None:
-            self._ranks.together(partial(_check_free_space, target, pieces))
-            write_checkpoint(target, step, pieces, metric, about, self._ranks)
-
-        for pause in RETRY_PAUSES:
-            try:
-                attempt()
-                break
-            except OSError as error:
-                logger.warning("the save of step %d failed: %s; trying again in %g s", step, error, pause)
-                time.sleep(pause)
-        else:
-            attempt()
-        if in_run:
-            self._own.add(step)
-            self._damaged.discard(target)
-            (self._temporary.add if TEMPORARY in about else self._temporary.discard)(target)
-        self._finished.append(Saved(step, target))
-
-    def _prune_after(self, step: int) -> None:
-        """Prune, if the save of `step` went well."""
-        if step in self._own:
-            self._prune(step)
-
-    def _prune(self, newest: int) -> None:
-        """Remove what need not be kept beside the checkpoint of step `newest`."""
-        if self._ranks.first and (self._keep is not None or self._temporary):
-            prune_checkpoints(
-                self.run,
-                newest,
-                keep=self._keep,
-                best=self._best,
-                greater_is_better=self._greater_is_better,
-                damaged=self._damaged,
-                temporary=self._temporary,
-                reported=self._reported,
-            )
-
-    def _sweep(self, folder: Path) -> None:
-        """Remove what interrupted writes left."""
-        try:
-            remove_stale(folder)
-        except OSError as error:
-            if folder not in self._reported:
-                self._reported.add(folder)
-                logger.warning("cannot remove what an interrupted write left: %s", error)
-
-    def _await_write(self) -> None:
-        """Wait for the save in flight: its memory is needed for the next."""
-        if self._flight is not None:
-            wait_for([self._flight])
-            self._flight = None
-
-    def _settle(self) -> None:
-        """Wait until nothing is written or removed any more."""
-        self._await_write()
-        if self._pruning is not None:
-            wait_for([self._pruning])
-            self._pruning = None
-
-    def _attend(self, job: Callable[[], None]) -> None:
-        """Do a save; a failure is kept for `wait`, and nothing else comes of it."""
-        try:
-            job()
-        except Exception as error:
-            self._failure = error
-            logger.warning("gave up on a checkpoint: %s", error)
-
-    def _attend_and_release(self, job: Callable[[], None]) -> None:
-        try:
-            self._attend(job)
-        finally:
-            self._release()
+        _restore(component, path, locate(component, self._ranks, self._groups).stem)
 
     def _choose(
         self, path: Path | None, wanted: Sequence[StateComponent], optional: Collection[str]
     ) -> tuple[Path, Manifest]:
-        """The checkpoint to load: the one named, or the newest that is whole."""
+        """The checkpoint to load: the one at `path`, or the newest valid one."""
         if path is not None:
             return Path(path), _verify(Path(path), wanted, optional)
-        faults = []
-        for candidate in reversed(step_folders(self.run).values()):
+        errors = []
+        for candidate in reversed(step_directories(self.run).values()):
             try:
                 return candidate, _verify(candidate, wanted, optional)
             except CheckpointError as error:
-                faults.append(str(error))
+                errors.append(str(error))
                 self._damaged.add(candidate)
-                logger.warning("passed over: %s", error)
-        told = f": {len(faults)} are damaged, first {faults[0]}" if faults else ""
-        raise CheckpointError(f"{self.run} has no whole checkpoint{told}; begin anew with overwrite_output_dir=true")
+                logger.warning("skipped: %s", error)
+        damaged = f" ({len(errors)} damaged, the first: {errors[0]})" if errors else ""
+        raise CheckpointError(
+            f"{self.run} has no valid checkpoint{damaged}: start over with --overwrite_output_dir=true"
+        )
+
+    def _restore(self, chosen: Path, manifest: Manifest, wanted: Sequence[StateComponent]) -> None:
+        stems = {component.key: locate(component, self._ranks, self._groups).stem for component in wanted}
+        absent = absent_components(chosen, manifest, stems)
+        self._ranks.run(partial(_check_absent, chosen, manifest, wanted, absent))
+
+        def restore() -> None:
+            for component in wanted:
+                if component.key in absent:
+                    logger.warning("%s has no '%s': continuing without its state", chosen, component.key)
+                else:
+                    _restore(component, chosen, stems[component.key])
+
+        self._ranks.run(restore)
+
+    # Which checkpoints there are
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best metric; None if none has a metric."""
+        self.drain()
+        found = best_first(self.run, greater_is_better=self._greater_is_better)
+        return found[0][1] if found else None
+
+    def newest(self) -> Path | None:
+        """The complete checkpoint of the highest step that is not known to be damaged."""
+        found = [path for path in list_checkpoints(self.run).values() if path not in self._damaged]
+        return found[-1] if found else None
+
+    def current(self) -> Path | None:
+        """The newest checkpoint that this manager saved or loaded, whatever else is in the run directory.
+
+        A temporary one only if there is no other: when those are written depends on the clock.
+        """
+        own = [checkpoint_path(self.run, step) for step in sorted(self._own_steps)]
+        complete = [path for path in own if has_all_files(path)]
+        permanent = [path for path in complete if path not in self._temporary]
+        return next(reversed(permanent or complete), None)
+
+    def forget(self, step: int) -> None:
+        """Make the next save of `step` write it again, even though it was saved before."""
+        self.drain()
+        self._own_steps.discard(step)
+
+    # Removing
+
+    def clean_up(self, step: int) -> None:
+        """Remove what a killed process left: partial writes, and checkpoints that its save of `step` would prune."""
+        self.drain()
+        self._acquire()
+        try:
+            if self._ranks.is_main:
+                self._temporary = _temporary_checkpoints(self.run)
+                self._remove_stale(self.run)
+                self._remove_stale(self.run / "checkpoints")
+            self._prune(step)
+        finally:
+            self._release()
+
+    def _prune_after(self, step: int) -> None:
+        if step in self._own_steps:  # the save succeeded
+            self._prune(step)
+
+    def _prune(self, newest: int) -> None:
+        """Remove checkpoints up to step `newest` that `keep` and `best` do not retain.
+
+        Temporary ones are removed as soon as there is a newer one; with `keep` None they are the only ones removed.
+        Checkpoints after `newest` are from before a rollback and are left alone. A failed removal is warned about once
+        and retried after every save.
+        """
+        if not self._ranks.is_main or (self._keep is None and not self._temporary):
+            return
+        directories = [path for step, path in step_directories(self.run).items() if step <= newest]
+        complete = [
+            path for path in list_checkpoints(self.run).values() if path in directories and path not in self._damaged
+        ]
+        permanent = [path for path in complete if path not in self._temporary]
+        retained = {*complete[-1:], *(permanent if self._keep is None else permanent[-self._keep :])}
+        if self._best:
+            ranked = best_first(self.run, greater_is_better=self._greater_is_better)
+            retained |= set([path for _, path in ranked if path in complete][: self._best])
+        for path in directories:
+            if path in retained or (self._keep is None and path not in self._temporary):
+                continue
+            try:
+                remove_checkpoint(path)
+            except OSError as error:
+                if path not in self._warned:
+                    self._warned.add(path)
+                    logger.warning("cannot remove the old checkpoint %s: %s", path, error.strerror)
+
+    def _remove_stale(self, directory: Path) -> None:
+        """Remove partial files of interrupted writes."""
+        try:
+            remove_stale(directory)
+        except OSError as error:
+            if directory not in self._warned:
+                self._warned.add(directory)
+                logger.warning("cannot remove partial files of an interrupted save: %s", error)
 
 
-def _check_free_space(target: Path, pieces: Sequence[Piece]) -> None:
+def best_first(run: Path, *, greater_is_better: bool) -> list[tuple[float, Path]]:
+    """The checkpoints of a run with a metric that is not NaN, best first; among equals the older first."""
+    found = []
+    for step, path in list_checkpoints(run).items():
+        try:
+            metric = read_manifest(path).metric
+        except CheckpointError:  # reported when it is loaded
+            continue
+        if metric is not None and not math.isnan(metric):
+            found.append((-metric if greater_is_better else metric, step, metric, path))
+    return [(metric, path) for _, _, metric, path in sorted(found)]
+
+
+def _temporary_checkpoints(run: Path) -> set[Path]:
+    found = set()
+    for path in list_checkpoints(run).values():
+        try:
+            if read_manifest(path).about.get(TEMPORARY):
+                found.add(path)
+        except CheckpointError:  # reported when it is loaded
+            continue
+    return found
+
+
+def _check_free_space(target: Path, parts: Sequence[ComponentSnapshot]) -> None:
     """Raise before writing a checkpoint that cannot fit: its size is nearly that of its tensors."""
-    written = (piece.snapshot for piece in pieces if piece.place.writes and piece.snapshot is not None)
+    written = (part.snapshot for part in parts if part.location.is_writer and part.snapshot is not None)
     needed = sum(tensor.nbytes for snapshot in written for tensor in snapshot.tensors.values())
-    folder = next(path for path in (target, *target.parents) if path.exists())
+    directory = next(path for path in (target, *target.parents) if path.exists())
     try:
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(directory).free
     except OSError:  # unknown: the write itself fails if there is not enough space
         return
     if free < needed:
         raise WriteError(f"cannot write {target}: it needs {needed:,} bytes, but only {free:,} are free on the disk")
 
 
-def _refuse_taken(target: Path) -> None:
+def _check_unused(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise WriteError(f"{target} exists and is not empty: name another directory or remove it first")
+        raise WriteError(f"{target} exists and is not empty: choose another directory or remove it first")
 
 
 def _verify(path: Path, wanted: Sequence[StateComponent], optional: Collection[str]) -> Manifest:
@@ -428,15 +482,15 @@ def _verify(path: Path, wanted: Sequence[StateComponent], optional: Collection[s
     return manifest
 
 
-def _refuse_absent(path: Path, manifest: Manifest, wanted: Sequence[StateComponent], absent: Collection[str]) -> None:
-    """Every rank must find its piece of what is required."""
+def _check_absent(path: Path, manifest: Manifest, wanted: Sequence[StateComponent], absent: Collection[str]) -> None:
+    """Raise if this rank lacks its files of a required component."""
     for component in wanted:
         if component.required and component.key in absent:
             count = len(manifest.components[component.key].ranks)
-            raise CheckpointError(f"{path} holds no '{component.key}' for this rank: {count} ranks wrote it")
+            raise CheckpointError(f"{path} has no '{component.key}' for this rank: {count} ranks wrote it")
 
 
-def _load(component: StateComponent, path: Path, stem: str) -> None:
+def _restore(component: StateComponent, path: Path, stem: str) -> None:
     try:
         if isinstance(component.stateful, DirectoryStateful):
             component.stateful.load_directory(path / stem)
@@ -445,13 +499,13 @@ def _load(component: StateComponent, path: Path, stem: str) -> None:
     except WhimbrelError:
         raise
     except Exception as error:
-        words = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: the state of '{component.key}' does not fit: {words}") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path}: the state of '{component.key}' does not fit: {reason}") from error
 
 
-def _plain(about: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(about: Mapping[str, Any]) -> dict[str, Any]:
     try:
         table: dict[str, Any] = json.loads(json.dumps(dict(about)))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"what a checkpoint is to remember about its run must be plain JSON: {error}") from error
+        raise ConfigError(f"expected `about` to be JSON data: {error}") from error
     return table

@@ -1,44 +1,91 @@
-"""`manifest.json`: what a checkpoint consists of, and a digest of every file, itself included."""
+"""The directory of a checkpoint, `RUN/checkpoints/step-00000500/`, and its `manifest.json` with a digest of every file.
+
+A checkpoint is complete if it has a manifest: the manifest is written last and removed first. Needs no torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import platform
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Any
 
-import torch
-
-from whimbrel import __version__
 from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import parse_json, sha256_file
 
-__all__ = ["FORMAT", "FileEntry", "MANIFEST", "Manifest", "Part", "read_manifest", "tool_versions"]
+__all__ = [
+    "ComponentEntry",
+    "FORMAT",
+    "FileEntry",
+    "MANIFEST",
+    "Manifest",
+    "checkpoint_path",
+    "latest_checkpoint",
+    "list_checkpoints",
+    "read_manifest",
+    "remove_checkpoint",
+    "step_directories",
+    "step_of",
+]
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 
 
+def checkpoint_path(run: Path, step: int) -> Path:
+    """The directory of the checkpoint of `step`."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint directory; None if the name is not of that form."""
+    found = re.fullmatch(r"step-(\d+)", path.name)
+    return None if found is None else int(found[1])
+
+
+def step_directories(run: Path) -> dict[int, Path]:
+    """All checkpoint directories of a run by step, ascending, including incomplete ones."""
+    found = {step: path for path in (run / "checkpoints").glob("step-*") if (step := step_of(path)) is not None}
+    return dict(sorted(found.items()))
+
+
+def list_checkpoints(run: Path) -> dict[int, Path]:
+    """The complete checkpoints of a run by step, ascending."""
+    return {step: path for step, path in step_directories(run).items() if (path / MANIFEST).is_file()}
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The complete checkpoint of the highest step, or None."""
+    return next(reversed(list_checkpoints(run).values()), None)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint. The manifest goes first, so that an interrupted removal leaves no seemingly complete one."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a file must be."""
+    """Size and hash of a file."""
 
     size: int
     sha256: str
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
-        """What a file is."""
+        """Read and hash the file."""
         return cls(path.stat().st_size, sha256_file(path))
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One component: how it was shared, which ranks wrote it, and into which files."""
+class ComponentEntry:
+    """One component: its sharing pattern, the ranks that wrote it, and its files."""
 
     pattern: str
     required: bool
@@ -49,10 +96,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says about itself. `about` is what the run wanted to be remembered, its config hash too."""
+    """The content of `manifest.json`. `about` is what the run stored with the checkpoint, such as its config hash."""
 
     step: int
-    components: dict[str, Part]
+    components: dict[str, ComponentEntry]
     files: dict[str, FileEntry]
     metric: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
@@ -60,36 +107,31 @@ class Manifest:
 
     @property
     def config_hash(self) -> str | None:
-        """The hash of the settings that made it, where the run gave one."""
+        """Hash of the run's settings, if the run stored one."""
         found = self.about.get("config_hash")
         return found if isinstance(found, str) else None
 
     def render(self) -> bytes:
-        """The bytes of manifest.json."""
+        """The bytes of `manifest.json`."""
         return _render({"format": FORMAT, **asdict(self)})
 
 
-def tool_versions() -> dict[str, str]:
-    """What this process runs on."""
-    return {"whimbrel": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-
-
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint, which must be byte for byte what was written."""
+    """The manifest of the checkpoint at `path`. Raises CheckpointError unless it is byte for byte as written."""
     try:
         content = (path / MANIFEST).read_bytes()
     except OSError as error:
         raise CheckpointError(
-            f"{path} is not a whole checkpoint: its {MANIFEST} cannot be read ({error.strerror})"
+            f"{path} is not a complete checkpoint: its {MANIFEST} cannot be read ({error.strerror})"
         ) from error
     try:
         table = parse_json(content)
         found = table.get("format")
         digest = table.pop("digest", None)
     except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not what was written ({error})") from error
+        raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not valid ({error})") from error
     if found != FORMAT and (digest is None or _render(table) == content):
-        raise CheckpointError(f"{path} has checkpoint format {found}; this version reads {FORMAT}")
+        raise CheckpointError(f"{path} has checkpoint format {found}, expected {FORMAT}: use the version that wrote it")
     if _render(table) != content:
         raise CheckpointError(f"{path} is damaged: its {MANIFEST} has changed since it was written")
     try:
@@ -98,9 +140,15 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: a field of its {MANIFEST} is wrong ({error})") from error
 
 
+def _render(table: Mapping[str, Any]) -> bytes:
+    """`table` as JSON, followed by a digest of itself."""
+    digest = hashlib.sha256(json.dumps(table).encode()).hexdigest()
+    return json.dumps({**table, "digest": digest}, indent=1).encode() + b"\n"
+
+
 def _from_table(table: dict[str, Any]) -> Manifest:
-    """The manifest in a parsed table; a TypeError, KeyError or AttributeError names what does not fit."""
-    components = {key: Part(**part) for key, part in table["components"].items()}
+    """The manifest in a parsed table. Raises TypeError, KeyError or AttributeError for a wrong field."""
+    components = {key: ComponentEntry(**entry) for key, entry in table["components"].items()}
     files = {name: FileEntry(**entry) for name, entry in table["files"].items()}
     rest = {name: value for name, value in table.items() if name not in ("format", "components", "files")}
     manifest = Manifest(components=components, files=files, **rest)
@@ -108,18 +156,18 @@ def _from_table(table: dict[str, Any]) -> Manifest:
     _expect(manifest.metric, (float, int, NoneType), "metric")
     _expect(manifest.about, dict, "about")
     _expect(manifest.versions, dict, "versions")
-    for name, entry in files.items():
-        _expect(entry.size, int, f"size of {name}")
-        _expect(entry.sha256, str, f"sha256 of {name}")
+    for name, file in files.items():
+        _expect(file.size, int, f"size of {name}")
+        _expect(file.sha256, str, f"sha256 of {name}")
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise TypeError(f"file name {name!r} leads out of the checkpoint")
-    for key, part in components.items():
-        _expect(part.pattern, str, f"pattern of {key}")
-        _expect(part.required, bool, f"required of {key}")
-        _expect(part.metadata, dict, f"metadata of {key}")
-        for rank in _expect(part.ranks, list, f"ranks of {key}"):
+            raise TypeError(f"file name {name!r} is outside the checkpoint")
+    for key, component in components.items():
+        _expect(component.pattern, str, f"pattern of {key}")
+        _expect(component.required, bool, f"required of {key}")
+        _expect(component.metadata, dict, f"metadata of {key}")
+        for rank in _expect(component.ranks, list, f"ranks of {key}"):
             _expect(rank, int, f"ranks of {key}")
-        for name in _expect(part.files, list, f"files of {key}"):
+        for name in _expect(component.files, list, f"files of {key}"):
             if name not in files:
                 raise KeyError(f"file {name!r} of {key} has no entry")
     return manifest
@@ -129,9 +177,3 @@ def _expect(value: Any, kind: type | tuple[type, ...], name: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{name} is {value!r}")
     return value
-
-
-def _render(table: Mapping[str, Any]) -> bytes:
-    """`table` as JSON, with the digest of all the rest at its end."""
-    digest = hashlib.sha256(json.dumps(table).encode()).hexdigest()
-    return json.dumps({**table, "digest": digest}, indent=1).encode() + b"\n"

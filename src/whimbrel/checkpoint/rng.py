@@ -1,4 +1,4 @@
-"""The state of every random generator of a process."""
+"""`RNGState`: the state of the random number generators of a process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ GENERATOR = "MT19937"
 
 
 class RNGState:
-    """Python's, NumPy's and torch's global generators, the last on the CPU and on every CUDA device in use."""
+    """The global RNGs of Python, NumPy and torch (CPU and all CUDA devices in use), as a checkpoint component."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all of them are, as tensors and a few numbers."""
+        """The state of all generators, as tensors and numbers."""
         return {
             "python": _python_state(),
             "numpy": _numpy_state(),
@@ -31,7 +31,7 @@ class RNGState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put all of them there; says so where the machine has another number of devices."""
+        """Restore all generators. Warns if the number of CUDA devices differs."""
         python, numpy = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
         key = numpy["key"].numpy().astype(np.uint32)
@@ -40,8 +40,8 @@ class RNGState:
         devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
         if devices != len(state["cuda"]):
             logger.warning(
-                "the checkpoint holds the random state of %d CUDA devices and %d are in use: what is random on the "
-                "others goes another way",
+                "the checkpoint has the RNG state of %d CUDA devices, but %d are in use: random numbers on the others "
+                "will differ",
                 len(state["cuda"]),
                 devices,
             )
@@ -57,7 +57,7 @@ def _python_state() -> dict[str, Any]:
 def _numpy_state() -> dict[str, Any]:
     state = np.random.get_state(legacy=False)
     if state["bit_generator"] != GENERATOR:
-        raise CheckpointError(f"NumPy's global generator is not {GENERATOR}: its state cannot be saved")
+        raise CheckpointError(f"expected NumPy's global generator to be {GENERATOR}, got {state['bit_generator']}")
     inner = state["state"]
     return {
         "key": torch.from_numpy(inner["key"].astype(np.int64)),

@@ -62,9 +62,9 @@ def _verify_shards(path: Path) -> int:
 def _verify_checkpoints(path: Path) -> int:
     """Print a line per checkpoint. Returns the number of errors."""
     from whimbrel.base.errors import CheckpointError
-    from whimbrel.checkpoint import list_checkpoints, missing_components, step_folders, verify_checkpoint
+    from whimbrel.checkpoint import list_checkpoints, missing_components, step_directories, verify_checkpoint
 
-    found = list(step_folders(path).values()) if _is_run(path) else [path]
+    found = list(step_directories(path).values()) if _is_run(path) else [path]
     if not found:
         print(f"{path} is a run with no checkpoints yet")
         return 0

@@ -33,7 +33,7 @@ from whimbrel.checkpoint import (
     RNGState,
     SharingPattern,
     StateComponent,
-    step_folders,
+    step_directories,
     write_tensors,
 )
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
@@ -142,7 +142,7 @@ class CheckpointMethods:
             step, self.get_state_components(), metric=metric, about=self._about(), path=path, temporary=temporary
         )
         if self.callbacks.expect_saved_model:
-            self.checkpoint_manager.settle()
+            self.checkpoint_manager.drain()
         return saved
 
     def load_checkpoint(self, checkpoint_path: str | Path | None = None) -> Path:
@@ -230,11 +230,11 @@ class CheckpointMethods:
             self.load_checkpoint(self._resolve_checkpoint(config.resume.path))
         elif config.overwrite_output_dir and (self._from_config or not config.resume.latest):
             clear_directory(config.output_dir)
-        elif step_folders(config.output_dir):
+        elif step_directories(config.output_dir):
             self.load_checkpoint()
         if config.log.dir is None:
             self.args.logging_dir = events_folder(config.output_dir) or self.args.logging_dir
-        self.checkpoint_manager.tidy(self.state.global_step)
+        self.checkpoint_manager.clean_up(self.state.global_step)
         if self.state.global_step < self.state.max_steps:
             record_settings(self._recorded_config, resumed=self.resumed_from is not None)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_file
-from whimbrel.checkpoint import step_folders
+from whimbrel.checkpoint import step_directories
 from whimbrel.config import dump_toml, load_toml, to_table
 from whimbrel.train.config import TrainerConfig
 
@@ -28,7 +28,7 @@ def check_directory(config: TrainerConfig, *, explicit: bool) -> None:
 
     `explicit`: the user asked to resume, so log a warning if there is no checkpoint.
     """
-    directory, found = config.output_dir, step_folders(config.output_dir)
+    directory, found = config.output_dir, step_directories(config.output_dir)
     if found and not (config.resume.latest or config.resume.path or config.overwrite_output_dir):
         raise ConfigError(
             f"{directory} already contains a run at step {max(found)}: set resume_from_checkpoint=True to resume it, "
@@ -41,7 +41,7 @@ def check_directory(config: TrainerConfig, *, explicit: bool) -> None:
 
 def clear_directory(directory: Path) -> None:
     """Remove the files that a run writes, and nothing else."""
-    for folder in (*step_folders(directory).values(), *directory.glob("ema/step-*"), *_event_folders(directory)):
+    for folder in (*step_directories(directory).values(), *directory.glob("ema/step-*"), *_event_folders(directory)):
         shutil.rmtree(folder)
     for file in ("log.jsonl", SETTINGS):
         (directory / file).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Parts with a state, small and real."""
+"""Small stateful components for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whimbrel.checkpoint import manager as manager_module
 
 
 class Values:
-    """A part whose state is whatever it was given; remembers what it was asked to load."""
+    """A stateful object with any state; records what it loads."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -30,7 +30,7 @@ class Values:
 
 
 class Folder(Values):
-    """A part with a layout of its own."""
+    """A stateful object with its own file format."""
 
     def save_directory(self, state: Any, folder: Path) -> None:
         folder.mkdir()
@@ -47,7 +47,7 @@ Parts = Callable[..., list[StateComponent]]
 
 @pytest.fixture
 def parts() -> Parts:
-    """A model in a folder, an optimizer that may be absent, and a required position, all holding `value`."""
+    """A model in a directory, an optional optimizer and a required trainer state, all with `value`."""
 
     def make(value: float) -> list[StateComponent]:
         return [
@@ -60,6 +60,6 @@ def parts() -> Parts:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try a failed save again at once."""
-    monkeypatch.setattr(manager_module, "RETRY_PAUSES", (0.0, 0.0))
+def no_retry_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry failed saves without a delay."""
+    monkeypatch.setattr(manager_module, "RETRY_DELAYS", (0.0, 0.0))

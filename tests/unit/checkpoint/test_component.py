@@ -1,4 +1,4 @@
-"""Components say what is wrong with them in one line."""
+"""Components: what is refused, and where each sharing pattern is stored."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ import torch
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.checkpoint import CheckpointManager, DirectoryStateful, RNGState, SharingPattern, StateComponent
-from whimbrel.checkpoint.layout import place_of
-from whimbrel.checkpoint.ranks import Ranks
+from whimbrel.checkpoint.component import Ranks, locate
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"key": "a/b"}, "'a/b' cannot name a file"),
-        ({"key": "manifest"}, "'manifest' cannot name a file"),
+        ({"key": "a/b"}, "expected a component key .* got 'a/b'"),
+        ({"key": "manifest"}, "expected a component key .* got 'manifest'"),
         ({"validation_level": "some"}, "'some' is not one of none, quick, tensor, full"),
-        ({"validate_replication": True}, "GLOBAL: only a REPLICATED one can be checked"),
-        ({"sharing_pattern": SharingPattern.PER_GROUP}, "PER_GROUP and process_group_name go together"),
-        ({"process_group_name": "tensor"}, "PER_GROUP and process_group_name go together"),
+        ({"validate_replication": True}, "needs REPLICATED, got GLOBAL"),
+        ({"sharing_pattern": SharingPattern.PER_GROUP}, "PER_GROUP and process_group_name"),
+        ({"process_group_name": "tensor"}, "PER_GROUP and process_group_name"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict, message: str) -> None:
+def test_invalid_component_is_refused(settings: dict, message: str) -> None:
     given = {"key": "x", "stateful": RNGState(), "sharing_pattern": SharingPattern.GLOBAL} | settings
     with pytest.raises(ConfigError, match=message):
         StateComponent(**given)
 
 
-def test_components_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+def test_duplicate_keys_and_unknown_groups_are_refused(tmp_path: Path) -> None:
     one = StateComponent("rng", RNGState(), SharingPattern.PER_RANK)
     group = StateComponent("model", RNGState(), SharingPattern.PER_GROUP, process_group_name="tensr")
     manager = CheckpointManager(tmp_path, process_groups={"tensor": None, "pipe": None})
     for act in (lambda given: manager.save(1, given), manager.load, manager.reserve):
-        with pytest.raises(ConfigError, match="component key 'rng' occurs twice"):
+        with pytest.raises(ConfigError, match="duplicate component key 'rng'"):
             act([one, one])
         with pytest.raises(ConfigError, match="unknown process group 'tensr': did you mean 'tensor'"):
             act([one, group])
@@ -52,9 +51,11 @@ def test_components_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (SharingPattern.PER_GROUP, "g", "x.group-00000"),
     ],
 )
-def test_alone_a_process_writes_everything(pattern: SharingPattern, group: str | None, stem: str, tmp_path) -> None:
+def test_single_process_writes_every_sharing_pattern(
+    pattern: SharingPattern, group: str | None, stem: str, tmp_path
+) -> None:
     component = StateComponent("x", torch.nn.Linear(2, 1), pattern, process_group_name=group)
-    assert place_of(component, Ranks(), {"g": None}) == (stem, True)
+    assert locate(component, Ranks(), {"g": None}) == (stem, True)
     manager = CheckpointManager(tmp_path, process_groups={"g": None})
     path = manager.save(1, [component])
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", f"{stem}.json", f"{stem}.safetensors"]
@@ -63,7 +64,7 @@ def test_alone_a_process_writes_everything(pattern: SharingPattern, group: str |
     assert torch.equal(fresh.weight, component.stateful.weight)
 
 
-def test_a_part_with_a_folder_is_told_by_its_methods() -> None:
+def test_directory_stateful_is_recognized_by_its_methods() -> None:
     class Plain:
         def state_dict(self):
             return {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from whimbrel.checkpoint import CheckpointManager, checkpoint_path, list_checkpoints, read_manifest
-from whimbrel.checkpoint.retention import best_first
+from whimbrel.checkpoint.manager import best_first
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from whimbrel.checkpoint.retention import best_first
         (3, 1, False, [1, 2, 3, 4], [1, 2, 3, 4]),
     ],
 )
-def test_the_newest_and_the_best_stay(tmp_path: Path, parts, keep, best, greater, metrics, left) -> None:
+def test_newest_and_best_checkpoints_are_retained(tmp_path: Path, parts, keep, best, greater, metrics, left) -> None:
     manager = CheckpointManager(tmp_path, keep=keep, best=best, greater_is_better=greater)
     for step, metric in enumerate(metrics, 1):
         manager.save(step, parts(1.0), metric=metric)
@@ -36,7 +36,7 @@ def test_the_newest_and_the_best_stay(tmp_path: Path, parts, keep, best, greater
     assert sorted(os.listdir(tmp_path / "checkpoints")) == [f"step-{step:08d}" for step in left]
 
 
-def test_the_best_is_read_from_disk(tmp_path: Path, parts) -> None:
+def test_best_checkpoint_is_found_on_disk(tmp_path: Path, parts) -> None:
     manager = CheckpointManager(tmp_path)
     assert best_first(tmp_path, greater_is_better=False) == []
     for step, metric in enumerate([0.5, 0.0, math.nan, None], 1):
@@ -46,7 +46,7 @@ def test_the_best_is_read_from_disk(tmp_path: Path, parts) -> None:
     assert best_first(tmp_path, greater_is_better=True) == ranked[::-1]
 
 
-def test_what_lies_ahead_of_a_run_that_went_back_is_let_be(tmp_path: Path, parts) -> None:
+def test_checkpoints_after_a_rollback_are_left_alone(tmp_path: Path, parts) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
     manager.save(2, parts(2.0))
     manager._keep = None
@@ -57,7 +57,7 @@ def test_what_lies_ahead_of_a_run_that_went_back_is_let_be(tmp_path: Path, parts
     assert list(list_checkpoints(tmp_path)) == [3, 9]
 
 
-def test_old_checkpoints_that_cannot_be_removed_do_not_fail_a_save(tmp_path: Path, parts, monkeypatch, caplog) -> None:
+def test_failed_removal_does_not_fail_the_save(tmp_path: Path, parts, monkeypatch, caplog) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
     manager.save(1, parts(1.0))
 
@@ -66,7 +66,7 @@ def test_old_checkpoints_that_cannot_be_removed_do_not_fail_a_save(tmp_path: Pat
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("whimbrel.checkpoint.retention.remove_checkpoint", stuck)
+        patch.setattr("whimbrel.checkpoint.manager.remove_checkpoint", stuck)
         for step in (2, 3, 4):
             manager.save(step, parts(2.0))
     assert caplog.text.count("cannot remove the old checkpoint") == 3  # each of the three once
@@ -76,7 +76,7 @@ def test_old_checkpoints_that_cannot_be_removed_do_not_fail_a_save(tmp_path: Pat
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000005"]
 
 
-def test_a_manifest_remembers_the_metric(tmp_path: Path, parts) -> None:
+def test_manifest_contains_the_metric(tmp_path: Path, parts) -> None:
     manager = CheckpointManager(tmp_path)
     assert read_manifest(manager.save(1, parts(1.0), metric=0)).metric == 0.0
     assert read_manifest(manager.save(2, parts(1.0))).metric is None

@@ -12,7 +12,7 @@ import torch
 from whimbrel.checkpoint import CheckpointManager, RNGState, SharingPattern, StateComponent
 
 
-def draw() -> list:
+def sample() -> list:
     return [
         random.random(),
         random.gauss(0, 1),
@@ -29,26 +29,26 @@ def components() -> list[StateComponent]:
     return [StateComponent("rng", RNGState(), SharingPattern.PER_RANK)]
 
 
-@pytest.mark.parametrize("drawn_before", range(3))
-def test_every_generator_goes_on(tmp_path: Path, components, drawn_before: int) -> None:
-    for _ in range(drawn_before):  # normal numbers come in pairs, of which one is kept
-        draw()
+@pytest.mark.parametrize("used_before", range(3))
+def test_resume_restores_the_rng_state(tmp_path: Path, components, used_before: int) -> None:
+    for _ in range(used_before):  # normal numbers come in pairs, of which one is kept
+        sample()
     manager = CheckpointManager(tmp_path)
     manager.save(1, components)
-    expected = [draw() for _ in range(3)]
+    expected = [sample() for _ in range(3)]
     manager.load(components)
-    assert [draw() for _ in range(3)] == expected
+    assert [sample() for _ in range(3)] == expected
 
 
-def test_another_number_of_devices_is_told(caplog) -> None:
+def test_other_number_of_cuda_devices_is_warned_about(caplog) -> None:
     state = RNGState().state_dict()
     extra = torch.zeros(16, dtype=torch.uint8)
     RNGState().load_state_dict(state | {"cuda": [*state["cuda"], extra]})
-    assert "random state" in caplog.text
+    assert "RNG state" in caplog.text
 
 
 @pytest.mark.gpu
-def test_every_cuda_device_goes_on(tmp_path: Path, components) -> None:
+def test_resume_restores_the_rng_state_of_cuda_devices(tmp_path: Path, components) -> None:
     devices = range(torch.cuda.device_count())
     torch.cuda.init()
     for device in devices:
@@ -61,7 +61,7 @@ def test_every_cuda_device_goes_on(tmp_path: Path, components) -> None:
 
 
 @pytest.mark.gpu
-def test_a_save_from_a_device_holds_the_state_of_its_moment(tmp_path: Path) -> None:
+def test_async_save_from_cuda_is_a_snapshot(tmp_path: Path) -> None:
     """Copies wait for work queued before them, and work queued after waits for the copies."""
     module = torch.nn.Linear(2048, 2048, bias=False, device="cuda")
     components = [StateComponent("model", module, SharingPattern.GLOBAL)]

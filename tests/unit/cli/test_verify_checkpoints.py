@@ -58,7 +58,7 @@ def test_errors_go_to_stderr_and_exit_with_2(run: Path, capsys) -> None:
     assert printed.out.splitlines()[-1] == "0 ok, 2 failed"
     first, second = printed.err.splitlines()
     assert first.startswith("error step-00000005: ")
-    assert "its manifest.json is not what was written" in first
+    assert "its manifest.json is not valid" in first
     assert "model.safetensors has changed" in second
 
 

@@ -266,7 +266,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert timeless(config.output_dir / "log.jsonl") == timeless(tmp_path / "whole" / "log.jsonl")
     for path in list_checkpoints(config.output_dir).values():
         (path / "manifest.json").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
         run(config)
 
 

@@ -78,7 +78,7 @@ def test_second_run_is_refused_and_touches_nothing(
         with pytest.raises(ConfigError, match=message):
             train(make_run(), callbacks=[TrainerCallback()])
         with pytest.raises(ConfigError, match=message):
-            CheckpointManager(run, keep=1).tidy(2)
+            CheckpointManager(run, keep=1).clean_up(2)
         with pytest.raises(ConfigError, match=message):
             Trainer(args(), net(), train_dataset=data()).save_checkpoint()
         assert contents(run) == before

@@ -151,7 +151,7 @@ def test_temporary_checkpoint_can_be_made_permanent(tmp_path: Path) -> None:
     manager.save(3, parts, temporary=True)
     assert list(list_checkpoints(tmp_path)) == [1, 3]
     fresh = CheckpointManager(tmp_path)  # the process that wrote it was killed
-    fresh.tidy(3)
+    fresh.clean_up(3)
     fresh.save(4, parts)
     assert list(list_checkpoints(tmp_path)) == [1, 4]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from whimbrel.base.errors import CheckpointError
-from whimbrel.checkpoint.tree import pack, unpack
+from whimbrel.checkpoint import pack, unpack
 from whimbrel.train.callbacks import EmaCallback
 
 

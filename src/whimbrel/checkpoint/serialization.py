@@ -1,0 +1,180 @@
+"""Nested state (dicts, lists, tuples, numbers, strings, bytes, tensors) as JSON plus one safetensors file, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from whimbrel.base.errors import CheckpointError
+
+__all__ = ["pack", "read_tensors", "sorted_by_alignment", "tensor_bytes", "unpack", "write_tensors"]
+
+DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
+    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""Names of the supported dtypes in the safetensors format."""
+WRITE_CHUNK = 32 * 2**20
+"""Bytes per write call."""
+
+
+def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
+    """Separate the tensors of `state` from the rest: named tensors, and a JSON tree that refers to them by name.
+
+    A tensor that occurs twice is stored once. Subclasses of dict become dicts, NumPy scalars become Python numbers;
+    everything else is restored exactly by `unpack`. Raises CheckpointError for types that cannot be.
+    """
+    tensors: dict[str, Tensor] = {}
+    names: dict[tuple[Any, ...], str] = {}
+
+    def add(tensor: Tensor, path: str) -> dict[str, str]:
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or not _is_storable(tensor):
+            raise _unsupported(path, f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}")
+        memory = tensor.untyped_storage().data_ptr()
+        identity = (memory, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        if tensor.numel() == 0 or identity not in names:
+            while path in tensors:  # {"a/b": ...} next to {"a": {"b": ...}}, or 1 next to "1"
+                path += "'"
+            names[identity] = path
+            tensors[path] = tensor.detach()
+        return {"tensor": names[identity]}
+
+    def walk(node: Any, path: str) -> Any:
+        match node:
+            case Tensor():
+                return add(node, path)
+            case dict():
+                if bad := [key for key in node if type(key) not in (str, int)]:
+                    raise CheckpointError(f"expected state keys of type str or int, got {bad[0]!r} at '{path}'")
+                return {"dict": [[key, walk(value, _join(path, key))] for key, value in node.items()]}
+            case list() | tuple() if type(node) in (list, tuple):
+                return {type(node).__name__: [walk(value, _join(path, i)) for i, value in enumerate(node)]}
+        return _pack_leaf(node, path)
+
+    return tensors, walk(state, "")
+
+
+def unpack(tensors: dict[str, Tensor], tree: Any) -> Any:
+    """The inverse of `pack`."""
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, value),) = tree.items()
+    match kind:
+        case "tensor":
+            return tensors[value]
+        case "dict":
+            return {key: unpack(tensors, node) for key, node in value}
+        case "list":
+            return [unpack(tensors, node) for node in value]
+        case "tuple":
+            return tuple(unpack(tensors, node) for node in value)
+        case "bytes":
+            return bytes.fromhex(value)
+    raise CheckpointError(f"unknown node type '{kind}' in the state: it was written by a newer version")
+
+
+def _pack_leaf(node: Any, path: str) -> Any:
+    if isinstance(node, np.generic):
+        node = node.item()
+    if type(node) is bytes:
+        return {"bytes": node.hex()}
+    if type(node) in (type(None), bool, int, float, str):
+        return node
+    raise _unsupported(path, type(node).__name__)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}/{key}" if path else str(key)
+
+
+def _unsupported(path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"expected numbers, strings, bytes, dense tensors, lists, tuples and dicts in the state, got {what} at '{path}'"
+    )
+
+
+# Safetensors files. Ours are written directly from host memory: no copy, no GIL while bytes are written, and disk
+# errors are plain OSErrors. The safetensors library reads them.
+
+
+class TensorEntry(NamedTuple):
+    """One tensor in the header of a file; `size` in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors of any device and stride. At most one tensor at a time is copied to the host."""
+    names = sorted_by_alignment(tensors)
+    entries = [
+        TensorEntry(name, _dtype_name(tensors[name]), tuple(tensors[name].shape), tensors[name].nbytes)
+        for name in names
+    ]
+    write_tensor_file(path, entries, (tensor_bytes(tensors[name]) for name in names), {"format": "pt"})
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, on the CPU."""
+    try:
+        return dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def sorted_by_alignment(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names in an order in which every tensor starts at a multiple of its item size, without gaps."""
+    return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order; no copy if it is contiguous in host memory."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_tensor_file(
+    path: str | os.PathLike[str],
+    entries: Sequence[TensorEntry],
+    contents: Iterable[memoryview],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a safetensors file with `entries` in order; `contents` is consumed lazily, one tensor at a time."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, dtype, shape, size in entries:
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # align the first tensor
+    with open(path, "wb", buffering=0) as file:
+        _write_all(file.fileno(), len(text).to_bytes(8, "little") + text)
+        for entry, content in zip(entries, contents, strict=True):
+            if content.nbytes != entry.size:
+                raise ValueError(f"expected {entry.size} bytes for '{entry.name}', got {content.nbytes}")
+            _write_all(file.fileno(), content)
+
+
+def _write_all(handle: int, content: bytes | memoryview) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(handle, left[:WRITE_CHUNK]) :]
+
+
+def _is_storable(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and _dtype_name(tensor) in DTYPES
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

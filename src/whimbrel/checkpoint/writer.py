@@ -1,0 +1,203 @@
+"""Writing a checkpoint: copy the state to host memory, write all files to a temporary directory, then rename it.
+
+How a save survives a crash at any point: files go to a directory with a temporary name, are fsynced, the manifest with
+their checksums is written last, and one atomic rename makes the checkpoint visible. With several ranks, each writes its
+own files into the same directory; rank 0 creates it, collects the checksums of all ranks, and renames it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from whimbrel import __version__
+from whimbrel.base.errors import ParallelError, WriteError
+from whimbrel.base.files import atomic_directory
+from whimbrel.checkpoint.component import DirectoryStateful, Location, Ranks, StateComponent
+from whimbrel.checkpoint.manifest import MANIFEST, ComponentEntry, FileEntry, Manifest
+from whimbrel.checkpoint.serialization import pack, sorted_by_alignment, tensor_bytes, unpack, write_tensors
+
+__all__ = ["ComponentSnapshot", "HostBuffers", "Snapshot", "check_replication", "write_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of a component's state: tensors in host memory, and the JSON tree that refers to them (see `pack`)."""
+
+    tensors: dict[str, Tensor]
+    tree: Any
+
+    def state(self) -> Any:
+        """The state as `state_dict()` returned it."""
+        return unpack(self.tensors, self.tree)
+
+
+class HostBuffers:
+    """One host memory buffer per component, reused by every save; pinned if the tensors are on a CUDA device.
+
+    `copy` only enqueues the copies from a device, in order with the work already queued there, so that training can
+    continue at once. `synchronize` must have returned before a snapshot is read. A snapshot is valid until the next
+    one of the same component.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._copies: list[torch.cuda.Event] = []
+
+    def reserve(self, key: str, state: Any) -> None:
+        """Allocate the buffer for such a state."""
+        tensors, _ = pack(state)
+        self._buffer(key, tensors)
+
+    def copy(self, key: str, state: Any) -> Snapshot:
+        """Copy a state. Its tensors may be modified as soon as this returns."""
+        tensors, tree = pack(state)
+        buffer, offset, copies = self._buffer(key, tensors), 0, {}
+        for name in sorted_by_alignment(tensors):
+            source = tensors[name]
+            target = buffer[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
+            copies[name] = target.copy_(source, non_blocking=True)
+            offset += source.nbytes
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            self._copies.append(torch.cuda.current_stream(device).record_event())
+        return Snapshot(copies, tree)
+
+    def synchronize(self) -> None:
+        """Wait until all copies are in host memory."""
+        for event in self._copies:
+            event.synchronize()
+        self._copies.clear()
+
+    def release(self) -> None:
+        """Free the buffers."""
+        self._buffers.clear()
+
+    def _buffer(self, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        pinned = any(tensor.is_cuda for tensor in tensors.values())
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size or (pinned and not buffer.is_pinned()):
+            self._buffers.pop(key, None)  # free the old buffer before the new one is allocated
+            del buffer
+            buffer = self._buffers[key] = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentSnapshot:
+    """A component on this rank. `snapshot` is None if this rank neither writes it nor compares it with other ranks."""
+
+    component: StateComponent
+    location: Location
+    snapshot: Snapshot | None
+
+
+FilesByComponent = dict[str, dict[str, FileEntry]]
+"""The files that one rank wrote, by component."""
+
+
+def write_checkpoint(
+    target: Path,
+    step: int,
+    parts: Sequence[ComponentSnapshot],
+    metric: float | None,
+    about: dict[str, Any],
+    ranks: Ranks,
+) -> None:
+    """Write the components of all ranks. An existing `target` is replaced once the new checkpoint is on disk."""
+    with ExitStack() as stack:
+
+        def create() -> Path | None:
+            return stack.enter_context(atomic_directory(target, replace=True)) if ranks.is_main else None
+
+        def write_manifest() -> None:
+            if ranks.is_main:
+                (directory / MANIFEST).write_bytes(manifest.render())
+
+        directory = ranks.run(create)[0] or target
+        written = ranks.run(lambda: _write_components(directory, parts))
+        manifest = _manifest(step, [part.component for part in parts], written, metric, about)
+        ranks.run(write_manifest)
+        rename = stack.pop_all()
+    ranks.run(rename.close)
+
+
+def _write_components(directory: Path, parts: Sequence[ComponentSnapshot]) -> FilesByComponent:
+    return {
+        part.component.key: _write_component(directory, part.location.stem, part.component, part.snapshot)
+        for part in parts
+        if part.location.is_writer and part.snapshot is not None
+    }
+
+
+def _write_component(directory: Path, stem: str, component: StateComponent, snapshot: Snapshot) -> dict[str, FileEntry]:
+    if isinstance(component.stateful, DirectoryStateful):
+        try:
+            component.stateful.save_directory(snapshot.state(), directory / stem)
+        except SafetensorError as error:  # how that library reports a full disk
+            raise WriteError(f"cannot write {directory / stem}: {error}") from error
+        files = sorted(path for path in (directory / stem).rglob("*") if path.is_file())
+    else:
+        files = [directory / f"{stem}.json"]
+        files[0].write_text(json.dumps(snapshot.tree), encoding="utf-8")
+        if snapshot.tensors:
+            files.append(directory / f"{stem}.safetensors")
+            write_tensors(files[1], snapshot.tensors)
+    return {path.relative_to(directory).as_posix(): FileEntry.of(path) for path in files}
+
+
+def _manifest(
+    step: int,
+    components: Sequence[StateComponent],
+    written: Sequence[FilesByComponent],
+    metric: float | None,
+    about: dict[str, Any],
+) -> Manifest:
+    entries = {
+        component.key: ComponentEntry(
+            pattern=component.sharing_pattern.value,
+            required=component.required,
+            ranks=[rank for rank, files in enumerate(written) if component.key in files],
+            files=[name for files in written for name in files.get(component.key, {})],
+            metadata=dict(component.metadata),
+        )
+        for component in components
+    }
+    files = {name: entry for rank in written for part in rank.values() for name, entry in part.items()}
+    versions = {"whimbrel": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    return Manifest(step, entries, files, metric, versions, about)
+
+
+def check_replication(component: StateComponent, snapshot: Snapshot, ranks: Ranks) -> None:
+    """Raise ParallelError if a component differs between ranks, compared at its `validation_level`."""
+    if component.validation_level == "none":
+        return
+    found = ranks.gather(_fingerprints(snapshot, component.validation_level))
+    for rank, other in enumerate(found):
+        different = sorted(name for name in found[0].keys() | other.keys() if found[0].get(name) != other.get(name))
+        if different:
+            raise ParallelError(
+                f"component '{component.key}' must be equal on all ranks, but '{different[0]}' differs between rank 0 "
+                f"and rank {rank}: resume from the last checkpoint"
+            )
+
+
+def _fingerprints(snapshot: Snapshot, level: str) -> dict[str, str]:
+    found = {}
+    for name, tensor in snapshot.tensors.items():
+        found[name] = f"{tensor.dtype} {list(tensor.shape)}"
+        if level in ("tensor", "full"):
+            found[name] += f" {hashlib.sha256(tensor_bytes(tensor)).hexdigest()}"
+    if level == "full":
+        found["values"] = hashlib.sha256(json.dumps(snapshot.tree).encode()).hexdigest()
+    return found
