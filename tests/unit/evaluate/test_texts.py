@@ -18,7 +18,7 @@ TEXTS = ["To be, or not to be", "naïve café: 日本語", "", "That is the ques
 def test_numbers_are_those_of_one_forward_pass(subject):
     ids = [subject.opener_id, *subject.tokenizer.encode(TEXTS[0])]
     with torch.no_grad():
-        loss = float(subject.model(torch.tensor([ids[:-1]]), torch.tensor([ids[1:]])).loss)
+        loss = float(subject.model(torch.tensor([ids[:-1]]), targets=torch.tensor([ids[1:]])).loss)
     found = perplexity(subject, TEXTS[:1])
     assert (found.documents, found.tokens, found.bytes) == (1, len(ids) - 1, len(TEXTS[0]))
     assert found.bits_per_token == pytest.approx(loss / math.log(2), rel=1e-5)
