@@ -57,7 +57,7 @@ def load_here(variant: str, path: str, device: torch.device) -> dict[str, Any]:
 def load(variant: str, path: str, device: torch.device) -> GPT:
     """naive: quantize after loading; stream: quantize while loading."""
     how, _, weights = variant.partition(" ")
-    model = load_model(path, device=device, weights=weights if how == "stream" else None)
+    model = load_model(path, device=device, quantize=weights if how == "stream" else None)
     if how == "naive":
         quantize_(model, weights)
     return model

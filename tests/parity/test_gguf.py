@@ -17,14 +17,17 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers.processors import TemplateProcessing
 
 import whimbrel
-from whimbrel.model_io.plain import export_hf
+from whimbrel.model_io import export_hf
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.config import RopeScaling
 from whimbrel.tokenization import Tokenizer, load_tokenizer, train_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="needs the package 'gguf': pip install 'whimbrel[gguf]'")
-from whimbrel.model_io.gguf import export_gguf  # noqa: E402 (it needs the extra)
-from whimbrel.model_io.gguf.vocabulary import LLAMA3, QWEN2  # noqa: E402
+from whimbrel.model_io.gguf import (  # noqa: E402
+    LLAMA3,
+    QWEN2,
+    export_gguf,
+)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LLAMA = {
@@ -157,7 +160,7 @@ def test_transformers_writes_our_text(files, trained, family, dtype):
 def test_a_plain_copy_of_quantised_weights_opens_in_transformers(trained, tmp_path):
     directory, prompt, continuation = trained["llama"]
     tokenizer = load_tokenizer(directory)
-    whimbrel.save_model(whimbrel.load_model(directory, weights="int8"), tmp_path / "int8", tokenizer)
+    whimbrel.save_model(whimbrel.load_model(directory, quantize="int8"), tmp_path / "int8", tokenizer)
     export_hf(tmp_path / "int8", tmp_path / "plain", dtype=torch.bfloat16)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert model.dtype == torch.bfloat16

@@ -12,8 +12,7 @@ import transformers
 
 import whimbrel.hf
 from whimbrel.base.errors import ConfigError
-from whimbrel.model_io import load_model, save_model
-from whimbrel.model_io.plain import export_hf
+from whimbrel.model_io import export_hf, load_model, save_model
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import FORMATS, QuantizedWeight
 
@@ -38,7 +37,7 @@ def plain(request, tmp_path):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_they_compute_what_we_do_with_the_same_weights(plain, directory, form, ids, logits):
-    ours = load_model(plain, weights=form)
+    ours = load_model(plain, quantize=form)
     save_model(ours, directory, max_shard_size=9000)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
     torch.testing.assert_close(logits(theirs, ids), logits(ours, ids), atol=2e-5, rtol=0)
@@ -50,7 +49,7 @@ def test_they_compute_what_we_do_with_the_same_weights(plain, directory, form, i
 
 
 def test_their_text_is_ours(plain, directory):
-    ours = load_model(plain, weights="int8")
+    ours = load_model(plain, quantize="int8")
     save_model(ours, directory)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
     prompt = [5, 17, 3]
@@ -60,7 +59,7 @@ def test_their_text_is_ours(plain, directory):
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_a_dtype_is_that_of_scales_and_never_of_codes(plain, directory, form):
-    ours = load_model(plain, weights=form)
+    ours = load_model(plain, quantize=form)
     save_model(ours, directory)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     weights = [parameter for parameter in theirs.parameters() if type(parameter) is QuantizedWeight]
@@ -70,7 +69,7 @@ def test_a_dtype_is_that_of_scales_and_never_of_codes(plain, directory, form):
 
 def test_a_plain_state_leaves_their_layers_quantised(plain, directory):
     """Also where torch would put what arrives in the place of the weight; of GPT-2's layers it is the transpose."""
-    save_model(load_model(plain, weights="int8"), directory)
+    save_model(load_model(plain, quantize="int8"), directory)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
     before = {name: weight for name, weight in theirs.named_parameters() if type(weight) is QuantizedWeight}
     state = transformers.AutoModelForCausalLM.from_pretrained(plain).state_dict()
@@ -83,7 +82,7 @@ def test_a_plain_state_leaves_their_layers_quantised(plain, directory):
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_they_look_tokens_up_in_a_quantised_embedding(plain, directory, form, ids, logits):
-    ours = load_model(plain, weights=form, quantize_embeddings=True)
+    ours = load_model(plain, quantize=form, quantize_embeddings=True)
     save_model(ours, directory)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
     torch.testing.assert_close(logits(theirs, ids), logits(ours, ids), atol=2e-5, rtol=0)
@@ -99,7 +98,7 @@ LOAD = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrai
 @pytest.mark.parametrize("shard", [5 * 10**9, 9000])
 def test_transformers_alone_refuses_a_quantised_directory(plain, directory, shard):
     """It would initialize the weights at random. A plain copy of it opens."""
-    save_model(load_model(plain, weights="int8"), directory, max_shard_size=shard)
+    save_model(load_model(plain, quantize="int8"), directory, max_shard_size=shard)
     alone = subprocess.run([sys.executable, "-c", LOAD, directory], capture_output=True, text=True, check=False)
     assert alone.returncode != 0
     assert "import whimbrel.hf first" in alone.stderr
@@ -109,7 +108,7 @@ def test_transformers_alone_refuses_a_quantised_directory(plain, directory, shar
 
 
 def test_what_cannot_be_is_refused(plain, directory):
-    save_model(load_model(plain, weights="int8"), directory)
+    save_model(load_model(plain, quantize="int8"), directory)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
     with pytest.raises(ValueError, match="not serializable"):
         theirs.save_pretrained(directory.with_name("again"))

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from whimbrel.base.errors import ConfigError, RequestError
-from whimbrel.cli.opening import (
+from whimbrel.cli.model_options import (
     Cache,
     Device,
     DraftModel,
+    MaxNewTokens,
     MinP,
     Model,
-    MostTokens,
     RepetitionPenalty,
     Seed,
     Stops,
@@ -27,8 +27,8 @@ from whimbrel.cli.opening import (
     TopK,
     TopP,
     Weights,
-    draft_maker,
-    open_model,
+    draft_factory,
+    sampling_params,
 )
 from whimbrel.cli.terminal import escape_controls, print_text
 
@@ -47,7 +47,7 @@ def chat(
     template: Annotated[
         str | None, typer.Option(help="A Jinja file, or the name of one of the model's own chat templates.")
     ] = None,
-    max_new_tokens: MostTokens = None,
+    max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -67,23 +67,26 @@ def chat(
     stops an answer.
     """
     from whimbrel.inference import Conversation, Session
+    from whimbrel.model_io import open_model
+    from whimbrel.train.device import choose_device
 
     opened = open_model(model, tokenizer)
-    sampling, most = opened.drawing(
+    sampling, most = sampling_params(
+        opened.generation_config,
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         max_new_tokens=max_new_tokens,
     )  # fmt: skip
-    chosen = _template(opened.source, template)
-    drafts = draft_maker(draft, device)
+    chosen = _template(opened.path, template)
+    drafts = draft_factory(draft, device)
     talk = Conversation(
-        Session(opened.load(device, weights), cache=cache),
+        Session(opened.load_model(device=choose_device(device), quantize=weights), cache=cache),
         opened.tokenizer,
         chosen,
         sampling,
         max_new_tokens=most,
         system=system,
         stops=tuple(stop or ()),
-        eos_id=opened.end_ids,
+        eos_id=frozenset(opened.generation_config.eos_token_ids),
         seed=seed,
     )
     _say(COMMANDS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.cli.opening import Device, Model, ParseSpecial, TokenizerPath, Weights
+from whimbrel.cli.model_options import Device, Model, ParseSpecial, TokenizerPath, Weights
 from whimbrel.cli.terminal import ProgressBar, print_table
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def evaluate(
         tokenizer=tokenizer,
         dtype={None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype],
         device=choose_device(device),
-        weights=weights,
+        quantize=weights,
         parse_special=parse_special,
     )
     shown = ProgressBar()

@@ -42,7 +42,7 @@ def export(
         export_gguf(source, out, dtype=number)
         size = out.stat().st_size
     else:
-        from whimbrel.model_io.plain import export_hf
+        from whimbrel.model_io import export_hf
 
         export_hf(source, out, dtype=number)
         size = sum(file.stat().st_size for file in out.iterdir())

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.cli.opening import (
+from whimbrel.cli.model_options import (
     Cache,
     Device,
     DraftModel,
+    MaxNewTokens,
     MinP,
     Model,
-    MostTokens,
     ParseSpecial,
     RepetitionPenalty,
     Seed,
@@ -24,8 +24,8 @@ from whimbrel.cli.opening import (
     TopK,
     TopP,
     Weights,
-    draft_maker,
-    open_model,
+    draft_factory,
+    sampling_params,
 )
 from whimbrel.cli.terminal import print_text
 
@@ -35,7 +35,7 @@ __all__ = ["generate"]
 def generate(
     model: Model,
     text: Annotated[str, typer.Argument(help="What to go on from; nothing starts a new text.")] = "",
-    max_new_tokens: MostTokens = None,
+    max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -62,15 +62,18 @@ def generate(
     What is not given is as the model's generation_config.json says, where that draws at all.
     """
     from whimbrel.inference import beam_search, encode_prompt, generate_batch, speculate, stream_text
+    from whimbrel.model_io import open_model
+    from whimbrel.train.device import choose_device
 
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     drawn |= {"repetition_penalty": repetition_penalty}
     _check(n, beams, draft, **drawn, seed=seed)
     opened = open_model(model, tokenizer)
-    prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=opened.bos_id)
-    sampling, most = opened.drawing(**drawn, max_new_tokens=max_new_tokens)
-    ends, stops = None if past_end else opened.end_ids, stop or ()
-    network = opened.load(device, weights)
+    defaults = opened.generation_config
+    prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=defaults.bos_token_id)
+    sampling, most = sampling_params(defaults, **drawn, max_new_tokens=max_new_tokens)
+    ends, stops = None if past_end else frozenset(defaults.eos_token_ids), stop or ()
+    network = opened.load_model(device=choose_device(device), quantize=weights)
     texts: Iterable[Iterable[int]]
     if beams is not None:
         found = beam_search(network, prompt, beams=beams, max_new_tokens=most, eos_id=ends, cache=cache)
@@ -82,7 +85,7 @@ def generate(
         )  # fmt: skip
         texts = [completion.tokens for completion in written]
     else:
-        guessing = draft_maker(draft, device)()
+        guessing = draft_factory(draft, device)()
         texts = [
             speculate(network, prompt, sampling, guessing, max_new_tokens=most, seed=seed, eos_id=ends, cache=cache)
         ]

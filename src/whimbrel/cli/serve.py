@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whimbrel.base.errors import MissingExtraError
-from whimbrel.cli.opening import Cache, Device, Model, TokenizerPath, Weights
+from whimbrel.cli.model_options import Cache, Device, Model, TokenizerPath, Weights
 from whimbrel.cli.terminal import print_text
 
 if TYPE_CHECKING:

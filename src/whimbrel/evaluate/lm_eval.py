@@ -15,7 +15,7 @@ import torch
 from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
 from whimbrel.evaluate.subject import Subject
 from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, TextStream
-from whimbrel.model_io import model_directory, special_tokens
+from whimbrel.model_io import load
 from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Message, load_chat_template
 from whimbrel.train.device import choose_device
 
@@ -57,12 +57,10 @@ class WhimbrelLM(LM):  # type: ignore[misc]
             device = None
         self._device = choose_device(device)
         self._rows = None if batch_size == "auto" else int(batch_size)
-        self._source = model_directory(pretrained)
-        self.subject = Subject.load(
-            self._source, tokenizer=tokenizer, dtype=DTYPES[dtype], device=self._device, weights=weights
-        )
-        ends = special_tokens(self._source).eos_ids if self._source.is_dir() else ()
-        self._ends = frozenset(ends or (self.subject.tokenizer.eot_id,))
+        loaded = load(pretrained, tokenizer=tokenizer, device=self._device, dtype=DTYPES[dtype], quantize=weights)
+        self.subject = Subject(loaded.model, loaded.tokenizer, loaded.generation_config.bos_token_id)
+        self._source = loaded.path
+        self._ends = frozenset(loaded.generation_config.eos_token_ids)
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Of each continuation after its context, and whether greedy decoding would write it."""

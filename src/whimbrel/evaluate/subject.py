@@ -11,14 +11,7 @@ import torch
 from whimbrel.base.errors import DataError
 from whimbrel.base.progress import Progress
 from whimbrel.evaluate.scoring import Pair, Score, score
-from whimbrel.model_io import (
-    SpecialTokens,
-    check_tokenizer,
-    load_model,
-    model_directory,
-    model_tokenizer,
-    special_tokens,
-)
+from whimbrel.model_io import load
 from whimbrel.models import GPT
 from whimbrel.tokenization import Tokenizer
 
@@ -44,16 +37,12 @@ class Subject:
         tokenizer: str | os.PathLike[str] | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
-        weights: str | None = None,
+        quantize: str | None = None,
         parse_special: bool = True,
     ) -> Subject:
         """What `load_model` takes, with the tokenizer that lies beside it unless another is given."""
-        source = model_directory(path)
-        words = model_tokenizer(source, tokenizer)
-        special = special_tokens(source) if source.is_dir() else SpecialTokens()
-        model = load_model(source, dtype=dtype, device=device, weights=weights)
-        check_tokenizer(words, model.config)
-        return cls(model, words, special.opener(words), parse_special)
+        loaded = load(path, tokenizer=tokenizer, device=device, dtype=dtype, quantize=quantize)
+        return cls(loaded.model, loaded.tokenizer, loaded.generation_config.bos_token_id, parse_special)
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
         """Context and continuation in tokens, cut where the tokens of the context alone end.

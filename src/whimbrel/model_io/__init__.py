@@ -1,33 +1,38 @@
-"""Model directories in and out: `load_model`, `load_tokenizer`, `save_model`, `finalize_model`."""
+"""Model directories: `load`, `load_model`, `load_tokenizer`, `save_model`, `finalize_model`."""
 
-from whimbrel.model_io.directory import (
-    SpecialTokens,
+from whimbrel.model_io.finalize import FinalizeResult, HeldOutResult, finalize_model
+from whimbrel.model_io.load import (
+    GenerationConfig,
+    LoadedModel,
+    ModelSource,
     check_tokenizer,
-    generation_settings,
+    load,
     load_model,
+    load_tokenizer,
     load_weights,
-    model_tokenizer,
-    save_model,
-    special_tokens,
+    open_model,
+    read_generation_config,
+    resolve_model,
 )
-from whimbrel.model_io.finalize import finalize_model
-from whimbrel.model_io.measure import Finalized, Measured
 from whimbrel.model_io.quantized import weight_state
-from whimbrel.model_io.sources import load_tokenizer, model_directory
+from whimbrel.model_io.save import export_hf, save_model
 
 __all__ = [
-    "Finalized",
-    "Measured",
-    "SpecialTokens",
+    "FinalizeResult",
+    "GenerationConfig",
+    "HeldOutResult",
+    "LoadedModel",
+    "ModelSource",
     "check_tokenizer",
+    "export_hf",
     "finalize_model",
-    "generation_settings",
+    "load",
     "load_model",
     "load_tokenizer",
     "load_weights",
-    "model_directory",
-    "model_tokenizer",
+    "open_model",
+    "read_generation_config",
+    "resolve_model",
     "save_model",
-    "special_tokens",
     "weight_state",
 ]

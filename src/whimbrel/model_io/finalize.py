@@ -1,10 +1,10 @@
-"""`finalize_model`: from a checkpoint to the directory that is published, quantised or not, with what it cost."""
+"""`finalize_model`: from a checkpoint to a directory to publish, optionally quantized, with a model card."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,78 @@ from torch import nn
 from whimbrel import __version__
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_directory
-from whimbrel.model_io.card import model_card
-from whimbrel.model_io.copies import write_copy
-from whimbrel.model_io.directory import CONFIG, GENERATION, describe, load_model
-from whimbrel.model_io.measure import Finalized, Measure, Weights
+from whimbrel.base.progress import format_bytes
+from whimbrel.config import dump_toml
+from whimbrel.model_io.files import CONFIG, GENERATION_CONFIG, read_json, write_json
+from whimbrel.model_io.load import load_model, read_config, resolve_model
 from whimbrel.model_io.quantized import format_of, weight_recipe
-from whimbrel.model_io.sources import model_directory
-from whimbrel.model_io.tables import read_table, write_table
+from whimbrel.model_io.save import copy_model
 from whimbrel.models import GPT
+from whimbrel.models.held_out_loss import perplexity
 from whimbrel.precision import QuantizedWeight, finalize
 
-__all__ = ["finalize_model"]
+__all__ = ["FinalizeResult", "HeldOutResult", "WeightsInfo", "finalize_model"]
 
-CARD, RECORD, CHAT_TEMPLATE = "README.md", "finalize.json", "chat_template.jinja"
+MODEL_CARD, RECORD, CHAT_TEMPLATE = "README.md", "finalize.json", "chat_template.jinja"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutResult:
+    """The mean loss of a model on held-out text."""
+
+    loss: float
+    num_tokens: int
+    sequence_length: int
+    """The text is evaluated in sequences of this length; later tokens of a sequence have more context."""
+    dataset: str
+    """The name of the text."""
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return perplexity(self.loss)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInfo:
+    """The weights in a directory."""
+
+    format: str
+    """The dtype, and the quantization format if there is one."""
+    num_bytes: int
+    held_out: HeldOutResult | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As in `finalize.json`."""
+        held_out = self.held_out
+        measured = None if held_out is None else {
+            "loss": held_out.loss, "tokens": held_out.num_tokens, "length": held_out.sequence_length,
+            "text": held_out.dataset,
+        }  # fmt: skip
+        return {"format": self.format, "bytes": self.num_bytes, "measured": measured}
+
+
+@dataclass(frozen=True, slots=True)
+class FinalizeResult:
+    """What `finalize_model` wrote."""
+
+    recipe: str | None
+    """The quantization recipe; None if the model is unquantized."""
+    num_parameters: int
+    before: WeightsInfo
+    after: WeightsInfo
+    unquantized: tuple[str, ...]
+    """Linear layers of a quantized model that are not quantized."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As in `finalize.json`."""
+        return {
+            "recipe": self.recipe,
+            "parameters": self.num_parameters,
+            "before": self.before.to_json(),
+            "after": self.after.to_json(),
+            "left": self.unquantized,
+        }
 
 
 def finalize_model(
@@ -40,64 +99,139 @@ def finalize_model(
     chat_template: str | None = None,
     generation: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
-    measure: Measure | None = None,
-) -> Finalized:
-    """Write the model of a run, a checkpoint or a model directory as a directory to publish, whole or not at all.
+    evaluate: Callable[[GPT], HeldOutResult] | None = None,
+) -> FinalizeResult:
+    """Write a run, checkpoint or model directory as a directory to publish, atomically.
 
-    `recipe` quantises its linears, and with `embeddings` its embedding and head, after `dtype` has converted it.
-    `generation` is added to its generation settings, and `settings`, of the run that trained it, to its model card.
-    `measure` is asked for the loss of the model as it was and of the one that was written, as it is read back from its
-    files.
+    Args:
+        recipe: Quantize the linear layers, and with `embeddings` also the token embedding and the head.
+        dtype: Convert the weights first.
+        generation: Fields to add to `generation_config.json`.
+        settings: The config of the training run, for the model card.
+        evaluate: Computes the held-out loss, of the source and of the result as read back from its files.
     """
     chosen = None if recipe is None else weight_recipe("quantize", recipe, embeddings=embeddings)
     if embeddings and chosen is None:
         raise ConfigError("--quantize-embeddings uses the format of --quantize: set it too, such as --quantize int8")
-    directory = model_directory(source)
+    directory = resolve_model(source)
     if directory.is_file():
-        raise ConfigError(f"{directory} is a file: finalize takes a run, a checkpoint or a model directory")
-    held = describe(directory).form
-    if chosen is not None and held not in (None, chosen.finalize):
+        raise ConfigError(f"expected a run, a checkpoint or a model directory, got the file {directory}")
+    stored = read_config(directory).weight_format
+    if chosen is not None and stored not in (None, chosen.finalize):
         raise ConfigError(
-            f"{directory} holds {held.name} weights: quantise the plain model that they were made from, or what "
-            "`whimbrel export` makes of them"
+            f"{directory} is already quantized as {stored.name}: quantize the original model, or dequantize it first "
+            "with `whimbrel export`"
         )
     with atomic_directory(out) as folder:
         model = load_model(directory, device=device)
-        before = _weights(directory, model, measure)
+        before = _weights_info(directory, model, evaluate)
         if dtype is not None:
             model.to(dtype)
         if chosen is not None:
             finalize(model, chosen)
-        write_copy(directory, model, folder)
-        _write_manners(folder, chat_template, generation or {})
-        form, parameters = format_of(model), model.num_parameters()
-        left = () if form is None else _plain_linears(model)
+        copy_model(directory, model, folder)
+        _write_generation_config(folder, chat_template, generation or {})
+        weight_format, num_parameters = format_of(model), model.num_parameters()
+        unquantized = () if weight_format is None else _unquantized_linears(model)
         del model
-        after = _weights(folder, load_model(folder, device=device), measure)
-        result = Finalized(None if form is None else recipe or form.name, parameters, before, after, left)
-        write_table(folder / RECORD, {"whimbrel": __version__, **asdict(result)})
-        card = model_card(Path(out).name, str(read_table(folder / CONFIG).get("model_type")), result, settings)
-        (folder / CARD).write_text(card, encoding="utf-8")
+        after = _weights_info(folder, load_model(folder, device=device), evaluate)
+        name = None if weight_format is None else recipe or weight_format.name
+        result = FinalizeResult(name, num_parameters, before, after, unquantized)
+        write_json(folder / RECORD, {"whimbrel": __version__, **result.to_json()})
+        card = model_card(Path(out).name, str(read_json(folder / CONFIG).get("model_type")), result, settings)
+        (folder / MODEL_CARD).write_text(card, encoding="utf-8")
     return result
 
 
-def _weights(directory: Path, model: GPT, measure: Measure | None) -> Weights:
-    form, dtype = format_of(model), str(model.token_embedding.weight.dtype).removeprefix("torch.")
-    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    return Weights(
-        dtype if form is None else f"{form.name}, {dtype}", size, None if measure is None else measure(model)
+def _weights_info(directory: Path, model: GPT, evaluate: Callable[[GPT], HeldOutResult] | None) -> WeightsInfo:
+    weight_format, dtype = format_of(model), str(model.token_embedding.weight.dtype).removeprefix("torch.")
+    return WeightsInfo(
+        dtype if weight_format is None else f"{weight_format.name}, {dtype}",
+        sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+        None if evaluate is None else evaluate(model),
     )
 
 
-def _write_manners(folder: Path, chat_template: str | None, generation: Mapping[str, Any]) -> None:
-    """How to talk with the model, and how it draws its words."""
+def _write_generation_config(folder: Path, chat_template: str | None, generation: Mapping[str, Any]) -> None:
     if chat_template is not None:
         (folder / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
     if generation:
-        held = read_table(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-        write_table(folder / GENERATION, held | dict(generation))
+        file = folder / GENERATION_CONFIG
+        write_json(file, (read_json(file) if file.is_file() else {}) | dict(generation))
 
 
-def _plain_linears(model: GPT) -> tuple[str, ...]:
+def _unquantized_linears(model: GPT) -> tuple[str, ...]:
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return tuple(name for name, linear in linears.items() if not isinstance(linear.weight, QuantizedWeight))
+
+
+FRONT_MATTER = """---
+library_name: {library}
+pipeline_tag: text-generation
+tags:
+{tags}
+---
+"""
+
+
+def model_card(title: str, model_type: str, result: FinalizeResult, settings: Mapping[str, Any] | None) -> str:
+    """The `README.md` that model hubs display; `settings` are the config of the training run."""
+    quantized = result.recipe is not None
+    needs_whimbrel = quantized or model_type == "whimbrel"
+    library = "whimbrel" if needs_whimbrel else "transformers"
+    tags = ["whimbrel", *([str(result.recipe)] if quantized else [])]
+    linears = f" Linear layers are quantized as `{result.recipe}`." if quantized else ""
+    parts = [
+        FRONT_MATTER.format(library=library, tags="\n".join(f"- {tag}" for tag in tags)),
+        f"# {title}\n\nA causal language model of type `{model_type}` with {result.num_parameters:,} parameters."
+        f"{linears} Written by whimbrel {__version__}.\n",
+        f"## Weights\n\n{_weights_section(result)}\n",
+        f"## Held-out loss\n\n{_loss_section(result)}\n",
+        f"## Usage\n\n{_usage_section(needs_whimbrel=needs_whimbrel)}\n",
+        "## License\n\nNot specified.\n",
+    ]
+    if settings:
+        parts.insert(-1, f"## Training\n\n```toml\n{dump_toml(settings)}```\n")
+    return "\n".join(parts)
+
+
+def _weights_section(result: FinalizeResult) -> str:
+    before, after = result.before, result.after
+    rows = [
+        "| | before | after |",
+        "|---|---|---|",
+        f"| format | {before.format} | {after.format} |",
+        f"| size | {format_bytes(before.num_bytes)} | {format_bytes(after.num_bytes)} |",
+        f"| bytes | {before.num_bytes:,} | {after.num_bytes:,} |",
+    ]
+    if result.unquantized:
+        names = ", ".join(f"`{name}`" for name in result.unquantized)
+        rows += ["", f"Not quantized, besides embeddings and norms: {names}."]
+    return "\n".join(rows)
+
+
+def _loss_section(result: FinalizeResult) -> str:
+    before, after = result.before.held_out, result.after.held_out
+    if before is None or after is None:
+        return "Not measured."
+    change = after.perplexity / before.perplexity - 1
+    return "\n".join(
+        [
+            f"Mean over {before.num_tokens:,} tokens of {before.dataset}, in sequences of {before.sequence_length}.",
+            "",
+            "| | before | after | change |",
+            "|---|---|---|---|",
+            f"| loss | {before.loss:.4f} | {after.loss:.4f} | {after.loss - before.loss:+.4f} |",
+            f"| perplexity | {before.perplexity:.3f} | {after.perplexity:.3f} | {change:+.2%} |",
+        ]
+    )
+
+
+def _usage_section(*, needs_whimbrel: bool) -> str:
+    register = "import whimbrel.hf  # registers the model with transformers\n" if needs_whimbrel else ""
+    return (
+        "```python\nimport whimbrel\n\nmodel = whimbrel.load_model(PATH)\n```\n\n"
+        f"or\n\n```python\n{register}from transformers import AutoModelForCausalLM\n\n"
+        "model = AutoModelForCausalLM.from_pretrained(PATH)\n```\n\n"
+        'or `whimbrel generate PATH "prompt"`.'
+    )

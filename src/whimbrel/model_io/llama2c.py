@@ -1,4 +1,4 @@
-"""Models in llama2.c's first binary format: seven numbers, then every weight in fp32."""
+"""llama2.c model files, version 0: a header of seven int32, then all weights in fp32."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from whimbrel.precision import materialise_
 
 __all__ = ["load_llama2c", "read_llama2c_config"]
 
-VERSIONED = 0x616B3432
-"""The first number of llama2.c's later formats."""
+MAGIC = 0x616B3432
+"""The first int32 of version 1 and later; version 0 has no magic number."""
 
 
 class Header(NamedTuple):
-    """The numbers a file opens with; a negative `vocab_size` means that the head is not tied."""
+    """The header; a negative `vocab_size` means that the head is not tied."""
 
     dim: int
     hidden_dim: int
@@ -32,20 +32,20 @@ class Header(NamedTuple):
 
 
 def read_llama2c_config(path: Path) -> GPTConfig:
-    """The shape of the Llama in a llama2.c file."""
+    """Read the config of a llama2.c file."""
     return _config(path, _read_header(path))
 
 
 def load_llama2c(path: Path) -> GPT:
-    """The Llama in a llama2.c file."""
+    """Load a llama2.c file, in fp32 on the CPU."""
     header = _read_header(path)
     config = _config(path, header)
     shapes = _shapes(header, config)
     expected = 4 * (len(header) + sum(int(np.prod(shape)) for shape in shapes.values()))
     if path.stat().st_size != expected:
         raise CheckpointError(
-            f"{path} has {path.stat().st_size} bytes where a llama2.c model of this shape has {expected}: "
-            "it is cut short or another format"
+            f"{path}: expected {expected} bytes for this header, got {path.stat().st_size}: the file is truncated, or "
+            "not a llama2.c model"
         )
     flat = torch.from_numpy(np.fromfile(path, dtype="<f4", offset=4 * len(header)))
     sizes = [int(np.prod(shape)) for shape in shapes.values()]
@@ -54,16 +54,16 @@ def load_llama2c(path: Path) -> GPT:
         model = GPT(config)
     materialise_(model, "cpu")
     model.zero_padding()
-    _fill(model, tensors)
+    _copy_weights(model, tensors)
     return model
 
 
 def _read_header(path: Path) -> Header:
     numbers = np.fromfile(path, dtype="<i4", count=len(Header._fields)).tolist()
     if len(numbers) < len(Header._fields):
-        raise CheckpointError(f"{path} is too short to be a llama2.c model")
-    if numbers[0] == VERSIONED:
-        raise CheckpointError(f"{path} is a llama2.c model of version {numbers[1]}: export it as version 0")
+        raise CheckpointError(f"{path} is too short for a llama2.c model")
+    if numbers[0] == MAGIC:
+        raise CheckpointError(f"{path}: expected llama2.c version 0, got version {numbers[1]}: export it as version 0")
     return Header(*numbers)
 
 
@@ -89,7 +89,7 @@ def _config(path: Path, header: Header) -> GPTConfig:
 
 
 def _shapes(header: Header, config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Every array of the file, in its order."""
+    """Shapes of all arrays, in file order."""
     layers, dim, hidden = header.num_layers, header.dim, header.hidden_dim
     keys, half_head = config.kv_heads * config.head_width, config.head_width // 2
     shapes: dict[str, tuple[int, ...]] = {
@@ -111,7 +111,7 @@ def _shapes(header: Header, config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 @torch.no_grad()
-def _fill(model: GPT, tensors: dict[str, Tensor]) -> None:
+def _copy_weights(model: GPT, tensors: dict[str, Tensor]) -> None:
     config = model.config
     state = dict(model.named_parameters())
     state["transformer.wte.weight"][: config.vocab_size] = tensors["embedding"]
@@ -120,7 +120,7 @@ def _fill(model: GPT, tensors: dict[str, Tensor]) -> None:
         state["lm_head.weight"][: config.vocab_size] = tensors["head"]
     for layer in range(config.num_layers):
         part = {name: tensor[layer] for name, tensor in tensors.items() if tensor.size(0) == config.num_layers}
-        query, key = (_halves(part[name], config.head_width) for name in ("query", "key"))
+        query, key = (_split_rope_rows(part[name], config.head_width) for name in ("query", "key"))
         block = f"transformer.h.{layer}"
         state[f"{block}.ln_1.weight"].copy_(part["attention_norm"])
         state[f"{block}.attn.c_attn.weight"].copy_(torch.cat((query, key, part["value"])))
@@ -130,7 +130,7 @@ def _fill(model: GPT, tensors: dict[str, Tensor]) -> None:
         state[f"{block}.mlp.c_proj.weight"].copy_(part["down"])
 
 
-def _halves(weight: Tensor, head_size: int) -> Tensor:
-    """Reorder the rows of each head: llama2.c rotates neighbours (2i, 2i + 1), we rotate halves (i, i + size / 2)."""
+def _split_rope_rows(weight: Tensor, head_size: int) -> Tensor:
+    """Reorder the rows of each head: llama2.c pairs (2i, 2i + 1), we pair (i, i + size / 2)."""
     rows, columns = weight.shape
     return weight.view(-1, head_size // 2, 2, columns).transpose(1, 2).reshape(rows, columns)

@@ -1,4 +1,4 @@
-"""What a `config.json` says of quantised weights, and the names that their codes and scales have in files."""
+"""Quantized weights on disk: `quantization_config` in `config.json`, and the tensor names of codes and scales."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = [
     "SCALES",
     "WEIGHTS_FILE",
     "format_of",
+    "quantization_config",
     "quantization_entries",
-    "quantization_table",
     "stored_format",
     "weight_recipe",
     "weight_state",
@@ -28,8 +28,7 @@ __all__ = [
 QUANTIZATION = "quantization_config"
 METHOD, VERSION = "whimbrel", 1
 CODES, SCALES = ".codes", ".scales"
-"""How the two parts of a quantised weight are called, after the name that the plain weight would have."""
-
+"""Suffixes, appended to the name of the weight, of the two tensors that store a quantized weight."""
 
 WEIGHTS_FILE = "transformers_weights"
 REFUSAL = "import whimbrel.hf first: these weights are quantized by whimbrel"
@@ -38,35 +37,38 @@ entry, so it raises an error that quotes this text. `whimbrel.hf` removes the en
 """
 
 
-def quantization_entries(form: WeightFormat | None) -> dict[str, Any]:
+def quantization_entries(weight_format: WeightFormat | None) -> dict[str, Any]:
     """The `config.json` entries for weights of this format; empty for unquantized weights."""
-    return {} if form is None else {QUANTIZATION: quantization_table(form), WEIGHTS_FILE: REFUSAL}
+    if weight_format is None:
+        return {}
+    return {QUANTIZATION: quantization_config(weight_format), WEIGHTS_FILE: REFUSAL}
 
 
-def quantization_table(form: WeightFormat) -> dict[str, Any]:
-    """The `quantization_config` of weights of this format; its name alone would do, the rest is for other readers."""
-    details = {"codes": form.codes, "group": form.group, "activations": form.activations}
-    return {"quant_method": METHOD, "version": VERSION, "recipe": form.name, "format": details}
+def quantization_config(weight_format: WeightFormat) -> dict[str, Any]:
+    """The `quantization_config` for this format; `format` spells out what the name in `recipe` implies."""
+    details = {"codes": weight_format.codes, "group": weight_format.group, "activations": weight_format.activations}
+    return {"quant_method": METHOD, "version": VERSION, "recipe": weight_format.name, "format": details}
 
 
 def stored_format(table: Mapping[str, Any]) -> WeightFormat | None:
-    """The format that a `config.json` gives its linears; None where it is plain, or quantised by somebody else."""
+    """The weight format in a `config.json`; None if it is unquantized or was quantized by another tool."""
     given = table.get(QUANTIZATION)
     if not isinstance(given, Mapping) or given.get("quant_method") != METHOD:
         return None
     if given.get("version") != VERSION:
         raise ConfigError(
-            f"{QUANTIZATION} has version {given.get('version')!r}; this version reads {VERSION}: get a newer whimbrel"
+            f"expected {QUANTIZATION} version {VERSION}, got {given.get('version')!r}: install a newer whimbrel"
         )
-    form = FORMATS.get(str(given.get("recipe")))
-    if form is None:
-        raise ConfigError(f"{QUANTIZATION} names the recipe {given.get('recipe')!r}: known are {', '.join(FORMATS)}")
-    if dict(given) != quantization_table(form):
+    weight_format = FORMATS.get(str(given.get("recipe")))
+    if weight_format is None:
+        raise ConfigError(f"expected a {QUANTIZATION} recipe from {', '.join(FORMATS)}, got {given.get('recipe')!r}")
+    expected = quantization_config(weight_format)
+    if dict(given) != expected:
         raise ConfigError(
-            f"{QUANTIZATION} says {given.get('format')!r} of the recipe {form.name}, which is "
-            f"{quantization_table(form)['format']}: restore it"
+            f"expected {QUANTIZATION} format {expected['format']} for recipe {weight_format.name}, got "
+            f"{given.get('format')!r}"
         )
-    return form
+    return weight_format
 
 
 def weight_recipe(argument: str, name: str, *, embeddings: bool = False) -> Recipe:
@@ -81,26 +83,28 @@ def weight_recipe(argument: str, name: str, *, embeddings: bool = False) -> Reci
 
 
 def format_of(model: nn.Module) -> WeightFormat | None:
-    """The one format of a model's quantised weights; None where all are plain. A directory can say no more than one."""
+    """The format of a model's quantized weights, None if there are none; a directory can store only one format."""
     weights = [weight for weight in model.parameters() if isinstance(weight, QuantizedWeight)]
-    strange = sorted(weight.format.name for weight in weights if not _is_known(weight))
-    forms = {FORMATS[weight.format.name] for weight in weights if not strange}
-    if strange:
-        raise CheckpointError(f"weights of the format {strange[0]} cannot be written: use one of {', '.join(FORMATS)}")
-    if len(forms) > 1:
-        names = " and ".join(sorted(form.name for form in forms))
-        raise CheckpointError(f"the model has weights of the formats {names}: quantise all to one before it is written")
-    return next(iter(forms), None)
+    unknown = sorted(weight.format.name for weight in weights if not _is_named(weight))
+    if unknown:
+        raise CheckpointError(
+            f"expected weights in one of {', '.join(FORMATS)}, got {unknown[0]}: they cannot be saved"
+        )
+    formats = {FORMATS[weight.format.name] for weight in weights}
+    if len(formats) > 1:
+        names = " and ".join(sorted(each.name for each in formats))
+        raise CheckpointError(f"expected weights in one format, got {names}: quantize all to the same format")
+    return next(iter(formats), None)
 
 
-def _is_known(weight: QuantizedWeight) -> bool:
-    """Whether its format, with the group size that fits its shape, is a named format."""
-    form = FORMATS.get(weight.format.name)
-    return form is not None and weight.format == form.fitted(weight.format.shape_of(weight.codes))
+def _is_named(weight: QuantizedWeight) -> bool:
+    """Whether its format, with the group size fitted to its shape, is one of FORMATS."""
+    named = FORMATS.get(weight.format.name)
+    return named is not None and weight.format == named.fitted(weight.format.shape_of(weight.codes))
 
 
 def weight_state(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters by name as plain tensors, a tied one once; a quantised one is its codes and its scales."""
+    """Parameters by name as detached tensors, tied ones once; a quantized weight is two tensors, codes and scales."""
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, QuantizedWeight):

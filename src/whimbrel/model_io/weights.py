@@ -1,4 +1,4 @@
-"""Stored tensors to parameters and back, one at a time: each is rows of a parameter, plain or as codes and scales."""
+"""Stored tensors to parameters and back, one at a time: each is rows of a parameter, dense or quantized."""
 
 from __future__ import annotations
 
@@ -9,140 +9,139 @@ import torch
 from torch import Tensor, nn
 
 from whimbrel.base.errors import CheckpointError
+from whimbrel.model_io.files import TensorFiles
 from whimbrel.model_io.quantized import CODES, SCALES
-from whimbrel.model_io.tensors import TensorFiles
 from whimbrel.models.families import TensorMapping
 from whimbrel.precision import QuantizedWeight, WeightFormat
 
-__all__ = ["Stored", "fill", "match", "stored_dtype", "stored_plain", "tensors_at"]
+__all__ = ["StoredTensor", "dense_linears", "load_tensors", "match_tensors", "stored_dtype", "stored_tensors"]
 
 PREFIXES = ("transformer.", "model.")
-"""What older files leave off the names of everything but the head."""
+"""Prefixes that checkpoints of the bare model (without a head) omit."""
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""How the names of tensors end that older files hold but that are no weights."""
-CHUNK, CHUNKS = 2**18, 16
-"""Numbers of a weight that are quantised at a time, or the sixteenth part of it: rows do not depend on each other, so
-this bounds the memory that it takes.
-"""
+"""Suffixes of buffers that older checkpoints contain."""
+CHUNK_SIZE, MAX_CHUNKS = 2**18, 16
+"""Weights are quantized in chunks of at least this many elements, in at most this many chunks, to limit peak memory."""
 
 
-class Stored(NamedTuple):
-    """A place, and the name of what a directory holds for it; `quantized`: as codes and scales."""
+class StoredTensor(NamedTuple):
+    """The tensor in a directory for a mapping; if `quantized`, `name` is the prefix of its codes and scales."""
 
-    place: TensorMapping
+    mapping: TensorMapping
     name: str
     quantized: bool
 
 
-def match(files: TensorFiles, wanted: Iterable[TensorMapping], form: WeightFormat | None) -> list[Stored]:
-    """Which stored tensor goes where; a directory that lacks one or holds others is refused."""
-    held, found, used = files.names, [], set()
-    for place in wanted:
-        spellings = [place.hf_name, *(place.hf_name.removeprefix(prefix) for prefix in PREFIXES)]
-        name = next((name for name in spellings if name in held), None)
-        coded = next((name for name in spellings if {name + CODES, name + SCALES} & held), None)
-        if form is not None and coded is not None:
-            found.append(Stored(place, coded, quantized=True))
-            parts = {coded + CODES, coded + SCALES}
+def match_tensors(
+    files: TensorFiles, mappings: Iterable[TensorMapping], weight_format: WeightFormat | None
+) -> list[StoredTensor]:
+    """Find the stored tensor of each mapping; raises CheckpointError for missing or unexpected tensors."""
+    names, found, used = files.names, [], set()
+    for mapping in mappings:
+        candidates = [mapping.hf_name, *(mapping.hf_name.removeprefix(prefix) for prefix in PREFIXES)]
+        dense = next((name for name in candidates if name in names), None)
+        quantized = next((name for name in candidates if {name + CODES, name + SCALES} & names), None)
+        if weight_format is not None and quantized is not None:
+            found.append(StoredTensor(mapping, quantized, quantized=True))
+            parts = {quantized + CODES, quantized + SCALES}
         else:
-            found.append(Stored(place, name or place.hf_name, quantized=False))
-            parts = {name or place.hf_name}
-        for missing in sorted(parts - held):
-            raise CheckpointError(f"{files.directory} lacks the tensor '{missing}' that its config.json calls for")
+            found.append(StoredTensor(mapping, dense or mapping.hf_name, quantized=False))
+            parts = {dense or mapping.hf_name}
+        for missing in sorted(parts - names):
+            raise CheckpointError(f"{files.directory} has no tensor '{missing}', which its config.json requires")
         used |= parts
-    extra = sorted(name for name in held - used if not name.endswith((*CONSTANTS, "lm_head.weight")))
+    extra = sorted(name for name in names - used if not name.endswith((*CONSTANTS, "lm_head.weight")))
     if extra:
         raise CheckpointError(
-            f"{files.directory} holds {len(extra)} tensors that its config.json has no place for, first '{extra[0]}'"
+            f"{files.directory} has {len(extra)} tensors that do not match its config.json, first '{extra[0]}'"
         )
     return found
 
 
-def stored_dtype(files: TensorFiles, found: list[Stored]) -> torch.dtype:
-    """What the first plain tensor, the embedding, is stored as."""
-    return _read_floats(files, next(stored.name for stored in found if not stored.quantized)).dtype
+def stored_dtype(files: TensorFiles, found: list[StoredTensor]) -> torch.dtype:
+    """The dtype of the first dense tensor, usually the embedding."""
+    return _read_float(files, next(stored.name for stored in found if not stored.quantized)).dtype
 
 
-def stored_plain(model: nn.Module, files: TensorFiles, found: list[Stored]) -> tuple[str, ...]:
-    """The linear layers whose weights a quantised directory holds plain; that it holds all so is refused."""
-    coded = {place.name for place, _, quantized in found if quantized}
-    if not coded:
-        raise CheckpointError(f"{files.directory} holds no codes and scales, which its config.json calls for")
+def dense_linears(model: nn.Module, files: TensorFiles, found: list[StoredTensor]) -> tuple[str, ...]:
+    """Linear layers that a quantized directory stores dense."""
+    quantized = {stored.mapping.name for stored in found if stored.quantized}
+    if not quantized:
+        raise CheckpointError(f"{files.directory} has no quantized tensors, but a quantization_config in config.json")
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return tuple(name for name in linears if f"{name}.weight" not in coded)
+    return tuple(name for name in linears if f"{name}.weight" not in quantized)
 
 
 @torch.no_grad()
-def fill(model: nn.Module, files: TensorFiles, found: list[Stored], form: WeightFormat | None) -> None:
-    """Give parameters what is stored: plain into quantised is quantised, quantised into plain is decoded."""
+def load_tensors(
+    model: nn.Module, files: TensorFiles, found: list[StoredTensor], weight_format: WeightFormat | None
+) -> None:
+    """Copy stored tensors into parameters, quantizing or dequantizing where the two differ."""
     parameters = dict(model.named_parameters())
-    for place, name, quantized in found:
-        rows = parameters[place.name][place.rows]
-        if quantized and form is not None:
-            stored: Tensor = _read_codes(files, name, form, rows)
+    for mapping, name, quantized in found:
+        rows = parameters[mapping.name][mapping.rows]
+        if quantized and weight_format is not None:
+            stored: Tensor = _read_quantized(files, name, weight_format, rows)
         else:
-            stored = _read_floats(files, name)
-            _check_shape(files, name, stored, _turned(rows, place).shape)
-            stored = _turned(stored, place)
+            stored = _read_float(files, name)
+            _check_shape(files, name, stored, _transposed(rows, mapping).shape)
+            stored = _transposed(stored, mapping)
         if isinstance(rows, QuantizedWeight) and not quantized:
             _quantize_into(rows, stored)
         else:
             rows.copy_(stored)
 
 
-def tensors_at(places: Iterable[TensorMapping], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a file holds of a `weight_state`, by their names: views, in their orientation where they are plain."""
+def stored_tensors(mappings: Iterable[TensorMapping], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a `weight_state` by their names in a file: views, transposed where the family requires it."""
     tensors: dict[str, Tensor] = {}
-    for place in places:
-        if place.name in state:
-            tensors[place.hf_name] = _turned(state[place.name][place.rows], place)
+    for mapping in mappings:
+        if mapping.name in state:
+            tensors[mapping.hf_name] = _transposed(state[mapping.name][mapping.rows], mapping)
         else:
-            tensors |= {place.hf_name + part: state[place.name + part][place.rows] for part in (CODES, SCALES)}
+            tensors |= {mapping.hf_name + part: state[mapping.name + part][mapping.rows] for part in (CODES, SCALES)}
     return tensors
 
 
-def _quantize_into(rows: QuantizedWeight, stored: Tensor) -> None:
-    """A few rows at a time, each quantised where it is to be."""
-    step = max(1, max(CHUNK, rows.numel() // CHUNKS) // rows.shape[1])
-    for part, plain in zip(torch.split(rows, step), torch.split(stored, step), strict=True):
-        part.copy_(plain.to(device=part.device, dtype=part.dtype))
+def _quantize_into(rows: QuantizedWeight, dense: Tensor) -> None:
+    # Rows are quantized independently, so a chunk at a time gives the same codes with less memory.
+    step = max(1, max(CHUNK_SIZE, rows.numel() // MAX_CHUNKS) // rows.shape[1])
+    for target, chunk in zip(torch.split(rows, step), torch.split(dense, step), strict=True):
+        target.copy_(chunk.to(device=target.device, dtype=target.dtype))
 
 
-def _read_floats(files: TensorFiles, name: str) -> Tensor:
+def _read_float(files: TensorFiles, name: str) -> Tensor:
     tensor = files.read(name)
     if not tensor.is_floating_point():
-        raise CheckpointError(
-            f"{files.directory} stores '{name}' as {tensor.dtype}: only floating-point weights can be loaded"
-        )
+        raise CheckpointError(f"{files.directory}: expected floating-point weights, got {tensor.dtype} in '{name}'")
     return tensor
 
 
-def _read_codes(files: TensorFiles, name: str, form: WeightFormat, rows: Tensor) -> QuantizedWeight:
-    """What is stored for rows of a parameter that is itself of this format, or plain."""
-    form = form.fitted(rows.shape)
-    if isinstance(rows, QuantizedWeight) and rows.format != form:
+def _read_quantized(files: TensorFiles, name: str, weight_format: WeightFormat, rows: Tensor) -> QuantizedWeight:
+    weight_format = weight_format.fitted(rows.shape)
+    if isinstance(rows, QuantizedWeight) and rows.format != weight_format:
         raise CheckpointError(
-            f"{files.directory} holds '{name}' as {form.name} and the model has it as {rows.format.name}: "
-            "give the plain model, from which both can be made"
+            f"{files.directory}: expected '{name}' as {rows.format.name}, got {weight_format.name}: quantize the "
+            "unquantized model instead"
         )
     codes, scales = files.read(name + CODES), files.read(name + SCALES)
-    for part, tensor, shape in zip((CODES, SCALES), (codes, scales), form.parts(rows.shape), strict=True):
+    for part, tensor, shape in zip((CODES, SCALES), (codes, scales), weight_format.parts(rows.shape), strict=True):
         _check_shape(files, name + part, tensor, shape)
-    if codes.dtype != form.dtype or not scales.is_floating_point():
+    if codes.dtype != weight_format.dtype or not scales.is_floating_point():
         raise CheckpointError(
-            f"{files.directory} stores '{name}' in codes of {codes.dtype} and scales of {scales.dtype}; {form.name} "
-            f"has codes of {form.dtype} and floating-point scales"
+            f"{files.directory}: expected '{name}' in {weight_format.name} with {weight_format.dtype} codes and "
+            f"floating-point scales, got {codes.dtype} and {scales.dtype}"
         )
-    return QuantizedWeight(codes, scales, form)
+    return QuantizedWeight(codes, scales, weight_format)
 
 
-def _check_shape(files: TensorFiles, name: str, stored: Tensor, wanted: Iterable[int]) -> None:
-    if list(stored.shape) != list(wanted):
+def _check_shape(files: TensorFiles, name: str, stored: Tensor, expected: Iterable[int]) -> None:
+    if list(stored.shape) != list(expected):
         raise CheckpointError(
-            f"{files.directory} holds '{name}' of shape {list(stored.shape)}; its config.json says {list(wanted)}"
+            f"{files.directory}: expected '{name}' of shape {list(expected)} (from config.json), got "
+            f"{list(stored.shape)}"
         )
 
 
-def _turned(tensor: Tensor, place: TensorMapping) -> Tensor:
-    """Between their orientation and ours, which differ for GPT-2's linears."""
-    return tensor.t() if place.transposed else tensor
+def _transposed(tensor: Tensor, mapping: TensorMapping) -> Tensor:
+    return tensor.t() if mapping.transposed else tensor

@@ -12,18 +12,11 @@ from typing import Any
 import torch
 
 from whimbrel.inference.detokenizer import Detokenizer
-from whimbrel.model_io import (
-    SpecialTokens,
-    generation_settings,
-    load_model,
-    model_directory,
-    model_tokenizer,
-    special_tokens,
-)
+from whimbrel.model_io import load
 from whimbrel.models import GPT
 from whimbrel.server.errors import ApiError, preview
 from whimbrel.tokenization import Tokenizer
-from whimbrel.tokenization.chat_template import DEFAULT_CHAT_TEMPLATE, ChatTemplate, encode_up_to, load_chat_template
+from whimbrel.tokenization.chat_template import DEFAULT_CHAT_TEMPLATE, ChatTemplate, encode_up_to
 
 __all__ = ["Prompt", "ServedModel", "TokenTexts", "load_served_model"]
 
@@ -166,19 +159,14 @@ def load_served_model(
 
     `name` defaults to the name of the directory; `weights` quantizes the model as it is loaded.
     """
-    source = model_directory(path)
-    loaded_tokenizer = model_tokenizer(source, tokenizer)
-    model = load_model(source, device=device, weights=weights).eval()
-    is_directory = source.is_dir()
-    settings = generation_settings(source) if is_directory else {}
-    special = special_tokens(source) if is_directory else SpecialTokens()
+    loaded = load(path, tokenizer=tokenizer, device=device, quantize=weights)
     return ServedModel(
-        model=model,
-        tokenizer=loaded_tokenizer,
+        model=loaded.model.eval(),
+        tokenizer=loaded.tokenizer,
         name=name or Path(path).absolute().name,
-        created=int((source / "config.json" if is_directory else source).stat().st_mtime),
-        chat_template=(load_chat_template(source) if is_directory else None) or DEFAULT_CHAT_TEMPLATE,
-        eos_ids=frozenset(special.eos_ids or (loaded_tokenizer.eot_id,)),
-        bos_id=special.opener(loaded_tokenizer),
-        sampling_defaults={key: value for key, value in settings.items() if key != "max_new_tokens"},
+        created=int((loaded.path / "config.json" if loaded.path.is_dir() else loaded.path).stat().st_mtime),
+        chat_template=loaded.chat_template or DEFAULT_CHAT_TEMPLATE,
+        eos_ids=frozenset(loaded.generation_config.eos_token_ids),
+        bos_id=loaded.generation_config.bos_token_id,
+        sampling_defaults=loaded.generation_config.sampling,
     )

@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import apply_overrides, build, check_unused, convert, load_toml, to_table
-from whimbrel.model_io.directory import describe
 from whimbrel.model_io.llama2c import read_llama2c_config
-from whimbrel.model_io.sources import model_directory
+from whimbrel.model_io.load import read_config, resolve_model
 from whimbrel.models import GPTConfig, preset
 from whimbrel.optim import OptimConfig, ScheduleConfig
 
@@ -526,8 +525,8 @@ def _model_table(given: dict[str, Any]) -> dict[str, Any]:
     built = build(GPTConfig, own, "model")
     if not path.exists() and {"num_layers", "embd_size", "vocab_size"} <= own.keys():
         return given  # the config.toml of a run that is resumed after its source was removed
-    source = model_directory(path)
-    found = read_llama2c_config(source) if source.is_file() else describe(source).config
+    source = resolve_model(path)
+    found = read_llama2c_config(source) if source.is_file() else read_config(source).config
     for name in own:
         if getattr(built, name) != getattr(found, name):
             raise ConfigError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.models import IGNORE_INDEX
+from whimbrel.models.held_out_loss import LossAccumulator
 from whimbrel.precision import PrecisionPlan
 from whimbrel.train.objectives import ComputeLossObjective, Objective, logits_from_outputs
 
@@ -83,19 +84,21 @@ def evaluate_batches(
     `step` replaces the objective. With `gather` it also returns predictions and labels, which are concatenated on the
     CPU; sequences of unequal length are padded with -100, as in transformers.
     """
-    predictions, labels, mean = [], [], _Mean(of_means=step is not None or _may_return_mean(objective))
+    predictions, labels, total = [], [], LossAccumulator()
+    is_mean = step is not None or _may_return_mean(objective)
     with _eval_mode(model):
         for batch in itertools.islice(batches, limit):
             batch_logits = batch_labels = None
             with precision.autocast():
                 if step is None:
                     count = objective.count(model, batch)
-                    loss = objective(model, batch, mean.divisor(count)).loss
+                    divisor = count.clamp(min=1) if is_mean else torch.ones_like(count)
+                    loss = objective(model, batch, divisor).loss
                 else:
                     loss, batch_logits, batch_labels = step(batch)
                     count = objective.count(model, batch)
             if loss is not None:
-                mean.add(loss.mean(), count)
+                (total.add_mean if is_mean else total.add)(loss.mean(), count)
             if gather and batch_logits is not None:
                 if preprocess is not None:
                     batch_logits = preprocess(batch_logits, batch_labels)
@@ -103,8 +106,11 @@ def evaluate_batches(
             if gather and batch_labels is not None:
                 labels.append(_to_host(batch_labels))
             on_batch()
+    result = total.result()
     return Evaluation(
-        mean.value, _concatenate(predictions) if predictions else None, _concatenate(labels) if labels else None
+        None if result is None else result.loss,
+        _concatenate(predictions) if predictions else None,
+        _concatenate(labels) if labels else None,
     )
 
 
@@ -164,31 +170,6 @@ def greater_is_better(name: str, given: bool | None = None) -> bool:
 def _may_return_mean(objective: Objective) -> bool:
     """Whether a user's function computes the loss: it may return a mean and ignore `num_items`."""
     return isinstance(objective, ComputeLossObjective) or getattr(objective, "loss_func", None) is not None
-
-
-class _Mean:
-    """A mean over the targets of many batches, summed on the device in fp64."""
-
-    def __init__(self, *, of_means: bool) -> None:
-        self._of_means = of_means
-        """Whether the losses are means over their batch, not sums."""
-        self._total: Tensor | None = None
-
-    def divisor(self, count: Tensor) -> Tensor:
-        """What a batch's loss is to be divided by."""
-        return count.clamp(min=1) if self._of_means else torch.ones_like(count)
-
-    def add(self, loss: Tensor, count: Tensor) -> None:
-        """Add the loss of a batch."""
-        if self._of_means:
-            loss = torch.where(count > 0, loss * count, 0.0)
-        part = torch.stack((loss.double(), count.double()))
-        self._total = part if self._total is None else self._total + part
-
-    @property
-    def value(self) -> float | None:
-        """The mean; None if there was no loss."""
-        return None if self._total is None else float(self._total[0] / self._total[1])
 
 
 @contextmanager

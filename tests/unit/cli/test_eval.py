@@ -125,7 +125,7 @@ def test_weights_and_dtype_change_the_model(model, fixtures, tmp_path, capsys):
         (("--tasks", "mmlu"), "no task 'mmlu': there are arc_challenge, arc_easy"),
         (("--tasks", "piqa"), "no file of the task piqa in data/eval: looked for piqa_val.jsonl, piqa_val.jsonl.gz"),
         (("--tasks", "piqa", "--data", "elsewhere"), "no file of the task piqa in elsewhere"),
-        (("--text", "nothing.txt"), "no source nothing.txt"),
+        (("--text", "nothing.txt"), "no such file: nothing.txt"),
         (("--text", "empty.txt"), "0 documents hold no token: there is nothing to score"),
         (("--tasks", "lambada", "--data", "."), "lambada.jsonl line 1: 'text' is 5: give a text"),
         (("--tasks", "piqa", "--limit", "0"), "--limit"),

@@ -38,7 +38,7 @@ def whimbrel(*words: object) -> int:
     return int(ended.value.code or 0)
 
 
-def test_a_run_becomes_a_plain_directory(run, tmp_path, capsys):
+def test_run_is_exported_as_a_directory(run, tmp_path, capsys):
     assert whimbrel("export", run, tmp_path / "out", "--dtype", "bf16") == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: ")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -49,7 +49,7 @@ def test_a_run_becomes_a_plain_directory(run, tmp_path, capsys):
     assert load_tokenizer(tmp_path / "out").vocab_size == 257
 
 
-def test_a_quantised_directory_becomes_plain_and_keeps_its_manners(run, tmp_path):
+def test_quantized_directory_is_dequantized_with_its_chat_template(run, tmp_path):
     model = load_model(run)
     quantize_(model, "int8")
     save_model(model, tmp_path / "int8", load_tokenizer(run / "checkpoints" / "step-00000005" / "model"))
@@ -62,7 +62,7 @@ def test_a_quantised_directory_becomes_plain_and_keeps_its_manners(run, tmp_path
     assert (tmp_path / "plain" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def test_a_name_that_ends_in_gguf_is_one(run, tmp_path, capsys):
+def test_gguf_suffix_selects_the_format(run, tmp_path, capsys):
     gguf = pytest.importorskip("gguf", reason="needs the package 'gguf': pip install 'whimbrel[gguf]'")
     assert whimbrel("export", run / "checkpoints" / "step-00000005", tmp_path / "model.gguf", "--dtype", "fp16") == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'model.gguf'}: ")
@@ -71,20 +71,20 @@ def test_a_name_that_ends_in_gguf_is_one(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("form", "name"), [("gguf", "model"), ("hf", "model.gguf")])
-def test_a_format_and_a_name_that_disagree_are_refused(run, tmp_path, capsys, form, name):
+def test_format_and_suffix_must_agree(run, tmp_path, capsys, form, name):
     assert whimbrel("export", run, tmp_path / name, "--format", form) == 2
     assert "ends in .gguf" in capsys.readouterr().err
     assert not (tmp_path / name).exists()
 
 
-def test_a_file_is_no_source(tmp_path, capsys):
+def test_llama2c_file_is_rejected(tmp_path, capsys):
     (tmp_path / "model.bin").write_bytes(b"")
     for out in ("out", "out.gguf"):
         assert whimbrel("export", tmp_path / "model.bin", tmp_path / out) == 2
-        assert "export takes a run, a checkpoint or a model directory" in capsys.readouterr().err
+        assert "expected a run, a checkpoint or a model directory" in capsys.readouterr().err
 
 
-def test_without_the_extra_it_is_named(run, tmp_path, monkeypatch, capsys):
+def test_missing_gguf_package_names_the_extra(run, tmp_path, monkeypatch, capsys):
     for module in [name for name in sys.modules if name.startswith("whimbrel.model_io.gguf")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "gguf", None)

@@ -63,7 +63,7 @@ def validation(folder: Path) -> dict[int, float]:
     return {line["after"]: line["loss"] for line in read_log(folder / "run/log.jsonl") if line["kind"] == "validation"}
 
 
-def test_a_run_is_measured_on_what_it_validated_on(work, capsys):
+def test_run_is_evaluated_on_its_validation_data(work, capsys):
     assert run("finalize", work / "run", "out", "--quantize", "int4") == 0
     before, after = measured("out", "before"), measured("out", "after")
     assert before["loss"] == pytest.approx(validation(work)[6], rel=1e-5)
@@ -86,7 +86,7 @@ def test_a_run_is_measured_on_what_it_validated_on(work, capsys):
     assert str(work) not in card
 
 
-def test_a_checkpoint_is_chosen_by_step_by_metric_or_by_path(work):
+def test_checkpoint_by_step_metric_or_path(work):
     losses = validation(work)
     best = min(losses, key=lambda step: losses[step])
     assert best != 6, "the run was to get worse"
@@ -100,12 +100,12 @@ def test_a_checkpoint_is_chosen_by_step_by_metric_or_by_path(work):
     assert measured("by-path", "before")["loss"] == pytest.approx(losses[4], rel=1e-5)
 
 
-def test_a_model_directory_is_measured_on_text_that_is_given(work, capsys):
+def test_model_directory_is_evaluated_on_given_text(work, capsys):
     tokenizer = load_tokenizer(work / "run")
     save_model(load_model(work / "run"), "model", tokenizer)
     Path("held-out.txt").write_text("ROMEO:\nBut, soft! what light through yonder window breaks?\n" * 9)
     assert run("finalize", "model", "one", "--quantize", "int8") == 0
-    assert "no loss is measured: --data takes held-out text or token shards" in capsys.readouterr().out
+    assert "held-out loss not measured: pass text or token shards with --data" in capsys.readouterr().out
     assert measured("one", "before") is None
     assert run("finalize", "model", "two", "--quantize", "int8", "--data", "held-out.txt", "--tokens", "64") == 0
     ids = torch.tensor([tokenizer.eot_id, *tokenizer.encode(Path("held-out.txt").read_text())])[:65]
@@ -118,7 +118,7 @@ def test_a_model_directory_is_measured_on_text_that_is_given(work, capsys):
     assert measured("three", "before")["loss"] == pytest.approx(validation(work)[6], rel=1e-5)
 
 
-def test_generation_settings_and_chat_template_are_those_given(work, capsys):
+def test_generation_settings_and_chat_template(work, capsys):
     Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     Path("generation.json").write_text('{"repetition_penalty": 1.1, "top_k": 5}')
     words = ("--chat-template", "chat.jinja", "--generation-config", "generation.json", "--max-new-tokens", "9")
@@ -140,7 +140,7 @@ def test_generation_settings_and_chat_template_are_those_given(work, capsys):
     assert len(short) < len(greedy)
 
 
-def test_generate_quantises_on_load(work, capsys):
+def test_generate_quantizes_on_load(work, capsys):
     assert run("finalize", work / "run", "out", "--quantize", "int4") == 0
     capsys.readouterr()
     assert (
@@ -150,7 +150,7 @@ def test_generate_quantises_on_load(work, capsys):
     loaded, stored = capsys.readouterr().out.split("ROMEO")[1:]
     assert loaded == stored
     assert run("generate", "out", "ROMEO", "--weights", "int8") == 2
-    assert "holds int4 weights, not int8: leave weights= out" in capsys.readouterr().err
+    assert "already quantized as int4, not int8: omit --weights" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -163,16 +163,16 @@ def qat(work: Path, tmp_path: Path) -> Path:
     return tmp_path / "qat"
 
 
-def test_a_qat_run_becomes_what_it_was_trained_for(qat, work, capsys):
+def test_qat_run_uses_its_recipe(qat, work, capsys):
     assert run("finalize", qat, "own") == 0
     assert run("finalize", qat, "same", "--quantize", "int4") == 0
     own, same, expected = (
         weight_state(model)
-        for model in (load_model("own"), load_model("same"), load_model(work / "run", weights="int4"))
+        for model in (load_model("own"), load_model("same"), load_model(work / "run", quantize="int4"))
     )
     assert all(torch.equal(own[name], tensor) and torch.equal(same[name], tensor) for name, tensor in expected.items())
     assert run("finalize", qat, "other", "--quantize", "int8") == 2
-    assert "trained for int4-weight-only (train.qat_recipe), not --quantize int8" in capsys.readouterr().err
+    assert "expected --quantize int4-weight-only" in capsys.readouterr().err
     assert not Path("other").exists()
     assert run("finalize", qat, "other", "--quantize", "int8", "--despite-qat") == 0
     assert run("finalize", qat, "plain", "--quantize", "none") == 0
@@ -184,30 +184,30 @@ def test_a_qat_run_becomes_what_it_was_trained_for(qat, work, capsys):
     ("words", "message"),
     [
         (("--quantize", "int3"), "--quantize = 'int3' is not one of"),
-        (("--checkpoint", "5"), "checkpoint = 5 is not latest, best or a step that .* has: it has 2, 4, 6"),
-        (("--checkpoint", "first"), "checkpoint = first is not latest, best or a step"),
+        (("--checkpoint", "5"), r"expected latest, best or a saved step of .* \(2, 4, 6\), got 5"),
+        (("--checkpoint", "first"), "expected latest, best or a saved step .* got first"),
         (("--temperature", "-1"), "temperature = -1.0 must be 0"),
         (("--chat-template", "nowhere.jinja"), "no chat template at nowhere.jinja"),
-        (("--generation-config", "nowhere.json"), "no generation settings at nowhere.json"),
-        (("--data", "nowhere.txt"), "no source nowhere.txt"),
+        (("--generation-config", "nowhere.json"), "no generation config at nowhere.json"),
+        (("--data", "nowhere.txt"), "no such file: nowhere.txt"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(work, tmp_path, capsys, words, message):
+def test_invalid_options_are_one_error_line(work, tmp_path, capsys, words, message):
     assert run("finalize", work / "run", "out", *words) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_of_what_is_no_run_is_refused(work, capsys):
+def test_checkpoint_option_needs_a_run(work, capsys):
     save_model(load_model(work / "run"), "model")
     assert run("finalize", "model", "out", "--checkpoint", "best") == 2
-    assert "checkpoint = best is for a run, and model is none: leave it out" in capsys.readouterr().err
+    assert "--checkpoint best needs a run, got model" in capsys.readouterr().err
 
 
-def test_shards_of_another_tokenizer_are_refused(work, tmp_path, capsys, shakespeare):
+def test_shards_of_another_tokenizer_are_rejected(work, tmp_path, capsys, shakespeare):
     (tmp_path / "text.txt").write_text(shakespeare[:9_000])
     other = train_tokenizer([shakespeare[-9_000:]], 290)
     prepare(["text.txt"], "shards", other, name="tiny", separator="\n\n", val_tokens=500)
     assert run("finalize", work / "run", "out", "--data", "shards") == 2
-    assert "shards was not made with the model's tokenizer" in capsys.readouterr().err
+    assert "shards was prepared with another tokenizer" in capsys.readouterr().err

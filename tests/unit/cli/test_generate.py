@@ -74,9 +74,9 @@ def test_a_run_gives_its_newest_checkpoint(model, directory, tmp_path, capsys):
     ("path", "error", "message"),
     [
         ("nowhere", CheckpointError, "no run or model at nowhere"),
-        ("empty", CheckpointError, "the run empty has no whole checkpoint yet"),
-        ("bare", ConfigError, "no tokenizer at bare"),
-        ("model.bin", ConfigError, "model.bin holds no tokenizer: pass --tokenizer"),
+        ("empty", CheckpointError, "run empty has no complete checkpoint yet"),
+        ("bare", ConfigError, "bare has no tokenizer: .*--tokenizer"),
+        ("model.bin", ConfigError, "model.bin has no tokenizer: .*--tokenizer"),
     ],
 )
 def test_what_holds_no_model_or_no_tokenizer_is_refused(model, workdir, path, error, message):
@@ -91,7 +91,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_before_the_model
     file = tmp_path / "model.bin"
     np.array([16, 32, 1, 2, 2, 257, 32], dtype="<i4").tofile(file)  # a llama2.c header, and no weights after it
     for verb, source in ((generate, directory), (chat, directory), (generate, file)):
-        with pytest.raises(ConfigError, match="the tokenizer has 50257 tokens and the model 257: give the model's"):
+        with pytest.raises(ConfigError, match="at most 257 tokens .* got 50257"):
             verb(source, tokenizer=Path("gpt2"), device="cpu")
 
 

@@ -74,7 +74,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path):
     pytest.importorskip("fastapi", reason="needs the extra `serve`")
     shape = {"context_length": 16, "vocab_size": 300, "num_layers": 1, "embd_size": 16, "num_heads": 2}
     save_model(GPT(GPTConfig(**shape)), tmp_path / "model")
-    with pytest.raises(ConfigError, match="the tokenizer has 50257 tokens and the model 300: give the model's"):
+    with pytest.raises(ConfigError, match="at most 300 tokens .* got 50257"):
         serve(tmp_path / "model", port=0, tokenizer=Path("gpt2"), device="cpu")
 
 

@@ -44,7 +44,7 @@ def test_a_directory_is_loaded_with_its_tokenizer(subject, directory):
 
 def test_dtype_and_weights_are_as_asked(directory):
     assert Subject.load(directory, dtype=torch.bfloat16).model.token_embedding.weight.dtype == torch.bfloat16
-    quantised = Subject.load(directory, weights="int8").model
+    quantised = Subject.load(directory, quantize="int8").model
     assert any(isinstance(weight, QuantizedWeight) for weight in quantised.parameters())
 
 
@@ -58,13 +58,13 @@ def test_the_beginning_of_text_token_opens_where_there_is_one(directory):
 
 
 def test_a_tokenizer_that_is_not_the_models_own_is_refused(subject, directory, tmp_path):
-    with pytest.raises(ConfigError, match="the tokenizer has 50257 tokens and the model 300: give the model's"):
+    with pytest.raises(ConfigError, match="at most 300 tokens .* got 50257"):
         Subject.load(directory, tokenizer="gpt2")
     load_tokenizer("gpt2").save(directory)
-    with pytest.raises(ConfigError, match="the tokenizer has 50257 tokens and the model 300: give the model's"):
+    with pytest.raises(ConfigError, match="at most 300 tokens .* got 50257"):
         Subject.load(directory)
     (tmp_path / "model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match="model.bin holds no tokenizer"):
+    with pytest.raises(ConfigError, match="model.bin has no tokenizer"):
         Subject.load(tmp_path / "model.bin")
 
 

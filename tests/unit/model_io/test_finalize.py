@@ -1,4 +1,4 @@
-"""From a model directory to one that is published."""
+"""`finalize_model`: files, model card, held-out loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError, WriteError
-from whimbrel.model_io import Measured, finalize_model, load_model, load_tokenizer, save_model, weight_state
+from whimbrel.model_io import HeldOutResult, finalize_model, load_model, load_tokenizer, save_model, weight_state
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import quantize_
 from whimbrel.tokenization import train_tokenizer
@@ -35,15 +35,15 @@ def source(model: GPT, tmp_path: Path) -> Path:
     return folder
 
 
-def distance(model: GPT) -> Measured:
-    """Stands for a loss: how far the logits are from zero."""
+def distance(model: GPT) -> HeldOutResult:
+    """A stand-in for the held-out loss: the mean absolute logit."""
     with torch.no_grad():
-        return Measured(float(model(torch.arange(16)[None]).logits.abs().mean()), 16, 16, "a text")
+        return HeldOutResult(float(model(torch.arange(16)[None]).logits.abs().mean()), 16, 16, "a text")
 
 
-def test_the_directory_has_all_that_a_user_needs(model, source, tmp_path):
+def test_finalized_directory_is_complete(model, source, tmp_path):
     result = finalize_model(
-        source, tmp_path / "out", recipe="int8", measure=distance, chat_template="{{ messages }}",
+        source, tmp_path / "out", recipe="int8", evaluate=distance, chat_template="{{ messages }}",
         generation={"top_p": 0.9, "max_new_tokens": 7}, settings={"optim": {"lr": 0.25}},
     )  # fmt: skip
     out = tmp_path / "out"
@@ -63,32 +63,39 @@ def test_the_directory_has_all_that_a_user_needs(model, source, tmp_path):
     assert load_tokenizer(out).fingerprint == load_tokenizer(source).fingerprint
     assert {path.suffix for path in out.iterdir()} == {".json", ".safetensors", ".jinja", ".md"}
     before, after = distance(model), distance(expected)
-    assert (result.before.measured, result.after.measured) == (before, after)
+    assert (result.before.held_out, result.after.held_out) == (before, after)
     assert before.loss != after.loss
-    assert (result.recipe, result.left, result.parameters) == ("int8", ("lm_head",), model.num_parameters())
-    assert result.after.bytes == (out / "model.safetensors").stat().st_size < 0.8 * result.before.bytes
+    assert (result.recipe, result.unquantized, result.num_parameters) == ("int8", ("lm_head",), model.num_parameters())
+    assert result.after.num_bytes == (out / "model.safetensors").stat().st_size < 0.8 * result.before.num_bytes
 
 
-def test_the_record_and_the_card_tell_what_was_measured(source, tmp_path):
-    result = finalize_model(source, tmp_path / "out", recipe="int4", measure=distance, settings={"optim": {"lr": 0.25}})
+def test_model_card_and_record_have_the_results(source, tmp_path):
+    result = finalize_model(
+        source, tmp_path / "out", recipe="int4", evaluate=distance, settings={"optim": {"lr": 0.25}}
+    )
     card, record = (tmp_path / "out/README.md").read_text(), json.loads((tmp_path / "out/finalize.json").read_text())
     for side in (result.before, result.after):
-        assert side.measured is not None
-        for number in (f"{side.measured.loss:.4f}", f"{side.measured.perplexity:.3f}", f"{side.bytes:,}", side.format):
+        assert side.held_out is not None
+        for number in (
+            f"{side.held_out.loss:.4f}",
+            f"{side.held_out.perplexity:.3f}",
+            f"{side.num_bytes:,}",
+            side.format,
+        ):
             assert number in card
-    assert record["after"]["measured"]["loss"] == result.after.measured.loss
+    assert record["after"]["measured"]["loss"] == result.after.held_out.loss
     assert record["before"] | {"measured": None} == {
-        "format": "float32", "bytes": result.before.bytes, "measured": None
+        "format": "float32", "bytes": result.before.num_bytes, "measured": None
     }  # fmt: skip
-    for told in ("# out", "gpt2", "int4", "16 tokens of a text", "import whimbrel.hf", "lr = 0.25", "lm_head"):
-        assert told in card
+    for expected_text in ("# out", "gpt2", "int4", "16 tokens of a text", "import whimbrel.hf", "lr = 0.25", "lm_head"):
+        assert expected_text in card
     assert card.startswith("---\n")
     assert "license:" not in card
 
 
-def test_without_a_recipe_it_is_plain_and_without_a_measure_it_says_so(model, source, tmp_path):
+def test_without_recipe_and_evaluation(model, source, tmp_path):
     result = finalize_model(source, tmp_path / "out", dtype=torch.bfloat16)
-    assert (result.recipe, result.after.format, result.after.measured) == (None, "bfloat16", None)
+    assert (result.recipe, result.after.format, result.after.held_out) == (None, "bfloat16", None)
     assert torch.equal(load_model(tmp_path / "out").lm_head.weight, model.lm_head.weight.bfloat16())
     table = json.loads((tmp_path / "out/config.json").read_text())
     assert (table["dtype"], "quantization_config" in table) == ("bfloat16", False)
@@ -97,13 +104,13 @@ def test_without_a_recipe_it_is_plain_and_without_a_measure_it_says_so(model, so
     assert "import whimbrel.hf" not in card
 
 
-def test_a_quantised_model_is_finalised_as_what_it_is(source, tmp_path):
+def test_quantized_model_keeps_its_format(source, tmp_path):
     finalize_model(source, tmp_path / "one", recipe="int8")
     again = finalize_model(tmp_path / "one", tmp_path / "two")
     assert (again.recipe, again.before.format) == ("int8", "int8, float32")
     first, second = (weight_state(load_model(tmp_path / name)) for name in ("one", "two"))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    with pytest.raises(ConfigError, match="one holds int8 weights: quantise the plain model"):
+    with pytest.raises(ConfigError, match="one is already quantized as int8"):
         finalize_model(tmp_path / "one", tmp_path / "three", recipe="int4")
 
 
@@ -114,10 +121,10 @@ def test_a_quantised_model_is_finalised_as_what_it_is(source, tmp_path):
         ({"recipe": "bf16"}, PrecisionError, "quantize = 'bf16' is not one of"),
         ({"out": "source"}, WriteError, "source exists and is not empty"),
         ({"source": "nowhere"}, CheckpointError, "no run or model at nowhere"),
-        ({"source": "model.bin"}, ConfigError, "model.bin is a file: finalize takes a run"),
+        ({"source": "model.bin"}, ConfigError, "got the file model.bin"),
     ],
 )
-def test_what_cannot_be_is_refused_and_leaves_nothing(source, workdir, changes, error, message):
+def test_invalid_arguments_are_rejected_without_leaving_files(source, workdir, changes, error, message):
     Path("model.bin").write_bytes(bytes(28))
     before = sorted(path.name for path in workdir.iterdir())
     with pytest.raises(error, match=message):
@@ -125,10 +132,10 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(source, workdir, changes, 
     assert sorted(path.name for path in workdir.iterdir()) == before
 
 
-def test_a_measurement_that_fails_leaves_nothing(source, workdir):
-    def fails(_: GPT) -> Measured:
+def test_failing_evaluation_leaves_no_files(source, workdir):
+    def fails(_: GPT) -> HeldOutResult:
         raise ConfigError("no such text")
 
     with pytest.raises(ConfigError, match="no such text"):
-        finalize_model("source", "out", recipe="int8", measure=fails)
+        finalize_model("source", "out", recipe="int8", evaluate=fails)
     assert [path.name for path in workdir.iterdir()] == ["source"]

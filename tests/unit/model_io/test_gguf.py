@@ -1,4 +1,4 @@
-"""GGUF files: what they say, and what is refused. That others read them as we mean them is in tests/parity."""
+"""GGUF export: metadata, tensors, rejected models. tests/parity loads the files with other programs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers.processors import TemplateProcessing
 
 from whimbrel.base.errors import CheckpointError, ConfigError, WriteError
-from whimbrel.model_io import load_model, save_model
-from whimbrel.model_io.plain import export_hf
-from whimbrel.model_io.tensors import TensorFiles
+from whimbrel.model_io import export_hf, load_model, save_model
+from whimbrel.model_io.files import TensorFiles
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.config import RopeScaling
 from whimbrel.precision import quantize_
@@ -76,12 +75,12 @@ def kinds(path: Path) -> dict[str, str]:
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
 
 
-def test_a_llama_is_told_in_their_words(saved, tmp_path, tokenizer):
+def test_metadata_of_a_llama(saved, tmp_path, tokenizer):
     export_gguf(saved(LLAMA), tmp_path / "small.gguf", dtype=torch.float16)
-    told = fields(tmp_path / "small.gguf")
-    assert told["general.architecture"] == "llama"
-    assert (told["general.name"], told["general.file_type"]) == ("small", gguf.LlamaFileType.MOSTLY_F16)
-    assert {name.removeprefix("llama."): value for name, value in told.items() if name.startswith("llama.")} == {
+    exported = fields(tmp_path / "small.gguf")
+    assert exported["general.architecture"] == "llama"
+    assert (exported["general.name"], exported["general.file_type"]) == ("small", gguf.LlamaFileType.MOSTLY_F16)
+    assert {name.removeprefix("llama."): value for name, value in exported.items() if name.startswith("llama.")} == {
         "attention.head_count": 4,
         "attention.head_count_kv": 2,
         "attention.key_length": 16,
@@ -95,17 +94,17 @@ def test_a_llama_is_told_in_their_words(saved, tmp_path, tokenizer):
         "rope.freq_base": 500.0,
         "vocab_size": 270,
     }
-    words = {name.removeprefix("tokenizer.ggml."): value for name, value in told.items() if "ggml" in name}
+    words = {name.removeprefix("tokenizer.ggml."): value for name, value in exported.items() if "ggml" in name}
     assert (words["model"], words["pre"]) == ("gpt2", "gpt-2")
     assert words["tokens"][266:] == ["<|endoftext|>", "[PAD267]", "[PAD268]", "[PAD269]"]
     assert words["token_type"] == [*[1] * 266, 3, 5, 5, 5]
     assert len(words["merges"]) == 266 - 256
     assert (words["bos_token_id"], words["eos_token_id"]) == (tokenizer.eot_id, tokenizer.eot_id)
     assert (words["add_bos_token"], words["add_eos_token"]) == (False, False)
-    assert "tokenizer.chat_template" not in told
+    assert "tokenizer.chat_template" not in exported
 
 
-def test_matrices_have_the_dtype_and_the_rest_is_fp32(saved, tmp_path):
+def test_matrices_have_the_dtype_and_other_tensors_are_fp32(saved, tmp_path):
     export_gguf(saved(LLAMA), tmp_path / "llama.gguf", dtype=torch.bfloat16)
     stored = kinds(tmp_path / "llama.gguf")
     assert "output.weight" not in stored, "a tied head is stored once"
@@ -120,7 +119,7 @@ def test_matrices_have_the_dtype_and_the_rest_is_fp32(saved, tmp_path):
     }  # fmt: skip
 
 
-def test_the_stored_dtype_is_kept_when_none_is_given(saved, tmp_path):
+def test_default_dtype_is_the_stored_one(saved, tmp_path):
     model = load_model(saved(LLAMA), dtype=torch.bfloat16)
     save_model(model, tmp_path / "bf16", train_tokenizer(["to be or not"], 257))
     export_gguf(tmp_path / "bf16", tmp_path / "bf16.gguf")
@@ -129,85 +128,85 @@ def test_the_stored_dtype_is_kept_when_none_is_given(saved, tmp_path):
         export_gguf(tmp_path / "bf16", tmp_path / "more.gguf", dtype=torch.float64)
 
 
-def test_stretched_frequencies_are_told(saved, tmp_path):
+def test_rope_scaling_is_exported(saved, tmp_path):
     linear = replace(LLAMA, rope_scaling=RopeScaling(kind="linear", factor=4.0))
     export_gguf(saved(linear), tmp_path / "linear.gguf")
-    told = fields(tmp_path / "linear.gguf")
-    assert (told["llama.rope.scaling.type"], told["llama.rope.scaling.factor"]) == ("linear", 4.0)
+    exported = fields(tmp_path / "linear.gguf")
+    assert (exported["llama.rope.scaling.type"], exported["llama.rope.scaling.factor"]) == ("linear", 4.0)
     llama3 = replace(LLAMA, rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_context_length=32))
     export_gguf(saved(llama3, name="llama3"), tmp_path / "llama3.gguf")
     [factors] = [t.data for t in gguf.GGUFReader(tmp_path / "llama3.gguf").tensors if t.name == "rope_freqs.weight"]
     assert factors.shape == (8,)
-    assert factors[0] == 1, "the fastest pair is left alone"
-    assert factors[-1] == pytest.approx(8), "the slowest is stretched in full"
+    assert factors[0] == 1, "the highest frequency is unchanged"
+    assert factors[-1] == pytest.approx(8), "the lowest is divided by the factor"
 
 
 @pytest.mark.parametrize(
-    ("config", "unread"),
+    ("config", "ignored"),
     [
         (LLAMA, None),
         (GPT2, None),
         (replace(LLAMA, rope_scaling=RopeScaling(kind="linear", factor=4.0), bias="all"), "rope scaling and biases"),
-        (replace(GPT2, mlp_size=100), "the width of the MLP"),
+        (replace(GPT2, mlp_size=100), "the MLP width"),
         (replace(LLAMA, bias="qkv", head_size=32), "the head size"),
         (replace(LLAMA, qk_norm="weighted", head_size=32), "the head size"),
         (replace(LLAMA, qk_norm="weighted", head_size=128), None),
     ],
 )
-def test_what_transformers_does_not_read_is_said(saved, tmp_path, caplog, config, unread):
+def test_metadata_that_transformers_ignores_is_logged(saved, tmp_path, caplog, config, ignored):
     export_gguf(saved(config), tmp_path / "model.gguf")
     assert [record.getMessage() for record in caplog.records] == (
-        [] if unread is None else [
-            f"transformers does not read {unread} in {tmp_path / 'model.gguf'}: give it "
-            f"config=AutoConfig.from_pretrained('{tmp_path / 'model'}') there"
+        [] if ignored is None else [
+            f"transformers does not read {ignored} from {tmp_path / 'model.gguf'}: pass "
+            f"config=AutoConfig.from_pretrained('{tmp_path / 'model'}') to from_pretrained"
         ]
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (replace(GPT2, residual_scale="attention"), "no architecture for model_type 'whimbrel'"),
-        (replace(GPT2, activation="gelu"), "'gpt2' cannot hold the activation gelu"),
-        (replace(LLAMA, activation="gelu_tanh"), "'llama' cannot hold the activation gelu_tanh"),
-        (replace(LLAMA, sliding_window=8), "'llama' cannot hold a sliding window of 8 tokens in a context of 32"),
-        (replace(LLAMA, qk_norm="weighted", bias="attention"), "'qwen3' cannot hold biases"),
+        (replace(GPT2, activation="gelu"), "'gpt2' does not support activation gelu"),
+        (replace(LLAMA, activation="gelu_tanh"), "'llama' does not support activation gelu_tanh"),
+        (replace(LLAMA, sliding_window=8), "'llama' does not support a sliding window of 8"),
+        (replace(LLAMA, qk_norm="weighted", bias="attention"), "'qwen3' does not support biases"),
         (
             replace(LLAMA, qk_norm="weighted", rope_scaling=RopeScaling(kind="llama3", factor=8.0)),
-            "'qwen3' cannot hold rope scaling of kind llama3",
+            "'qwen3' does not support rope scaling of kind llama3",
         ),
     ],
 )
-def test_what_no_architecture_computes_is_refused(saved, tmp_path, config, said):
-    with pytest.raises(ConfigError, match=said) as refused:
+def test_unsupported_models_are_rejected(saved, tmp_path, config, message):
+    with pytest.raises(ConfigError, match=message) as error:
         export_gguf(saved(config), tmp_path / "model.gguf")
-    assert "--format hf" in str(refused.value)
+    assert "--format hf" in str(error.value)
     assert not (tmp_path / "model.gguf").exists()
 
 
-def test_a_window_as_long_as_the_context_is_none(saved, tmp_path):
+def test_window_as_long_as_the_context_is_exported_as_llama(saved, tmp_path):
     directory = saved(replace(LLAMA, sliding_window=32))
     assert json.loads((directory / "config.json").read_text())["model_type"] == "mistral"
     export_gguf(directory, tmp_path / "model.gguf")
     assert fields(tmp_path / "model.gguf")["general.architecture"] == "llama"
 
 
-def test_tokens_that_end_a_text_and_the_chat_template_are_told(saved, tmp_path, caplog):
+def test_special_tokens_and_chat_template_are_exported(saved, tmp_path, caplog):
     directory = saved(LLAMA)
     edit(directory / "generation_config.json", bos_token_id=3, eos_token_id=[4, 5, 6, 7])
     edit(directory / "tokenizer_config.json", chat_template="{{ messages }}")
     export_gguf(directory, tmp_path / "model.gguf")
-    told = fields(tmp_path / "model.gguf")
-    assert [told[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "eot", "eom")] == [3, 4, 5, 6]
-    assert told["tokenizer.chat_template"] == "{{ messages }}"
+    exported = fields(tmp_path / "model.gguf")
+    assert [exported[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "eot", "eom")] == [3, 4, 5, 6]
+    assert exported["tokenizer.chat_template"] == "{{ messages }}"
     assert "(7,)" in caplog.text
     (directory / "chat_template.jinja").write_text("{{ other }}")
     edit(directory / "generation_config.json", bos_token_id=None, eos_token_id=None)
     edit(directory / "config.json", bos_token_id=None, eos_token_id=None)
     export_gguf(directory, tmp_path / "again.gguf")
-    told = fields(tmp_path / "again.gguf")
-    assert told["tokenizer.chat_template"] == "{{ other }}"
-    assert (told["tokenizer.ggml.bos_token_id"], told["tokenizer.ggml.eos_token_id"]) == (266, 266)
+    exported = fields(tmp_path / "again.gguf")
+    assert exported["tokenizer.chat_template"] == "{{ other }}"
+    assert (exported["tokenizer.ggml.bos_token_id"], exported["tokenizer.ggml.eos_token_id"]) == (266, 266)
 
 
 def byte_level(**settings: Any) -> Pipeline:
@@ -233,9 +232,9 @@ def closed_twice() -> Pipeline:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "said"),
+    ("pipeline", "message"),
     [
-        (byte_level(byte_fallback=True), "this one is BPE with byte_fallback"),
+        (byte_level(byte_fallback=True), "got BPE with byte_fallback"),
         (byte_level(ignore_merges=True), "ignore_merges true"),
         (with_splitter(pre_tokenizers.ByteLevel(add_prefix_space=True)), "add_prefix_space"),
         (with_splitter(pre_tokenizers.Whitespace()), '"type": "Whitespace"'),
@@ -245,16 +244,16 @@ def closed_twice() -> Pipeline:
             ),
             "Digits",
         ),
-        (closed_twice(), r"adds the ids \(\) before and \(256, 256\) after a text"),
+        (closed_twice(), r"adds ids \(\) before and \(256, 256\) after a text"),
     ],
 )
-def test_a_tokenizer_that_llama_cpp_lacks_is_refused(saved, tmp_path, pipeline, said):
-    with pytest.raises(ConfigError, match=said):
+def test_unsupported_tokenizers_are_rejected(saved, tmp_path, pipeline, message):
+    with pytest.raises(ConfigError, match=message):
         export_gguf(saved(LLAMA, Tokenizer(pipeline)), tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
 
 
-def test_quantised_weights_are_the_numbers_they_stand_for(saved, tmp_path, tokenizer):
+def test_quantized_weights_are_dequantized(saved, tmp_path, tokenizer):
     for name, config in (("llama", LLAMA), ("gpt2", GPT2)):
         model = load_model(saved(config, name=name))
         quantize_(model, "int8")
@@ -266,7 +265,7 @@ def test_quantised_weights_are_the_numbers_they_stand_for(saved, tmp_path, token
         assert files[0] == files[1]
 
 
-def test_one_tensor_at_a_time(saved, tmp_path, monkeypatch):
+def test_only_one_tensor_is_in_memory(saved, tmp_path, monkeypatch):
     alive: list[weakref.ref[Any]] = []
     read = TensorFiles.read
 
@@ -282,7 +281,7 @@ def test_one_tensor_at_a_time(saved, tmp_path, monkeypatch):
     assert len(alive) >= 20
 
 
-def test_a_fault_leaves_nothing_behind(saved, tmp_path):
+def test_failed_export_leaves_no_file(saved, tmp_path):
     directory = saved(LLAMA)
     model = load_model(directory)
     with torch.no_grad():
@@ -290,7 +289,7 @@ def test_a_fault_leaves_nothing_behind(saved, tmp_path):
     save_model(model, tmp_path / "large")
     (tmp_path / "large" / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
     out = tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"down_proj.*fp16 cannot hold.*bf16"):
+    with pytest.raises(ConfigError, match=r"down_proj.*beyond the range of fp16.*bf16"):
         export_gguf(tmp_path / "large", out / "model.gguf", dtype=torch.float16)
     assert not list(out.iterdir())
     export_gguf(tmp_path / "large", out / "model.gguf", dtype=torch.bfloat16)
@@ -298,15 +297,15 @@ def test_a_fault_leaves_nothing_behind(saved, tmp_path):
         export_gguf(tmp_path / "large", out / "model.gguf")
 
 
-def test_what_is_no_model_or_no_name_is_refused(saved, tmp_path):
+def test_invalid_paths_are_rejected(saved, tmp_path):
     directory = saved(LLAMA)
-    with pytest.raises(ConfigError, match=r"end in \.gguf"):
+    with pytest.raises(ConfigError, match=r"ends in \.gguf"):
         export_gguf(directory, tmp_path / "model.bin")
     (directory / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="no tokenizer"):
         export_gguf(directory, tmp_path / "model.gguf")
     (tmp_path / "model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"model\.bin is a file"):
+    with pytest.raises(ConfigError, match=r"got the file .*model\.bin"):
         export_gguf(tmp_path / "model.bin", tmp_path / "model.gguf")
     edit(directory / "config.json", quantization_config={"quant_method": "gptq"})
     with pytest.raises(CheckpointError, match="quantization_config"):

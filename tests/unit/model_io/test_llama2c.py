@@ -1,4 +1,4 @@
-"""llama2.c files that are not what they claim; that good ones give the right model is in tests/parity."""
+"""Invalid llama2.c files, and quantization; tests/parity compares the models of valid ones."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from whimbrel.precision import quantize_
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\0" * 10, "too short to be a llama2.c model"),
-        (struct.pack("<7i", 0x616B3432, 1, 0, 0, 0, 0, 0), "of version 1: export it as version 0"),
+        (b"\0" * 10, "too short for a llama2.c model"),
+        (struct.pack("<7i", 0x616B3432, 1, 0, 0, 0, 0, 0), "expected llama2.c version 0, got version 1"),
         (struct.pack("<7i", 64, 172, 4, 5, 5, 512, 128), "not a llama2.c model: expected embd_size as a multiple"),
         (struct.pack("<7i", 64, 172, 0, 4, 4, 512, 128), "num_layers of at least 1"),
-        (struct.pack("<7i", 64, 172, 4, 4, 4, 512, 128) + b"\0" * 400, "has 428 bytes where .* has 932124"),
+        (struct.pack("<7i", 64, 172, 4, 4, 4, 512, 128) + b"\0" * 400, "expected 932124 bytes .* got 428"),
     ],
 )
-def test_a_file_that_is_no_whole_model_is_refused(tmp_path: Path, content, message):
+def test_invalid_files_are_rejected(tmp_path: Path, content, message):
     path = tmp_path / "model.bin"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         load_model(path)
 
 
-def test_weights_are_quantised_after_they_are_read(tmp_path: Path):
+def test_weights_are_quantized_after_loading(tmp_path: Path):
     path = tmp_path / "model.bin"
     sizes = (2 * 50 * 64, 64, 4 * 64 * 64, 64, 3 * 128 * 64, 64, 2 * 8 * 8)
     numbers = np.random.default_rng(0).standard_normal(sum(sizes), dtype=np.float32)
     path.write_bytes(struct.pack("<7i", 64, 128, 1, 4, 4, -50, 8) + numbers.tobytes())
-    plain, loaded = load_model(path), load_model(path, weights="int8")
+    plain, loaded = load_model(path), load_model(path, quantize="int8")
     quantize_(plain, "int8")
     expected = weight_state(plain)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weight_state(loaded).items())

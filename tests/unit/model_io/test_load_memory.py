@@ -42,7 +42,7 @@ def watch():
         time.sleep(0.0005)
 
 def streamed(path, form):
-    return load_model(path, weights=form)
+    return load_model(path, quantize=form)
 
 def naive(path, form):
     model = load_model(path)
@@ -100,7 +100,7 @@ def peaks(directories: tuple[Path, Path], way: str) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_a_model_that_is_quantised_on_load_is_never_whole_in_memory(directories):
+def test_quantizing_on_load_never_has_the_unquantized_model_in_memory(directories):
     for form, streamed, naive in zip(FORMS, peaks(directories, "streamed"), peaks(directories, "naive"), strict=True):
         assert naive > 0.9 * size(None), "the plain model was not seen: the measurement is wrong"
         assert 0.8 * size(form) < streamed <= size(form) + LARGEST  # four times that is the bar
@@ -109,7 +109,7 @@ def test_a_model_that_is_quantised_on_load_is_never_whole_in_memory(directories)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-def test_nor_is_it_whole_on_a_gpu(directories, form):
+def test_quantizing_on_load_limits_gpu_memory(directories, form):
     def peak(load: Callable[[], GPT]) -> int:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -123,6 +123,6 @@ def test_nor_is_it_whole_on_a_gpu(directories, form):
         quantize_(model, form)
         return model
 
-    streamed = peak(lambda: load_model(directories[0], device="cuda", weights=form))
+    streamed = peak(lambda: load_model(directories[0], device="cuda", quantize=form))
     assert size(form) <= streamed <= size(form) + 4 * LARGEST
     assert streamed <= 0.65 * peak(naive)

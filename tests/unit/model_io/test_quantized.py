@@ -58,7 +58,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_read_back_or_quantised_on_the_way_is_bit_equal(shape, form, tmp_path):
+def test_saved_and_quantized_on_load_weights_are_bit_equal(shape, form, tmp_path):
     model = drawn(SHAPES[shape])
     save_model(model, tmp_path / "plain")
     quantize_(model, form)
@@ -68,8 +68,8 @@ def test_what_is_read_back_or_quantised_on_the_way_is_bit_equal(shape, form, tmp
     x = torch.randint(50, (1, 9))
     for loaded in (
         load_model(tmp_path / "whole"),
-        load_model(tmp_path / "shards", weights=form),
-        load_model(tmp_path / "plain", weights=form),
+        load_model(tmp_path / "shards", quantize=form),
+        load_model(tmp_path / "plain", quantize=form),
     ):
         assert bits(weight_state(loaded)) == bits(weight_state(model))
         assert torch.equal(loaded(x).logits, model(x).logits)
@@ -80,7 +80,7 @@ def test_what_is_read_back_or_quantised_on_the_way_is_bit_equal(shape, form, tmp
 
 @pytest.mark.parametrize("form", ["int8", "int8-dynamic", "int4", "fp8"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_embedding_and_head_are_quantised_on_request(shape, form, tmp_path):
+def test_quantize_embeddings(shape, form, tmp_path):
     model = drawn(SHAPES[shape])
     save_model(model, tmp_path / "plain")
     quantize_(model, form, skip=(), embeddings=True)
@@ -91,7 +91,7 @@ def test_embedding_and_head_are_quantised_on_request(shape, form, tmp_path):
     x = torch.randint(50, (1, 9))
     for loaded in (
         load_model(tmp_path / "coded"),
-        load_model(tmp_path / "plain", weights=form, quantize_embeddings=True),
+        load_model(tmp_path / "plain", quantize=form, quantize_embeddings=True),
     ):
         assert bits(weight_state(loaded)) == bits(weight_state(model))
         assert torch.equal(loaded(x).logits, model(x).logits)
@@ -104,24 +104,24 @@ def test_embedding_and_head_are_quantised_on_request(shape, form, tmp_path):
     assert torch.allclose(model.token_embedding.weight[:50], reference, atol=float(reference.abs().max()) / 7.5)
 
 
-def test_embeddings_are_quantised_where_that_means_something(saved, tmp_path):
+def test_quantize_embeddings_is_rejected_if_it_has_no_effect(saved, tmp_path):
     with pytest.raises(ConfigError, match="quantize_embeddings = True needs a format"):
         load_model(saved, quantize_embeddings=True)
     with pytest.raises(CheckpointError, match="is not quantized"):
-        load_model(saved, weights="int8", quantize_embeddings=True)
+        load_model(saved, quantize="int8", quantize_embeddings=True)
     with pytest.raises(PrecisionError, match="leaves embedding and head plain, as they were trained"):
-        load_model(saved, weights="int4-weight-only", quantize_embeddings=True)
+        load_model(saved, quantize="int4-weight-only", quantize_embeddings=True)
     with pytest.raises(PrecisionError, match="does not say which its token embedding is"):
         quantize_(torch.nn.Sequential(torch.nn.Linear(8, 8)), "int8", embeddings=True)
 
 
-def test_shards_part_codes_from_scales(tmp_path):
+def test_shards_can_separate_codes_and_scales(tmp_path):
     save_model(drawn(form="int4"), tmp_path / "model", max_shard_size=1)
     places = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())["weight_map"]
     assert places[f"{FIRST}.codes"] != places[f"{FIRST}.scales"]
 
 
-def test_the_files_are_plain_safetensors_of_codes_and_scales(tmp_path):
+def test_files_have_codes_and_scales(tmp_path):
     model = drawn(form="int4")
     save_model(model, tmp_path / "model")
     table = json.loads((tmp_path / "model/config.json").read_text())
@@ -142,11 +142,11 @@ def test_the_files_are_plain_safetensors_of_codes_and_scales(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
-def test_a_dtype_is_that_of_the_plain_model_before_it_is_quantised(form, tmp_path):
+def test_dtype_is_applied_before_quantization(form, tmp_path):
     model = drawn()
     save_model(model, tmp_path / "plain")
     quantize_(model.bfloat16(), form)
-    loaded = load_model(tmp_path / "plain", dtype=torch.bfloat16, weights=form)
+    loaded = load_model(tmp_path / "plain", dtype=torch.bfloat16, quantize=form)
     assert bits(weight_state(loaded)) == bits(weight_state(model))
     save_model(loaded, tmp_path / "quantized")
     assert json.loads((tmp_path / "quantized/config.json").read_text())["dtype"] == "bfloat16"
@@ -156,7 +156,7 @@ def test_a_dtype_is_that_of_the_plain_model_before_it_is_quantised(form, tmp_pat
     assert torch.equal(weight.codes.view(torch.uint8), narrow.codes.view(torch.uint8))
 
 
-def test_weights_go_into_a_model_of_either_kind(saved, tmp_path):
+def test_load_weights_converts_between_dense_and_quantized(saved, tmp_path):
     quantized = drawn(form="int8")
     plain = GPT(SHAPES["llama"])
     load_weights(plain, saved)
@@ -172,11 +172,11 @@ def test_weights_go_into_a_model_of_either_kind(saved, tmp_path):
     assert {name: id(parameter) for name, parameter in other.named_parameters()} == kept
     mixed = GPT(SHAPES["llama"])
     quantize_(mixed, "int4")
-    with pytest.raises(CheckpointError, match=r"as int8 and the model has it as int4: give the plain model"):
+    with pytest.raises(CheckpointError, match=r"as int4, got int8: quantize the unquantized model"):
         load_weights(mixed, saved)
 
 
-def test_a_checkpoint_of_trained_codes_is_bit_exact(tmp_path):
+def test_checkpoint_of_trained_quantized_weights_is_bit_exact(tmp_path):
     model = drawn()
     quantize_(model, "int8", trainable=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -194,32 +194,32 @@ def test_a_checkpoint_of_trained_codes_is_bit_exact(tmp_path):
     assert bits(weight_state(load_model(tmp_path))) == before
 
 
-def test_the_text_of_a_directory_is_that_of_the_model_quantised_in_memory(saved, tmp_path):
+def test_greedy_text_equals_that_of_the_model_quantized_in_memory(saved, tmp_path):
     save_model(drawn(), tmp_path / "plain")
     expected = whimbrel.generate(drawn(form="int8"), [1, 2, 3], max_new_tokens=24, temperature=0)
-    for loaded in (load_model(saved), whimbrel.load_model(tmp_path / "plain", weights="int8")):
+    for loaded in (load_model(saved), whimbrel.load_model(tmp_path / "plain", quantize="int8")):
         assert whimbrel.generate(loaded, [1, 2, 3], max_new_tokens=24, temperature=0) == expected
 
 
-def test_a_quantised_directory_is_no_other_format(saved):
-    load_model(saved, weights="int8")
-    with pytest.raises(CheckpointError, match="holds int8 weights, not int4: leave weights= out"):
-        load_model(saved, weights="int4")
-    with pytest.raises(PrecisionError, match="weights = 'int3' is not one of int8-dynamic-act"):
-        load_model(saved, weights="int3")
-    with pytest.raises(PrecisionError, match="weights = 8 is not one of int8-dynamic-act"):
-        load_model(saved, weights=8)  # type: ignore[arg-type]
+def test_quantized_directory_cannot_be_quantized_again(saved):
+    load_model(saved, quantize="int8")
+    with pytest.raises(CheckpointError, match="already quantized as int8, not int4"):
+        load_model(saved, quantize="int4")
+    with pytest.raises(PrecisionError, match="quantize = 'int3' is not one of int8-dynamic-act"):
+        load_model(saved, quantize="int3")
+    with pytest.raises(PrecisionError, match="quantize = 8 is not one of int8-dynamic-act"):
+        load_model(saved, quantize=8)  # type: ignore[arg-type]
 
 
-def test_one_directory_has_one_known_format(tmp_path):
+def test_mixed_or_unknown_formats_cannot_be_saved(tmp_path):
     model = drawn(form="int8")
     other = drawn(form="int4").transformer["h"][0].attn.c_attn.weight
     model.transformer["h"][0].attn.c_attn.weight = torch.nn.Parameter(other, requires_grad=False)
-    with pytest.raises(CheckpointError, match="formats int4 and int8: quantise all to one"):
+    with pytest.raises(CheckpointError, match="one format, got int4 and int8"):
         save_model(model, tmp_path / "model")
     own = drawn()
     quantize_(own, WeightFormat("mine", "int4", group=64))
-    with pytest.raises(CheckpointError, match="of the format mine cannot be written: use one of int8"):
+    with pytest.raises(CheckpointError, match="expected weights in one of int8.* got mine"):
         save_model(own, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
@@ -253,30 +253,30 @@ def decoded(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (in_file(codes=None), f"lacks the tensor '{FIRST}.codes'"),
-        (in_file(scales=None), f"lacks the tensor '{FIRST}.scales'"),
-        (in_file(codes=None, scales=None), f"lacks the tensor '{FIRST}'"),
-        (in_file(codes=lambda t: t[:32].clone()), rf"'{FIRST}.codes' of shape \[32, 128\]; .* says \[64, 128\]"),
-        (in_file(scales=lambda t: t[:, 0].clone()), rf"'{FIRST}.scales' of shape \[64\]; .* says \[64, 1\]"),
-        (in_file(codes=lambda t: t.int()), f"'{FIRST}' in codes of torch.int32 .* int8 has codes of torch.int8"),
-        (in_file(scales=lambda t: t.int()), "scales of torch.int32; int8 has .* floating-point scales"),
-        (decoded, "holds no codes and scales, which its config.json calls for"),
-        (in_config(version=2), "version 2; this version reads 1: get a newer whimbrel"),
-        (in_config(recipe="int3"), "names the recipe 'int3': known are int8, "),
-        (in_config(format={"codes": "int8", "group": 32, "activations": None}), "of the recipe int8, which is"),
+        (in_file(codes=None), f"has no tensor '{FIRST}.codes'"),
+        (in_file(scales=None), f"has no tensor '{FIRST}.scales'"),
+        (in_file(codes=None, scales=None), f"has no tensor '{FIRST}'"),
+        (in_file(codes=lambda t: t[:32].clone()), rf"expected '{FIRST}.codes' of shape \[64, 128\] .* got \[32, 128\]"),
+        (in_file(scales=lambda t: t[:, 0].clone()), rf"expected '{FIRST}.scales' of shape \[64, 1\] .* got \[64\]"),
+        (in_file(codes=lambda t: t.int()), f"expected '{FIRST}' in int8 with torch.int8 codes .* got torch.int32"),
+        (in_file(scales=lambda t: t.int()), "floating-point scales, got torch.int8 and torch.int32"),
+        (decoded, "has no quantized tensors"),
+        (in_config(version=2), "version 1, got 2: install a newer whimbrel"),
+        (in_config(recipe="int3"), "recipe from int8, .* got 'int3'"),
+        (in_config(format={"codes": "int8", "group": 32, "activations": None}), "for recipe int8, got"),
         (in_config(quant_method="gptq"), "quantization_config is not supported"),
     ],
 )
-def test_what_is_damaged_foreign_or_unknown_is_refused_by_name(saved, damage, message):
+def test_damaged_or_unknown_quantized_directories_are_rejected(saved, damage, message):
     damage(saved)
     with pytest.raises(CheckpointError, match=message) as error:
         load_model(saved)
     assert str(saved) in str(error.value)
 
 
-def test_codes_without_a_config_that_speaks_of_them_are_refused(saved):
+def test_quantized_weights_without_quantization_config_are_rejected(saved):
     table = json.loads((saved / "config.json").read_text())
     del table["quantization_config"]
     (saved / "config.json").write_text(json.dumps(table))
-    with pytest.raises(CheckpointError, match="lacks the tensor"):
+    with pytest.raises(CheckpointError, match="has no tensor"):
         load_model(saved)

@@ -1,4 +1,4 @@
-"""A run, a checkpoint and a model directory all stand for a model and its tokenizer."""
+"""Paths that can be loaded: runs, checkpoints, model directories, tokenizer files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import whimbrel
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent, checkpoint_path
-from whimbrel.model_io import load_weights, model_directory
+from whimbrel.model_io import load_weights, resolve_model
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.tokenization import Tokenizer, train_tokenizer
 
@@ -47,7 +47,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def run(models, tokenizer, tmp_path) -> Path:
-    """A run with three checkpoints, of which the newest is not whole."""
+    """A run with three checkpoints, of which the newest is incomplete."""
     for step, model in models.items():
         component = StateComponent("model", Saveable(model, tokenizer), SharingPattern.GLOBAL)
         CheckpointManager(tmp_path).save(step, [component])
@@ -55,36 +55,36 @@ def run(models, tokenizer, tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_run_stands_for_its_newest_whole_checkpoint(models, tokenizer, run):
-    assert model_directory(run) == checkpoint_path(run, 10) / "model"
+def test_run_loads_its_newest_intact_checkpoint(models, tokenizer, run):
+    assert resolve_model(run) == checkpoint_path(run, 10) / "model"
     assert torch.equal(whimbrel.load_model(str(run)).lm_head.weight, models[10].lm_head.weight)
     assert whimbrel.load_tokenizer(str(run)).fingerprint == tokenizer.fingerprint
 
 
-def test_a_checkpoint_stands_for_its_model(models, tokenizer, run):
+def test_checkpoint_loads_its_model(models, tokenizer, run):
     older = checkpoint_path(run, 5)
     assert torch.equal(whimbrel.load_model(older).lm_head.weight, models[5].lm_head.weight)
     assert whimbrel.load_tokenizer(older).fingerprint == tokenizer.fingerprint
 
 
-def test_a_model_directory_stands_for_itself_whatever_lies_beside_its_files(models, run):
+def test_model_directory_with_a_checkpoints_folder_is_not_a_run(models, run):
     directory = run / "mine"
     whimbrel.save_model(models[5], directory)
     (directory / "checkpoints").mkdir()
-    assert model_directory(directory) == directory
+    assert resolve_model(directory) == directory
 
 
-def test_a_tokenizer_comes_by_name_file_or_folder(tokenizer, tmp_path):
+def test_tokenizer_loads_by_name_file_or_directory(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     assert whimbrel.load_tokenizer().vocab_size == whimbrel.load_tokenizer("gpt2").vocab_size == 50257
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         assert whimbrel.load_tokenizer(path).fingerprint == tokenizer.fingerprint
 
 
-def test_what_stands_for_nothing_is_refused(tmp_path):
+def test_paths_without_a_model_or_tokenizer_are_rejected(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for load in (whimbrel.load_model, whimbrel.load_tokenizer):
-        with pytest.raises(CheckpointError, match="has no whole checkpoint yet"):
+        with pytest.raises(CheckpointError, match="has no complete checkpoint yet"):
             load(tmp_path)
     with pytest.raises(CheckpointError, match="no run or model at"):
         whimbrel.load_model(tmp_path / "nowhere")
@@ -92,8 +92,8 @@ def test_what_stands_for_nothing_is_refused(tmp_path):
         whimbrel.load_tokenizer(tmp_path / "nowhere")
 
 
-def test_a_folder_without_a_model_is_told_from_one_without_a_tokenizer(tokenizer, tmp_path):
+def test_directory_with_only_a_tokenizer(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
-    with pytest.raises(CheckpointError, match="has no config.json: give a run, a model directory or"):
-        model_directory(tmp_path)
+    with pytest.raises(CheckpointError, match="has no config.json: expected a run"):
+        resolve_model(tmp_path)
     assert whimbrel.load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint

@@ -1,0 +1,417 @@
+"""Loading models: `load` reads weights, tokenizer and generation defaults, `load_model` and `load_tokenizer` one each.
+
+Every function accepts a run (its newest intact checkpoint), a checkpoint, a Hugging Face model directory, or a llama2.c
+`.bin` file.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from whimbrel import tokenization
+from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.checkpoint import best_first, list_checkpoints, verify_component
+from whimbrel.config import to_table
+from whimbrel.model_io.files import CONFIG, GENERATION_CONFIG, TensorFiles, read_json
+from whimbrel.model_io.llama2c import load_llama2c, read_llama2c_config
+from whimbrel.model_io.quantized import QUANTIZATION, stored_format, weight_recipe
+from whimbrel.model_io.weights import dense_linears, load_tensors, match_tensors, stored_dtype
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.models.families import canonical, config_from_hf, tensor_mappings
+from whimbrel.precision import RECIPES, WeightFormat, finalize, load_into, materialise_
+from whimbrel.tokenization import ChatTemplate, Tokenizer, load_chat_template
+from whimbrel.tokenization.llama2c import load_llama2c_tokenizer
+
+__all__ = [
+    "GenerationConfig",
+    "LoadedModel",
+    "ModelConfig",
+    "ModelSource",
+    "check_tokenizer",
+    "choose_checkpoint",
+    "find_run",
+    "load",
+    "load_model",
+    "load_tokenizer",
+    "load_weights",
+    "open_model",
+    "read_config",
+    "read_generation_config",
+    "resolve_model",
+]
+
+EMBEDDING = "transformer.wte.weight"
+EXPECTED = "expected a run, a checkpoint, a model directory or a llama2.c .bin file"
+
+GENERATION_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "temperature": ("0 or a positive number", lambda value: value >= 0),
+    "top_k": ("a non-negative integer, 0 to turn it off", lambda value: 0 <= value < 2**31),
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("a positive number", lambda value: value > 0),
+    "max_new_tokens": ("an integer of at least 1", lambda value: 1 <= value < 2**31),
+}
+"""Supported fields of `generation_config.json`: a description of valid values, and the check."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """Generation defaults of a model."""
+
+    bos_token_id: int
+    """The token that replaces an empty prompt."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a sequence; at least one."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The sampling parameters in `generation_config.json`, as `SamplingParams` takes them."""
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model on disk whose files, except the weights, have been read and checked."""
+
+    path: Path
+    """The model directory, or the llama2.c file."""
+    tokenizer: Tokenizer
+    generation_config: GenerationConfig
+
+    def load_model(
+        self,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        quantize: str | None = None,
+    ) -> GPT:
+        """Load the weights; see `load_model`."""
+        model = load_model(self.path, device=device, dtype=dtype, quantize=quantize)
+        check_tokenizer(self.tokenizer, model.config)
+        return model
+
+    def chat_template(self, name: str = "default") -> ChatTemplate | None:
+        """The model's chat template of that name, if it has any."""
+        return load_chat_template(self.path, name) if self.path.is_dir() else None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with everything that generation needs."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    generation_config: GenerationConfig
+    chat_template: ChatTemplate | None
+    path: Path
+    """The model directory, or the llama2.c file."""
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    quantize: str | None = None,
+) -> LoadedModel:
+    """Load a model with its tokenizer, generation defaults and chat template.
+
+    `tokenizer` replaces the model's own; the other options are those of `load_model`.
+    """
+    source = open_model(path, tokenizer)
+    template = source.chat_template()
+    model = source.load_model(device=device, dtype=dtype, quantize=quantize)
+    return LoadedModel(model, source.tokenizer, source.generation_config, template, source.path)
+
+
+def open_model(path: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> ModelSource:
+    """Find a model and read all but its weights, so that errors appear before minutes of loading."""
+    source = resolve_model(path)
+    if source.is_file():
+        _reject_gguf(source)
+    if tokenizer is None and not (source / "tokenizer.json").is_file():
+        raise ConfigError(f"{source} has no tokenizer: pass the one that it was trained with (--tokenizer)")
+    config = read_llama2c_config(source) if source.is_file() else read_config(source).config
+    own = load_tokenizer(source if tokenizer is None else tokenizer)
+    check_tokenizer(own, config)
+    return ModelSource(source, own, read_generation_config(source, own, config.vocab_size))
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    quantize: str | None = None,
+    quantize_embeddings: bool = False,
+) -> GPT:
+    """Load a model without its tokenizer.
+
+    By default weights are on the CPU in their stored dtype. `quantize` (int8, int8-dynamic, int4 or fp8) quantizes the
+    linear layers of an unquantized model while reading it, one tensor at a time on the device, so that the unquantized
+    model is never in memory; `quantize_embeddings` includes the token embedding and the head. A quantized directory is
+    loaded in its own format.
+    """
+    source = resolve_model(path)
+    recipe = None if quantize is None else weight_recipe("quantize", quantize, embeddings=quantize_embeddings)
+    if quantize_embeddings and recipe is None:
+        raise ConfigError("quantize_embeddings = True needs a format: set quantize, such as quantize='int8'")
+    if source.is_file():
+        _reject_gguf(source)
+        model = load_llama2c(source).to(device=device, dtype=dtype)
+        if recipe is not None:
+            finalize(model, recipe)
+        return model
+    model_type, config, stored = read_config(source)
+    if recipe is not None and stored not in (None, recipe.load):
+        raise CheckpointError(f"{source} is already quantized as {stored.name}, not {recipe.name}: omit --weights")
+    files = TensorFiles(source)
+    _check_size(source, config, files)
+    found = match_tensors(files, tensor_mappings(model_type, config), stored)
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to(dtype or stored_dtype(files, found))
+    if stored is not None:
+        has_quantized_embedding = any(each.quantized and each.mapping.name == EMBEDDING for each in found)
+        if quantize_embeddings and not has_quantized_embedding:
+            raise CheckpointError(f"the embedding in {source} is not quantized: omit quantize_embeddings")
+        recipe = replace(
+            RECIPES[stored.name], skip=dense_linears(model, files, found), embeddings=has_quantized_embedding
+        )
+
+    def read(_: nn.Module) -> None:
+        model.zero_padding()
+        load_tensors(model, files, found, stored)
+
+    if recipe is None:
+        materialise_(model, device or "cpu")
+        read(model)
+    else:
+        load_into(model, read, recipe, device=device or "cpu")
+    return model
+
+
+def load_weights(model: GPT, path: str | os.PathLike[str]) -> None:
+    """Load the weights of a model directory into a model of the same architecture, keeping its dtype and format."""
+    model_type, config, weight_format = read_config(Path(path))
+    ours, theirs = to_table(canonical(model.config)), to_table(canonical(config))
+    for name in ours | theirs:
+        if ours.get(name) != theirs.get(name):
+            raise CheckpointError(
+                f"{path}: expected a model with {name} = {ours.get(name)}, got {theirs.get(name)}: change the config "
+                "or the directory"
+            )
+    files = TensorFiles(Path(path))
+    found = match_tensors(files, tensor_mappings(model_type, model.config), weight_format)
+    load_tensors(model, files, found, weight_format)
+
+
+def load_tokenizer(path_or_name: str | os.PathLike[str] = "gpt2") -> Tokenizer:
+    """Load `gpt2`, the tokenizer of a run, checkpoint or model directory, a `tokenizer.json`, or a llama2.c `.bin`."""
+    path = Path(path_or_name)
+    if path.suffix == ".bin" and path.is_file():
+        return load_llama2c_tokenizer(path)
+    is_directory = str(path_or_name) != "gpt2" and path.is_dir()
+    return tokenization.load_tokenizer(_model_path(path) if is_directory else path_or_name)
+
+
+def check_tokenizer(tokenizer: Tokenizer, config: GPTConfig) -> None:
+    """Reject a tokenizer with ids beyond the model's vocabulary; a model may have more ids than its tokenizer."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"expected a tokenizer of at most {config.vocab_size} tokens for this model, got {tokenizer.vocab_size}: "
+            "use the tokenizer that it was trained with"
+        )
+
+
+# Paths: a run, a checkpoint or a directory to the directory that has the files.
+
+
+def resolve_model(path: str | os.PathLike[str]) -> Path:
+    """The model directory of a run or checkpoint, or the path itself; raises CheckpointError if there is none."""
+    source = _model_path(path)
+    if source.is_dir() and not (source / CONFIG).is_file():
+        raise CheckpointError(f"{source} has no {CONFIG}: {EXPECTED}")
+    return source
+
+
+def _model_path(path: str | os.PathLike[str]) -> Path:
+    """As `resolve_model`, but a directory may contain only a tokenizer."""
+    source = Path(path)
+    if not source.exists():
+        raise CheckpointError(f"no run or model at {source}: {EXPECTED}")
+    if _is_run(source):
+        source = _newest_checkpoint(source)
+    elif (source / "manifest.json").is_file() and (source / "model").is_dir():
+        verify_component(source, "model")
+    else:
+        return source
+    return source / "model"
+
+
+def find_run(path: str | os.PathLike[str]) -> Path | None:
+    """The run that a path is, or that contains it as a checkpoint or its model; None for other models."""
+    source = Path(path)
+    return next((folder for folder in (source, *source.absolute().parents[1:3]) if _is_run(folder)), None)
+
+
+def choose_checkpoint(run: Path, which: str, *, greater_is_better: bool = False) -> Path:
+    """A checkpoint of a run: `latest`, `best` by the metric it was saved with, or a step."""
+    if not _is_run(run):
+        raise ConfigError(f"--checkpoint {which} needs a run, got {run}: omit it or pass a run")
+    if which == "latest":
+        return _newest_checkpoint(run)
+    if which == "best":
+        ranked = best_first(run, greater_is_better=greater_is_better)
+        if not ranked:
+            raise CheckpointError(f"no checkpoint of {run} was saved with a metric: choose 'latest' or a step")
+        return ranked[0][1]
+    found = list_checkpoints(run)
+    if not which.isdecimal() or int(which) not in found:
+        steps = ", ".join(map(str, found)) or "none yet"
+        raise CheckpointError(f"expected latest, best or a saved step of {run} ({steps}), got {which}")
+    return found[int(which)]
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "checkpoints").is_dir() and not (path / CONFIG).exists()
+
+
+def _newest_checkpoint(run: Path) -> Path:
+    """The newest checkpoint whose model passes verification; skips damaged ones with a warning."""
+    for path in reversed(list_checkpoints(run).values()):
+        try:
+            verify_component(path, "model")
+        except CheckpointError as error:
+            logging.getLogger(__name__).warning("skipping damaged checkpoint: %s", error)
+        else:
+            return path
+    raise CheckpointError(f"run {run} has no complete checkpoint yet: train it further")
+
+
+def _reject_gguf(file: Path) -> None:
+    with file.open("rb") as opened:
+        if opened.read(4) == b"GGUF":
+            raise CheckpointError(f"{file} is a GGUF file, which can only be exported: pass the model directory")
+
+
+# config.json and generation_config.json
+
+
+class ModelConfig(NamedTuple):
+    """The content of a `config.json`."""
+
+    model_type: str
+    config: GPTConfig
+    weight_format: WeightFormat | None
+    """The format of quantized linear layers."""
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read the `config.json` of a model directory."""
+    table = read_json(directory / CONFIG)
+    try:
+        weight_format = stored_format(table)
+        if weight_format is not None:
+            del table[QUANTIZATION]  # any other quantization_config is rejected by config_from_hf
+        return ModelConfig(str(table.get("model_type")), config_from_hf(table), weight_format)
+    except ConfigError as error:
+        raise CheckpointError(f"{directory / CONFIG}: {error}") from error
+
+
+def _check_size(source: Path, config: GPTConfig, files: TensorFiles) -> None:
+    """Reject a config with far more weights than the files contain, before building the model."""
+    size = files.num_bytes()
+    if config.matrix_parameters > 2 * size:  # a weight takes at least 4 bits
+        raise CheckpointError(
+            f"{source / CONFIG} describes {config.matrix_parameters:,} parameters, but the weight files have only "
+            f"{size:,} bytes: download the model again"
+        )
+
+
+def read_generation_config(source: Path, tokenizer: Tokenizer, vocab_size: int) -> GenerationConfig:
+    """The generation defaults of a model directory; those of the tokenizer for a llama2.c file.
+
+    Special tokens come from `generation_config.json`, else `config.json`, else the tokenizer. Ids outside the
+    vocabulary are ignored: small models often keep the ids of the family that they were derived from.
+    Sampling parameters are included only with `do_sample`; `do_sample: false` is temperature 0.
+    """
+    if source.is_file():
+        return GenerationConfig(tokenizer.bos_id, (tokenizer.eot_id,))
+    config = read_json(source / CONFIG)
+    _check_special_tokens(source / CONFIG, config)
+    generation = _read_generation_fields(source)
+    special = config | generation
+    bos, eos = special.get("bos_token_id"), special.get("eos_token_id")
+    eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    known = tuple(token for token in eos_ids if 0 <= token < vocab_size)
+    if known != eos_ids:
+        unknown = sorted(set(eos_ids) - set(known))
+        logging.getLogger(__name__).warning(
+            "%s: ignoring eos_token_id %s, expected ids from 0 to %d", source, unknown, vocab_size - 1
+        )
+    sampling = _sampling_defaults(source / GENERATION_CONFIG, generation)
+    return GenerationConfig(
+        bos if bos is not None and 0 <= bos < tokenizer.vocab_size else tokenizer.bos_id,
+        known or (tokenizer.eot_id,),
+        {name: value for name, value in sampling.items() if name != "max_new_tokens"},
+        sampling.get("max_new_tokens"),
+    )
+
+
+def _sampling_defaults(file: Path, table: Mapping[str, Any]) -> dict[str, Any]:
+    names = ["repetition_penalty", "max_new_tokens"]
+    if table.get("do_sample"):
+        names += ["temperature", "top_k", "top_p", "min_p"]
+    defaults = {name: table[name] for name in names if table.get(name) is not None}
+    for name, value in defaults.items():
+        expected, is_valid = GENERATION_FIELDS[name]
+        if not is_valid(value):
+            raise _invalid_field(file, name, expected, value)
+    return defaults | ({"temperature": 0.0} if table.get("do_sample") is False else {})
+
+
+def _read_generation_fields(directory: Path) -> dict[str, Any]:
+    """The content of `generation_config.json` with checked types; empty if there is no such file."""
+    file = directory / GENERATION_CONFIG
+    if not file.is_file():
+        return {}
+    table = read_json(file)
+    do_sample = table.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise _invalid_field(file, "do_sample", "true or false", do_sample)
+    for name in GENERATION_FIELDS:
+        value, integer = table.get(name), name in ("top_k", "max_new_tokens")
+        if value is None or _is_integer(value):
+            continue
+        if integer or not isinstance(value, float) or not math.isfinite(value):
+            raise _invalid_field(file, name, "an integer" if integer else "a number", value)
+    _check_special_tokens(file, table)
+    return table
+
+
+def _check_special_tokens(file: Path, table: Mapping[str, Any]) -> None:
+    bos, eos = table.get("bos_token_id"), table.get("eos_token_id")
+    if bos is not None and not _is_integer(bos):
+        raise _invalid_field(file, "bos_token_id", "a token id", bos)
+    if eos is not None and not all(_is_integer(token) for token in (eos if isinstance(eos, list) else [eos])):
+        raise _invalid_field(file, "eos_token_id", "a token id or a list of token ids", eos)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _invalid_field(file: Path, name: str, expected: str, value: object) -> CheckpointError:
+    shown = repr(value)
+    return CheckpointError(
+        f"{file}: expected {name} to be {expected}, got {shown if len(shown) <= 60 else shown[:60] + '...'}"
+    )

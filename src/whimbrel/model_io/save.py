@@ -1,0 +1,114 @@
+"""Saving models: `save_model` from memory, `copy_model` and `export_hf` from another model directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.base.files import atomic_directory
+from whimbrel.model_io.files import CONFIG, GENERATION_CONFIG, read_json, write_json, write_tensor_files
+from whimbrel.model_io.load import EMBEDDING, check_tokenizer, load_model, resolve_model
+from whimbrel.model_io.quantized import (
+    QUANTIZATION,
+    SCALES,
+    WEIGHTS_FILE,
+    format_of,
+    quantization_entries,
+    weight_state,
+)
+from whimbrel.model_io.weights import stored_tensors
+from whimbrel.models import GPT
+from whimbrel.models.families import config_to_hf, tensor_mappings
+from whimbrel.precision import dequantize_
+from whimbrel.tokenization import Tokenizer
+
+__all__ = ["copy_model", "export_hf", "exportable_directory", "save_model"]
+
+MAX_SHARD_SIZE = 5 * 10**9
+COPIED_FILES = (
+    GENERATION_CONFIG,
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""Files of a model directory, besides weights and config, that a copy needs to generate the same text."""
+
+
+def save_model(
+    model: GPT,
+    path: str | os.PathLike[str],
+    tokenizer: Tokenizer | None = None,
+    *,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    state: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a model directory atomically, in weight files of at most `max_shard_size` bytes.
+
+    A model of a family that transformers has is saved as that (`gpt2`, `llama`, ...); any other as `whimbrel`, which
+    transformers loads after `import whimbrel.hf`. Quantized weights are saved as codes and scales. `state`, a
+    `weight_state`, is saved instead of the current weights.
+    """
+    config = model.config
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, config)
+    end_of_text = None if tokenizer is None else tokenizer.eot_id
+    special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    parameters = weight_state(model) if state is None else state
+    dtype = parameters[EMBEDDING if EMBEDDING in parameters else EMBEDDING + SCALES].dtype
+    table = config_to_hf(config) | special | {"dtype": str(dtype).removeprefix("torch.")}
+    table |= quantization_entries(format_of(model))
+    tensors = stored_tensors(tensor_mappings(table["model_type"], config), parameters)
+    with atomic_directory(path) as folder:
+        write_json(folder / CONFIG, table)
+        write_json(folder / GENERATION_CONFIG, special)
+        write_tensor_files(folder, tensors, max_shard_size=max_shard_size)
+        if tokenizer is not None:
+            tokenizer.save(folder)
+
+
+def copy_model(source: Path, model: GPT, folder: Path) -> None:
+    """Write the current weights of `model` into `folder`, and all other files from its directory `source`."""
+    dtype = model.token_embedding.weight.dtype
+    table = read_json(source / CONFIG) | {"dtype": str(dtype).removeprefix("torch.")}
+    for key in (QUANTIZATION, WEIGHTS_FILE, "torch_dtype"):
+        table.pop(key, None)
+    table |= quantization_entries(format_of(model))
+    write_json(folder / CONFIG, table)
+    for name in COPIED_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    tensors = stored_tensors(tensor_mappings(table["model_type"], model.config), weight_state(model))
+    write_tensor_files(folder, tensors, max_shard_size=MAX_SHARD_SIZE)
+
+
+def export_hf(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> None:
+    """Write an unquantized copy of a run, checkpoint or model directory atomically, in `dtype` or the stored one."""
+    directory = exportable_directory(source)
+    with atomic_directory(path) as folder:
+        model = load_model(directory, dtype=dtype)
+        dequantize_(model)
+        copy_model(directory, model, folder)
+
+
+def exportable_directory(source: str | os.PathLike[str]) -> Path:
+    """The model directory of a run, checkpoint or model directory; llama2.c files are rejected."""
+    directory = resolve_model(source)
+    if directory.is_file():
+        raise ConfigError(
+            f"expected a run, a checkpoint or a model directory, got the file {directory}: convert a llama2.c file "
+            "with save_model(load_model(file), directory, load_tokenizer(tokenizer))"
+        )
+    return directory
