@@ -35,7 +35,7 @@ from whimbrel.precision import QuantizedWeight
 from whimbrel.train import RunConfig
 from whimbrel.train.build import create_optimizer, init_model
 from whimbrel.train.config import run_config
-from whimbrel.train.memory import dry_run, optimizer_names, predict_memory, skeleton, with_optimizer
+from whimbrel.train.memory import dry_run, empty_model, optimizer_names, predict_memory, with_optimizer
 
 GIB = 2**30
 STEPS = 2
@@ -140,7 +140,7 @@ def make_steps(config: RunConfig, device: torch.device, steps: int) -> None:
 @torch.no_grad()
 def drawn_codes(config: RunConfig, device: torch.device) -> GPT:
     """A model whose weights were codes from the beginning: plain ones might be more than the cap."""
-    model = skeleton(config, device)
+    model = empty_model(config, device)
     for parameter in model.parameters():
         if isinstance(parameter, QuantizedWeight):
             parameter.codes.random_(-64, 64)

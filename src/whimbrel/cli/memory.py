@@ -90,7 +90,7 @@ def _show(config: RunConfig, found: Sequence[MemoryPrediction], *, parameters: b
         print()
         print_table(
             ("parameter", "tensors", "shape", "dtype", "optimizer", "weights", "state"),
-            (_parameter(row) for row in own.moved),
+            (_parameter(row) for row in own.parameters),
         )
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whimbrel.ops.kernels import kernels_of
 from whimbrel.ops.lowbit import GroupCodec
 
 __all__ = ["View", "attend", "attend_reference", "store"]
@@ -57,7 +56,7 @@ class View:
 
 def store(keys: Tensor, values: Tensor, new_keys_THX: Tensor, new_values_THX: Tensor, slots_T: Tensor) -> None:
     """Write what is kept of tokens to their slots of pages (pages, page size, kv heads, ...), page by page counted."""
-    if kernels_of(keys) == "cuda":
+    if keys.is_cuda:
         from whimbrel.ops.attention_triton import store_pages
 
         store_pages(keys, values, new_keys_THX, new_values_THX, slots_T)
@@ -71,7 +70,7 @@ def attend(q_BHTD: Tensor, view: View, positions: Tensor, *, window: int | None 
 
     A query at position q sees keys at positions 0 to q, at most `window` of them.
     """
-    one_by_one = q_BHTD.size(2) == 1 and view.codec is None and kernels_of(q_BHTD) == "cuda"
+    one_by_one = q_BHTD.size(2) == 1 and view.codec is None and q_BHTD.is_cuda
     if one_by_one and view.pages is not None and view.lengths is not None:
         from whimbrel.ops.attention_triton import attend_pages
 

@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from whimbrel.base.errors import DataError
-from whimbrel.ops.kernels import kernels_of
 
-__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
+__all__ = ["fused_loss_and_gradient_", "linear_cross_entropy", "linear_cross_entropy_reference"]
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**20, "mps": 2**27}
 """How many bytes of logits exist at a time, by device type; on a CPU, what stays in its cache."""
@@ -99,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_c, weight_c = hidden.to(dtype), weight.to(dtype)
             grad_hidden = torch.empty_like(hidden_c) if wants[0] else None
             losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-            rows = max(FEWEST_ROWS, CHUNK_BYTES.get(kernels_of(hidden), 2**27) // (weight.shape[0] * dtype.itemsize))
+            rows = max(FEWEST_ROWS, _chunk_bytes(hidden) // (weight.shape[0] * dtype.itemsize))
             rows = rows // FEWEST_ROWS * FEWEST_ROWS
             # The sum over chunks is kept in fp32; one chunk alone has no sum, and large vocabularies little room.
             kept = weight.dtype if rows >= hidden.shape[0] else torch.promote_types(weight.dtype, torch.float32)
@@ -130,6 +130,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
+def _chunk_bytes(hidden: Tensor) -> int:
+    return CHUNK_BYTES.get("cuda" if hidden.is_cuda else hidden.device.type, 2**27)
+
+
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """`total += left @ right`, with the sum kept in fp32 whatever the factors are."""
     if left.dtype == total.dtype:
@@ -138,16 +142,24 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
+def fused_loss_and_gradient_(
+    logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
+) -> Tensor:
+    """`_loss_and_gradient_` in one Triton kernel; a TorchFunctionMode can override it, as any function of torch."""
+    if not torch.compiler.is_compiling() and has_torch_function_unary(logits):
+        arguments = (logits, targets, vocab_size, softcap, ignore_index, gradient)
+        return handle_torch_function(fused_loss_and_gradient_, (logits,), *arguments)
+    from whimbrel.ops.cross_entropy_triton import loss_and_gradient_
+
+    return loss_and_gradient_(logits, targets, vocab_size, softcap, ignore_index, gradient)
+
+
 def _loss_and_gradient_(
     logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
 ) -> Tensor:
     """Each row's loss; with `gradient`, `logits` is overwritten by the gradient of the summed loss."""
-    if kernels_of(logits) == "cuda":
-        if not logits.is_cuda:  # a stand-in without memory: what the kernel would make
-            return torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-        from whimbrel.ops.cross_entropy_triton import loss_and_gradient_
-
-        return loss_and_gradient_(logits, targets, vocab_size, softcap, ignore_index, gradient)
+    if logits.is_cuda:
+        return fused_loss_and_gradient_(logits, targets, vocab_size, softcap, ignore_index, gradient)
     z = logits.float()
     if softcap is not None:
         capped = torch.tanh(z / softcap)

@@ -8,10 +8,5 @@ __all__ = ["kernels_of"]
 
 
 def kernels_of(tensor: Tensor) -> str:
-    """The device type whose kernels `tensor` takes: its own, or the one that a tensor without memory stands for.
-
-    A step can be walked through on tensors that have shapes alone, to see what it would need on a device that is not
-    here; their mode says in `stands_for` which device that is. Where a function chooses by device, it asks here.
-    """
-    kind: str = getattr(getattr(tensor, "fake_mode", None), "stands_for", tensor.device.type)
-    return kind
+    """The device type whose kernels `tensor` uses."""
+    return "cuda" if tensor.is_cuda else tensor.device.type

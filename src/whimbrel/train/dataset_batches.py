@@ -24,24 +24,25 @@ from whimbrel.train.config import LoaderConfig
 __all__ = ["Collate", "DatasetBatches", "LoaderBatches", "collate", "drop_unused_columns", "to_device"]
 
 Collate = Callable[[list[Any]], Any]
-SAMPLED = 8
+SAMPLED_EXAMPLES = 8
 """Number of examples that are hashed to identify a dataset."""
-LABELS = ("label", "label_ids", "labels")
-EXACT_STREAMS = frozenset(
+LABEL_COLUMNS = ("label", "label_ids", "labels")
+RESUMABLE_STAGES = frozenset(
     f"{kind}Iterable"
     for kind in (
         "ArrowExamples", "Examples", "FilteredExamples", "FormattedExamples", "MappedExamples",
         "RebatchedArrowExamples", "SelectColumns", "SkipExamples", "StepExamples", "TakeExamples",
     )
 )  # fmt: skip
-"""Stages of a streaming `datasets` pipeline whose state says all; a shuffle buffer, for one, is not in its state."""
+"""Stages of a streaming `datasets` pipeline whose state is complete; that of a shuffle buffer is not, for example."""
 
 
 class DatasetBatches:
-    """A dataset of dicts or pairs, indexed (shuffled anew in each pass, from the seed) or iterable (in its order).
+    """Batches of a map-style dataset (reshuffled every epoch) or an iterable dataset (in its own order).
 
-    Random numbers that examples or the collator draw come from the seed, the pass and the number of the batch: whoever
-    fetches it, ahead or after a resume, gets the same batch, and the run's own generators are left alone.
+    While a batch is built, the global generators are seeded from the seed, the epoch and the batch number. So a batch
+    is the same whether it is prefetched, loaded by a worker or loaded after a resume, and the random numbers of the
+    training itself do not depend on data loading.
     """
 
     def __init__(
@@ -59,38 +60,38 @@ class DatasetBatches:
         self._cursor: dict[str, Any] | None = None
         if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
             raise ConfigError(
-                f"a {type(dataset).__name__} can be read once only, and each pass begins anew: give a list, or an "
-                "object whose __iter__ makes a new iterator"
+                f"expected a dataset that can be iterated in every epoch, got {type(dataset).__name__}: pass a list or "
+                "an object whose __iter__ returns a new iterator"
             )
         if not self.indexed and loader.workers > 1 and not hasattr(dataset, "num_shards"):
             raise ConfigError(
-                f"an iterable dataset gives each of {loader.workers} workers every example: set dataloader_num_workers "
-                "(loader.workers) to 0 or 1, or give one that shards itself and says so by num_shards"
+                f"expected an iterable dataset with num_shards for {loader.workers} workers, got "
+                f"{type(dataset).__name__}: set dataloader_num_workers (loader.workers) to 0 or 1"
             )
         if self.sized and len(self) == 0:
-            remedy = "turn dataloader_drop_last off, or give more" if len(dataset) else "give some"
-            raise DataError(f"the dataset has {len(dataset)} examples, less than one batch of {batch_size}: {remedy}")
+            remedy = ": set dataloader_drop_last=False" if len(dataset) else ""
+            raise DataError(f"expected at least one batch of {batch_size} examples, got {len(dataset)}{remedy}")
 
     @property
     def sized(self) -> bool:
-        """Whether the length of a pass is known."""
+        """Whether the number of batches per epoch is known."""
         return hasattr(self.dataset, "__len__")
 
     def __len__(self) -> int:
         if not self.sized:
-            raise TypeError(f"a {type(self.dataset).__name__} has no length")
+            raise TypeError(f"object of type {type(self.dataset).__name__} has no len()")
         count, rest = divmod(len(self.dataset), self.batch_size)
         return count + (rest > 0 and not self._loader.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass from its start."""
+        """Iterate over one epoch from its start."""
         self.rewind()
         self.begin(self._iterated)
         while (batch := self.next_batch()) is not None:
             yield batch
 
     def first_example(self) -> Any | None:
-        """The first example, where there is one without beginning a pass."""
+        """The first example of a map-style dataset; None for an iterable, which cannot be peeked."""
         if not self.indexed:
             return None
         with seeded(derive_seed(self._seed, "first")):
@@ -101,25 +102,25 @@ class DatasetBatches:
         self._iterated = epoch
 
     def rewind(self) -> None:
-        """Go to the start of the first pass."""
+        """Go to the start of the first epoch."""
         self._epoch, self._taken, self._batches, self._cursor = 0, 0, None, None
         self._ahead.clear()
 
     def begin(self, epoch: int) -> None:
-        """Start the pass, unless the cursor is in it already."""
+        """Start an epoch, unless the position is already inside it."""
         if epoch != self._epoch:
             self._epoch, self._taken, self._batches, self._cursor = epoch, 0, None, None
             self._ahead.clear()
 
     def next_batch(self) -> Any | None:
-        """The next micro-batch, or None at the end of the pass."""
+        """The next micro-batch, or None at the end of the epoch."""
         if self.exhausted():
             return None
         self._taken += 1
         return to_device(self._ahead.pop(), self.device)
 
     def exhausted(self) -> bool:
-        """Whether the pass has ended; fetches the next batch to know."""
+        """Whether the epoch has ended; prefetches the next batch to find out."""
         if not self._ahead:
             batches = self._open() if self._batches is None else self._batches
             self._cursor = self._dataset_state()
@@ -127,18 +128,18 @@ class DatasetBatches:
         return not self._ahead
 
     def steps_for(self, epochs: float, accumulation: int) -> int:
-        """Optimizer steps of so many passes; what is left over at the end of a pass makes a step too."""
+        """Number of optimizer steps in so many epochs; the rest at the end of an epoch is a step too."""
         if not self.sized:
-            raise ConfigError("the length of an iterable dataset is not known: give max_steps (train.steps)")
+            raise ConfigError("expected max_steps (train.steps): the length of an iterable dataset is unknown")
         return max(1, -int(-epochs * -(-len(self) // accumulation) // 1))
 
     @property
     def epoch(self) -> float:
-        """Passes done and the part of this one; only whole passes where the length is not known."""
+        """Completed epochs, including the fraction of the current one if the length is known."""
         return self._epoch + (self._taken / len(self) if self.sized else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which pass, how many batches of it were used, and the dataset's own state where it has one."""
+        """The epoch, the number of batches used, and the dataset's own state if it has one."""
         state: dict[str, Any] = {"epoch": self._epoch, "taken": self._taken, "batch_size": self.batch_size}
         state |= self._identity()
         if self._fingerprint is not None:
@@ -147,7 +148,7 @@ class DatasetBatches:
         return state if own is None else state | {"dataset": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a cursor; another batch size is taken up at the example where the saved one stopped, or refused."""
+        """Restore a position; a different batch size continues at the same example, or raises DataError."""
         remedy = "resume with the same data and seed, or with resume_skip=('dataset',) (--resume.skip=dataset)"
         for name, value in self._identity().items():
             if state.get(name, value) != value:
@@ -156,55 +157,52 @@ class DatasetBatches:
                 )
         theirs, ours = state.get("fingerprint"), self._fingerprint
         if theirs is not None and ours is not None and theirs != ours:
-            raise DataError(f"the examples of this dataset differ from those the checkpoint was trained on: {remedy}")
+            raise DataError(f"the examples of this dataset differ from those of the checkpoint: {remedy}")
         examples = state["taken"] * state["batch_size"]
         if examples % self.batch_size:
             raise DataError(
-                f"the checkpoint is {examples} examples into its pass, which is no multiple of the batch size "
-                f"{self.batch_size}: go on with {state['batch_size']}"
+                f"expected a batch size that divides {examples}, the examples used in this epoch, got "
+                f"{self.batch_size}: resume with {state['batch_size']}"
             )
         self.rewind()
         self._epoch, self._taken = int(state["epoch"]), examples // self.batch_size
-        if self._keeps_state and "dataset" in state:
+        if self._has_exact_state and "dataset" in state:
             self._cursor = state["dataset"]
 
     def _identity(self) -> dict[str, int]:
-        """What the order of a pass follows from; a cursor means another place where it differs."""
+        """What determines the order of an epoch, and so the meaning of a position."""
         return {"examples": len(self.dataset), "seed": self._seed} if self.indexed else {"seed": self._seed}
 
     @cached_property
     def _fingerprint(self) -> str | None:
-        """A hash of a few evenly spaced examples; None if they cannot be read ahead or differ on every read.
-
-        The global random generators are seeded here, for datasets that use them to build an example.
-        """
+        """A hash of a few evenly spaced examples; None if they cannot be read in advance or differ on every read."""
         if not self.indexed:
             return None
         last, digests = len(self.dataset) - 1, []
-        places = sorted({round(last * part / (SAMPLED - 1)) for part in range(SAMPLED)})
+        indices = sorted({round(last * part / (SAMPLED_EXAMPLES - 1)) for part in range(SAMPLED_EXAMPLES)})
         for _ in range(2):
             with seeded(derive_seed(self._seed, "fingerprint")):
-                digests.append([_digest(self.dataset[place]) for place in places])
+                digests.append([_digest(self.dataset[index]) for index in indices])
         if digests[0] != digests[1] or None in digests[0]:
             return None
         return hashlib.sha256("".join(map(str, digests[0])).encode()).hexdigest()[:16]
 
     @property
-    def _keeps_state(self) -> bool:
-        """A dataset's own state is right where it is exact, and no worker process reads ahead of us."""
+    def _has_exact_state(self) -> bool:
+        """Whether the dataset's state can be saved; with workers it is that of another process."""
         stateful = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
-        return not self.indexed and stateful and self._loader.workers == 0 and state_is_exact(self.dataset)
+        return not self.indexed and stateful and self._loader.workers == 0 and has_exact_state(self.dataset)
 
     def _dataset_state(self) -> dict[str, Any] | None:
         if self._batches is None:
             return self._cursor
-        return self.dataset.state_dict() if self._keeps_state else None
+        return self.dataset.state_dict() if self._has_exact_state else None
 
     def _open(self) -> Iterator[Any]:
-        """Batches from the cursor on."""
+        """Batches from the current position on."""
         workers, seed = self._loader.workers, derive_seed(self._seed, "batches", self._epoch)
         shared: dict[str, Any] = {
-            "batch_size": None, "collate_fn": _as_it_is, "num_workers": workers,
+            "batch_size": None, "collate_fn": _no_collate, "num_workers": workers,
             "pin_memory": self._loader.pin_memory and self.device.type == "cuda",
             "prefetch_factor": self._loader.prefetch_factor if workers else None,
             "generator": torch.Generator().manual_seed(seed),
@@ -224,7 +222,7 @@ class DatasetBatches:
         return self._batches
 
     def _order(self) -> list[list[int]]:
-        """The examples of each batch of this pass."""
+        """The indices of each batch in this epoch."""
         count = len(self.dataset)
         generator = torch.Generator().manual_seed(derive_seed(self._seed, "epoch", str(self._epoch)))
         order = torch.randperm(count, generator=generator).tolist() if self._shuffle else list(range(count))
@@ -235,8 +233,8 @@ class LoaderBatches(DatasetBatches):
     """A user's DataLoader, or any iterable that yields the batches of one epoch each time it is iterated.
 
     It determines its own order. Without a generator of its own, it is seeded per epoch and batch, so that a resumed run
-    repeats the order; otherwise the state of its generator is part of the cursor. Resuming reads and skips the batches
-    that were already used.
+    repeats the order; otherwise the state of its generator is part of the saved position. A resume reads and skips the
+    batches that were already used.
     """
 
     def __init__(self, batches: Any, device: torch.device, *, seed: int) -> None:
@@ -267,15 +265,17 @@ class LoaderBatches(DatasetBatches):
         return len(self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and the state of the loader's own generators at the start of the epoch."""
-        begun = self._start if self._batches is not None else [one.get_state() for one in self._generators()]
-        return super().state_dict() | ({"generators": begun} if begun else {})
+        """The position, and the state of the loader's own generators at the start of the epoch."""
+        states = (
+            self._start if self._batches is not None else [generator.get_state() for generator in self._generators()]
+        )
+        return super().state_dict() | ({"generators": states} if states else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a cursor."""
+        """Restore a position."""
         super().load_state_dict(state)
-        for generator, begun in zip(self._generators(), state.get("generators", ()), strict=True):
-            generator.set_state(torch.as_tensor(begun, dtype=torch.uint8))
+        for generator, saved in zip(self._generators(), state.get("generators", ()), strict=True):
+            generator.set_state(torch.as_tensor(saved, dtype=torch.uint8))
 
     def _identity(self) -> dict[str, int]:
         return {"batches": len(self), "seed": self._seed} if self.sized else {"seed": self._seed}
@@ -283,19 +283,19 @@ class LoaderBatches(DatasetBatches):
     _fingerprint = None  # examples cannot be read ahead
 
     @property
-    def _keeps_state(self) -> bool:
+    def _has_exact_state(self) -> bool:
         return False
 
     def _open(self) -> Iterator[Any]:
-        """Batches from the cursor on."""
+        """Batches from the current position on."""
         self._start = [generator.get_state() for generator in self._generators()]
         for part in (self.dataset, *(getattr(self.dataset, name, None) for name in ("dataset", "sampler"))):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self._epoch)
-        self._batches = itertools.islice(self._seeded_pass(), self._taken, None)
+        self._batches = itertools.islice(self._seeded_epoch(), self._taken, None)
         return self._batches
 
-    def _seeded_pass(self) -> Iterator[Any]:
+    def _seeded_epoch(self) -> Iterator[Any]:
         seed = derive_seed(self._seed, "batches", self._epoch)
         with seeded(seed):
             batches = iter(self.dataset)
@@ -316,7 +316,7 @@ class LoaderBatches(DatasetBatches):
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Python's, NumPy's and torch's CPU generator from `seed`; afterwards they are as they were."""
+    """Seed the generators of Python, NumPy and torch (CPU) inside the block, and restore them afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -330,19 +330,19 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class MapStyleEpoch(Dataset[Any]):
-    """The batches of one pass over an indexed dataset."""
+    """The batches of one epoch over a map-style dataset."""
 
     def __init__(self, dataset: Any, order: list[list[int]], collate: Collate, seed: int) -> None:
         self._dataset, self._order, self._collate, self._seed = dataset, order, collate, seed
 
     def __getitem__(self, number: int) -> Any:
-        places, fetch = self._order[number], getattr(self._dataset, "__getitems__", None)
+        indices, fetch = self._order[number], getattr(self._dataset, "__getitems__", None)
         with seeded(derive_seed(self._seed, number)):
-            return self._collate(fetch(places) if fetch else [self._dataset[place] for place in places])
+            return self._collate(fetch(indices) if fetch else [self._dataset[index] for index in indices])
 
 
 class IterableEpoch(IterableDataset[Any]):
-    """The batches of one pass over an iterable dataset, or of a worker's part of it, from the `first` on."""
+    """The batches of one epoch over an iterable dataset, or of a worker's shard of it; `first` is the first number."""
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool, collate: Collate, seed: int, first: int) -> None:
         self._dataset, self._batch_size, self._drop_last = dataset, batch_size, drop_last
@@ -362,27 +362,29 @@ class IterableEpoch(IterableDataset[Any]):
             yield batch
 
 
-def state_is_exact(dataset: Any) -> bool:
-    """Whether a dataset goes back to the very example: not through a buffer, nor a batch that is mapped as one."""
+def has_exact_state(dataset: Any) -> bool:
+    """Whether the state of a dataset restores the exact example: no shuffle buffer, no batched map."""
     stage = getattr(dataset, "_ex_iterable", None)
     while stage is not None:
-        if type(stage).__name__ not in EXACT_STREAMS or getattr(stage, "batched", False):
+        if type(stage).__name__ not in RESUMABLE_STAGES or getattr(stage, "batched", False):
             return False
         stage = getattr(stage, "ex_iterable", None)
     return True
 
 
 def collate(examples: list[Any]) -> Any:
-    """Stack examples: mappings by key (`label` becomes `labels`), pairs by place; numbers and lists become tensors."""
+    """Stack examples: dicts by key (`label` becomes `labels`), pairs by position; numbers and lists become tensors."""
     first = examples[0]
     if isinstance(first, Mapping):
         named = {key: _stack([example[key] for example in examples], key) for key in first}
         return {("labels" if key in ("label", "label_ids") else key): value for key, value in named.items()}
     if isinstance(first, Sequence) and not isinstance(first, str):
         if odd := [example for example in examples if len(example) != 2]:
-            raise DataError(f"an example has {len(odd[0])} parts: give dicts, pairs (x, y), or a data_collator")
+            raise DataError(
+                f"expected examples as dicts or pairs (x, y), got {len(odd[0])} values: pass a data_collator"
+            )
         return tuple(_stack(list(column), name) for name, column in zip("xy", zip(*examples, strict=True), strict=True))
-    raise DataError(f"an example is a {type(first).__name__}: give dicts or pairs of tensors, or a data_collator")
+    raise DataError(f"expected examples as dicts or pairs of tensors, got {type(first).__name__}: pass a data_collator")
 
 
 def _digest(value: Any) -> str | None:
@@ -404,7 +406,7 @@ def _digest(value: Any) -> str | None:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on the device, copied while the host goes on."""
+    """Move the tensors of a batch to the device, asynchronously from pinned memory."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -415,28 +417,27 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def drop_unused_columns(dataset: Any, model: nn.Module, labels: Sequence[str] = ()) -> Any:
-    """The dataset without the columns that `forward` does not name, before any collator sees them, as people know it.
+    """Remove the columns of a `datasets.Dataset` that are neither arguments of the model's `forward` nor `labels`.
 
-    `labels` are kept too. A `forward` with only `**kwargs` may use every column, and other kinds of datasets are
-    returned unchanged.
+    Returns the dataset unchanged if `forward` only has `**kwargs`, or if it is another kind of dataset.
     """
     names = getattr(dataset, "column_names", None)
     parameters = inspect.signature(model.forward).parameters.values()
     wanted = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if not isinstance(names, list) or not hasattr(dataset, "remove_columns") or not wanted:
         return dataset
-    unused = [name for name in names if name not in wanted and name not in (*LABELS, *labels)]
+    unused = [name for name in names if name not in wanted and name not in (*LABEL_COLUMNS, *labels)]
     if unused and len(unused) == len(names):
         raise DataError(
             f"none of the columns ({', '.join(names)}) is an argument of {type(model).__name__} "
             f"({', '.join(sorted(wanted))}): tokenize the text first"
         )
     if unused:
-        logging.getLogger(__name__).info("columns that %s does not take are left out: %s", type(model).__name__, unused)
+        logging.getLogger(__name__).info("dropping columns that %s does not accept: %s", type(model).__name__, unused)
     return dataset.remove_columns(unused) if unused else dataset
 
 
-def _as_it_is(batch: Any) -> Any:
+def _no_collate(batch: Any) -> Any:
     return batch
 
 
@@ -445,6 +446,6 @@ def _stack(values: list[Any], name: str) -> Tensor:
         return torch.stack([torch.as_tensor(value) for value in values])
     except (RuntimeError, TypeError, ValueError) as error:
         raise DataError(
-            f"'{name}' cannot be stacked ({' '.join(str(error).split())[:120]}): give tensors of one shape, or a "
-            "data_collator that pads"
+            f"expected tensors of one shape for '{name}' ({' '.join(str(error).split())[:120]}): pass a data_collator "
+            "that pads"
         ) from error

@@ -1,4 +1,4 @@
-"""What a run will need in memory, found by walking through a step of it on tensors that have shapes alone."""
+"""Predict the memory of a training step by running it on a simulated device (`memory_tracker`)."""
 
 from __future__ import annotations
 
@@ -27,54 +27,53 @@ from whimbrel.train.memory_tracker import MemoryTracker, simulated_device
 from whimbrel.train.objectives import ModelObjective
 from whimbrel.train.step import TrainStep
 
-__all__ = ["MemoryPrediction", "optimizer_names", "predict_memory", "dry_run", "skeleton", "with_optimizer"]
+__all__ = ["MemoryPrediction", "dry_run", "empty_model", "optimizer_names", "predict_memory", "with_optimizer"]
 
 WORKSPACE = {"cuda": 64 * 2**20}
-"""What a device's library of products takes for itself: 32 MiB on Hopper, once for forward and once for backward."""
-FEW_BLOCKS = 4
-"""From how many blocks it is seen what a step of the optimizer takes."""
+"""Workspace of the matrix product library: 32 MiB for cuBLAS on Hopper, once for forward and once for backward."""
+SAMPLED_BLOCKS = 4
+"""Number of blocks on which the optimizer step is measured, instead of on all of them."""
 HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPrediction:
-    """Bytes of a training step on a device. The most of each kind need not be there at once: `peak` says what is."""
+    """Bytes of a training step. The categories reach their maxima at different times; `at_peak` adds up to `peak`."""
 
     device: str
     optimizer: str
     in_backward: bool
-    """Whether it works in backward, where gradients need not wait for its step."""
+    """Whether the optimizer runs in backward, so that gradients are freed early."""
     micro_batch: int
     accumulation: int
     weights: int
     gradients: int
-    """The most that there are at once."""
     states: int
     activations: int
-    """The most of what forward keeps and backward makes, gradients of weights apart."""
+    """What forward saves and backward allocates, without the gradients of weights."""
     temporaries: int
-    """The most that the optimizer takes and gives back in its step."""
+    """What the optimizer allocates and frees in its step."""
     peak: int
-    """The most that is allocated at once, the workspace of kernels included."""
+    """Maximum allocated at once, including the workspace of kernels."""
     phase: str
-    """When that is: forward, backward or step."""
+    """When the peak occurs: forward, backward or step."""
     at_peak: dict[str, int]
-    """What it then is."""
-    moved: tuple[ParameterRow, ...]
-    """Who got what of the optimizer."""
+    """Composition of the peak."""
+    parameters: tuple[ParameterRow, ...]
+    """How the optimizer updates each parameter."""
 
 
 def optimizer_names() -> tuple[str, ...]:
-    """Every optimizer that a configuration can name."""
+    """All values of `optim.name`."""
     names: tuple[str, ...] = get_args(get_type_hints(OptimConfig)["name"])
     return names
 
 
 def with_optimizer(config: RunConfig, name: str) -> RunConfig:
-    """The same run with another optimizer, which gets those of the settings that it listens to."""
+    """The same run with another optimizer, keeping the settings that it supports."""
     if name == config.optim.name:
         return config
-    special = {setting for listens in LISTENS.values() for setting in listens} - set(LISTENS[name])
+    special = {setting for settings in LISTENS.values() for setting in settings} - set(LISTENS[name])
     dropped = {field.name: field.default for field in fields(OptimConfig) if field.name in special}
     groups = config.optim.groups
     if "rank" not in LISTENS[name]:
@@ -89,113 +88,116 @@ def with_optimizer(config: RunConfig, name: str) -> RunConfig:
 def predict_memory(
     config: RunConfig, device: str | None = None, names: Iterable[str] | None = None
 ) -> list[MemoryPrediction]:
-    """What the run needs with each of the named optimizers (None: its own), on a device that need not be here.
+    """Predict a run's memory with each of the named optimizers (None: its own), on a device that need not exist here.
 
-    Nothing of it takes memory. An optimizer that cannot work in backward is predicted as it is without. Blocks are
-    predicted as they are without torch.compile, which keeps less of them for backward.
+    Nothing is allocated. Optimizers that do not support optimizer_in_backward are predicted without it. torch.compile
+    is ignored: it saves fewer activations.
     """
     kind = choose_device(config.train.device).type if device is None else device
-    config = _settled(config, kind)
-    passes: list[_Walk] = []
-    found = []
+    config = _resolve(config, kind)
+    passes: list[_Measurement] = []
+    predictions = []
     for name in [config.optim.name] if names is None else names:
         own = with_optimizer(config, name)
         if own.train.optimizer_in_backward:
             try:
-                found.append(_within(own, kind))
+                predictions.append(_predict_in_backward(own, kind))
                 continue
             except ConfigError:
                 if name == config.optim.name:
                     raise
                 own = replace(own, train=replace(own.train, optimizer_in_backward=False, projected_linears=False))
-        passes = passes or [_passes(own, kind)]
-        found.append(_beside(own, kind, passes[0]))
-    return found
+        passes = passes or [_measure_passes(own, kind)]  # the same for every optimizer that runs after backward
+        predictions.append(_predict_after_backward(own, kind, passes[0]))
+    return predictions
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
-    """What a ledger found in a step, or in a part of one."""
+class _Measurement:
+    """What a tracker measured in a step, or in a part of one."""
 
     peak: int
     phase: str
     at_peak: dict[str, int]
-    most: dict[str, int]
+    max: dict[str, int]
 
 
-def _passes(config: RunConfig, kind: str) -> _Walk:
-    """Forward and backward of the last micro-batch, which finds the gradients of those before it."""
-    with _simulation(kind) as ledger:
-        model = _model(config, ledger)
+def _measure_passes(config: RunConfig, kind: str) -> _Measurement:
+    """Forward and backward of the last micro-batch, with the accumulated gradients of the earlier ones."""
+    with _simulation(kind) as tracker:
+        model = _create_model(config, tracker)
         if (config.train.accumulation or 1) > 1:
             for parameter in model.parameters():
-                parameter.grad = parameter.new_empty(parameter.shape)  # plain, also where the parameter is codes
-                ledger.mark([parameter.grad], "gradients")
-        return _walk(ledger, config, kind, model, NoOpOptimizer(model.parameters(), {"lr": 0.0}), micro_batches=1)
+                parameter.grad = parameter.new_empty(parameter.shape)  # dense, also for quantized parameters
+                tracker.mark([parameter.grad], "gradients")
+        optimizer = NoOpOptimizer(model.parameters(), {"lr": 0.0})
+        return _measure_step(tracker, config, kind, model, optimizer, micro_batches=1)
 
 
 class NoOpOptimizer(Optimizer):
-    """Moves nothing, and takes no memory for it."""
+    """Updates nothing and has no state."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Leave all as it is."""
+        """Do nothing."""
 
 
-def _within(config: RunConfig, kind: str) -> MemoryPrediction:
-    """With an optimizer that works in backward, and so has its part in what is there meanwhile."""
+def _predict_in_backward(config: RunConfig, kind: str) -> MemoryPrediction:
+    """For an optimizer in backward, whose memory overlaps with that of the passes: simulate them together."""
     accumulation = config.train.accumulation or 1
-    with _simulation(kind) as ledger:
-        model = _model(config, ledger)
+    with _simulation(kind) as tracker:
+        model = _create_model(config, tracker)
         optimizer = build.create_optimizer(model, config, None, accumulation=accumulation)
         rows = parameter_table(model, optimizer)
         if isinstance(optimizer, ProjectInBackward):
             optimizer.make_busiest()
-        for _ in range(1 if optimizer.state else 2):  # a state may be made in the first step only
-            walk = _walk(ledger, config, kind, model, optimizer, micro_batches=min(accumulation, 2))
-        return _prediction(config, kind, rows, walk)
+        for _ in range(1 if optimizer.state else 2):  # some optimizers create their state in the first step
+            measured = _measure_step(tracker, config, kind, model, optimizer, micro_batches=min(accumulation, 2))
+        return _prediction(config, kind, rows, measured)
 
 
-def _beside(config: RunConfig, kind: str, passes: _Walk) -> MemoryPrediction:
-    """With an optimizer that waits for its step: its state lies beside the passes, and its step comes after them."""
-    with _simulation(kind) as ledger:
-        model = _model(config, ledger)
+def _predict_after_backward(config: RunConfig, kind: str, passes: _Measurement) -> MemoryPrediction:
+    """For an optimizer after backward: its state is added to the passes, and its temporaries exist without them."""
+    with _simulation(kind) as tracker:
+        model = _create_model(config, tracker)
         optimizer = build.create_optimizer(model, config, None)
         rows = parameter_table(model, optimizer)
-        temporaries = _temporaries(ledger, model, optimizer)
+        temporaries = _measure_temporaries(tracker, model, optimizer)
     states = sum(row.state or 0 for row in rows)
-    held = {"weights": passes.most["weights"], "gradients": passes.most["gradients"]}
-    held |= {"states": states, "temporaries": temporaries}
-    walk = _Walk(passes.peak + states, passes.phase, passes.at_peak | {"states": states}, passes.most | held)
-    if sum(held.values()) > walk.peak:
-        walk = replace(walk, peak=sum(held.values()), phase="step", at_peak=held)
-    return _prediction(config, kind, rows, walk)
+    in_step = {"weights": passes.max["weights"], "gradients": passes.max["gradients"]}
+    in_step |= {"states": states, "temporaries": temporaries}
+    measured = _Measurement(
+        passes.peak + states, passes.phase, passes.at_peak | {"states": states}, passes.max | in_step
+    )
+    if sum(in_step.values()) > measured.peak:
+        measured = replace(measured, peak=sum(in_step.values()), phase="step", at_peak=in_step)
+    return _prediction(config, kind, rows, measured)
 
 
 @contextlib.contextmanager
 def _simulation(kind: str) -> Iterator[MemoryTracker]:
-    with simulated_device(kind) as ledger, torch.random.fork_rng(devices=()):
-        yield ledger
+    with simulated_device(kind) as tracker, torch.random.fork_rng(devices=()):
+        yield tracker
 
 
-def _model(config: RunConfig, ledger: MemoryTracker) -> GPT:
-    """The model, its gradients told apart from what else backward makes."""
-    model = build.init_model(config) if config.train.weights is None else skeleton(config)
-    ledger.mark([*model.parameters(), *model.buffers()], "weights")
+def _create_model(config: RunConfig, tracker: MemoryTracker) -> GPT:
+    """Create the model on the simulated device; its weights and their gradients are tracked as such."""
+    model = build.init_model(config) if config.train.weights is None else empty_model(config)
+    tracker.mark([*model.parameters(), *model.buffers()], "weights")
     apply_activation_checkpointing(model, config.train.recompute)
 
     def mark(parameter: nn.Parameter) -> None:
         if parameter.grad is not None:
-            ledger.mark([parameter.grad], "gradients")
+            tracker.mark([parameter.grad], "gradients")
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(mark)
     return model
 
 
-def skeleton(config: RunConfig, device: torch.device = HOST) -> GPT:
-    """The model as it is trained, its numbers unset; made with nothing else beside it.
+def empty_model(config: RunConfig, device: torch.device = HOST) -> GPT:
+    """The model as it is trained, with uninitialized weights.
 
-    Weights become codes on the meta device: simulated tensors cannot be swapped, and plain ones might not fit.
+    Weights are quantized on the meta device: fake tensors cannot be swapped, and the dense weights might not fit.
     """
     with _disable_current_modes(), torch.device("meta"):
         model = build.init_model(config)
@@ -206,105 +208,109 @@ def skeleton(config: RunConfig, device: torch.device = HOST) -> GPT:
     return model
 
 
-def _walk(
-    ledger: MemoryTracker, config: RunConfig, kind: str, model: GPT, optimizer: Optimizer, *, micro_batches: int
-) -> _Walk:
-    """A step of so many micro-batches: their passes, norm and clipping, and what the optimizer does."""
+def _measure_step(
+    tracker: MemoryTracker, config: RunConfig, kind: str, model: GPT, optimizer: Optimizer, *, micro_batches: int
+) -> _Measurement:
+    """Run a step of so many micro-batches: forward, backward, clipping and the optimizer."""
     shape = (2, config.train.micro_batch or 1, config.sequence_length)
     others = (config.train.accumulation or 1) - micro_batches
-    tokens = [torch.empty(shape, dtype=torch.int64) for _ in range(others)]  # all of a step are there at once
-    few = replace(config, train=replace(config.train, accumulation=micro_batches))
-    loop = dry_run(few, model, HOST, optimizer, ledger.enter)
-    loop.precision.scaler = None  # a few numbers, at which it looks
+    tokens = [torch.empty(shape, dtype=torch.int64) for _ in range(others)]  # a step loads all its micro-batches first
+    shortened = replace(config, train=replace(config.train, accumulation=micro_batches))
+    step = dry_run(shortened, model, HOST, optimizer, tracker.on_event)
+    step.precision.scaler = None  # its few scalars do not matter, and it branches on their values
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    ledger.mark(states, "states")
-    with _settings(config.train, kind):
-        ledger.forget()
-        loop.run(1)
+    tracker.mark(states, "states")
+    with _attention_and_offloading(config.train, kind):
+        tracker.reset_peak()
+        step.run(1)
     del tokens
-    return _Walk(ledger.peak, ledger.phase, dict(ledger.at_peak), dict(ledger.most))
+    return _Measurement(tracker.peak, tracker.phase, dict(tracker.at_peak), dict(tracker.max))
 
 
-def _temporaries(ledger: MemoryTracker, model: GPT, optimizer: Optimizer) -> int:
-    """The most that a step takes and gives back; of many blocks, which are alike, it is seen from the first few.
+def _measure_temporaries(tracker: MemoryTracker, model: GPT, optimizer: Optimizer) -> int:
+    """What an optimizer step allocates and frees.
 
-    Where each of them still adds to it, all are looked at. Otherwise it has come to the size that work is cut to.
+    All blocks have the same shapes, so a few of them are enough if temporaries do not grow with their number
+    (optimizers process parameters in batches of limited size). If they do grow, all blocks are measured.
     """
     blocks = [list(block.parameters()) for block in model.blocks]
     inside = {parameter for block in blocks for parameter in block}
     others = [parameter for parameter in model.parameters() if parameter not in inside]
 
-    def moved(count: int) -> list[nn.Parameter]:
+    def first(count: int) -> list[nn.Parameter]:
         return [parameter for block in blocks[:count] for parameter in block]
 
-    few = min(len(blocks), FEW_BLOCKS)
-    all_kinds = _step(ledger, optimizer, others + moved(few))
-    half, most = (_step(ledger, optimizer, moved(count)) for count in (few // 2, few))
-    if len(blocks) > few and most > 1.8 * half:
-        most = _step(ledger, optimizer, moved(len(blocks)))
-    return max(all_kinds, most)
+    few = min(len(blocks), SAMPLED_BLOCKS)
+    with_others = _measure_optimizer(tracker, optimizer, others + first(few))
+    half, full = (_measure_optimizer(tracker, optimizer, first(count)) for count in (few // 2, few))
+    if len(blocks) > few and full > 1.8 * half:
+        full = _measure_optimizer(tracker, optimizer, first(len(blocks)))
+    return max(with_others, full)
 
 
-def _step(ledger: MemoryTracker, optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
-    """What a step takes and gives back where these have gradients."""
+def _measure_optimizer(tracker: MemoryTracker, optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
+    """Temporaries of an optimizer step in which only these parameters have gradients."""
     gradients = [parameter.new_empty(parameter.shape) for parameter in parameters]
-    for _ in range(1 if all(parameter in optimizer.state for parameter in parameters) else 2):  # a first makes states
+    has_states = all(parameter in optimizer.state for parameter in parameters)
+    for _ in range(1 if has_states else 2):  # the first step may create the states
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        ledger.forget()
-        before = ledger.peak
-        ledger.enter("on_pre_optimizer_step")
+        tracker.reset_peak()
+        before = tracker.peak
+        tracker.on_event("on_pre_optimizer_step")
         optimizer.step()
-        ledger.enter("on_optimizer_step")
+        tracker.on_event("on_optimizer_step")
         optimizer.zero_grad(set_to_none=True)
-    return ledger.peak - before
+    return tracker.peak - before
 
 
-def _prediction(config: RunConfig, kind: str, moved: tuple[ParameterRow, ...], walk: _Walk) -> MemoryPrediction:
-    more = {"workspace": WORKSPACE.get(kind, 0)}
+def _prediction(
+    config: RunConfig, kind: str, rows: tuple[ParameterRow, ...], measured: _Measurement
+) -> MemoryPrediction:
+    extra = {"workspace": WORKSPACE.get(kind, 0)}
     if config.ema.decay is not None:
-        more["mean of weights"] = sum(4 * math.prod(row.shape) * row.count for row in moved)
+        extra["EMA weights"] = sum(4 * math.prod(row.shape) * row.count for row in rows)
     return MemoryPrediction(
         device=kind,
         optimizer=config.optim.name,
         in_backward=config.train.optimizer_in_backward,
         micro_batch=config.train.micro_batch or 1,
         accumulation=config.train.accumulation or 1,
-        weights=walk.most["weights"],
-        gradients=walk.most.get("gradients", 0),
-        states=sum(row.state or 0 for row in moved),
-        activations=walk.most.get("activations", 0),
-        temporaries=walk.most.get("temporaries", 0),
-        peak=walk.peak + sum(more.values()),
-        phase=walk.phase,
-        at_peak={name: size for name, size in (walk.at_peak | more).items() if size},
-        moved=moved,
+        weights=measured.max["weights"],
+        gradients=measured.max.get("gradients", 0),
+        states=sum(row.state or 0 for row in rows),
+        activations=measured.max.get("activations", 0),
+        temporaries=measured.max.get("temporaries", 0),
+        peak=measured.peak + sum(extra.values()),
+        phase=measured.phase,
+        at_peak={name: size for name, size in (measured.at_peak | extra).items() if size},
+        parameters=rows,
     )
 
 
-def _settled(config: RunConfig, kind: str) -> RunConfig:
-    """The run with its micro-batches settled, and without what is not predicted."""
+def _resolve(config: RunConfig, kind: str) -> RunConfig:
+    """Choose the micro-batch, and remove settings that are not predicted."""
     train = config.train
-    if (other := train.fp8_recipe or train.qat_recipe) is not None:
+    if (recipe := train.fp8_recipe or train.qat_recipe) is not None:
         raise ConfigError(
-            f"memory is not predicted for linear layers that compute otherwise, as by {other}: leave that out "
-            "(train.fp8_recipe, train.qat_recipe), or look at the peak of a few steps"
+            f"expected no train.fp8_recipe or train.qat_recipe for a memory prediction, got {recipe}: leave it out, "
+            "or measure the peak of a few steps"
         )
     if train.micro_batch is None:
-        here = choose_device(train.device)
-        if here.type != kind:
+        local = choose_device(train.device)
+        if local.type != kind:
             raise ConfigError(
-                f"train.micro_batch is not given, and how many sequences fit on a {kind} device is found there: set "
+                f"expected train.micro_batch for a prediction for {kind} on a machine with {local.type}: set "
                 "--train.micro_batch=N"
             )
         with _simulation(kind):
             model = build.init_model(config)
-        train = replace(train, micro_batch=build.choose_micro_batch(config, model, here))
+        train = replace(train, micro_batch=build.choose_micro_batch(config, model, local))
     assert train.micro_batch is not None
     accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length)
-    unset: dict[str, Any] = {f.name: f.default for f in fields(TrainConfig) if "compile" in f.name}
-    train = replace(train, tokens_per_step=None, accumulation=accumulation, **unset)
-    if isinstance(train.recompute, float):  # a choice of the compiler
+    uncompiled: dict[str, Any] = {f.name: f.default for f in fields(TrainConfig) if "compile" in f.name}
+    train = replace(train, tokens_per_step=None, accumulation=accumulation, **uncompiled)
+    if isinstance(train.recompute, float):  # the compiler decides what to recompute
         train = replace(train, recompute="none")
     return replace(config, train=train)
 
@@ -312,13 +318,13 @@ def _settled(config: RunConfig, kind: str) -> RunConfig:
 def dry_run(
     config: RunConfig, model: GPT, device: torch.device, optimizer: Optimizer, dispatch: Callable[[str], object] = str
 ) -> TrainStep:
-    """The loop of a run, its parts made as for the run itself, but for tokens: those are any."""
+    """The training step of a run with random tokens; everything else is created as in the run itself."""
     documents = config.data.documents != "join"
     return TrainStep(
         model=model,
         optimizer=optimizer,
         scheduler=build.create_scheduler(optimizer, config, 1000, None),
-        batches=_AnyTokens(config, device),  # type: ignore[arg-type]
+        batches=_RandomTokens(config, device),  # type: ignore[arg-type]
         objective=ModelObjective(None, (lambda x: {"documents": x}) if documents else (lambda _: {})),
         precision=PrecisionPlan(config.train.precision, device),
         accumulation=config.train.accumulation or 1,
@@ -329,8 +335,8 @@ def dry_run(
     )
 
 
-class _AnyTokens:
-    """Micro-batches without end."""
+class _RandomTokens:
+    """Endless micro-batches of random tokens."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         self._shape, self._device = (config.train.micro_batch or 1, config.sequence_length), device
@@ -343,21 +349,20 @@ class _AnyTokens:
 
 
 @contextlib.contextmanager
-def _settings(train: TrainConfig, kind: str) -> Iterator[None]:
-    """Attention, and what becomes of activations, as in training."""
+def _attention_and_offloading(train: TrainConfig, kind: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if train.sdpa_backend in ("math", ("math",)):
             stack.enter_context(sdpa_backends("math"))
         if train.activation_offloading and kind != "cpu":
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_leave, _fetch))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_offload, _reload))
         yield
 
 
-def _leave(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
-    """What goes to the host: nothing of it stays."""
+def _offload(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    """Drop the tensor: host memory is not counted."""
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _fetch(left: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
-    shape, stride, dtype = left
+def _reload(offloaded: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
+    shape, stride, dtype = offloaded
     return torch.empty_strided(shape, stride, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Datasets as micro-batches: order, length, and a cursor that goes back to the very batch."""
+"""Micro-batches of datasets: order, length, and positions that restore the exact batch."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def drawn() -> tuple[Any, ...]:
 
 
 def take(batches: DatasetBatches, count: int, epoch: int = 0) -> list[tuple[int, list[int]]]:
-    """(epoch, values) of the next batches, over as many passes as it takes."""
+    """(epoch, values) of the next batches, over as many epochs as needed."""
     found = []
     batches.begin(epoch)
     while len(found) < count:
@@ -180,8 +180,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "workers", "join"), CASES)
-def test_a_cursor_goes_back_to_the_very_batch(name: str, workers: int, join: Any) -> None:
-    """From every batch of two passes and more; the process's own generators have no part in it."""
+def test_a_saved_position_restores_the_exact_batch(name: str, workers: int, join: Any) -> None:
+    """At every batch of more than two epochs, independently of the global generators."""
     random.seed(1)
     torch.manual_seed(1)
     before = drawn()
@@ -200,19 +200,19 @@ def test_a_cursor_goes_back_to_the_very_batch(name: str, workers: int, join: Any
         assert begun + take(second, 8 - stop, epoch=state["epoch"]) == whole
 
 
-def test_workers_change_no_batch() -> None:
+def test_workers_do_not_change_batches() -> None:
     batches = [take(make(Augmented(10), join=noisy_collate, workers=workers), 5) for workers in (0, 2)]
     assert batches[0] == batches[1]
 
 
-def test_a_state_of_its_own_is_used_where_it_is_exact() -> None:
+def test_the_dataset_state_is_used_if_it_is_exact() -> None:
     for name, exact in (("stateful", True), ("own state", True), ("shuffled", False), ("plain", False)):
         batches = make(SOURCES[name]())
         take(batches, 2)
         assert ("dataset" in batches.state_dict()) == exact, name
 
 
-def test_the_first_example_disturbs_nothing() -> None:
+def test_first_example_does_not_change_random_numbers() -> None:
     before = drawn()
     batches = make(Augmented(3))
     assert batches.first_example() == batches.first_example()
@@ -249,7 +249,7 @@ def test_masked_tokens_are_the_same_after_a_resume(args: Make, fit: Make, tmp_pa
 
 
 @pytest.mark.parametrize("kind", [Counting, Sized, Plain])
-def test_iterables_of_all_kinds_train(args: Make, fit: Make, data: Make, kind: Any) -> None:
+def test_every_kind_of_iterable_can_be_trained_on(args: Make, fit: Make, data: Make, kind: Any) -> None:
     rows = data()
 
     class Rows(kind):  # type: ignore[misc]
@@ -263,13 +263,13 @@ def test_iterables_of_all_kinds_train(args: Make, fit: Make, data: Make, kind: A
         fit(args(max_steps=-1, num_train_epochs=2), train_dataset=Rows(24))
 
 
-def test_what_can_be_read_once_only_is_refused() -> None:
+def test_iterators_raise_an_error() -> None:
     for once in ((row for row in listed(3)), iter(listed(3)), map(dict, listed(3))):
-        with pytest.raises(ConfigError, match="can be read once only, and each pass begins anew: give a list"):
+        with pytest.raises(ConfigError, match="expected a dataset that can be iterated in every epoch, got"):
             make(once)
 
 
-def test_a_token_stream_ends_its_passes(shards: Path) -> None:
+def test_a_token_stream_ends_its_epochs(shards: Path) -> None:
     loader = TokenDataLoader(shards, B=4, T=32, split="val")
     batches = TokenBatches(loader, CPU)
     steps, ends = -(-2 * loader.total_tokens // 128), []
@@ -307,7 +307,7 @@ def test_epoch_strategies_with_token_shards(args: Make, fit: Make, shards: Path)
     assert [line["step"] for line in trainer.state.log_history if "eval_loss" in line] == ends
 
 
-def test_settings_that_a_token_loader_would_ignore_are_refused(shards: Path) -> None:
+def test_loader_settings_without_effect_on_token_loaders_raise_an_error(shards: Path) -> None:
     loader = TokenDataLoader(shards, B=4, T=32)
 
     def given(size: int | None, **settings: Any) -> Any:
@@ -317,14 +317,14 @@ def test_settings_that_a_token_loader_would_ignore_are_refused(shards: Path) -> 
 
     assert isinstance(given(None), TokenBatches)
     assert isinstance(given(4), TokenBatches)
-    with pytest.raises(ConfigError, match="batches of B = 4 and the batch size is set to 2"):
+    with pytest.raises(ConfigError, match="expected batch size 4.* got 2"):
         given(2)
     for name, value in (("workers", 1), ("drop_last", True), ("pin_memory", False)):
-        with pytest.raises(ConfigError, match=f"loader.{name} = {value} has no effect on a token loader"):
+        with pytest.raises(ConfigError, match=f"loader.{name} = {value} has no effect on a TokenDataLoader"):
             given(4, **{name: value})
 
 
-def test_looking_ahead_does_not_move_the_cursor() -> None:
+def test_prefetching_does_not_change_the_saved_position() -> None:
     batches = make(SOURCES["stateful"]())
     take(batches, 1)
     before = batches.state_dict()
@@ -332,7 +332,7 @@ def test_looking_ahead_does_not_move_the_cursor() -> None:
     assert batches.state_dict() == before
 
 
-def test_each_pass_has_its_own_order_and_every_example_once() -> None:
+def test_every_epoch_is_reshuffled_and_has_each_example_once() -> None:
     found = take(make(listed(10)), 6)
     passes = [flat(found, number) for number in (0, 1)]
     assert [sorted(values) for values in passes] == [list(range(10))] * 2
@@ -342,46 +342,46 @@ def test_each_pass_has_its_own_order_and_every_example_once() -> None:
     assert [len(values) for _, values in take(make(listed(10), drop_last=True), 4)] == [4] * 4
 
 
-def test_epochs_in_steps() -> None:
+def test_steps_for_counts_optimizer_steps() -> None:
     batches = make(listed(10))
     assert [batches.steps_for(epochs, 2) for epochs in (0.1, 1, 1.5, 2)] == [1, 2, 3, 4]
     take(batches, 2)
     assert batches.epoch == pytest.approx(2 / 3)
-    with pytest.raises(ConfigError, match="iterable dataset is not known: give max_steps"):
+    with pytest.raises(ConfigError, match="expected max_steps"):
         make(Counting(3)).steps_for(1, 1)
 
 
-def test_another_batch_size_is_taken_up_where_it_fits() -> None:
+def test_a_different_batch_size_continues_at_the_same_example() -> None:
     batches = make(listed(12), 4, shuffle=False)
     take(batches, 2)
     halved = make(listed(12), 2, shuffle=False)
     halved.load_state_dict(batches.state_dict())
     assert take(halved, 1) == [(0, [8, 9])]
-    with pytest.raises(DataError, match="8 examples into its pass, which is no multiple of the batch size 3"):
+    with pytest.raises(DataError, match="divides 8.* got 3"):
         make(listed(12), 3).load_state_dict(batches.state_dict())
 
 
-def test_what_cannot_be_batched_is_refused() -> None:
-    with pytest.raises(DataError, match="less than one batch of 4"):
+def test_invalid_datasets_and_examples_raise_an_error() -> None:
+    with pytest.raises(DataError, match="at least one batch of 4"):
         make(listed(3), drop_last=True)
-    with pytest.raises(ConfigError, match="the DataLoader has batch size 1, but the batch size is set to 4"):
+    with pytest.raises(ConfigError, match="expected batch size 1.* got 4"):
         make_batches(torch.utils.data.DataLoader(listed(4)), 4, CPU, **KEYWORDS)
-    with pytest.raises(DataError, match="the dataset has 0 examples, less than one batch of 4: give some"):
+    with pytest.raises(DataError, match="at least one batch of 4 examples, got 0"):
         make_batches([], 4, CPU, **KEYWORDS)
-    with pytest.raises(ConfigError, match="int is no dataset"):
+    with pytest.raises(ConfigError, match="expected a dataset, got int"):
         make_batches(3, 1, CPU, collate=collate, seed=0, shuffle=False, loader=LoaderConfig())
-    with pytest.raises(ConfigError, match="gives each of 2 workers every example"):
+    with pytest.raises(ConfigError, match="num_shards for 2 workers"):
         make(Counting(3), workers=2)
-    with pytest.raises(DataError, match=r"'x' cannot be stacked .* data_collator that pads"):
+    with pytest.raises(DataError, match="one shape for 'x' .* data_collator"):
         collate([{"x": [1, 2]}, {"x": [1]}])
-    with pytest.raises(DataError, match="an example is a str"):
+    with pytest.raises(DataError, match="got str"):
         collate(["a"])
     for odd in ((1,), (1, 2, 3), ()):
-        with pytest.raises(DataError, match=f"an example has {len(odd)} parts: give dicts, pairs"):
+        with pytest.raises(DataError, match=f"dicts or pairs .* got {len(odd)}"):
             collate([odd, odd])
 
 
-def test_collate() -> None:
+def test_collate_stacks_dicts_and_pairs() -> None:
     batch = collate([{"x": torch.ones(2), "label": 1}, {"x": torch.zeros(2), "label": 0}])
     assert batch["x"].shape == (2, 2)
     assert batch["labels"].tolist() == [1, 0]
@@ -392,10 +392,8 @@ def test_collate() -> None:
     assert token_count({"x": torch.zeros(2, 5)}) == 2
 
 
-def test_a_cursor_of_other_data_is_refused() -> None:
+def test_a_position_in_other_data_raises_an_error() -> None:
     batches = make(listed(12))
     take(batches, 2)
-    with pytest.raises(
-        DataError, match="expected a dataset with examples = 12 as in the checkpoint, got 20: resume with the same"
-    ):
+    with pytest.raises(DataError, match="expected a dataset with examples = 12 as in the checkpoint, got 20"):
         make(listed(20)).load_state_dict(batches.state_dict())

@@ -194,7 +194,7 @@ def test_a_ready_dataloader_is_trained_on_and_resumed_exactly(
     assert first.hex + second.hex == whole.hex
     assert len(set(whole.hex)) > 6  # orders differ between passes
     assert trainer.state.epoch == pytest.approx(8 / 3)
-    with pytest.raises(ConfigError, match="batch size 4, but the batch size is set to 5: make them equal"):
+    with pytest.raises(ConfigError, match="batch size 4.* got 5"):
         fit(args(per_device_train_batch_size=5, overwrite_output_dir=True), train_dataset=loader())
     with pytest.raises(ConfigError, match="data_collator has no effect on a DataLoader"):
         fit(args(), train_dataset=loader(), data_collator=list)
@@ -391,7 +391,7 @@ def test_other_examples_of_the_same_number_are_not_resumed(args: Make, fit: Make
     fit(args(**settings))
     other = data()
     other[0] = {**other[0], "labels": (other[0]["labels"] + 1) % 3}
-    with pytest.raises(DataError, match=r"differ from those the checkpoint .*: .*resume_skip=\('dataset',\)"):
+    with pytest.raises(DataError, match=r"differ from those of the checkpoint.*resume_skip=\('dataset',\)"):
         fit(args(**settings, max_steps=9), train_dataset=other, resume=True)
     fit(args(**settings, max_steps=9, resume_skip=("dataset",)), train_dataset=other, resume=True)
 
@@ -469,7 +469,7 @@ def test_shards_of_another_tokenizer_or_text_are_not_resumed(
         text.write_text(shakespeare[:40_000])
         tokenizer = train_tokenizer([shakespeare[40_000:80_000]], 300)
         prepare([str(text)], tmp_path / "other", tokenizer, name="tiny", separator="\n\n", val_tokens=1500)
-        refuse(tmp_path / "other", "shards of another tokenizer")
+        refuse(tmp_path / "other", "shards with the tokenizer of the checkpoint")
         return
     for path in shards.iterdir():
         if path.name != "manifest.json":
@@ -480,7 +480,7 @@ def test_shards_of_another_tokenizer_or_text_are_not_resumed(
     tokens[1:200] = tokens[200:399]
     changed.unlink()
     write_shard(changed, tokens)
-    refuse(tmp_path / "other", "shards with other tokens")
+    refuse(tmp_path / "other", "shards with the tokens of the checkpoint")
 
 
 def test_compute_loss_gets_pairs_of_token_shards(args: Make, shards: Path) -> None:

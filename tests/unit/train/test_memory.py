@@ -1,4 +1,4 @@
-"""What is predicted of a step is what torch's allocator is then asked for."""
+"""The predicted memory of a training step equals what torch's allocator then provides."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from whimbrel.train.memory import (
     WORKSPACE,
     MemoryPrediction,
     dry_run,
+    empty_model,
     optimizer_names,
     predict_memory,
-    skeleton,
     with_optimizer,
 )
 from whimbrel.train.memory_tracker import simulated_device
@@ -52,7 +52,7 @@ def predict(config: RunConfig, device: str = "cpu") -> MemoryPrediction:
 
 def make_steps(config: RunConfig, device: torch.device, steps: int = 2) -> None:
     with device:
-        model = init_model(config) if config.train.weights is None else skeleton(config, device)
+        model = init_model(config) if config.train.weights is None else empty_model(config, device)
     apply_activation_checkpointing(model, config.train.recompute)
     optimizer = create_optimizer(model, config, None, accumulation=config.train.accumulation or 1)
     loop = dry_run(config, model, device, optimizer)
@@ -60,8 +60,8 @@ def make_steps(config: RunConfig, device: torch.device, steps: int = 2) -> None:
         loop.step(number + 1)
 
 
-def most_allocated(config: RunConfig, steps: int = 2) -> int:
-    """By torch's own record of what its allocator gave out and took back."""
+def peak_allocated(config: RunConfig, steps: int = 2) -> int:
+    """Measured by the memory events of torch's profiler."""
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         make_steps(config, torch.device("cpu"), steps)
@@ -75,9 +75,9 @@ def most_allocated(config: RunConfig, steps: int = 2) -> int:
 
 
 @pytest.mark.parametrize("name", optimizer_names())
-def test_every_optimizer_takes_what_was_predicted(tmp_path: Path, name: str):
+def test_the_prediction_is_exact_for_every_optimizer(tmp_path: Path, name: str):
     config = with_optimizer(make(tmp_path, {}, {"name": "galore_warm", "rank": 16}), name)
-    assert predict(config).peak == pytest.approx(most_allocated(config), rel=0.01)
+    assert predict(config).peak == pytest.approx(peak_allocated(config), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,12 @@ def test_every_optimizer_takes_what_was_predicted(tmp_path: Path, name: str):
         ({"sliding_window": 16}, {}),
     ],
 )
-def test_every_kind_of_pass_takes_what_was_predicted(tmp_path: Path, model: dict[str, Any], train: dict[str, Any]):
+def test_the_prediction_is_exact_for_every_kind_of_forward_and_backward(
+    tmp_path: Path, model: dict[str, Any], train: dict[str, Any]
+):
     config = make(tmp_path, model, **train)
     with sdpa_backends(config.train.sdpa_backend):
-        measured = most_allocated(config)
+        measured = peak_allocated(config)
     assert predict(config).peak == pytest.approx(measured, rel=0.01)
 
 
@@ -108,7 +110,7 @@ def test_every_kind_of_pass_takes_what_was_predicted(tmp_path: Path, model: dict
         ({"name": "adamw"}, {"accumulation": 1, "clip": None}),
     ],
 )
-def test_optimizers_that_work_in_backward(tmp_path: Path, optim: dict[str, Any], train: dict[str, Any]):
+def test_optimizers_in_backward_keep_fewer_gradients(tmp_path: Path, optim: dict[str, Any], train: dict[str, Any]):
     settings = {"micro_batch": 1, "recompute": "full", **train}
     within = make(tmp_path, {"embd_size": 256, "num_layers": 4}, optim, optimizer_in_backward=True, **settings)
     beside = replace(within, train=replace(within.train, optimizer_in_backward=False, projected_linears=False))
@@ -116,28 +118,30 @@ def test_optimizers_that_work_in_backward(tmp_path: Path, optim: dict[str, Any],
     assert predicted.in_backward
     assert predicted.gradients < 0.7 * otherwise.gradients
     assert predicted.peak < 0.9 * otherwise.peak
-    assert predicted.peak == pytest.approx(most_allocated(within, steps=20), rel=0.03)
+    assert predicted.peak == pytest.approx(peak_allocated(within, steps=20), rel=0.03)
 
 
-def test_states_are_exact_and_each_parameter_has_its_own(tmp_path: Path):
+def test_optimizer_states_are_predicted_per_parameter(tmp_path: Path):
     config = make(tmp_path, {"vocab_size": 1024})
     predicted = predict(config)
     parameters = sum(p.numel() for p in init_model(config).parameters())
-    count = sum(row.count for row in predicted.moved)
-    assert predicted.states == 8 * parameters + 4 * count == sum(row.state or 0 for row in predicted.moved)
+    count = sum(row.count for row in predicted.parameters)
+    assert predicted.states == 8 * parameters + 4 * count == sum(row.state or 0 for row in predicted.parameters)
     assert predicted.weights == pytest.approx(4 * parameters, rel=1e-3)
     assert predicted.gradients == pytest.approx(4 * parameters, rel=1e-2)
 
 
-def test_a_running_mean_of_the_weights_lies_beside_them(tmp_path: Path):
+def test_ema_weights_are_counted(tmp_path: Path):
     config = make(tmp_path, {}, default_dtype="bfloat16")
     averaged, plain = predict(replace(config, ema=EmaConfig(decay=0.9))), predict(config)
     assert (
-        averaged.peak - plain.peak == averaged.at_peak["mean of weights"] == 2 * sum(row.weights for row in plain.moved)
+        averaged.peak - plain.peak
+        == averaged.at_peak["EMA weights"]
+        == 2 * sum(row.weights for row in plain.parameters)
     )
 
 
-def test_what_takes_less_is_predicted_to_take_less(tmp_path: Path):
+def test_recomputation_and_offloading_reduce_predicted_activations(tmp_path: Path):
     config = make(tmp_path, {**LLAMA, "num_layers": 4}, micro_batch=8, precision="bf16")
 
     def activations(**train: Any) -> int:
@@ -149,8 +153,8 @@ def test_what_takes_less_is_predicted_to_take_less(tmp_path: Path):
     assert activations(activation_offloading=True) < 0.5 * plain
 
 
-def test_kernels_of_another_device_are_counted(tmp_path: Path):
-    """On a GPU RMSNorm keeps its input alone, and fp32 has no fused attention for grouped heads."""
+def test_gpu_kernels_are_predicted_without_a_gpu(tmp_path: Path):
+    """On a GPU, RMSNorm saves only its input, and fp32 has no fused attention for grouped heads."""
     config = make(tmp_path, {**LLAMA, "context_length": 512, "num_kv_heads": 2}, micro_batch=1)
     grouped = predict(config, "cuda")
     alike = predict(make(tmp_path, {**LLAMA, "context_length": 512}, micro_batch=1), "cuda")
@@ -162,55 +166,57 @@ def test_kernels_of_another_device_are_counted(tmp_path: Path):
     assert grouped.at_peak["workspace"] == WORKSPACE["cuda"]
 
 
-def test_large_models_need_nothing_here(tmp_path: Path):
+def test_predicting_a_large_model_allocates_nothing(tmp_path: Path):
     wide = {**LLAMA, "embd_size": 8192, "num_heads": 64, "mlp_size": 28672, "context_length": 4096, "num_layers": 5}
     predicted = predict(make(tmp_path, wide, default_dtype="bfloat16", recompute="full"), "cuda")
-    assert predicted.weights == sum(row.weights for row in predicted.moved) > 8 * 2**30
+    assert predicted.weights == sum(row.weights for row in predicted.parameters) > 8 * 2**30
     assert predicted.states == pytest.approx(2 * predicted.weights, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "galore_warm"])
 @pytest.mark.parametrize("in_backward", [True, False])
-def test_weights_that_are_codes(tmp_path: Path, name: str, in_backward: bool):
+def test_the_prediction_covers_int8_weights(tmp_path: Path, name: str, in_backward: bool):
     steps = {"accumulation": 1, "clip": None} if name == "adamw8bit" else {}
     optim = {"name": name} | ({"rank": 16, "side": "cheapest"} if name == "galore_warm" else {})
     settings = {"weights": "int8", "optimizer_in_backward": in_backward, "default_dtype": "bfloat16"} | steps
     config = make(tmp_path, {**LLAMA, "embd_size": 256}, optim, **settings)
     predicted = predict(config)
     assert predicted.weights < 0.8 * predict(make(tmp_path, {**LLAMA, "embd_size": 256}, optim)).weights / 2
-    assert predicted.weights == sum(row.weights for row in predicted.moved)
-    assert predicted.peak == pytest.approx(most_allocated(config), rel=0.02)
+    assert predicted.weights == sum(row.weights for row in predicted.parameters)
+    assert predicted.peak == pytest.approx(peak_allocated(config), rel=0.02)
 
 
-def test_other_computing_is_not_predicted(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"not predicted.*tensorwise: leave that out \(train.fp8_recipe"):
+def test_fp8_and_qat_are_rejected(tmp_path: Path):
+    with pytest.raises(ConfigError, match="train.fp8_recipe.* got tensorwise"):
         predict(make(tmp_path, {}, fp8_recipe="tensorwise"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_of_a_tied_head_are_summed_in_place(tmp_path: Path, tied: bool):
     config = make(tmp_path, {"vocab_size": 20_000, "tied_head": tied}, micro_batch=1)
-    assert predict(config).peak == pytest.approx(most_allocated(config), rel=0.01)
+    assert predict(config).peak == pytest.approx(peak_allocated(config), rel=0.01)
 
 
-def test_what_grows_with_every_block_is_seen_of_all(tmp_path: Path):
+def test_temporaries_that_grow_with_every_block_are_measured_on_all_blocks(tmp_path: Path):
     config = make(tmp_path, {"num_layers": 9, "vocab_size": 5000}, {"name": "muon"}, micro_batch=1)
     predicted = predict(config)
     assert predicted.phase == "step"
     assert predicted.temporaries > predicted.weights
-    assert predicted.peak == pytest.approx(most_allocated(config), rel=0.01)
+    assert predicted.peak == pytest.approx(peak_allocated(config), rel=0.01)
 
 
-def test_what_stops_growing_after_the_first_few_blocks_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_temporaries_that_stop_growing_are_extrapolated_from_a_few_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Six of nine blocks fill a batch of Muon's: each of the first four adds to it, the last three do not."""
     monkeypatch.setattr("whimbrel.optim.muon.AT_ONCE", 6 * 4 * 128 * 128)
     config = make(tmp_path, {"num_layers": 9, "embd_size": 128, "vocab_size": 1000}, {"name": "muon"}, micro_batch=1)
     predicted = predict(config)
-    monkeypatch.setattr("whimbrel.train.memory.FEW_BLOCKS", 9)
+    monkeypatch.setattr("whimbrel.train.memory.SAMPLED_BLOCKS", 9)
     assert predicted.temporaries == predict(config).temporaries
 
 
-def test_torch_is_left_as_it_was(tmp_path: Path):
+def test_a_prediction_leaves_torch_and_its_rng_state_unchanged(tmp_path: Path):
     functions, state = (F.rms_norm, F.scaled_dot_product_attention), torch.get_rng_state()
     predict(make(tmp_path, LLAMA), "cuda")
     assert (F.rms_norm, F.scaled_dot_product_attention) == functions
@@ -218,20 +224,35 @@ def test_torch_is_left_as_it_was(tmp_path: Path):
     assert type(torch.ones(2)) is torch.Tensor
 
 
-def test_a_ledger_counts_what_is_live():
-    with simulated_device("cuda") as ledger:
+def test_the_tracker_counts_live_bytes_by_category():
+    with simulated_device("cuda") as tracker:
         x = torch.empty(1000)
-        assert ledger.live == {"activations": 4096}
-        ledger.mark([x], "weights")
+        assert tracker.live == {"activations": 4096}
+        tracker.mark([x], "weights")
         y = x.view(10, 100)[2:] * 2
-        assert (ledger.live["weights"], ledger.live["activations"], ledger.peak) == (4096, 3584, 7680)
+        assert (tracker.live["weights"], tracker.live["activations"], tracker.peak) == (4096, 3584, 7680)
         del y
-        assert ledger.live.total() == 4096
+        assert tracker.live.total() == 4096
         (x + 1).add_(1)
-        assert (ledger.peak, ledger.most["activations"]) == (8192, 4096)
+        assert (tracker.peak, tracker.max["activations"]) == (8192, 4096)
 
 
-def test_numbers_that_follow_from_constants_are_known():
+def test_simulated_gpu_tensors_select_gpu_kernels():
+    assert not torch.ones(2).is_cuda
+    with simulated_device("cuda"):
+        assert torch.ones(2).is_cuda
+        weight = torch.nn.Parameter(torch.ones(2, 2))
+        assert weight.split(1)[0].is_cuda
+        seen: list[bool] = []
+        weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.is_cuda))
+        weight.sum().backward()
+        assert seen == [True]
+    with simulated_device("cpu"):
+        assert not torch.ones(2).is_cuda
+    assert not torch.ones(2).is_cuda
+
+
+def test_scalars_computed_from_constants_have_values():
     with simulated_device("cpu"):
         step = torch.zeros((), dtype=torch.int64)
         for _ in range(3):
@@ -246,7 +267,7 @@ def test_numbers_that_follow_from_constants_are_known():
         assert int(due) == 1
 
 
-def test_another_optimizer_gets_the_settings_it_listens_to(tmp_path: Path):
+def test_with_optimizer_keeps_only_the_settings_of_the_new_optimizer(tmp_path: Path):
     groups = [{"pattern": "attn", "rank": 4}, {"pattern": "mlp", "rank": 4, "lr": 1e-4}]
     config = make(tmp_path, {}, {"name": "galore_warm", "lr": 1e-2, "rank": 8, "store": "int8", "groups": groups})
     assert with_optimizer(config, "galore_warm") == config
@@ -259,7 +280,7 @@ def test_another_optimizer_gets_the_settings_it_listens_to(tmp_path: Path):
         assert with_optimizer(config, name).optim.lr == 1e-2
 
 
-def test_optimizers_that_cannot_work_in_backward_are_predicted_without(tmp_path: Path):
+def test_optimizers_that_do_not_support_backward_are_predicted_without_it(tmp_path: Path):
     config = make(tmp_path, {}, {"name": "galore_warm", "rank": 8}, optimizer_in_backward=True)
     found = predict_memory(config, "cuda", ["galore_warm", "muon"])
     assert [(row.optimizer, row.in_backward) for row in found] == [("galore_warm", True), ("muon", False)]
@@ -267,15 +288,15 @@ def test_optimizers_that_cannot_work_in_backward_are_predicted_without(tmp_path:
         predict_memory(with_optimizer(config, "adamw"), "cuda", ["adamw"])
 
 
-def test_a_micro_batch_is_chosen_on_its_device_only(make_run: MakeRun):
+def test_the_micro_batch_is_chosen_only_for_the_local_device(make_run: MakeRun):
     config = make_run()
     unset = replace(config, train=replace(config.train, micro_batch=None))
     assert predict(unset).micro_batch == 8
-    with pytest.raises(ConfigError, match="set --train.micro_batch=N"):
+    with pytest.raises(ConfigError, match="--train.micro_batch=N"):
         predict(unset, "cuda")
 
 
-def test_documents_that_are_told_apart_need_a_mask(tmp_path: Path):
+def test_document_masks_are_counted(tmp_path: Path):
     config = make(tmp_path, {"context_length": 512, "num_layers": 1}, micro_batch=2)
     masked = replace(config, data=replace(config.data, documents="mask"))
     assert predict(masked).activations >= predict(config).activations + 2 * 512 * 512
@@ -283,7 +304,7 @@ def test_documents_that_are_told_apart_need_a_mask(tmp_path: Path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["adamw", "muon", "galore_warm"])
-def test_a_gpu_takes_what_was_predicted(tmp_path: Path, name: str):
+def test_the_prediction_matches_a_gpu(tmp_path: Path, name: str):
     model = {"num_layers": 8, "embd_size": 1024, "num_heads": 16, "vocab_size": 32_000, "context_length": 1024, **LLAMA}
     config = with_optimizer(make(tmp_path, model, micro_batch=8, precision="bf16"), name)
     gc.collect()

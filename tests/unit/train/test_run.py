@@ -322,7 +322,7 @@ def test_a_resumed_run_keeps_the_micro_batch_it_chose(make_run: MakeRun, monkeyp
     for path in list_checkpoints(make_run().output_dir).values():
         shutil.copytree(path, path.with_name("step-00000007"))
         (path.with_name("step-00000007") / "manifest.json").write_text("damaged")
-    monkeypatch.setattr("whimbrel.train.batches.CPU_MICRO_BATCH", 32)
+    monkeypatch.setattr("whimbrel.train.batches.CPU_MICRO_BATCH_TOKENS", 32)
     second = run(free(8)).summary
     assert first is not None
     assert second is not None
