@@ -207,7 +207,7 @@ def main() -> None:
         for size, config, cap, job in started:
             (predicted,) = predict_memory(config, device)
             measured = job.result()
-            figures = {name: value for name, value in asdict(predicted).items() if name != "moved"}
+            figures = {name: value for name, value in asdict(predicted).items() if name != "parameters"}
             results.append({"size": size, "cap": cap, "predicted": figures, "measured": measured})
             print(line(size, config.optim.name, predicted.peak, measured, cap), flush=True)
     record("memory", {"device": device, "threads": torch.get_num_threads(), "runs": results}, arguments.out)

@@ -72,7 +72,7 @@ def test_json_output_follows_overrides(recipe: str, capsys: pytest.CaptureFixtur
     def peak(*words: str) -> dict[str, Any]:
         own, other = json.loads(said(capsys, recipe, "--device=cpu", "--json", "--optimizer", "adamw", *words))
         assert (own["optimizer"], other["optimizer"]) == ("muon", "adamw")
-        assert own["states"] < other["states"] == sum(row["state"] for row in other["moved"])
+        assert own["states"] < other["states"] == sum(row["state"] for row in other["parameters"])
         return dict(own)
 
     plain, more = peak(), peak("--train.micro_batch=8")

@@ -57,7 +57,7 @@ def make_steps(config: RunConfig, device: torch.device, steps: int = 2) -> None:
     optimizer = create_optimizer(model, config, None, accumulation=config.train.accumulation or 1)
     loop = dry_run(config, model, device, optimizer)
     for number in range(steps):
-        loop.step(number + 1)
+        loop.run(number + 1)
 
 
 def peak_allocated(config: RunConfig, steps: int = 2) -> int:
