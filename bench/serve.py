@@ -1,12 +1,12 @@
-"""`whimbrel serve` under load: many clients at once, some of whom leave in the middle of their text.
+"""Benchmark of `whimbrel serve` under load: many clients at once, some of which disconnect mid-stream.
 
     python bench/serve.py --clients 64 --leave 0.3 --rounds 20 --out bench/results/serve.json
     python bench/serve.py --model runs/mine --device cuda --tokens 128
 
-Every client streams one completion. A share of them drop the connection after a few events, though they asked for a
-text of the whole context; texts of those who stay are compared with what a lone request gets. After each round as many
-as left come again and all leave at once: how long it takes until every page is free is the figure. Without --model it
-serves a small one with random weights.
+Every client streams one completion. A share of them request as many tokens as the context allows and disconnect after
+a few events; the texts of the others are compared with those of single requests. After each round, as many clients
+connect and all disconnect at once, to measure the time until all KV-cache blocks are free. Without --model, a small
+model with random weights is served.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ import httpx
 
 from record import record
 
-EVENTS_BEFORE_LEAVING = 4
+EVENTS_BEFORE_DISCONNECT = 4
 PROMPTS = [f"Chapter {number}: it was" for number in range(16)]
 
 
 @dataclass
-class Tally:
-    """What the clients saw."""
+class Results:
+    """Results of all clients."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     texts: dict[str, set[str]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Tally:
 
 
 def random_model(folder: Path) -> Path:
-    """A model directory of 2 layers."""
+    """Save a 2-layer model with random weights."""
     import torch
 
     import whimbrel
@@ -65,84 +65,85 @@ def random_model(folder: Path) -> Path:
 
 @contextmanager
 def serving(model: Path, device: str) -> Iterator[tuple[str, int]]:
-    """The address and the process id of a server on a free port."""
-    words = [sys.executable, "-m", "whimbrel", "serve", str(model), "--port=0", f"--device={device}", "--name=bench"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    """Run a server on a free port; yields its URL and process id."""
+    command = [sys.executable, "-m", "whimbrel", "serve", str(model), "--port=0", f"--device={device}", "--name=bench"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
-            said = process.stdout.readline() if process.stdout else ""
-            found = re.search(r"http://\S+", said)
+            first_line = process.stdout.readline() if process.stdout else ""
+            found = re.search(r"http://\S+", first_line)
             if found is None:
-                raise SystemExit(f"the server did not start: {said}")
+                raise SystemExit(f"the server did not start: {first_line}")
             yield found.group(), process.pid
         finally:
             process.terminate()
 
 
 def gauges(url: str) -> dict[str, float]:
-    """The engine's numbers."""
+    """Engine metrics."""
     text = httpx.get(f"{url}/metrics", timeout=30).text
     return {
         name: float(value) for name, value in re.findall(r"^whimbrel_engine_(\w+) (\S+)$", text, flags=re.MULTILINE)
     }
 
 
-def seconds_until_rest(url: str) -> float:
-    """How long it takes until every page is free."""
-    begun = time.perf_counter()
+def seconds_until_idle(url: str) -> float:
+    """Wait until all KV-cache blocks are free; returns the seconds."""
+    start = time.perf_counter()
     while True:
-        seen = gauges(url)
-        if seen["free_pages"] == seen["pages"] and seen["running"] == seen["waiting"] == 0:
-            return time.perf_counter() - begun
+        metrics = gauges(url)
+        if metrics["free_pages"] == metrics["pages"] and metrics["running"] == metrics["waiting"] == 0:
+            return time.perf_counter() - start
         time.sleep(0.005)
 
 
 def resident_mb(pid: int) -> float:
-    """Memory of a process, where the system tells."""
+    """Resident memory of a process; NaN if unknown."""
     status = Path(f"/proc/{pid}/status")
     found = re.search(r"VmRSS:\s+(\d+)", status.read_text(encoding="utf-8")) if status.exists() else None
     return int(found[1]) / 1024 if found else float("nan")
 
 
-async def client(http: httpx.AsyncClient, prompt: str, tokens: int, leaves: bool, tally: Tally) -> None:
-    """Stream one text, or leave in the middle of it."""
+async def client(http: httpx.AsyncClient, prompt: str, tokens: int, disconnects: bool, results: Results) -> None:
+    """Stream one completion, or disconnect in the middle of it."""
     body = {
         "model": "bench",
         "prompt": prompt,
         "temperature": 0,
         "stream": True,
-        "max_tokens": 100_000 if leaves else tokens,
+        "max_tokens": 100_000 if disconnects else tokens,
     }
     body["logit_bias"] = {"50256": -100}
-    begun, text, events = time.perf_counter(), "", 0
-    async with http.stream("POST", "/v1/completions", json=body) as answer:
-        tally.statuses[answer.status_code] += 1
-        async for line in answer.aiter_lines():
+    start, text, events = time.perf_counter(), "", 0
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        results.statuses[response.status_code] += 1
+        async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             events += 1
             if events == 1:
-                tally.first.append(time.perf_counter() - begun)
+                results.first.append(time.perf_counter() - start)
             text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-            if leaves and events == EVENTS_BEFORE_LEAVING:
-                tally.left += 1
+            if disconnects and events == EVENTS_BEFORE_DISCONNECT:
+                results.left += 1
                 return
-    tally.tokens += tokens
-    tally.texts.setdefault(prompt, set()).add(text)
+    results.tokens += tokens
+    results.texts.setdefault(prompt, set()).add(text)
 
 
-async def one_round(url: str, clients: int, share: float, tokens: int, order: random.Random, tally: Tally) -> None:
-    """All clients at once."""
-    leaving = set(order.sample(range(clients), round(clients * share)))
+async def run_round(url: str, clients: int, share: float, tokens: int, order: random.Random, results: Results) -> None:
+    """Run all clients at once."""
+    disconnecting = set(order.sample(range(clients), round(clients * share)))
     limits = httpx.Limits(max_connections=clients)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=300) as http:
         work = [
-            client(http, PROMPTS[number % len(PROMPTS)], tokens, number in leaving, tally) for number in range(clients)
+            client(http, PROMPTS[number % len(PROMPTS)], tokens, number in disconnecting, results)
+            for number in range(clients)
         ]
         await asyncio.gather(*work)
 
 
-def lone_texts(url: str, tokens: int) -> dict[str, str]:
-    """What each prompt gets when nobody else is there."""
+def single_texts(url: str, tokens: int) -> dict[str, str]:
+    """The text of each prompt without other clients."""
     body = {"model": "bench", "temperature": 0, "max_tokens": tokens, "logit_bias": {"50256": -100}}
     return {
         prompt: httpx.post(f"{url}/v1/completions", json=body | {"prompt": prompt}, timeout=300).json()["choices"][0][
@@ -152,8 +153,8 @@ def lone_texts(url: str, tokens: int) -> dict[str, str]:
     }
 
 
-def refusal_seconds(url: str) -> dict[str, float]:
-    """How long bodies that are too large or broken wait for their answer."""
+def rejection_seconds(url: str) -> dict[str, float]:
+    """Response times for bodies that are too large or invalid."""
     head, headers = b'{"model": "bench", "prompt": ', {"Content-Type": "application/json"}
     large = head + b'"' + b"a" * 50_000_000 + b'"}'
     bodies: dict[str, bytes | Iterator[bytes]] = {
@@ -166,64 +167,64 @@ def refusal_seconds(url: str) -> dict[str, float]:
     }
     found = {}
     for name, body in bodies.items():
-        begun = time.perf_counter()
+        start = time.perf_counter()
         status = httpx.post(f"{url}/v1/completions", content=body, headers=headers, timeout=60).status_code
-        found[name] = time.perf_counter() - begun
+        found[name] = time.perf_counter() - start
         if not 400 <= status < 500:
-            raise SystemExit(f"{name} was answered with {status}")
+            raise SystemExit(f"{name} got status {status}, expected 4xx")
     return found
 
 
-def measure(url: str, pid: int, given: argparse.Namespace) -> dict[str, Any]:
-    """The rounds, and what came of them."""
-    order, tally = random.Random(0), Tally()
-    alone = lone_texts(url, given.tokens)
-    asyncio.run(one_round(url, given.clients, given.leave, given.tokens, order, Tally()))
-    seconds_until_rest(url)
+def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Run all rounds and return the measurements."""
+    order, results = random.Random(0), Results()
+    single = single_texts(url, args.tokens)
+    asyncio.run(run_round(url, args.clients, args.leave, args.tokens, order, Results()))
+    seconds_until_idle(url)
     busy = 0.0
-    for _ in range(given.rounds):
-        begun = time.perf_counter()
-        asyncio.run(one_round(url, given.clients, given.leave, given.tokens, order, tally))
-        busy += time.perf_counter() - begun
-        seconds_until_rest(url)
-        asyncio.run(one_round(url, max(1, round(given.clients * given.leave)), 1.0, given.tokens, order, tally))
-        tally.freed.append(seconds_until_rest(url))
-        tally.memory.append(resident_mb(pid))
-    different = sum(texts != {alone[prompt]} for prompt, texts in tally.texts.items())
+    for _ in range(args.rounds):
+        start = time.perf_counter()
+        asyncio.run(run_round(url, args.clients, args.leave, args.tokens, order, results))
+        busy += time.perf_counter() - start
+        seconds_until_idle(url)
+        asyncio.run(run_round(url, max(1, round(args.clients * args.leave)), 1.0, args.tokens, order, results))
+        results.freed.append(seconds_until_idle(url))
+        results.memory.append(resident_mb(pid))
+    different = sum(texts != {single[prompt]} for prompt, texts in results.texts.items())
     return {
-        "clients": given.clients,
-        "rounds": given.rounds,
-        "left": tally.left,
-        "statuses": dict(tally.statuses),
-        "server_errors": sum(number for status, number in tally.statuses.items() if status >= 500),
+        "clients": args.clients,
+        "rounds": args.rounds,
+        "left": results.left,
+        "statuses": dict(results.statuses),
+        "server_errors": sum(number for status, number in results.statuses.items() if status >= 500),
         "prompts_with_a_different_text": different,
-        "seconds_until_freed": {"median": statistics.median(tally.freed), "most": max(tally.freed)},
-        "first_token_seconds": {"median": statistics.median(tally.first), "most": max(tally.first)},
-        "tokens_per_second_of_those_who_stay": tally.tokens / busy,
-        "resident_mb": {"first": tally.memory[0], "last": tally.memory[-1], "most": max(tally.memory)},
-        "refusal_seconds": refusal_seconds(url),
+        "seconds_until_freed": {"median": statistics.median(results.freed), "most": max(results.freed)},
+        "first_token_seconds": {"median": statistics.median(results.first), "most": max(results.first)},
+        "tokens_per_second_of_those_who_stay": results.tokens / busy,
+        "resident_mb": {"first": results.memory[0], "last": results.memory[-1], "most": max(results.memory)},
+        "refusal_seconds": rejection_seconds(url),
         "preemptions": gauges(url)["preemptions_total"],
     }
 
 
 def main() -> None:
-    """Measure, print and record."""
-    parser = argparse.ArgumentParser(description="Measure whimbrel serve with clients that come and go.")
+    """Measure, print and record the results."""
+    parser = argparse.ArgumentParser(description="Measure whimbrel serve with clients that disconnect.")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--leave", type=float, default=0.3, help="the share of clients that leave mid-stream")
+    parser.add_argument("--leave", type=float, default=0.3, help="share of clients that disconnect mid-stream")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with tempfile.TemporaryDirectory() as folder:
-        model = given.model or random_model(Path(folder))
-        with serving(model, given.device) as (url, pid):
-            results = {"device": given.device, "model": given.model and str(given.model), **measure(url, pid, given)}
+        model = args.model or random_model(Path(folder))
+        with serving(model, args.device) as (url, pid):
+            results = {"device": args.device, "model": args.model and str(args.model), **measure(url, pid, args)}
     print(json.dumps(results, indent=1))
-    record("serve", results, given.out)
+    record("serve", results, args.out)
 
 
 if __name__ == "__main__":

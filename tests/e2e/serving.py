@@ -1,4 +1,4 @@
-"""`whimbrel serve` as a user starts it, and what a test asks of it."""
+"""Starts `whimbrel serve` in a subprocess for tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = "a-key-for-tests"
 
 @dataclass(frozen=True)
 class Running:
-    """A server that a test talks to."""
+    """A running server."""
 
     url: str
     process: subprocess.Popen[str]
@@ -38,24 +38,24 @@ class Running:
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=60, **options)
 
     def gauges(self) -> dict[str, float]:
-        """The numbers of /metrics, labels and all, by name."""
+        """The values of /metrics by name with labels."""
         text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=30).text
         return {name: float(value) for name, value in re.findall(r"^(whimbrel_\S+) (\S+)$", text, flags=re.MULTILINE)}
 
-    def wait_until(self, holds, seconds: float = 20.0) -> dict[str, float]:
-        """Look at the numbers until `holds` of them; the last that were seen."""
+    def wait_until(self, condition, seconds: float = 20.0) -> dict[str, float]:
+        """Poll the metrics until `condition` is true of them; returns the last ones."""
         deadline = time.monotonic() + seconds
-        while not holds(gauges := self.gauges()) and time.monotonic() < deadline:
+        while not condition(gauges := self.gauges()) and time.monotonic() < deadline:
             time.sleep(0.02)
         return gauges
 
     def wait_until_idle(self) -> None:
-        """Every text has ended and every page is free."""
-        gauges = self.wait_until(lambda seen: at_rest(seen))
-        assert at_rest(gauges), gauges
+        """Wait until no sequence is active and the KV cache is free."""
+        gauges = self.wait_until(lambda seen: is_idle(seen))
+        assert is_idle(gauges), gauges
 
 
-def at_rest(gauges: dict[str, float]) -> bool:
+def is_idle(gauges: dict[str, float]) -> bool:
     free = gauges["whimbrel_engine_free_pages"] == gauges["whimbrel_engine_pages"]
     return free and gauges["whimbrel_engine_running"] == gauges["whimbrel_engine_waiting"] == 0
 
@@ -64,13 +64,13 @@ def at_rest(gauges: dict[str, float]) -> bool:
 def serving(
     model: Path, *options: str, key: str | None = KEY, files: int | None = None, log: IO[str] | None = None
 ) -> Iterator[Running]:
-    """`whimbrel serve` at a free port, ended when the block is left.
+    """Run `whimbrel serve` on a free port until the block ends.
 
-    `files` limits its open files; its standard error goes to `log` where one is given.
+    `files` is its open-file limit; `log` receives its standard error.
     """
     limited = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash"] if files else []
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"WHIMBREL_API_KEY": key} if key else {})
-    words = [
+    command = [
         *limited,
         sys.executable,
         "-m",
@@ -82,11 +82,11 @@ def serving(
         "--pages=2048",
         *options,
     ]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     try:
-        said = process.stdout.readline()
-        found = re.search(r"http://\S+", said)
-        assert found, f"no address in {said!r}"
+        first_line = process.stdout.readline()
+        found = re.search(r"http://\S+", first_line)
+        assert found, f"no address in {first_line!r}"
         yield Running(found.group(), process, key)
     finally:
         process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The first Python of docs/serving.md runs as it stands, but for the address, the key and the model."""
+"""The first Python example of docs/serving.md runs, with address, key and model replaced."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ pytest.importorskip("openai", reason="needs the package 'openai'")
 def test_the_python_example_prints_text(server: Running, root: Path):
     page = (root / "docs" / "serving.md").read_text(encoding="utf-8")
     code = re.search(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE).group(1)
-    here = {"http://127.0.0.1:8000": server.url, 'api_key="none"': f'api_key="{server.key}"', '"mine"': '"tiny"'}
-    for written, real in here.items():
-        assert written in code
-        code = code.replace(written, real)
+    replacements = {
+        "http://127.0.0.1:8000": server.url,
+        'api_key="none"': f'api_key="{server.key}"',
+        '"mine"': '"tiny"',
+    }
+    for old, new in replacements.items():
+        assert old in code
+        code = code.replace(old, new)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout

@@ -1,4 +1,4 @@
-"""What the server refuses: callers without the key or by a strange name, and requests that are too large or broken."""
+"""Errors: missing key, unknown host name, bodies that are too large or invalid."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import socket
 import pytest
 from tests.e2e.serving import Running, httpx
 
-OPEN = {"/", "/docs", "/health", "/page/chat.css", "/page/chat.js", "/page/docs.js", "/page/icon.svg"}
+PUBLIC_PATHS = {"/", "/docs", "/health", "/page/chat.css", "/page/chat.js", "/page/docs.js", "/page/icon.svg"}
 COMPLETIONS = "/v1/completions"
 
 
-def check_error(answer: httpx.Response, status: int, code: str | None = None) -> str:
-    """The answer is an error as OpenAI words it; its message."""
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
+def check_error(response: httpx.Response, status: int, code: str | None = None) -> str:
+    """Check that the response is an error in OpenAI's format; returns its message."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert code in (None, error["code"])
     assert "\n" not in error["message"]
@@ -32,22 +32,22 @@ def test_every_route_except_health_and_static_files_requires_the_key(server: Run
     assert len(documented) == 6
     others = [("GET", "/openapi.json"), ("POST", "/docs"), ("GET", "/v1/nothing"), ("POST", "/"), ("POST", "/health")]
     others += [("GET", "/page/../metrics"), ("GET", "//v1/models"), ("GET", "/page/secret"), ("DELETE", "/v1/models")]
-    closed = [pair for pair in [*documented, *others] if pair[0] != "GET" or pair[1] not in OPEN]
-    wrong = [
+    protected = [pair for pair in [*documented, *others] if pair[0] != "GET" or pair[1] not in PUBLIC_PATHS]
+    wrong_headers = [
         {},
         {"Authorization": "Bearer wrong"},
         {"Authorization": f"Basic {server.key}"},
         {"Authorization": "Bearer"},
     ]
     with httpx.Client(base_url=server.url) as client:
-        for method, path in closed:
-            for headers in wrong:
-                answer = client.request(method, path.replace("{name}", "tiny"), headers=headers)
-                check_error(answer, 401, "invalid_api_key")
-                assert answer.headers["WWW-Authenticate"] == "Bearer"
-        twice = [("Authorization", f"Bearer {server.key}"), ("Authorization", "Bearer wrong")]
-        check_error(client.get("/v1/models", headers=twice), 401)
-        for path in OPEN:
+        for method, path in protected:
+            for headers in wrong_headers:
+                response = client.request(method, path.replace("{name}", "tiny"), headers=headers)
+                check_error(response, 401, "invalid_api_key")
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+        repeated_header = [("Authorization", f"Bearer {server.key}"), ("Authorization", "Bearer wrong")]
+        check_error(client.get("/v1/models", headers=repeated_header), 401)
+        for path in PUBLIC_PATHS:
             assert client.get(path).status_code == 200
         assert client.get("/v1/models", headers={"Authorization": f"bearer {server.key}"}).status_code == 200
 
@@ -106,8 +106,8 @@ def test_loopback_host_names_are_accepted(server: Running, host: str):
 )
 def test_an_invalid_body_gets_400(server: Running, body: bytes, code: str | None):
     headers = server.headers | {"Content-Type": "application/json"}
-    answer = httpx.post(f"{server.url}{COMPLETIONS}", content=body, headers=headers, timeout=30)
-    check_error(answer, 404 if code == "model_not_found" else 400, code)
+    response = httpx.post(f"{server.url}{COMPLETIONS}", content=body, headers=headers, timeout=30)
+    check_error(response, 404 if code == "model_not_found" else 400, code)
 
 
 @pytest.mark.parametrize(
@@ -128,21 +128,23 @@ def test_an_invalid_message_gets_400(server: Running, message):
     check_error(httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers), 400)
 
 
-@pytest.mark.parametrize("kind", [None, "text/plain", "multipart/form-data", "application/xml", "application/jsonx"])
-def test_another_content_type_gets_415(server: Running, kind: str | None):
-    headers = server.headers | ({"Content-Type": kind} if kind else {})
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "multipart/form-data", "application/xml", "application/jsonx"]
+)
+def test_another_content_type_gets_415(server: Running, content_type: str | None):
+    headers = server.headers | ({"Content-Type": content_type} if content_type else {})
     check_error(httpx.post(f"{server.url}{COMPLETIONS}", content=b"{}", headers=headers), 415, "unsupported_media_type")
 
 
 def test_unknown_methods_and_paths(server: Running):
     with server.client() as client:
-        answer = client.get(COMPLETIONS)
-        check_error(answer, 405)
-        assert answer.headers["Allow"] == "POST"
+        response = client.get(COMPLETIONS)
+        check_error(response, 405)
+        assert response.headers["Allow"] == "POST"
         check_error(client.get("/v2"), 404)
         check_error(client.get("/v1/models/"), 404)
         check_error(client.get("/redoc"), 404)
-        for path in OPEN:
+        for path in PUBLIC_PATHS:
             assert client.head(path).status_code == 200
 
 
@@ -155,8 +157,8 @@ def test_a_body_that_is_too_large_gets_413(server: Running):
             yield body[start : start + 65536]
 
     for content in (body, in_pieces()):
-        answer = httpx.post(f"{server.url}{COMPLETIONS}", content=content, headers=headers, timeout=30)
-        assert "4194304 bytes" in check_error(answer, 413, "too_large")
+        response = httpx.post(f"{server.url}{COMPLETIONS}", content=content, headers=headers, timeout=30)
+        assert "4194304 bytes" in check_error(response, 413, "too_large")
 
 
 def test_an_announced_large_body_gets_413_before_it_arrives(server: Running):

@@ -1,4 +1,4 @@
-"""`whimbrel serve` with few open files: idle connections cannot keep others out."""
+"""`whimbrel serve` with a low open-file limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_more_idle_connections_than_open_files_do_not_block_new_ones(tiny: Path,
             for _ in range(3):
                 assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
         log.seek(0)
-        said = log.read()
-        assert "connections are open: closing idle ones" in said
-        assert "Traceback" not in said
-        assert len(said.splitlines()) < 20
+        log_text = log.read()
+        assert "connections are open: closing idle ones" in log_text
+        assert "Traceback" not in log_text
+        assert len(log_text.splitlines()) < 20

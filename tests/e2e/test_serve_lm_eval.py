@@ -1,4 +1,4 @@
-"""lm-eval's `local-completions` on the server finds the log-likelihoods that the model itself has."""
+"""lm-eval's `local-completions` on the server gives the model's own log-likelihoods."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> list[tuple[float, bool]]:
-    """The sum of log-probabilities of each continuation, and whether each of its tokens is the likeliest."""
+    """The sum of log-probabilities of each continuation, and whether each of its tokens is the most likely."""
     import whimbrel
 
     model, tokenizer = whimbrel.load_model(tiny), whimbrel.load_tokenizer(tiny)
-    found = []
+    results = []
     for context, continuation in PAIRS:
         ids = tokenizer.encode(context + continuation)
         first = len(tokenizer.encode(context))
@@ -34,14 +34,14 @@ def expected(tiny: Path) -> list[tuple[float, bool]]:
             scores = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
         targets = torch.tensor(ids[first:])
         rows = scores[first - 1 : -1]
-        own = rows.gather(1, targets[:, None])[:, 0]
-        found.append((own.sum().item(), bool((rows.argmax(-1) == targets).all())))
-    return found
+        logprobs = rows.gather(1, targets[:, None])[:, 0]
+        results.append((logprobs.sum().item(), bool((rows.argmax(-1) == targets).all())))
+    return results
 
 
 @pytest.fixture
 def api(server: Running, tiny: Path, monkeypatch: pytest.MonkeyPatch):
-    """lm-eval's model for the server; whether it sends tokens or text is to be chosen."""
+    """Creates lm-eval's model for the server, which sends token ids or text."""
     monkeypatch.setenv("OPENAI_API_KEY", server.key)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -71,9 +71,11 @@ def test_log_likelihoods_agree(api, expected, tokenized: bool, concurrent: int):
 
     model = api(tokenized=tokenized, concurrent=concurrent)
     requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(PAIRS)]
-    for (found, greedy), (value, likeliest) in zip(model.loglikelihood(requests), expected, strict=True):
-        assert found == pytest.approx(value, abs=2e-3)
-        assert greedy == likeliest
+    for (logprob, greedy), (expected_logprob, expected_greedy) in zip(
+        model.loglikelihood(requests), expected, strict=True
+    ):
+        assert logprob == pytest.approx(expected_logprob, abs=2e-3)
+        assert greedy == expected_greedy
 
 
 @pytest.mark.filterwarnings("ignore")

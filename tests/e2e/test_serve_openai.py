@@ -1,4 +1,4 @@
-"""The server through OpenAI's own client, sync and async: all that it offers, whole and in pieces."""
+"""The server with OpenAI's client, synchronous and asynchronous, complete and streaming."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def tokenizer(tiny: Path):
 
 @pytest.fixture(scope="module")
 def greedy(tiny: Path, tokenizer) -> list[int]:
-    """What the model itself says after the prompt."""
+    """The greedy continuation of the prompt by `generate`."""
     import whimbrel
 
     model = whimbrel.load_model(tiny)
     return whimbrel.generate(model, tokenizer.encode(PROMPT), max_new_tokens=24, temperature=0)
 
 
-def whole(stream) -> dict[int, str]:
+def collect_stream(stream) -> dict[int, str]:
     texts: dict[int, str] = defaultdict(str)
     for event in stream:
         for choice in event.choices:
@@ -55,25 +55,27 @@ def test_models_are_listed(client, server):
 
 
 def test_greedy_text_equals_generate(client, tokenizer, greedy):
-    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-    answer = client.completions.create(**asked)
-    assert answer.choices[0].text == tokenizer.decode(greedy)
-    assert answer.choices[0].finish_reason == "length"
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (4, 24, 28)
-    assert whole(client.completions.create(**asked, stream=True)) == {0: answer.choices[0].text}
+    params = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    response = client.completions.create(**params)
+    assert response.choices[0].text == tokenizer.decode(greedy)
+    assert response.choices[0].finish_reason == "length"
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens, response.usage.total_tokens) == (4, 24, 28)
+    assert collect_stream(client.completions.create(**params, stream=True)) == {0: response.choices[0].text}
 
 
 def test_all_four_prompt_formats_give_the_same_text(client, tokenizer):
     texts = [PROMPT, "The end of"]
     ids = [tokenizer.encode(text) for text in texts]
-    asked = {"model": "tiny", "max_tokens": 6, "temperature": 0}
-    alone = [client.completions.create(prompt=text, **asked).choices[0].text for text in texts]
-    assert [client.completions.create(prompt=row, **asked).choices[0].text for row in ids] == alone
+    params = {"model": "tiny", "max_tokens": 6, "temperature": 0}
+    expected = [client.completions.create(prompt=text, **params).choices[0].text for text in texts]
+    assert [client.completions.create(prompt=row, **params).choices[0].text for row in ids] == expected
     for prompts in (texts, ids):
-        answer = client.completions.create(prompt=prompts, **asked)
-        assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(alone))
-        assert answer.usage.prompt_tokens == sum(map(len, ids))
-        assert whole(client.completions.create(prompt=prompts, stream=True, **asked)) == dict(enumerate(alone))
+        response = client.completions.create(prompt=prompts, **params)
+        assert [(choice.index, choice.text) for choice in response.choices] == list(enumerate(expected))
+        assert response.usage.prompt_tokens == sum(map(len, ids))
+        assert collect_stream(client.completions.create(prompt=prompts, stream=True, **params)) == dict(
+            enumerate(expected)
+        )
 
 
 def test_an_empty_prompt_starts_a_document(client, tokenizer):
@@ -85,14 +87,14 @@ def test_an_empty_prompt_starts_a_document(client, tokenizer):
 
 
 def test_samples_differ_and_a_seed_reproduces_them(client):
-    asked = {"model": "tiny", "prompt": [PROMPT, "The"], "max_tokens": 8, "n": 3, "seed": 7, "temperature": 1.0}
-    first, again = (client.completions.create(**asked) for _ in range(2))
+    params = {"model": "tiny", "prompt": [PROMPT, "The"], "max_tokens": 8, "n": 3, "seed": 7, "temperature": 1.0}
+    first, repeated = (client.completions.create(**params) for _ in range(2))
     texts = [choice.text for choice in first.choices]
     assert [choice.index for choice in first.choices] == list(range(6))
-    assert texts == [choice.text for choice in again.choices]
+    assert texts == [choice.text for choice in repeated.choices]
     assert len(set(texts)) == 6
-    assert texts != [choice.text for choice in client.completions.create(**(asked | {"seed": 8})).choices]
-    assert whole(client.completions.create(**asked, stream=True)) == dict(enumerate(texts))
+    assert texts != [choice.text for choice in client.completions.create(**(params | {"seed": 8})).choices]
+    assert collect_stream(client.completions.create(**params, stream=True)) == dict(enumerate(texts))
     assert first.usage.completion_tokens == 48
 
 
@@ -100,70 +102,70 @@ def test_a_stop_string_ends_the_text_before_it(client, tokenizer, greedy):
     words = [tokenizer.decode([token]) for token in greedy]
     stop = words[5] + words[6]
     before = "".join(words).split(stop)[0]
-    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    params = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
     for stops in (stop, [stop, "no such words"]):
-        answer = client.completions.create(**asked, stop=stops, logprobs=0)
-        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (before, "stop")
-        assert "".join(answer.choices[0].logprobs.tokens) == before
-        assert answer.usage.completion_tokens < 24
-    assert whole(client.completions.create(**asked, stop=stop, stream=True)) == {0: before}
+        response = client.completions.create(**params, stop=stops, logprobs=0)
+        assert (response.choices[0].text, response.choices[0].finish_reason) == (before, "stop")
+        assert "".join(response.choices[0].logprobs.tokens) == before
+        assert response.usage.completion_tokens < 24
+    assert collect_stream(client.completions.create(**params, stop=stop, stream=True)) == {0: before}
 
 
 def test_a_stop_string_ends_one_sample_and_not_the_others(client):
-    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "n": 3, "seed": 1}
-    plain = [choice.text for choice in client.completions.create(**asked).choices]
-    stop = plain[1][6:10]
-    answer = client.completions.create(**asked, stop=stop)
-    assert [choice.text for choice in answer.choices] == [text.split(stop)[0] for text in plain]
-    assert answer.choices[1].finish_reason == "stop"
+    params = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "n": 3, "seed": 1}
+    baseline = [choice.text for choice in client.completions.create(**params).choices]
+    stop = baseline[1][6:10]
+    response = client.completions.create(**params, stop=stop)
+    assert [choice.text for choice in response.choices] == [text.split(stop)[0] for text in baseline]
+    assert response.choices[1].finish_reason == "stop"
 
 
 def test_stream_usage_comes_last_and_only_on_request(client):
-    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3, "stream": True}
-    events = list(client.completions.create(**asked, stream_options={"include_usage": True}))
+    params = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3, "stream": True}
+    events = list(client.completions.create(**params, stream_options={"include_usage": True}))
     assert [event.usage for event in events[:-1]] == [None] * (len(events) - 1)
     assert events[-1].choices == []
     assert (events[-1].usage.prompt_tokens, events[-1].usage.completion_tokens) == (4, 3)
-    assert all(event.choices for event in client.completions.create(**asked))
+    assert all(event.choices for event in client.completions.create(**params))
 
 
 def test_completion_logprobs(client, tokenizer, greedy):
-    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 3}
-    found = client.completions.create(**asked).choices[0]
-    scores = found.logprobs
+    params = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 3}
+    result = client.completions.create(**params).choices[0]
+    scores = result.logprobs
     assert scores.tokens == [tokenizer.decode([token]) for token in greedy[:5]]
-    assert [len(PROMPT) + found.text.index(token) for token in scores.tokens[:3]] == scores.text_offset[:3]
+    assert [len(PROMPT) + result.text.index(token) for token in scores.tokens[:3]] == scores.text_offset[:3]
     for token, own, top in zip(scores.tokens, scores.token_logprobs, scores.top_logprobs, strict=True):
         assert len(top) == 3
         assert own == top[token] == max(top.values()) < 0
-    pieces = [event.choices[0].logprobs for event in client.completions.create(**asked, stream=True)]
+    pieces = [event.choices[0].logprobs for event in client.completions.create(**params, stream=True)]
     assert [token for piece in pieces for token in piece.tokens] == scores.tokens
     assert [value for piece in pieces for value in piece.token_logprobs] == scores.token_logprobs
 
 
 def test_echo_returns_prompt_logprobs(client, tokenizer):
-    asked = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "logprobs": 1, "echo": True}
+    params = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "logprobs": 1, "echo": True}
     for length in (0, 2):
-        found = client.completions.create(**asked, max_tokens=length).choices[0]
-        assert found.text.startswith(PROMPT)
-        assert found.logprobs.tokens[:4] == [tokenizer.decode([token]) for token in tokenizer.encode(PROMPT)]
-        assert (found.logprobs.token_logprobs[0], found.logprobs.top_logprobs[0]) == (None, None)
-        assert all(value < 0 for value in found.logprobs.token_logprobs[1:])
-        assert "".join(found.logprobs.tokens) == found.text
-        for token, at in zip(found.logprobs.tokens, found.logprobs.text_offset, strict=True):
-            assert found.text.startswith(token, at)
-        assert len(found.logprobs.tokens) == 4 + length
-        assert whole(client.completions.create(**asked, max_tokens=length, stream=True)) == {0: found.text}
-    plain = client.completions.create(model="tiny", prompt=tokenizer.encode(PROMPT), max_tokens=0, echo=True)
-    assert plain.choices[0].text == PROMPT
+        result = client.completions.create(**params, max_tokens=length).choices[0]
+        assert result.text.startswith(PROMPT)
+        assert result.logprobs.tokens[:4] == [tokenizer.decode([token]) for token in tokenizer.encode(PROMPT)]
+        assert (result.logprobs.token_logprobs[0], result.logprobs.top_logprobs[0]) == (None, None)
+        assert all(value < 0 for value in result.logprobs.token_logprobs[1:])
+        assert "".join(result.logprobs.tokens) == result.text
+        for token, at in zip(result.logprobs.tokens, result.logprobs.text_offset, strict=True):
+            assert result.text.startswith(token, at)
+        assert len(result.logprobs.tokens) == 4 + length
+        assert collect_stream(client.completions.create(**params, max_tokens=length, stream=True)) == {0: result.text}
+    baseline = client.completions.create(model="tiny", prompt=tokenizer.encode(PROMPT), max_tokens=0, echo=True)
+    assert baseline.choices[0].text == PROMPT
 
 
 def test_penalties_and_logit_bias_change_the_output(client, tokenizer, greedy):
-    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
-    other = client.completions.create(**asked, logit_bias={str(greedy[0]): -100}).choices[0].text
+    params = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+    other = client.completions.create(**params, logit_bias={str(greedy[0]): -100}).choices[0].text
     assert other != tokenizer.decode(greedy[:1])
     [forced] = tokenizer.encode(" lighthouse")[:1]
-    long = asked | {"max_tokens": 6, "logit_bias": {str(forced): 60}}
+    long = params | {"max_tokens": 6, "logit_bias": {str(forced): 60}}
     assert client.completions.create(**long).choices[0].text == tokenizer.decode([forced]) * 6
     penalised = client.completions.create(**(long | {"frequency_penalty": 2.0, "presence_penalty": 2.0}))
     assert penalised.usage.completion_tokens == 6
@@ -171,12 +173,12 @@ def test_penalties_and_logit_bias_change_the_output(client, tokenizer, greedy):
         **(long | {"logit_bias": None}), extra_body={"repetition_penalty": 1.5, "top_k": 1}
     )
     assert extra.usage.completion_tokens == 6
-    kept = client.completions.create(**(asked | {"temperature": 2.0}), extra_body={"min_p": 1.0}).choices[0].text
-    assert kept == tokenizer.decode(greedy[:1])
+    filtered = client.completions.create(**(params | {"temperature": 2.0}), extra_body={"min_p": 1.0}).choices[0].text
+    assert filtered == tokenizer.decode(greedy[:1])
 
 
 def test_chat_completion(client):
-    asked = {
+    params = {
         "model": "tiny",
         "messages": [
             {"role": "developer", "content": "Be brief."},
@@ -185,76 +187,76 @@ def test_chat_completion(client):
         "temperature": 0,
         "max_completion_tokens": 8,
     }
-    answer = client.chat.completions.create(**asked)
-    [choice] = answer.choices
+    response = client.chat.completions.create(**params)
+    [choice] = response.choices
     assert (choice.message.role, choice.finish_reason, choice.logprobs) == ("assistant", "length", None)
-    events = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    events = list(client.chat.completions.create(**params, stream=True, stream_options={"include_usage": True}))
     assert events[0].choices[0].delta.role == "assistant"
     assert "".join(event.choices[0].delta.content or "" for event in events[:-1]) == choice.message.content
     assert events[-2].choices[0].finish_reason == "length"
-    assert events[-1].usage == answer.usage
-    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
-    asked |= {"messages": plain, "max_tokens": 8, "max_completion_tokens": openai.omit}
-    assert client.chat.completions.create(**asked).choices[0].message.content == choice.message.content
-    again = [*plain, choice.message, {"role": "user", "content": "And then?"}]
-    longer = client.chat.completions.create(**(asked | {"messages": again}))
-    assert longer.usage.prompt_tokens > answer.usage.prompt_tokens
+    assert events[-1].usage == response.usage
+    baseline = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
+    params |= {"messages": baseline, "max_tokens": 8, "max_completion_tokens": openai.omit}
+    assert client.chat.completions.create(**params).choices[0].message.content == choice.message.content
+    repeated = [*baseline, choice.message, {"role": "user", "content": "And then?"}]
+    longer = client.chat.completions.create(**(params | {"messages": repeated}))
+    assert longer.usage.prompt_tokens > response.usage.prompt_tokens
 
 
 def test_chat_logprobs(client):
     messages = [{"role": "user", "content": "Hello"}]
-    asked = {"model": "tiny", "messages": messages, "max_tokens": 4, "n": 2, "seed": 3, "logprobs": True}
-    answer = client.chat.completions.create(**asked, top_logprobs=2)
-    for choice in answer.choices:
+    params = {"model": "tiny", "messages": messages, "max_tokens": 4, "n": 2, "seed": 3, "logprobs": True}
+    response = client.chat.completions.create(**params, top_logprobs=2)
+    for choice in response.choices:
         spelled = bytes(byte for entry in choice.logprobs.content for byte in entry.bytes)
         assert spelled.decode(errors="replace") == choice.message.content
         for entry in choice.logprobs.content:
             assert len(entry.top_logprobs) == 2
             assert entry.logprob <= entry.top_logprobs[0].logprob + 1e-6 < 1e-3
             assert math.exp(entry.logprob) <= 1
-    streamed = list(client.chat.completions.create(**asked, stream=True))
+    streamed = list(client.chat.completions.create(**params, stream=True))
     names = defaultdict(list)
     for event in streamed:
         for choice in event.choices:
             names[choice.index] += [entry.token for entry in choice.logprobs.content] if choice.logprobs else []
-    assert names == {choice.index: [entry.token for entry in choice.logprobs.content] for choice in answer.choices}
+    assert names == {choice.index: [entry.token for entry in choice.logprobs.content] for choice in response.choices}
     assert all(
-        entry.top_logprobs == [] for entry in client.chat.completions.create(**asked).choices[0].logprobs.content
+        entry.top_logprobs == [] for entry in client.chat.completions.create(**params).choices[0].logprobs.content
     )
 
 
 def test_concurrent_async_clients(server, client):
     prompts = [f"Chapter {number}:" for number in range(8)]
-    asked = {"model": "tiny", "max_tokens": 8, "temperature": 0}
-    alone = [client.completions.create(prompt=prompt, **asked).choices[0].text for prompt in prompts]
+    params = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    expected = [client.completions.create(prompt=prompt, **params).choices[0].text for prompt in prompts]
 
     async def together() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0) as made:
 
             async def one(prompt: str) -> str:
-                stream = await made.completions.create(prompt=prompt, stream=True, **asked)
+                stream = await made.completions.create(prompt=prompt, stream=True, **params)
                 return "".join([event.choices[0].text async for event in stream])
 
             return await asyncio.gather(*map(one, prompts))
 
-    assert asyncio.run(together()) == alone
+    assert asyncio.run(together()) == expected
 
 
 def test_errors_raise_the_exceptions_of_the_client(client):
     user = [{"role": "user", "content": "Hello"}]
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as excinfo:
         client.chat.completions.create(model="tiny", messages=user, tools=[tool])
-    assert (refused.value.param, refused.value.code) == ("tools", "unsupported_parameter")
+    assert (excinfo.value.param, excinfo.value.code) == ("tools", "unsupported_parameter")
     with pytest.raises(openai.BadRequestError, match="response_format is not supported"):
         client.chat.completions.create(model="tiny", messages=user, response_format={"type": "json_object"})
     with pytest.raises(openai.BadRequestError, match="suffix is not supported"):
         client.completions.create(model="tiny", prompt="a", suffix="b")
     with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'"):
         client.completions.create(model="tiny", prompt="a", extra_body={"temperatur": 1})
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as excinfo:
         client.completions.create(model="tiny", prompt=[1] * 4096)
-    assert refused.value.code == "context_length_exceeded"
+    assert excinfo.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
         client.completions.create(model="gpt-4", prompt="a")
     with pytest.raises(openai.AuthenticationError):

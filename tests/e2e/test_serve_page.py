@@ -17,7 +17,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-PATIENCE = 60
+TIMEOUT_SECONDS = 60
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ class Page:
     def find(self, id: str):  # noqa: A002
         return self.browser.find_element(By.ID, id)
 
-    def until(self, holds):
-        return WebDriverWait(self.browser, PATIENCE, 0.05).until(lambda _: holds())
+    def until(self, condition):
+        return WebDriverWait(self.browser, TIMEOUT_SECONDS, 0.05).until(lambda _: condition())
 
     def turns(self) -> list[tuple[str, str]]:
         found = self.browser.find_elements(By.CSS_SELECTOR, "#turns li")
@@ -64,10 +64,10 @@ class Page:
         self.set("key", key)
         self.until(lambda: self.find("model").text == "tiny")
 
-    def say(self, words: str) -> None:
-        self.find("text").send_keys(words, Keys.ENTER)
+    def send(self, text: str) -> None:
+        self.find("text").send_keys(text, Keys.ENTER)
 
-    def at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         return self.find("turns").get_attribute("aria-busy") == "false"
 
 
@@ -89,20 +89,20 @@ def test_a_conversation_streams_and_survives_a_reload(page: Page, server: Runnin
     page.set("temperature", "0")
     page.set("tokens", "12")
     page.set("system", "Be brief.")
-    page.say("Hello")
-    page.until(lambda: page.at_rest() and len(page.turns()) == 2)
-    (_, asked), (_, first) = page.turns()
-    assert asked == "Hello"
+    page.send("Hello")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+    (_, sent), (_, first) = page.turns()
+    assert sent == "Hello"
     assert page.browser.find_element(By.CSS_SELECTOR, "#turns .assistant p").is_displayed()
-    page.say("And then?")
-    page.until(lambda: page.at_rest() and len(page.turns()) == 4)
+    page.send("And then?")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 4)
     assert [role for role, _ in page.turns()] == ["user", "assistant"] * 2
-    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    body = {"model": "tiny", "messages": said, "temperature": 0, "max_tokens": 12}
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 12}
     with server.client() as client:
         plain = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
         assert first == plain
-        said += [{"role": "assistant", "content": plain}, {"role": "user", "content": "And then?"}]
+        messages += [{"role": "assistant", "content": plain}, {"role": "user", "content": "And then?"}]
         longer = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
     assert page.turns()[3][1] == longer
     page.browser.refresh()
@@ -116,12 +116,12 @@ def test_a_conversation_streams_and_survives_a_reload(page: Page, server: Runnin
 
 def test_the_stop_button_stops_generation(page: Page, server: Running):
     page.enter(server.key)
-    page.say("Tell me everything")
+    page.send("Tell me everything")
     page.until(lambda: len(page.turns()) == 2 and len(page.turns()[1][1]) > 20)
     assert page.find("stop").is_displayed()
     assert not page.find("send").is_displayed()
     page.find("stop").click()
-    page.until(page.at_rest)
+    page.until(page.is_idle)
     assert page.find("status").text == "Stopped."
     assert page.find("send").is_displayed()
     server.wait_until_idle()
@@ -131,10 +131,10 @@ def test_the_stop_button_stops_generation(page: Page, server: Running):
 def test_markup_is_shown_as_text(page: Page, server: Running):
     page.enter(server.key)
     page.set("tokens", "2")
-    words = "<img src=x onerror=\"document.title='caught'\"><b>bold</b> &amp; done"
-    page.say(words)
-    page.until(lambda: page.at_rest() and len(page.turns()) == 2)
-    assert page.turns()[0] == ("user", words)
+    text = "<img src=x onerror=\"document.title='caught'\"><b>bold</b> &amp; done"
+    page.send(text)
+    page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+    assert page.turns()[0] == ("user", text)
     assert page.browser.find_elements(By.CSS_SELECTOR, "#turns img, #turns b") == []
     assert page.browser.title == "Whimbrel"
 
@@ -142,7 +142,7 @@ def test_markup_is_shown_as_text(page: Page, server: Running):
 def test_an_error_is_shown_and_the_message_restored(page: Page, server: Running):
     page.enter(server.key)
     page.set("temperature", "9")
-    page.say("Hello")
+    page.send("Hello")
     page.until(lambda: "temperature" in page.find("status").text)
     assert page.turns() == []
     assert page.find("text").get_attribute("value") == "Hello"
@@ -192,6 +192,6 @@ def test_a_conversation_longer_than_the_context_drops_its_oldest_messages(page: 
     )
     page.browser.refresh()
     page.until(lambda: page.find("model").text == "tiny")
-    page.say("Hello")
-    page.until(lambda: page.at_rest() and len(page.turns()) == 4)
+    page.send("Hello")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 4)
     assert "oldest messages were left out" in page.find("status").text

@@ -1,4 +1,4 @@
-"""Schemathesis against the server's OpenAPI document: what it allows is answered, what it forbids is refused."""
+"""Schemathesis against the server's OpenAPI document: what it allows is accepted, what it forbids is rejected."""
 
 from __future__ import annotations
 

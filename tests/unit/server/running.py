@@ -52,10 +52,10 @@ class FaultyEngine:
         return self.engine.stats()
 
 
-def wait_for(holds: Callable[[], bool]) -> None:
-    """Poll until `holds` returns true."""
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Poll until `condition` returns true."""
     deadline = time.monotonic() + 30
-    while not holds():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 

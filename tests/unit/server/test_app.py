@@ -22,59 +22,60 @@ from whimbrel.server.worker import MAX_STEP_FAILURES
 from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-SHORT = {"model": "tiny", "prompt": "Once", "max_tokens": 3}
+COMPLETION_BODY = {"model": "tiny", "prompt": "Once", "max_tokens": 3}
 
 
-def error(answer) -> tuple[int, str]:
-    return answer.status_code, answer.json()["error"]["code"]
+def error(response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
 
 
 def test_requests_over_the_limit_get_429(served: ServedModel):
     with running(served, max_requests=2) as run:
         run.engine.unblock.clear()
-        waiting = [
-            threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": SHORT}) for _ in range(2)
+        threads = [
+            threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": COMPLETION_BODY})
+            for _ in range(2)
         ]
-        for each in waiting:
+        for each in threads:
             each.start()
         wait_for(lambda: run.service.requests.active == 2)
-        answer = run.client.post(COMPLETIONS, json=SHORT)
-        assert error(answer) == (429, "too_many_requests")
-        assert answer.headers["Retry-After"] == "1"
+        response = run.client.post(COMPLETIONS, json=COMPLETION_BODY)
+        assert error(response) == (429, "too_many_requests")
+        assert response.headers["Retry-After"] == "1"
         assert run.client.get("/health").status_code == 200
         run.engine.unblock.set()
-        for each in waiting:
+        for each in threads:
             each.join()
-        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+        assert run.client.post(COMPLETIONS, json=COMPLETION_BODY).status_code == 200
 
 
 def test_a_slow_prompt_does_not_block_other_requests(served: ServedModel, monkeypatch: pytest.MonkeyPatch):
-    begun, unblock, read = threading.Event(), threading.Event(), ServedModel.encode_prompts
+    started, unblock, read = threading.Event(), threading.Event(), ServedModel.encode_prompts
 
-    def slow(*given):
-        begun.set()
+    def slow_encode(*given):
+        started.set()
         unblock.wait(30)
         return read(*given)
 
-    monkeypatch.setattr(ServedModel, "encode_prompts", slow)
+    monkeypatch.setattr(ServedModel, "encode_prompts", slow_encode)
     with running(served) as run:
-        waiting = threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": SHORT})
-        waiting.start()
-        begun.wait(30)
+        thread = threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": COMPLETION_BODY})
+        thread.start()
+        started.wait(30)
         assert run.client.get("/health").status_code == 200
-        assert waiting.is_alive()
+        assert thread.is_alive()
         unblock.set()
-        waiting.join()
+        thread.join()
 
 
 def test_special_tokens_in_a_prompt_are_parsed_unless_parse_special_is_false(served: ServedModel):
     text = "a<|endoftext|>b"
     with running(served) as run:
-        for asked, tokens in (({}, 3), ({"parse_special": True}, 3), ({"parse_special": False}, 9)):
-            body = {"model": "tiny", "prompt": text, "max_tokens": 1, "echo": True, "logprobs": 0, **asked}
-            answer = run.client.post(COMPLETIONS, json=body).json()
-            assert answer["usage"]["prompt_tokens"] == tokens
-            [choice] = answer["choices"]
+        for options, tokens in (({}, 3), ({"parse_special": True}, 3), ({"parse_special": False}, 9)):
+            body = {"model": "tiny", "prompt": text, "max_tokens": 1, "echo": True, "logprobs": 0, **options}
+            response = run.client.post(COMPLETIONS, json=body).json()
+            assert response["usage"]["prompt_tokens"] == tokens
+            [choice] = response["choices"]
             assert choice["text"].startswith(text)
             offsets, names = choice["logprobs"]["text_offset"][:tokens], choice["logprobs"]["tokens"][:tokens]
             assert all(text.startswith(name, at) for name, at in zip(names, offsets, strict=True))
@@ -85,26 +86,26 @@ def test_an_endless_chat_template_does_not_block_completions(served: ServedModel
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate("{% if messages | length > 1 %}" + endless + "{% endif %}" + DEFAULT_CHAT_TEMPLATE.source)
     with running(replace(served, chat_template=template)) as run:
-        many = TALK | {"messages": TALK["messages"] * 2}
+        long_chat = CHAT_BODY | {"messages": CHAT_BODY["messages"] * 2}
         for _ in range(7):
             with pytest.raises(httpx.ReadTimeout):
-                run.client.post(CHAT, json=many, timeout=0.1)
-        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+                run.client.post(CHAT, json=long_chat, timeout=0.1)
+        assert run.client.post(COMPLETIONS, json=COMPLETION_BODY).status_code == 200
         assert run.client.get("/health").status_code == 200
-        assert run.client.post(CHAT, json=TALK, timeout=120).status_code == 200
-        answer = run.client.post(CHAT, json=many, timeout=120)
-        assert error(answer) == (400, "invalid_value")
-        assert "CPU time" in answer.json()["error"]["message"]
+        assert run.client.post(CHAT, json=CHAT_BODY, timeout=120).status_code == 200
+        response = run.client.post(CHAT, json=long_chat, timeout=120)
+        assert error(response) == (400, "invalid_value")
+        assert "CPU time" in response.json()["error"]["message"]
 
 
 def test_prompts_are_encoded_by_a_bounded_number_of_threads(served: ServedModel, monkeypatch: pytest.MonkeyPatch):
-    running_now, most_at_once, lock, read = [0], [0], threading.Lock(), ServedModel.encode_prompts
+    running_now, maximum, lock, read = [0], [0], threading.Lock(), ServedModel.encode_prompts
     full = threading.Event()
 
-    def slow(*given):
+    def slow_encode(*given):
         with lock:
             running_now[0] += 1
-            most_at_once[0] = max(running_now[0], most_at_once[0])
+            maximum[0] = max(running_now[0], maximum[0])
             if running_now[0] == ENCODER_THREADS:
                 full.set()
         full.wait(30)
@@ -112,16 +113,17 @@ def test_prompts_are_encoded_by_a_bounded_number_of_threads(served: ServedModel,
             running_now[0] -= 1
         return read(*given)
 
-    monkeypatch.setattr(ServedModel, "encode_prompts", slow)
+    monkeypatch.setattr(ServedModel, "encode_prompts", slow_encode)
     with running(served) as run:
-        waiting = [
-            threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": SHORT}) for _ in range(8)
+        threads = [
+            threading.Thread(target=run.client.post, args=[COMPLETIONS], kwargs={"json": COMPLETION_BODY})
+            for _ in range(8)
         ]
-        for each in waiting:
+        for each in threads:
             each.start()
-        for each in waiting:
+        for each in threads:
             each.join()
-    assert most_at_once[0] == ENCODER_THREADS
+    assert maximum[0] == ENCODER_THREADS
 
 
 def test_an_expensive_body_is_rejected_before_parsing(served: ServedModel, monkeypatch: pytest.MonkeyPatch):
@@ -135,36 +137,39 @@ def test_an_expensive_body_is_rejected_before_parsing(served: ServedModel, monke
     monkeypatch.setattr(json, "loads", note)
     body = b'{"model": "tiny", "prompt": [' + b"[1]," * 830_000 + b"[1]]}"
     with running(served) as run:
-        answer = run.client.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
-        assert error(answer) == (400, "invalid_value")
+        response = run.client.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+        assert error(response) == (400, "invalid_value")
     assert max(parsed) < 1000
 
 
 def test_configured_limits_apply(served: ServedModel):
     with running(served, max_prompt_tokens=4, max_choices=3, max_body_bytes=200) as run:
-        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 5})) == (400, "context_length_exceeded")
-        assert run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 4}).status_code == 200
-        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": ["a", "b"], "n": 2})) == (
+        assert error(run.client.post(COMPLETIONS, json=COMPLETION_BODY | {"prompt": [1] * 5})) == (
+            400,
+            "context_length_exceeded",
+        )
+        assert run.client.post(COMPLETIONS, json=COMPLETION_BODY | {"prompt": [1] * 4}).status_code == 200
+        assert error(run.client.post(COMPLETIONS, json=COMPLETION_BODY | {"prompt": ["a", "b"], "n": 2})) == (
             400,
             "invalid_value",
         )
-        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": "a" * 200})) == (413, "too_large")
+        assert error(run.client.post(COMPLETIONS, json=COMPLETION_BODY | {"prompt": "a" * 200})) == (413, "too_large")
 
 
-TALK = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+CHAT_BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 
 
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [
-        (COMPLETIONS, SHORT | {"logit_bias": {"50257": 1}}, "logit_bias"),
-        (CHAT, TALK | {"logit_bias": {"50257": 1}}, "logit_bias"),
-        (COMPLETIONS, SHORT | {"n": 17}, "n"),
-        (COMPLETIONS, SHORT | {"prompt": [50257]}, "prompt"),
-        (COMPLETIONS, SHORT | {"prompt": [1] * 128}, "prompt"),
-        (CHAT, TALK | {"messages": [{"role": "user", "content": "so " * 128}]}, "messages"),
-        (CHAT, TALK | {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
-        (CHAT, TALK | {"messages": [{"role": "system", "content": "refuse"}]}, "messages"),
+        (COMPLETIONS, COMPLETION_BODY | {"logit_bias": {"50257": 1}}, "logit_bias"),
+        (CHAT, CHAT_BODY | {"logit_bias": {"50257": 1}}, "logit_bias"),
+        (COMPLETIONS, COMPLETION_BODY | {"n": 17}, "n"),
+        (COMPLETIONS, COMPLETION_BODY | {"prompt": [50257]}, "prompt"),
+        (COMPLETIONS, COMPLETION_BODY | {"prompt": [1] * 128}, "prompt"),
+        (CHAT, CHAT_BODY | {"messages": [{"role": "user", "content": "so " * 128}]}, "messages"),
+        (CHAT, CHAT_BODY | {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (CHAT, CHAT_BODY | {"messages": [{"role": "system", "content": "refuse"}]}, "messages"),
     ],
 )
 def test_errors_name_the_parameter(served: ServedModel, route: str, body: dict[str, object], param: str):
@@ -172,18 +177,18 @@ def test_errors_name_the_parameter(served: ServedModel, route: str, body: dict[s
         "{% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}" + DEFAULT_CHAT_TEMPLATE.source
     )
     with running(replace(served, chat_template=template)) as run:
-        answer = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == param
+        response = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
 
 
 def test_generation_stops_at_the_capacity_of_the_kv_cache(served: ServedModel):
     with running(served, pages=5) as run:
         assert run.client.get("/v1/models/tiny").json()["context_length"] == 64
-        body = TALK | {"logit_bias": {"50256": -100}}
-        answer = run.client.post(CHAT, json=body).json()
-        assert (answer["usage"]["total_tokens"], answer["choices"][0]["finish_reason"]) == (64, "length")
-        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 64})) == (
+        body = CHAT_BODY | {"logit_bias": {"50256": -100}}
+        response = run.client.post(CHAT, json=body).json()
+        assert (response["usage"]["total_tokens"], response["choices"][0]["finish_reason"]) == (64, "length")
+        assert error(run.client.post(COMPLETIONS, json=COMPLETION_BODY | {"prompt": [1] * 64})) == (
             400,
             "context_length_exceeded",
         )
@@ -191,14 +196,16 @@ def test_generation_stops_at_the_capacity_of_the_kv_cache(served: ServedModel):
 
 def test_generation_stops_at_the_context_length(served: ServedModel):
     with running(served) as run:
-        body = SHORT | {"prompt": [1] * 120, "max_tokens": 100, "logit_bias": {"50256": -100}}
-        answer = run.client.post(COMPLETIONS, json=body).json()
-        assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (8, "length")
-        assert error(run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 128})) == (
+        body = COMPLETION_BODY | {"prompt": [1] * 120, "max_tokens": 100, "logit_bias": {"50256": -100}}
+        response = run.client.post(COMPLETIONS, json=body).json()
+        assert (response["usage"]["completion_tokens"], response["choices"][0]["finish_reason"]) == (8, "length")
+        assert error(run.client.post(COMPLETIONS, json=COMPLETION_BODY | {"prompt": [1] * 128})) == (
             400,
             "context_length_exceeded",
         )
-        scored = run.client.post(COMPLETIONS, json=SHORT | {"prompt": [1] * 128, "max_tokens": 0, "echo": True})
+        scored = run.client.post(
+            COMPLETIONS, json=COMPLETION_BODY | {"prompt": [1] * 128, "max_tokens": 0, "echo": True}
+        )
         assert scored.json()["usage"] == {"prompt_tokens": 128, "completion_tokens": 0, "total_tokens": 128}
 
 
@@ -206,19 +213,19 @@ def test_generation_stops_at_the_context_length(served: ServedModel):
 def test_an_engine_failure_returns_an_error(served: ServedModel, stream: bool):
     with running(served) as run:
         run.engine.failing = 1
-        answer = run.client.post(COMPLETIONS, json=SHORT | {"stream": stream})
-        assert answer.status_code == (200 if stream else 500)
-        assert json.loads(answer.text.removeprefix("data: "))["error"]["code"] == "engine_failed"
+        response = run.client.post(COMPLETIONS, json=COMPLETION_BODY | {"stream": stream})
+        assert response.status_code == (200 if stream else 500)
+        assert json.loads(response.text.removeprefix("data: "))["error"]["code"] == "engine_failed"
         assert run.client.get("/health").status_code == 200
-        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+        assert run.client.post(COMPLETIONS, json=COMPLETION_BODY).status_code == 200
 
 
 def test_health_returns_503_while_the_engine_keeps_failing(served: ServedModel):
     with running(served) as run:
         run.engine.failing = 3
-        assert [run.client.post(COMPLETIONS, json=SHORT).status_code for _ in range(3)] == [500] * 3
+        assert [run.client.post(COMPLETIONS, json=COMPLETION_BODY).status_code for _ in range(3)] == [500] * 3
         assert error(run.client.get("/health")) == (503, "engine_failed")
-        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+        assert run.client.post(COMPLETIONS, json=COMPLETION_BODY).status_code == 200
         assert run.client.get("/health").json() == {"status": "ok"}
 
 
@@ -232,27 +239,27 @@ def test_non_finite_logits_fail_requests_and_health(served: ServedModel, value: 
                 weight.fill_(value)
             for failures in range(MAX_STEP_FAILURES):
                 assert run.client.get("/health").status_code == 200
-                answer = run.client.post(COMPLETIONS, json=SHORT)
-                assert error(answer) == (500, "engine_failed")
-                assert "non-finite logits" in answer.json()["error"]["message"]
+                response = run.client.post(COMPLETIONS, json=COMPLETION_BODY)
+                assert error(response) == (500, "engine_failed")
+                assert "non-finite logits" in response.json()["error"]["message"]
                 assert caplog.text.count("the model produced non-finite logits") == failures + 1
         finally:
             with torch.no_grad():
                 weight.copy_(kept)
         assert error(run.client.get("/health")) == (503, "engine_failed")
-        assert run.client.post(COMPLETIONS, json=SHORT).status_code == 200
+        assert run.client.post(COMPLETIONS, json=COMPLETION_BODY).status_code == 200
         assert run.client.get("/health").status_code == 200
 
 
 def test_access_log_has_one_line_per_request(served: ServedModel, caplog):
     with caplog.at_level(logging.INFO, "whimbrel.server"), running(served) as run:
-        run.client.post(COMPLETIONS, json=SHORT | {"logit_bias": {"50256": -100}, "user": "a\nb"})
-        run.client.post(CHAT, json=TALK | {"max_tokens": 2, "stream": True, "logit_bias": {"50256": -100}})
+        run.client.post(COMPLETIONS, json=COMPLETION_BODY | {"logit_bias": {"50256": -100}, "user": "a\nb"})
+        run.client.post(CHAT, json=CHAT_BODY | {"max_tokens": 2, "stream": True, "logit_bias": {"50256": -100}})
         run.client.get("/v1/nothing%0Ahere?key=secret")
         run.client.get("/health")
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("whimbrel.server")]
     lines = [re.sub(r"[0-9.]+ ms", "T", line) for line in lines]
-    prompt = len(served.encode_chat(TALK["messages"], 100).ids)
+    prompt = len(served.encode_chat(CHAT_BODY["messages"], 100).ids)
     assert sorted(lines) == [
         "127.0.0.1 GET /health 200 T",
         "127.0.0.1 GET /v1/nothing%0Ahere 404 T",
@@ -264,36 +271,36 @@ def test_access_log_has_one_line_per_request(served: ServedModel, caplog):
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models", "/health", "/", "/nothing"])
 def test_options_requires_the_key(served: ServedModel, path: str):
     with running(served, api_key="k") as run:
-        refused = run.client.options(path, headers={"Authorization": "Bearer wrong"})
-        assert error(refused) == (401, "invalid_api_key")
+        rejected = run.client.options(path, headers={"Authorization": "Bearer wrong"})
+        assert error(rejected) == (401, "invalid_api_key")
         assert run.client.options(path).status_code in (404, 405)
 
 
 @pytest.mark.parametrize(
     ("route", "body"),
     [
-        (COMPLETIONS, SHORT | {"\ud800": 1}),
-        (COMPLETIONS, SHORT | {"stream": True, "stream_options": {"\ud800": 1}}),
-        (COMPLETIONS, SHORT | {"logit_bias": {"\ud800": 1}}),
-        (COMPLETIONS, SHORT | {"user": "\ud800"}),
+        (COMPLETIONS, COMPLETION_BODY | {"\ud800": 1}),
+        (COMPLETIONS, COMPLETION_BODY | {"stream": True, "stream_options": {"\ud800": 1}}),
+        (COMPLETIONS, COMPLETION_BODY | {"logit_bias": {"\ud800": 1}}),
+        (COMPLETIONS, COMPLETION_BODY | {"user": "\ud800"}),
         (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": "a", "\ud800": 1}]}),
         (CHAT, {"model": "tiny", "messages": [{"role": "\ud800", "content": "a"}]}),
     ],
 )
 def test_a_lone_surrogate_anywhere_in_a_body_is_a_bad_request(served: ServedModel, route: str, body: dict[str, object]):
     with running(served) as run:
-        answer = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
-        assert error(answer)[0] == 400
+        response = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        assert error(response)[0] == 400
 
 
 @pytest.mark.parametrize("digits", [20, 400, 4300, 4301])
 @pytest.mark.parametrize("field", ["prompt", "n", "seed", "max_tokens", "temperature", "model"])
 def test_an_integer_of_any_length_is_a_bad_request(served: ServedModel, field: str, digits: int):
-    body = json.dumps(SHORT | {field: "X"}).replace('"X"', "9" * digits)
+    body = json.dumps(COMPLETION_BODY | {field: "X"}).replace('"X"', "9" * digits)
     with running(served) as run:
-        answer = run.client.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
-        assert error(answer)[0] == 400
-        assert len(answer.text) < 500
+        response = run.client.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+        assert error(response)[0] == 400
+        assert len(response.text) < 500
 
 
 def test_allowed_hosts_on_loopback(served: ServedModel):
@@ -325,12 +332,12 @@ def test_no_route_requires_a_key_if_none_is_configured(served: ServedModel):
 def test_shutdown_stops_requests_after_drain_seconds(served: ServedModel):
     with running(served, drain_seconds=0.1) as run:
         run.engine.unblock.clear()
-        with run.client.stream("POST", COMPLETIONS, json=SHORT | {"stream": True}) as answer:
+        with run.client.stream("POST", COMPLETIONS, json=COMPLETION_BODY | {"stream": True}) as response:
             loop = run.service.worker._loop
             loop.call_soon_threadsafe(run.server.stop)
             wait_for(lambda: run.server.should_exit)
             run.engine.unblock.set()
-            lines = [line for line in answer.iter_lines() if line]
+            lines = [line for line in response.iter_lines() if line]
         assert "engine_ended" in lines[-1] or lines[-1] == "data: [DONE]"
         run.thread.join(20)
         assert not run.thread.is_alive()
@@ -338,7 +345,7 @@ def test_shutdown_stops_requests_after_drain_seconds(served: ServedModel):
 
 def test_metrics_count_requests_and_tokens(served: ServedModel):
     with running(served) as run:
-        run.client.post(COMPLETIONS, json=SHORT | {"logit_bias": {"50256": -100}})
+        run.client.post(COMPLETIONS, json=COMPLETION_BODY | {"logit_bias": {"50256": -100}})
         run.client.get("/v1/no-such-thing")
         text = run.client.get("/metrics").text
         assert "whimbrel_engine_new_tokens_total 3.0" in text

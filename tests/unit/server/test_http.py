@@ -23,8 +23,8 @@ from whimbrel.server.served_model import ServedModel
 def test_connections_have_tcp_nodelay():
     with bind_socket(ServeConfig(port=0)) as sock:
         sock.listen()
-        with socket.create_connection(sock.getsockname()), sock.accept()[0] as line:
-            assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        with socket.create_connection(sock.getsockname()), sock.accept()[0] as conn:
+            assert conn.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_bound_socket_refuses_connections_until_served():
@@ -70,10 +70,10 @@ def test_a_connection_gets_503_when_all_others_are_busy(served: ServedModel):
         for each in busy:
             each.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_for(lambda: run.service.requests.active == 2)
-        with connect(run) as line:
-            answer = line.makefile("rb").read()
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b"too_many_connections" in answer
+        with connect(run) as conn:
+            response = conn.makefile("rb").read()
+        assert response.startswith(b"HTTP/1.1 503 ")
+        assert b"too_many_connections" in response
         run.engine.unblock.set()
         for each in busy:
             assert each.recv(4096).startswith(b"HTTP/1.1 200 ")
@@ -95,12 +95,12 @@ def test_an_unfinished_body_does_not_delay_shutdown(served: ServedModel, request
     head = (
         f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{{"
     )
-    with running(served, body_seconds=600, drain_seconds=600) as run, connect(run) as line:
-        line.sendall(head.encode())
+    with running(served, body_seconds=600, drain_seconds=600) as run, connect(run) as conn:
+        conn.sendall(head.encode())
         wait_for(lambda: bool(run.server.server_state.tasks))
         run.service.worker._loop.call_soon_threadsafe(run.server.stop)
-        answer = line.makefile("rb").read()  # to its end: the connection is closed
-        assert answer.startswith((b"HTTP/1.1 503 ", b"HTTP/1.1 404 "))
+        response = conn.makefile("rb").read()  # to its end: the connection is closed
+        assert response.startswith((b"HTTP/1.1 503 ", b"HTTP/1.1 404 "))
         run.thread.join(60)
         assert not run.thread.is_alive()
 
@@ -110,19 +110,19 @@ def test_an_unfinished_body_does_not_delay_shutdown(served: ServedModel, request
 def test_an_unfinished_body_that_no_route_reads_closes_the_connection(
     served: ServedModel, request_line: str, framing: str
 ):
-    with running(served) as run, connect(run) as line:
-        line.sendall(f"{request_line} HTTP/1.1\r\nHost: localhost\r\n{framing}\r\n\r\n1\r\na".encode())
-        answer = line.makefile("rb").read()
-        assert answer.startswith(b"HTTP/1.1 ")
-        assert b"connection: close" in answer.lower()
+    with running(served) as run, connect(run) as conn:
+        conn.sendall(f"{request_line} HTTP/1.1\r\nHost: localhost\r\n{framing}\r\n\r\n1\r\na".encode())
+        response = conn.makefile("rb").read()
+        assert response.startswith(b"HTTP/1.1 ")
+        assert b"connection: close" in response.lower()
 
 
 def test_a_complete_body_that_no_route_reads_keeps_the_connection_open(served: ServedModel):
     with running(served) as run:
         assert run.client.request("GET", "/health", content=b"ignored").status_code == 200
-        answer = run.client.request("GET", "/health", content=iter([b"ignored"] * 3))
-        assert answer.status_code == 200
-        assert "connection" not in answer.headers
+        response = run.client.request("GET", "/health", content=iter([b"ignored"] * 3))
+        assert response.status_code == 200
+        assert "connection" not in response.headers
 
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -135,7 +135,7 @@ async def app(scope, receive, send):
 
 
 @pytest.fixture
-def talk(monkeypatch):
+def exchange(monkeypatch):
     """Sends pieces 0.1 s apart; returns what was received until the connection closed, and how many were sent."""
     monkeypatch.setattr(http, "HEADER_SECONDS", 0.2)
 
@@ -162,19 +162,19 @@ def talk(monkeypatch):
     return lambda *pieces: asyncio.run(run(list(pieces)))
 
 
-def test_a_silent_connection_is_closed(talk):
-    assert talk() == (b"", 0)
+def test_a_silent_connection_is_closed(exchange):
+    assert exchange() == (b"", 0)
 
 
-def test_a_connection_that_never_finishes_its_headers_is_closed(talk):
-    found, sent = talk(b"GET / HTTP/1.1\r\n", *[b"X: a\r\n"] * 200)
-    assert found == b""
+def test_a_connection_that_never_finishes_its_headers_is_closed(exchange):
+    received, sent = exchange(b"GET / HTTP/1.1\r\n", *[b"X: a\r\n"] * 200)
+    assert received == b""
     assert sent < 100
 
 
-def test_a_slow_response_does_not_count_against_the_header_timeout(talk):
-    found, _ = talk(REQUEST[:20], REQUEST[20:], b"", b"", b"", b"", REQUEST, b"", b"", b"", b"GET / HTTP")
-    assert found.count(b"200 OK") == 2
+def test_a_slow_response_does_not_count_against_the_header_timeout(exchange):
+    received, _ = exchange(REQUEST[:20], REQUEST[20:], b"", b"", b"", b"", REQUEST, b"", b"", b"", b"GET / HTTP")
+    assert received.count(b"200 OK") == 2
 
 
 @pytest.mark.parametrize(
@@ -185,28 +185,30 @@ def test_a_slow_response_does_not_count_against_the_header_timeout(talk):
         b"POST / HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
     ],
 )
-def test_content_length_with_transfer_encoding_is_rejected(talk, head: bytes):
-    found, _ = talk(head + b"0\r\n\r\n" + REQUEST)
-    assert found.startswith(b"HTTP/1.1 400 ")
-    assert found.count(b"HTTP/1.1 ") == 1
-    assert b"not both" in found
+def test_content_length_with_transfer_encoding_is_rejected(exchange, head: bytes):
+    received, _ = exchange(head + b"0\r\n\r\n" + REQUEST)
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert received.count(b"HTTP/1.1 ") == 1
+    assert b"not both" in received
 
 
-def test_a_body_of_too_many_chunks_is_rejected(talk, caplog):
+def test_a_body_of_too_many_chunks_is_rejected(exchange, caplog):
     head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-    found, _ = talk(head + b"1\r\na\r\n" * http.MAX_CHUNKS + b"0\r\n\r\n")
-    assert found.startswith(b"HTTP/1.1 200 ")
-    found, _ = talk(head, b"1\r\na\r\n" * (http.MAX_CHUNKS + 1))
-    assert found.startswith(b"HTTP/1.1 413 ")
-    assert found.count(b"HTTP/1.1 ") == 1
+    received, _ = exchange(head + b"1\r\na\r\n" * http.MAX_CHUNKS + b"0\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 200 ")
+    received, _ = exchange(head, b"1\r\na\r\n" * (http.MAX_CHUNKS + 1))
+    assert received.startswith(b"HTTP/1.1 413 ")
+    assert received.count(b"HTTP/1.1 ") == 1
     assert "Traceback" not in caplog.text
 
 
-def test_invalid_http_is_rejected_even_after_a_response(talk, caplog):
-    found, _ = talk(b"nonsense\r\n\r\n")
-    assert found.startswith(b"HTTP/1.1 400 ")
-    assert b'"code": "invalid_http"' in found
+def test_invalid_http_is_rejected_even_after_a_response(exchange, caplog):
+    received, _ = exchange(b"nonsense\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert b'"code": "invalid_http"' in received
     head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-    found, _ = talk(head, b"1\r\na\r\n", b"", b"", b"", b"", b"nonsense\r\n")  # the answer comes before the end
-    assert found.count(b"HTTP/1.1 ") == 1
+    received, _ = exchange(
+        head, b"1\r\na\r\n", b"", b"", b"", b"", b"nonsense\r\n"
+    )  # the response comes before the end
+    assert received.count(b"HTTP/1.1 ") == 1
     assert "Traceback" not in caplog.text

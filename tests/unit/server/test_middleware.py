@@ -29,30 +29,32 @@ PATH = "/v1/completions"
 class Client:
     """One ASGI request: the messages to receive, and those that were sent."""
 
-    def __init__(self, *bodies: bytes, whole: bool = True, kind: str = "application/json", stays: bool = True) -> None:
-        headers = [(b"content-type", kind.encode())]
+    def __init__(
+        self, *bodies: bytes, complete: bool = True, content_type: str = "application/json", connected: bool = True
+    ) -> None:
+        headers = [(b"content-type", content_type.encode())]
         headers.append((b"transfer-encoding", b"chunked"))
         self.scope = {"type": "http", "method": "POST", "path": PATH, "headers": headers}
         last = len(bodies) - 1
         self.messages = [
-            {"type": "http.request", "body": body, "more_body": not whole or index < last}
+            {"type": "http.request", "body": body, "more_body": not complete or index < last}
             for index, body in enumerate(bodies)
         ]
-        self.left = asyncio.Event()
-        if not stays:
-            self.left.set()
+        self.disconnected = asyncio.Event()
+        if not connected:
+            self.disconnected.set()
         self.sent: list[dict] = []
-        self.reads = asyncio.Event()
-        self.reads.set()
+        self.can_send = asyncio.Event()
+        self.can_send.set()
 
     async def receive(self) -> dict:
         if self.messages:
             return self.messages.pop(0)
-        await self.left.wait()
+        await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: dict) -> None:
-        await self.reads.wait()
+        await self.can_send.wait()
         self.sent.append(message)
 
     @property
@@ -68,30 +70,30 @@ class App:
     """Responds with the request body, or forever."""
 
     def __init__(self, *, endless: bool = False) -> None:
-        self.endless, self.begun, self.undone, self.given = endless, asyncio.Event(), 0, b""
+        self.endless, self.started, self.cleanups, self.body_received = endless, asyncio.Event(), 0, b""
 
-    def undo(self) -> None:
-        self.undone += 1
+    def clean_up(self) -> None:
+        self.cleanups += 1
 
     async def __call__(self, scope, receive, send) -> None:
-        self.given = (await receive())["body"]
-        on_request_end(scope, self.undo)
-        self.begun.set()
+        self.body_received = (await receive())["body"]
+        on_request_end(scope, self.clean_up)
+        self.started.set()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while self.endless:
             await send({"type": "http.response.body", "body": b"more", "more_body": True})
             await asyncio.sleep(0.001)
-        await send({"type": "http.response.body", "body": self.given})
+        await send({"type": "http.response.body", "body": self.body_received})
 
 
-def take(make_client, app_options=None, act=None, **settings) -> tuple[Client, App, RequestTracker]:
+def run_middleware(make_client, app_options=None, action=None, **settings) -> tuple[Client, App, RequestTracker]:
     async def run() -> tuple[Client, App, RequestTracker]:
         client, app, requests = make_client(), App(**(app_options or {})), RequestTracker()
         intake = BodyMiddleware(app, ServeConfig(**settings), requests, [PATH])
         async with asyncio.timeout(20):
             work = asyncio.create_task(intake(client.scope, client.receive, client.send))
-            if act is not None:
-                await act(client, app)
+            if action is not None:
+                await action(client, app)
             await work
             await requests.wait_idle()
         return client, app, requests
@@ -100,48 +102,48 @@ def take(make_client, app_options=None, act=None, **settings) -> tuple[Client, A
 
 
 def test_a_chunked_body_reaches_the_app_complete():
-    client, app, requests = take(lambda: Client(b"{", b"1", b"}"))
-    assert (client.status, app.given, app.undone, requests.active) == (200, b"{1}", 1, 0)
+    client, app, requests = run_middleware(lambda: Client(b"{", b"1", b"}"))
+    assert (client.status, app.body_received, app.cleanups, requests.active) == (200, b"{1}", 1, 0)
 
 
 def test_chunks_that_exceed_the_size_limit_in_total_get_413():
-    client, app, _ = take(lambda: Client(b"a" * 6, b"a" * 6), max_body_bytes=10)
-    assert (client.status, client.code, app.begun.is_set()) == (413, "too_large", False)
+    client, app, _ = run_middleware(lambda: Client(b"a" * 6, b"a" * 6), max_body_bytes=10)
+    assert (client.status, client.code, app.started.is_set()) == (413, "too_large", False)
 
 
 def test_a_body_that_does_not_arrive_gets_408():
-    client, app, _ = take(lambda: Client(b"{", whole=False), body_seconds=0.05)
-    assert (client.status, client.code, app.begun.is_set()) == (408, "body_timeout", False)
+    client, app, _ = run_middleware(lambda: Client(b"{", complete=False), body_seconds=0.05)
+    assert (client.status, client.code, app.started.is_set()) == (408, "body_timeout", False)
 
 
 def test_another_content_type_gets_415():
-    client, _, _ = take(lambda: Client(b"a", kind="text/plain"))
+    client, _, _ = run_middleware(lambda: Client(b"a", content_type="text/plain"))
     assert (client.status, client.code) == (415, "unsupported_media_type")
-    assert take(lambda: Client(b"{}", kind="Application/JSON; charset=utf-8"))[0].status == 200
+    assert run_middleware(lambda: Client(b"{}", content_type="Application/JSON; charset=utf-8"))[0].status == 200
 
 
 def test_a_client_that_disconnects_while_sending_its_body():
-    client, app, requests = take(lambda: Client(b"{", whole=False, stays=False))
-    assert (client.sent, app.begun.is_set(), requests.active) == ([], False, 0)
+    client, app, requests = run_middleware(lambda: Client(b"{", complete=False, connected=False))
+    assert (client.sent, app.started.is_set(), requests.active) == ([], False, 0)
 
 
 def test_a_disconnect_cancels_the_app():
     async def leave(client: Client, app: App) -> None:
-        await app.begun.wait()
-        client.left.set()
+        await app.started.wait()
+        client.disconnected.set()
 
-    client, app, requests = take(lambda: Client(b"{}"), {"endless": True}, leave)
-    assert (client.status, app.undone, requests.active) == (200, 1, 0)
+    client, app, requests = run_middleware(lambda: Client(b"{}"), {"endless": True}, leave)
+    assert (client.status, app.cleanups, requests.active) == (200, 1, 0)
     assert client.sent[-1].get("more_body")
 
 
 def test_a_client_that_stops_reading_cancels_the_app():
     async def stall(client: Client, app: App) -> None:
-        await app.begun.wait()
-        client.reads.clear()
+        await app.started.wait()
+        client.can_send.clear()
 
-    _, app, requests = take(lambda: Client(b"{}"), {"endless": True}, stall, stall_seconds=0.05)
-    assert (app.undone, requests.active) == (1, 0)
+    _, app, requests = run_middleware(lambda: Client(b"{}"), {"endless": True}, stall, stall_seconds=0.05)
+    assert (app.cleanups, requests.active) == (1, 0)
 
 
 def test_exceptions_of_the_app_propagate():
@@ -158,7 +160,7 @@ def test_exceptions_of_the_app_propagate():
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         (b'{"prompt": [' + b"[1]," * 830_000 + b"[1]]}", f"{MAX_CONTAINERS} lists and objects"),
         (b'{"prompt": [' + b'"",' * 830_000 + b'""]}', f"{MAX_STRINGS} strings"),
@@ -171,10 +173,10 @@ def test_exceptions_of_the_app_propagate():
     ],
     ids=range(8),
 )
-def test_a_body_that_is_expensive_to_parse_is_rejected(body: bytes, words: str):
-    with pytest.raises(ApiError, match=words) as refused:
+def test_a_body_that_is_expensive_to_parse_is_rejected(body: bytes, message: str):
+    with pytest.raises(ApiError, match=message) as excinfo:
         check_json_structure(body)
-    assert refused.value.status == 400
+    assert excinfo.value.status == 400
 
 
 @pytest.mark.parametrize(

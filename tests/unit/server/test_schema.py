@@ -14,21 +14,21 @@ from whimbrel.server.schema import ChatCompletionRequest, CompletionRequest
 USER = [{"role": "user", "content": "a"}]
 
 
-def completion(**given) -> CompletionRequest:
-    return CompletionRequest.model_validate({"model": "tiny", "prompt": "a", **given})
+def completion(**fields) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "tiny", "prompt": "a", **fields})
 
 
-def chat(**given) -> ChatCompletionRequest:
-    return ChatCompletionRequest.model_validate({"model": "tiny", "messages": USER, **given})
+def chat(**fields) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"model": "tiny", "messages": USER, **fields})
 
 
-def fault(error: ValidationError) -> tuple[str, str | None, str | None]:
+def error_of(error: ValidationError) -> tuple[str, str | None, str | None]:
     found = from_validation_errors(error.errors())
     return str(found), found.param, found.code
 
 
 @pytest.mark.parametrize(
-    ("given", "prompts"),
+    ("fields", "prompts"),
     [
         ("a", ["a"]),
         ("", [""]),
@@ -38,17 +38,17 @@ def fault(error: ValidationError) -> tuple[str, str | None, str | None]:
         ([[1], [2, 3]], [[1], [2, 3]]),
     ],
 )
-def test_prompt_formats(given, prompts):
-    assert completion(prompt=given).prompt == prompts
+def test_prompt_formats(fields, prompts):
+    assert completion(prompt=fields).prompt == prompts
 
 
 @pytest.mark.parametrize(
-    "given", [None, 1, True, {}, [], [[]], [[1], []], ["a", 1], [True], [1.5], [[1], "a"], [[["a"]]]]
+    "fields", [None, 1, True, {}, [], [[]], [[1], []], ["a", 1], [True], [1.5], [[1], "a"], [[["a"]]]]
 )
-def test_invalid_prompt_formats(given):
-    with pytest.raises(ValidationError) as refused:
-        completion(prompt=given)
-    assert fault(refused.value)[1] == "prompt"
+def test_invalid_prompt_formats(fields):
+    with pytest.raises(ValidationError) as excinfo:
+        completion(prompt=fields)
+    assert error_of(excinfo.value)[1] == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_invalid_prompt_formats(given):
     ],
 )
 def test_unsupported_options_are_rejected_by_name(name: str, value):
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(ValidationError) as excinfo:
         chat(**{name: value})
-    message, param, code = fault(refused.value)
+    message, param, code = error_of(excinfo.value)
     assert (param, code) == (name, "unsupported_parameter")
     assert f"{name} is not supported" in message
 
@@ -86,15 +86,15 @@ def test_neutral_values_must_have_the_right_type():
 
 
 def test_an_unknown_field_is_rejected_with_a_suggestion():
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(ValidationError) as excinfo:
         completion(max_token=5)
-    message, param, code = fault(refused.value)
+    message, param, code = error_of(excinfo.value)
     assert "did you mean 'max_tokens'" in message
     assert (param, code) == ("max_token", "unknown_parameter")
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {"temperature": "1"},
         {"temperature": True},
@@ -124,32 +124,32 @@ def test_an_unknown_field_is_rejected_with_a_suggestion():
         {"model": 1},
     ],
 )
-def test_values_of_the_wrong_type_or_range_are_rejected(given: dict):
-    with pytest.raises(ValidationError) as refused:
-        completion(**given)
-    message, param, _ = fault(refused.value)
-    assert param.partition(".")[0] in given
+def test_values_of_the_wrong_type_or_range_are_rejected(fields: dict):
+    with pytest.raises(ValidationError) as excinfo:
+        completion(**fields)
+    message, param, _ = error_of(excinfo.value)
+    assert param.partition(".")[0] in fields
     assert message.count("\n") == 0
 
 
 def test_integers_may_be_written_with_a_decimal_point():
-    asked = completion(n=2.0, seed=7.0, max_tokens=3.0, logit_bias={"5": -1})
-    assert (asked.n, asked.seed, asked.max_tokens, asked.logit_bias) == (2, 7, 3, {5: -1.0})
+    request = completion(n=2.0, seed=7.0, max_tokens=3.0, logit_bias={"5": -1})
+    assert (request.n, request.seed, request.max_tokens, request.logit_bias) == (2, 7, 3, {5: -1.0})
 
 
 def test_message_content_and_roles():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    answered = {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []}
-    asked = chat(messages=[{"role": "user", "content": parts}, answered])
-    assert [message.content for message in asked.messages] == ["ab", "c"]
+    replied = {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []}
+    request = chat(messages=[{"role": "user", "content": parts}, replied])
+    assert [message.content for message in request.messages] == ["ab", "c"]
     for broken in (
         {"role": "user", "content": [{"type": "image_url"}]},
         {"role": "other", "content": "a"},
         {"role": "user"},
     ):
-        with pytest.raises(ValidationError) as refused:
+        with pytest.raises(ValidationError) as excinfo:
             chat(messages=[broken])
-        assert fault(refused.value)[1].startswith("messages")
+        assert error_of(excinfo.value)[1].startswith("messages")
 
 
 def test_invalid_combinations_are_rejected():

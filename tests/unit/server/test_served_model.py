@@ -33,39 +33,39 @@ def test_special_tokens_in_a_text_prompt_are_parsed_unless_parse_special_is_fals
     [literal] = served.encode_prompts([text], 10, parse_special=False)
     assert literal.ids == tuple(served.tokenizer.encode(text))
     assert 50256 not in literal.ids
-    said = served.encode_chat([{"role": "user", "content": text}], 50)
-    assert 50256 not in said.ids[1:]
+    user_message = served.encode_chat([{"role": "user", "content": text}], 50)
+    assert 50256 not in user_message.ids[1:]
 
 
 def test_an_empty_prompt_becomes_the_bos_token(served: ServedModel):
-    named = replace(served, bos_id=7)
-    assert named.encode_prompts([""], 10) == [Prompt("", (7,), (0,))]
+    model = replace(served, bos_id=7)
+    assert model.encode_prompts([""], 10) == [Prompt("", (7,), (0,))]
 
 
 @pytest.mark.parametrize("prompt", ["a b c d", [1, 2, 3, 4], "x" * 10_000])
 def test_a_prompt_over_the_limit_is_rejected(served: ServedModel, prompt):
-    with pytest.raises(ApiError, match="maximum prompt length is 3 tokens") as refused:
+    with pytest.raises(ApiError, match="maximum prompt length is 3 tokens") as excinfo:
         served.encode_prompts([prompt], 3)
-    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
+    assert (excinfo.value.param, excinfo.value.code) == ("prompt", "context_length_exceeded")
 
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of characters of each tokenizer call."""
-    seen: list[int] = []
+    calls: list[int] = []
     prompts, ids = Tokenizer.encode_prompts, Tokenizer._encode
 
     def encode_prompts(self, texts, **options):
-        seen.extend(map(len, texts))
+        calls.extend(map(len, texts))
         return prompts(self, texts, **options)
 
     def encode_ids(self, text):
-        seen.append(len(text))
+        calls.append(len(text))
         return ids(self, text)
 
     monkeypatch.setattr(Tokenizer, "encode_prompts", encode_prompts)
     monkeypatch.setattr(Tokenizer, "_encode", encode_ids)
-    return seen
+    return calls
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def normalizing(served: ServedModel) -> ServedModel:
     return replace(served, tokenizer=tokenizer)
 
 
-def said(text: str) -> list[dict[str, str]]:
+def user_message(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
@@ -89,12 +89,12 @@ def test_a_text_of_too_many_characters_is_rejected_before_encoding(served: Serve
 def test_the_character_limit_also_applies_with_a_normalizer(normalizing: ServedModel, encoded: list[int]):
     assert len(normalizing.encode_prompts(["e\u0301" * 3], 3)[0].ids) == 3  # 6 characters that become 3
     encoded.clear()
-    for refused in (
+    for encode in (
         lambda: normalizing.encode_prompts(["x" * 4_000_000], 100),
-        lambda: normalizing.encode_chat(said("x" * 4_000_000), 100),
+        lambda: normalizing.encode_chat(user_message("x" * 4_000_000), 100),
     ):
         with pytest.raises(ApiError, match="has 4000000 characters"):
-            refused()
+            encode()
     assert encoded == []
 
 
@@ -102,13 +102,16 @@ def test_the_character_limit_also_applies_with_a_normalizer(normalizing: ServedM
 def test_only_the_beginning_of_a_text_over_the_limit_is_encoded(
     served: ServedModel, normalizing: ServedModel, encoded: list[int], text: str
 ):
-    most = 2000
-    text = text[: most * 128]  # as long as the limit of characters allows
+    max_tokens = 2000
+    text = text[: max_tokens * 128]  # as long as the limit of characters allows
     for model in (served, normalizing):
-        for refused in (partial(model.encode_prompts, [text], most), partial(model.encode_chat, said(text), most)):
+        for encode in (
+            partial(model.encode_prompts, [text], max_tokens),
+            partial(model.encode_chat, user_message(text), max_tokens),
+        ):
             encoded.clear()
             with pytest.raises(ApiError, match="maximum prompt length is 2000 tokens") as error:
-                refused()
+                encode()
             assert error.value.code == "context_length_exceeded"
             assert 0 < sum(encoded) < len(text) / 4
 
@@ -123,18 +126,18 @@ def test_a_text_of_long_tokens_is_encoded_completely(served: ServedModel):
 def test_invalid_token_ids_and_lone_surrogates_are_rejected(served: ServedModel):
     with pytest.raises(ApiError, match="from 0 to 50256 .*got 50257"):
         served.encode_prompts([[50257]], 3)
-    with pytest.raises(ApiError, match=r"got 1{60}\.\.\.") as refused:
+    with pytest.raises(ApiError, match=r"got 1{60}\.\.\.") as excinfo:
         served.encode_prompts([[int("1" * 4000)]], 3)
-    assert len(str(refused.value)) < 200
+    assert len(str(excinfo.value)) < 200
     with pytest.raises(ApiError, match="lone surrogate at character 1"):
         served.encode_prompts(["a\ud800"], 3)
 
 
 def test_a_conversation_is_limited_by_its_rendered_length(served: ServedModel):
-    prompt = served.encode_chat(said("Hello"), 50)
+    prompt = served.encode_chat(user_message("Hello"), 50)
     assert served.tokenizer.decode(prompt.ids).endswith("User: Hello\nAssistant:")
     with pytest.raises(ApiError, match="messages has"):
-        served.encode_chat(said("Hello"), 2)
+        served.encode_chat(user_message("Hello"), 2)
 
 
 TEXT = "Hello naïve 北京 🙂 <|endoftext|>"
@@ -161,10 +164,10 @@ def test_bytes_of_sentencepiece_tokens(sentencepiece: Tokenizer):
 def test_unused_ids_are_not_decoded(monkeypatch: pytest.MonkeyPatch):
     content = json.loads(train_tokenizer(["a b"], 257).to_json())
     content["model"]["vocab"]["zz"] = 100_000
-    seen = []
+    calls = []
     added_by = Detokenizer.added_by
-    monkeypatch.setattr(Detokenizer, "added_by", lambda self, token: seen.append(token) or added_by(self, token))
+    monkeypatch.setattr(Detokenizer, "added_by", lambda self, token: calls.append(token) or added_by(self, token))
     tokenizer = Tokenizer.from_json(json.dumps(content))
     TokenTexts(tokenizer)
     assert tokenizer.vocab_size == 100_001
-    assert len(set(seen)) == len(tokenizer.pipeline.get_vocab())
+    assert len(set(calls)) == len(tokenizer.pipeline.get_vocab())

@@ -16,7 +16,7 @@ from whimbrel.tokenization import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def talking() -> Tokenizer:
+def tokenizer_with_turns() -> Tokenizer:
     """GPT-2's tokenizer with a special token that ends nothing, 50257."""
     tokenizer = Tokenizer.from_json(load_tokenizer("gpt2").to_json())
     tokenizer.pipeline.add_special_tokens([AddedToken("<|turn|>", special=True)])
@@ -27,43 +27,43 @@ def grow(
     served: ServedModel, text: str, *, stops=(), echo=False, finish="length", prompt="So"
 ) -> tuple[list[Delta], Choice]:
     ids = tuple(served.tokenizer.encode(prompt))
-    source = PromptContext(
+    context = PromptContext(
         Prompt(prompt, ids), stops, echo, [Logprob(None), *[Logprob(-2.0)] * (len(ids) - 1)] if echo else ()
     )
-    choice = Choice(0, source, served.tokenizer, with_logprobs=True)
-    return take(choice, served.tokenizer.encode(text), finish), choice
+    choice = Choice(0, context, served.tokenizer, with_logprobs=True)
+    return add_all(choice, served.tokenizer.encode(text), finish), choice
 
 
-def take(choice: Choice, tokens: list[int], finish="length") -> list[Delta]:
+def add_all(choice: Choice, tokens: list[int], finish="length") -> list[Delta]:
     events = [Event(0, 0, token, -1.0) for token in tokens[:-1]]
     return [choice.add(event) for event in [*events, Event(0, 0, tokens[-1], -1.0, finish_reason=finish)]]
 
 
-def joined(pieces: list[Delta]) -> Delta:
-    whole = Delta()
-    for piece in pieces:
-        whole.extend(piece)
-    return whole
+def concatenate(deltas: list[Delta]) -> Delta:
+    total = Delta()
+    for delta in deltas:
+        total.extend(delta)
+    return total
 
 
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("text", [" it goes", " naïve 北京 🙂!", "…🙂🙂"])
 def test_deltas_concatenate_to_the_text_and_offsets_match_the_tokens(served: ServedModel, text: str, echo: bool):
-    pieces, choice = grow(served, text, echo=echo)
-    whole = joined(pieces)
-    assert whole.text == ("So" if echo else "") + text
-    assert whole.finish == choice.finish == "length"
-    spelled = b"".join(served.token_texts.to_bytes(entry.token) for entry in whole.tokens)
-    assert spelled.decode() == whole.text
+    deltas, choice = grow(served, text, echo=echo)
+    total = concatenate(deltas)
+    assert total.text == ("So" if echo else "") + text
+    assert total.finish == choice.finish == "length"
+    spelled = b"".join(served.token_texts.to_bytes(entry.token) for entry in total.tokens)
+    assert spelled.decode() == total.text
     complete = "So" + text
-    for entry in whole.tokens:
+    for entry in total.tokens:
         name = served.token_texts.to_text(entry.token)
         assert complete.startswith(name, entry.offset) or name.startswith("bytes:")
 
 
 def test_a_logprob_is_sent_together_with_its_text(served: ServedModel):
-    pieces, _ = grow(served, " one two three four", stops=[" two three five"])
-    assert [(piece.text, len(piece.tokens)) for piece in pieces] == [
+    deltas, _ = grow(served, " one two three four", stops=[" two three five"])
+    assert [(delta.text, len(delta.tokens)) for delta in deltas] == [
         (" one", 1),
         ("", 0),
         ("", 0),
@@ -72,59 +72,65 @@ def test_a_logprob_is_sent_together_with_its_text(served: ServedModel):
 
 
 def test_tokens_of_a_stop_string_are_left_out_of_text_and_logprobs(served: ServedModel):
-    pieces, choice = grow(served, " one two three four", stops=[" two thr"])
-    whole = joined(pieces)
-    assert (whole.text, whole.finish, len(whole.tokens)) == (" one", "stop", 1)
+    deltas, choice = grow(served, " one two three four", stops=[" two thr"])
+    total = concatenate(deltas)
+    assert (total.text, total.finish, len(total.tokens)) == (" one", "stop", 1)
     assert choice.num_tokens == 3
-    assert not pieces[-1]
+    assert not deltas[-1]
 
 
 def test_a_stop_token_adds_no_text(served: ServedModel):
-    source = PromptContext(Prompt("So", (2396,)), (), echo=False)
-    choice = Choice(0, source, served.tokenizer, with_logprobs=True)
+    context = PromptContext(Prompt("So", (2396,)), (), echo=False)
+    choice = Choice(0, context, served.tokenizer, with_logprobs=True)
     assert choice.add(Event(0, 0, finish_reason="stop")) == Delta("", [], "stop")
     assert choice.num_tokens == 0
 
 
 @pytest.mark.parametrize("stops", [(), (" three",)])
-def test_tokens_without_text_have_logprobs_and_offsets(talking: Tokenizer, stops):
-    one, two, three = talking.encode(" one two three")
+def test_tokens_without_text_have_logprobs_and_offsets(tokenizer_with_turns: Tokenizer, stops):
+    one, two, three = tokenizer_with_turns.encode(" one two three")
     turn, past = 50257, 60000
-    choice = Choice(0, PromptContext(Prompt("So", (2396,)), stops, echo=False), talking, with_logprobs=True)
-    pieces = take(choice, [turn, one, turn, past, two, turn, three])
+    choice = Choice(
+        0, PromptContext(Prompt("So", (2396,)), stops, echo=False), tokenizer_with_turns, with_logprobs=True
+    )
+    deltas = add_all(choice, [turn, one, turn, past, two, turn, three])
     scored = [(one, 2), (turn, 6), (past, 6), (two, 6), (turn, 10)]
     if not stops:
         scored.append((three, 10))
-    whole = joined(pieces)
-    assert whole.text == (" one two" if stops else " one two three")
-    assert [(entry.token, entry.offset) for entry in whole.tokens] == [(turn, 2), *scored]
-    assert [len(piece.tokens) for piece in pieces] == [1, 1, 1, 1, 1, 1, 0 if stops else 1]
+    total = concatenate(deltas)
+    assert total.text == (" one two" if stops else " one two three")
+    assert [(entry.token, entry.offset) for entry in total.tokens] == [(turn, 2), *scored]
+    assert [len(delta.tokens) for delta in deltas] == [1, 1, 1, 1, 1, 1, 0 if stops else 1]
 
 
-def test_a_token_without_text_inside_a_stop_string_is_left_out(talking: Tokenizer):
-    one, two, three = talking.encode(" one two three")
-    asked = PromptContext(Prompt("So", (2396,)), ["e two three", " four"], echo=False)
-    whole = joined(take(Choice(0, asked, talking, with_logprobs=True), [one, 50257, two, 50257, three]))
-    assert (whole.text, [entry.token for entry in whole.tokens]) == (" on", [one])
-    whole = joined(take(Choice(0, asked, talking, with_logprobs=True), [one, 50257, two, 50257, two]))
-    assert (whole.text, [entry.offset for entry in whole.tokens]) == (" one two two", [2, 6, 6, 10, 10])
+def test_a_token_without_text_inside_a_stop_string_is_left_out(tokenizer_with_turns: Tokenizer):
+    one, two, three = tokenizer_with_turns.encode(" one two three")
+    context = PromptContext(Prompt("So", (2396,)), ["e two three", " four"], echo=False)
+    total = concatenate(
+        add_all(Choice(0, context, tokenizer_with_turns, with_logprobs=True), [one, 50257, two, 50257, three])
+    )
+    assert (total.text, [entry.token for entry in total.tokens]) == (" on", [one])
+    total = concatenate(
+        add_all(Choice(0, context, tokenizer_with_turns, with_logprobs=True), [one, 50257, two, 50257, two])
+    )
+    assert (total.text, [entry.offset for entry in total.tokens]) == (" one two two", [2, 6, 6, 10, 10])
 
 
-def test_tokens_of_one_character_are_sent_together(talking: Tokenizer):
-    first, *others = talking.encode("🐦")
-    pieces = take(
-        Choice(0, PromptContext(Prompt("", (2396,)), (), echo=False), talking, with_logprobs=True),
+def test_tokens_of_one_character_are_sent_together(tokenizer_with_turns: Tokenizer):
+    first, *others = tokenizer_with_turns.encode("🐦")
+    deltas = add_all(
+        Choice(0, PromptContext(Prompt("", (2396,)), (), echo=False), tokenizer_with_turns, with_logprobs=True),
         [first, 50257, *others],
     )
-    assert not any(pieces[:-1])
-    assert (pieces[-1].text, [entry.offset for entry in pieces[-1].tokens]) == ("🐦", [0] * (len(others) + 2))
+    assert not any(deltas[:-1])
+    assert (deltas[-1].text, [entry.offset for entry in deltas[-1].tokens]) == ("🐦", [0] * (len(others) + 2))
 
 
-def test_an_end_of_text_token_that_does_not_stop_counts_as_its_replacement(talking: Tokenizer):
-    one, two = talking.encode(" one two")
-    choice = Choice(0, PromptContext(Prompt("So", (2396,)), (), echo=False), talking, with_logprobs=True)
-    whole = joined(take(choice, [one, talking.eot_id, two]))
-    assert (whole.text, [entry.offset for entry in whole.tokens]) == (" one\n\n two", [2, 6, 8])
+def test_an_end_of_text_token_that_does_not_stop_counts_as_its_replacement(tokenizer_with_turns: Tokenizer):
+    one, two = tokenizer_with_turns.encode(" one two")
+    choice = Choice(0, PromptContext(Prompt("So", (2396,)), (), echo=False), tokenizer_with_turns, with_logprobs=True)
+    total = concatenate(add_all(choice, [one, tokenizer_with_turns.eot_id, two]))
+    assert (total.text, [entry.offset for entry in total.tokens]) == (" one\n\n two", [2, 6, 8])
 
 
 def test_offsets_of_an_echoed_prompt_refer_to_its_text(sentencepiece: Tokenizer):
@@ -137,16 +143,18 @@ def test_offsets_of_an_echoed_prompt_refer_to_its_text(sentencepiece: Tokenizer)
         choice = Choice(
             0, PromptContext(prompt, (), True, [Logprob(-1.0)] * len(ids)), sentencepiece, with_logprobs=True
         )
-        echoed = joined(take(choice, [sentencepiece.pipeline.token_to_id("b")]))
+        echoed = concatenate(add_all(choice, [sentencepiece.pipeline.token_to_id("b")]))
         assert echoed.text == prompt.text + "b"
         assert [entry.offset for entry in echoed.tokens] == [*offsets, len(prompt.text)]
 
 
-def test_offsets_of_special_tokens_in_an_echoed_prompt(talking: Tokenizer):
+def test_offsets_of_special_tokens_in_an_echoed_prompt(tokenizer_with_turns: Tokenizer):
     text = "So<|turn|> it<|turn|> goes"
-    ids, offsets = talking.encode_prompt(text)
+    ids, offsets = tokenizer_with_turns.encode_prompt(text)
     assert len(ids) == 5
-    source = PromptContext(Prompt(text, tuple(ids), tuple(offsets)), (), True, [Logprob(-1.0)] * 5)
-    echoed = joined(take(Choice(0, source, talking, with_logprobs=True), talking.encode(" on")))
+    context = PromptContext(Prompt(text, tuple(ids), tuple(offsets)), (), True, [Logprob(-1.0)] * 5)
+    echoed = concatenate(
+        add_all(Choice(0, context, tokenizer_with_turns, with_logprobs=True), tokenizer_with_turns.encode(" on"))
+    )
     assert echoed.text == text + " on"
     assert [entry.offset for entry in echoed.tokens] == [0, 2, 10, 13, 21, len(text)]

@@ -19,11 +19,11 @@ from whimbrel.server.worker import MAX_STEP_FAILURES, Worker
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def ask(prompt: tuple[int, ...] = (1, 2, 3), length: int = 5, **options) -> Request:
+def request_of(prompt: tuple[int, ...] = (1, 2, 3), length: int = 5, **options) -> Request:
     return Request(prompt_ids=prompt, max_new_tokens=length, sampling=GREEDY, **options)
 
 
-def alone(engine: Engine, request: Request) -> list[int]:
+def run_alone(engine: Engine, request: Request) -> list[int]:
     engine.add_request(request)
     tokens = []
     while engine.busy:
@@ -31,26 +31,26 @@ def alone(engine: Engine, request: Request) -> list[int]:
     return tokens
 
 
-async def tokens_of(job, texts: int = 1) -> dict[tuple[int, int], list[int]]:
-    found: dict[tuple[int, int], list[int]] = {}
-    async for arrived in job:
-        for place, event in arrived:
-            found.setdefault((place, event.sample), []).append(event.token)
-            texts -= event.finish_reason is not None
-        if not texts:
-            return found
+async def tokens_of(job, num_samples: int = 1) -> dict[tuple[int, int], list[int]]:
+    tokens: dict[tuple[int, int], list[int]] = {}
+    async for events in job:
+        for index, event in events:
+            tokens.setdefault((index, event.sample), []).append(event.token)
+            num_samples -= event.finish_reason is not None
+        if not num_samples:
+            return tokens
     raise AssertionError("a job does not end by itself")
 
 
-def at_work(engine, act) -> None:
-    """Run `act` on a worker that is started and closed around it."""
+def run_with_worker(engine, action) -> None:
+    """Run `action` on a worker that is started and closed around it."""
 
     async def run() -> None:
         worker = Worker(engine)
         worker.start()
         try:
             async with asyncio.timeout(30):
-                await act(worker)
+                await action(worker)
         finally:
             await worker.close()
 
@@ -58,102 +58,102 @@ def at_work(engine, act) -> None:
 
 
 def test_concurrent_jobs_receive_their_own_events(engine: Engine):
-    requests = [ask((number, 7)) for number in range(6)]
-    expected = [alone(engine, request) for request in requests]
+    requests = [request_of((number, 7)) for number in range(6)]
+    expected = [run_alone(engine, request) for request in requests]
 
-    async def act(worker: Worker) -> None:
+    async def action(worker: Worker) -> None:
         first, second = await asyncio.gather(worker.submit(requests[:4]), worker.submit(requests[4:]))
-        found = await asyncio.gather(tokens_of(first, 4), tokens_of(second, 2))
-        assert [found[0][place, 0] for place in range(4)] + [found[1][place, 0] for place in range(2)] == expected
+        tokens = await asyncio.gather(tokens_of(first, 4), tokens_of(second, 2))
+        assert [tokens[0][index, 0] for index in range(4)] + [tokens[1][index, 0] for index in range(2)] == expected
 
-    at_work(engine, act)
+    run_with_worker(engine, action)
 
 
 def test_submit_accepts_all_requests_of_a_job_or_none(engine: Engine):
-    async def act(worker: Worker) -> None:
+    async def action(worker: Worker) -> None:
         with pytest.raises(RequestError, match="token id 60000"):
-            await worker.submit([ask(), ask((60000,))])
+            await worker.submit([request_of(), request_of((60000,))])
         assert not engine.busy
-        await tokens_of(await worker.submit([ask()]))
+        await tokens_of(await worker.submit([request_of()]))
 
-    at_work(engine, act)
+    run_with_worker(engine, action)
 
 
 def test_cancel_frees_a_job_a_request_or_a_sample(engine: Engine):
-    faulty = FaultyEngine(engine)
+    faulty_engine = FaultyEngine(engine)
 
-    async def act(worker: Worker) -> None:
-        faulty.unblock.clear()
-        job = await worker.submit([ask(length=100, n=3), ask((9,), length=6)])
-        faulty.unblock.set()
+    async def action(worker: Worker) -> None:
+        faulty_engine.unblock.clear()
+        job = await worker.submit([request_of(length=100, n=3), request_of((9,), length=6)])
+        faulty_engine.unblock.set()
         job.cancel(0, 1)
-        async for arrived in job:
-            if any(place == 1 and event.finish_reason for place, event in arrived):
+        async for events in job:
+            if any(index == 1 and event.finish_reason for index, event in events):
                 break
         while worker.stats.running != 2:
             await asyncio.sleep(0.01)
         job.cancel(0)
         job.cancel()
         job.cancel()
-        await tokens_of(await worker.submit([ask()]))
+        await tokens_of(await worker.submit([request_of()]))
         assert not engine.busy
         assert engine.stats().free_blocks == engine.stats().blocks
 
-    at_work(faulty, act)
+    run_with_worker(faulty_engine, action)
 
 
 def test_cancelling_submit_leaves_no_active_request(engine: Engine):
-    faulty = FaultyEngine(engine)
+    faulty_engine = FaultyEngine(engine)
 
-    async def act(worker: Worker) -> None:
-        faulty.unblock.clear()
-        await worker.submit([ask(length=100)])
-        await asyncio.to_thread(faulty.stepping.wait)  # the thread is inside a step
-        waiting = asyncio.create_task(worker.submit([ask(length=100)]))
+    async def action(worker: Worker) -> None:
+        faulty_engine.unblock.clear()
+        await worker.submit([request_of(length=100)])
+        await asyncio.to_thread(faulty_engine.stepping.wait)  # the thread is inside a step
+        submission = asyncio.create_task(worker.submit([request_of(length=100)]))
         await asyncio.sleep(0.05)
-        waiting.cancel()
-        faulty.unblock.set()
+        submission.cancel()
+        faulty_engine.unblock.set()
         with pytest.raises(asyncio.CancelledError):
-            await waiting
-        await tokens_of(await worker.submit([ask()]))
+            await submission
+        await tokens_of(await worker.submit([request_of()]))
         assert len(worker._active) <= 1
 
-    at_work(faulty, act)
+    run_with_worker(faulty_engine, action)
 
 
 def test_a_failed_step_fails_only_its_requests(engine: Engine, caplog):
-    faulty = FaultyEngine(engine)
-    expected = alone(engine, ask())
+    faulty_engine = FaultyEngine(engine)
+    expected = run_alone(engine, request_of())
 
-    async def act(worker: Worker) -> None:
-        jobs = [await worker.submit([ask((number,), length=100)]) for number in (1, 2)]
-        faulty.failing = 1
+    async def action(worker: Worker) -> None:
+        jobs = [await worker.submit([request_of((number,), length=100)]) for number in (1, 2)]
+        faulty_engine.failing = 1
         for job in jobs:
             with pytest.raises(ApiError, match="the engine failed") as failed:
                 await tokens_of(job)
             assert failed.value.status == 500
         assert worker.healthy
         assert engine.stats().free_blocks == engine.stats().blocks
-        assert (await tokens_of(await worker.submit([ask()])))[0, 0] == expected
+        assert (await tokens_of(await worker.submit([request_of()])))[0, 0] == expected
 
     with caplog.at_level(logging.ERROR):
-        at_work(faulty, act)
+        run_with_worker(faulty_engine, action)
     assert "simulated step failure" in caplog.text
 
 
 def test_repeated_failures_make_the_worker_unhealthy_until_a_success(engine: Engine):
-    faulty = FaultyEngine(engine)
+    faulty_engine = FaultyEngine(engine)
 
-    async def act(worker: Worker) -> None:
-        faulty.failing = MAX_STEP_FAILURES
+    async def action(worker: Worker) -> None:
+        faulty_engine.failing = MAX_STEP_FAILURES
         for left in reversed(range(MAX_STEP_FAILURES)):
             with pytest.raises(ApiError):
-                await tokens_of(await worker.submit([ask()]))
+                await tokens_of(await worker.submit([request_of()]))
             assert worker.healthy == (left > 0)
-        await tokens_of(await worker.submit([ask()]))
+        await tokens_of(await worker.submit([request_of()]))
         assert worker.healthy
 
-    at_work(faulty, act)
+    run_with_worker(faulty_engine, action)
 
 
 class Scripted(FaultyEngine):
@@ -180,63 +180,65 @@ class Scripted(FaultyEngine):
 
 def test_requests_that_fail_after_some_tokens_count_as_failures(engine: Engine):
     failing = [Event(0, 0, 5), Event(0, 0, finish_reason="error")]
-    faulty = Scripted(engine, *[failing] * MAX_STEP_FAILURES, [Event(0, 0, 5), Event(0, 0, finish_reason="stop")])
+    faulty_engine = Scripted(
+        engine, *[failing] * MAX_STEP_FAILURES, [Event(0, 0, 5), Event(0, 0, finish_reason="stop")]
+    )
 
-    async def act(worker: Worker) -> None:
+    async def action(worker: Worker) -> None:
         for left in reversed(range(MAX_STEP_FAILURES)):
-            await tokens_of(await worker.submit([ask()]))
+            await tokens_of(await worker.submit([request_of()]))
             assert worker.healthy == (left > 0)
-        await tokens_of(await worker.submit([ask()]))
+        await tokens_of(await worker.submit([request_of()]))
         assert worker.healthy
 
-    at_work(faulty, act)
+    run_with_worker(faulty_engine, action)
 
 
 def test_a_stop_string_counts_as_success(engine: Engine):
     failing = [[Event(0, 0, finish_reason="error")]] * (MAX_STEP_FAILURES - 1)
-    faulty = Scripted(engine, *failing, [Event(0, 0, 5)], *failing)
+    faulty_engine = Scripted(engine, *failing, [Event(0, 0, 5)], *failing)
 
-    async def act(worker: Worker) -> None:
+    async def action(worker: Worker) -> None:
         for _ in failing:
-            await tokens_of(await worker.submit([ask()]))
-        job = await worker.submit([ask()])
+            await tokens_of(await worker.submit([request_of()]))
+        job = await worker.submit([request_of()])
         async for _ in job:
             break
         job.cancel(0, 0)
         for _ in failing:
-            await tokens_of(await worker.submit([ask()]))
+            await tokens_of(await worker.submit([request_of()]))
             assert worker.healthy
 
-    at_work(faulty, act)
+    run_with_worker(faulty_engine, action)
 
 
 def test_a_failing_cancel_stops_the_worker_without_hanging(engine: Engine, monkeypatch, caplog):
-    faulty = FaultyEngine(engine)
+    faulty_engine = FaultyEngine(engine)
 
     def broken(request: int, sample: int | None = None) -> None:
         raise RuntimeError("simulated cancel failure")
 
-    async def act(worker: Worker) -> None:
-        faulty.failing = 1
-        monkeypatch.setattr(faulty, "abort", broken)
+    async def action(worker: Worker) -> None:
+        faulty_engine.failing = 1
+        monkeypatch.setattr(faulty_engine, "abort", broken)
         with pytest.raises(ApiError):
-            await tokens_of(await worker.submit([ask()]))
+            await tokens_of(await worker.submit([request_of()]))
         with pytest.raises(ApiError, match="has stopped") as ended:
             while True:
-                await worker.submit([ask()])
+                await worker.submit([request_of()])
         assert ended.value.status == 503
         assert not worker.healthy
 
-    at_work(faulty, act)
+    run_with_worker(faulty_engine, action)
     assert "the engine has stopped" in caplog.text
 
 
 def test_stop_fails_running_jobs(engine: Engine):
-    async def act(worker: Worker) -> None:
-        job = await worker.submit([ask(length=100)])
+    async def action(worker: Worker) -> None:
+        job = await worker.submit([request_of(length=100)])
         worker.stop()
         with pytest.raises(ApiError, match="has stopped"):
             await tokens_of(job)
         job.cancel()
 
-    at_work(engine, act)
+    run_with_worker(engine, action)

@@ -299,18 +299,18 @@ BROKEN = {
 @pytest.mark.parametrize("part", BROKEN)
 def test_a_file_that_makes_the_library_panic_raises_data_error(part: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(chat_tokenizer("plain").to_json()) | BROKEN[part]))
-    with pytest.raises(DataError, match=r"tokenizer\.json") as refused:
+    with pytest.raises(DataError, match=r"tokenizer\.json") as excinfo:
         load_tokenizer(tmp_path)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(excinfo.value)
 
 
 def test_a_text_that_makes_the_library_panic_raises_data_error() -> None:
     content = json.loads(chat_tokenizer("plain").to_json()) | {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
     tokenizer = Tokenizer.from_json(json.dumps(content))
     for encode in (tokenizer.encode, tokenizer.encode_prompt):
-        with pytest.raises(DataError, match="cannot encode this text") as refused:
+        with pytest.raises(DataError, match="cannot encode this text") as excinfo:
             encode("Hello")
-        assert "\n" not in str(refused.value)
+        assert "\n" not in str(excinfo.value)
 
 
 @pytest.mark.parametrize("where", ["vocab", "added"])
@@ -329,9 +329,9 @@ def test_a_huge_id_is_rejected_before_allocation(where: str, tmp_path: Path) -> 
 def test_deeply_nested_json_is_rejected(name: str, tmp_path: Path) -> None:
     chat_tokenizer("plain").save(tmp_path)
     (tmp_path / name).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
-    with pytest.raises(DataError, match=name) as refused:
+    with pytest.raises(DataError, match=name) as excinfo:
         load_tokenizer(tmp_path)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(excinfo.value)
 
 
 def test_a_unigram_model_does_not_match_special_tokens_in_plain_text() -> None:
