@@ -38,9 +38,9 @@ from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT
 from whimbrel.optim import (
     AdamW8bit,
-    Composed,
     GaLore,
     GaLoreWarm,
+    LowRankOptimizer,
     OptimConfig,
     ScheduleConfig,
     build_optimizer,
@@ -168,7 +168,7 @@ def measure_steps(names: list[str], count: int) -> dict[str, Any]:
     for name in names:
         settings: dict[str, Any] = {"name": name, "lr": 1e-4} | ({} if name == "adamw" else {"rank": 256})
         optimizer = build_optimizer(OptimConfig(**settings), routed_parameters(model))
-        if isinstance(optimizer, Composed):
+        if isinstance(optimizer, LowRankOptimizer):
             optimizer.skip_nonfinite = False  # as in the trainer, whose loop looks at the norm
         first, *_ = step_times(model, ids, optimizer, 3)
         times = step_times(model, ids, optimizer, count)

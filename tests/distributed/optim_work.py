@@ -23,11 +23,11 @@ from whimbrel.optim import (
     AdamW8bit,
     Apollo,
     ApolloMini,
-    Composed,
     Fira,
     GaLore,
     GaLoreWarm,
     LDAdam,
+    LowRankOptimizer,
     QGaLore,
     check_replicas,
     project_in_backward,
@@ -35,7 +35,7 @@ from whimbrel.optim import (
 )  # fmt: skip
 
 RANKS, BATCH, STEPS = 2, 32, 14
-Make = Callable[[Iterable[Tensor]], Composed | GaLore]
+Make = Callable[[Iterable[Tensor]], LowRankOptimizer | GaLore]
 RIGHT = {"side": "right"}
 LOW = {"lr": 1e-3, "rank": 4, "gap": 4}
 GALORE = {"lr": 1e-3, "rank": 4, "update_proj_gap": 4, "scale": 1.0, "weight_decay": 0.1}
@@ -43,15 +43,15 @@ CALM = {"eps": 1e-4}
 """Else Adam makes as much of how a number near zero was rounded as of any other, and two runs soon differ."""
 ON_SHARDS: dict[str, Make] = {
     "warm, turned": lambda ps: GaLoreWarm(ps, **LOW | CALM, weight_decay=0.1),
-    "warm, aligned, lazy": lambda ps: GaLoreWarm(ps, **LOW | CALM, carry="align", lazy=True, start="random"),
-    "warm sgd, transported": lambda ps: Composed(ps, **LOW, rule="sgd", carry="transport"),
-    "warm lion": lambda ps: Composed(ps, **LOW | {"lr": 1e-4}, rule="lion"),
-    "svd": lambda ps: Composed(ps, **LOW | CALM, subspace="svd"),
+    "warm, aligned, lazy": lambda ps: GaLoreWarm(ps, **LOW | CALM, moment_transfer="align", lazy=True, start="random"),
+    "warm sgd, transported": lambda ps: LowRankOptimizer(ps, **LOW, rule="sgd", moment_transfer="both"),
+    "warm lion": lambda ps: LowRankOptimizer(ps, **LOW | {"lr": 1e-4}, rule="lion"),
+    "svd": lambda ps: LowRankOptimizer(ps, **LOW | CALM, subspace="svd"),
     "no subspace": lambda ps: GaLoreWarm(ps, **LOW | CALM | {"rank": None}, weight_decay=0.1),
     "apollo": lambda ps: Apollo([{"params": ps} | RIGHT], **LOW | CALM),
     "apollo_mini": lambda ps: ApolloMini([{"params": ps} | RIGHT], lr=1e-3, gap=4, scale=1.0, **CALM),
     "fira": lambda ps: Fira(whole_row(ps), **LOW | CALM),
-    "muon for stacks, from the left": lambda ps: Composed(stacks_apart(ps, rule="muon", side="left"), **LOW),
+    "muon for stacks, from the left": lambda ps: LowRankOptimizer(stacks_apart(ps, rule="muon", side="left"), **LOW),
     "ldadam": lambda ps: LDAdam([{"params": ps} | RIGHT], lr=1e-4, rank=4, **CALM),
     "galore": lambda ps: galore(ps, "std"),
     "galore, reversed": lambda ps: galore(ps, "reverse_std"),
@@ -87,11 +87,11 @@ def galore(params: Iterable[Tensor], projection_type: str = "left") -> GaLore:
     return GaLore(groups, **GALORE | {"eps": 1e-2}, projection_type=projection_type)
 
 
-def warm(params: Iterable[Tensor]) -> Composed:
+def warm(params: Iterable[Tensor]) -> LowRankOptimizer:
     return GaLoreWarm(params, **LOW | CALM)
 
 
-def in_bytes(params: Iterable[Tensor]) -> Composed:
+def in_bytes(params: Iterable[Tensor]) -> LowRankOptimizer:
     return GaLoreWarm(params, **LOW | CALM, store="int8", basis_store="int4")
 
 
@@ -290,7 +290,7 @@ def shards(rank: int) -> dict[str, Any]:
     vector = nn.Parameter(distribute_tensor(torch.ones(4100), mesh, [Shard(0)]))
     refused: dict[str, Callable[[], Any]] = {
         "side": lambda: QGaLore(params),
-        "rule": lambda: Composed(params, rule="muon", rank=4),
+        "rule": lambda: LowRankOptimizer(params, rule="muon", rank=4),
         "columns": lambda: warm([columns]),
         "columns of galore": lambda: GaLore([columns], rank=2),
         "vector": lambda: AdamW8bit([vector]),

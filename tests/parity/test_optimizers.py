@@ -1,4 +1,4 @@
-"""Composed optimizers beside those of other packages, on the same gradients or the same text."""
+"""Low-rank optimizers beside those of other packages, on the same gradients or the same text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whimbrel.optim import AdamW8bit, Composed, Fira
+from whimbrel.optim import AdamW8bit, Fira, LowRankOptimizer
 
 
 def random(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -95,7 +95,7 @@ def test_fira_beside_pytorch_optimizer(pytorch_optimizer: ModuleType, shape: tup
 def test_lion_beside_pytorch_optimizer(pytorch_optimizer: ModuleType) -> None:
     ours, theirs = (nn.Parameter(random((24, 16), 0)) for _ in range(2))
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.97), "weight_decay": 0.1}
-    mine, peer = Composed([ours], rule="lion", **settings), pytorch_optimizer.Lion([theirs], **settings)
+    mine, peer = LowRankOptimizer([ours], rule="lion", **settings), pytorch_optimizer.Lion([theirs], **settings)
     for step in range(8):
         ours.grad, theirs.grad = random((24, 16), step), random((24, 16), step)
         mine.step()

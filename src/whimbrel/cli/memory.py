@@ -38,7 +38,7 @@ def memory(
     """
     from whimbrel.base.errors import ConfigError
     from whimbrel.config import did_you_mean
-    from whimbrel.optim.config import PLAIN_ALONE
+    from whimbrel.optim.config import DENSE_ONLY
     from whimbrel.train import load_run_config
     from whimbrel.train.memory import optimizer_names, predict_memory
 
@@ -48,7 +48,7 @@ def memory(
         if name not in optimizer_names():
             raise ConfigError(f"unknown --optimizer {name}{did_you_mean(name, optimizer_names())}")
     loaded = load_run_config(config, context.args)
-    able = [name for name in optimizer_names() if loaded.train.weights is None or name not in PLAIN_ALONE]
+    able = [name for name in optimizer_names() if loaded.train.weights is None or name not in DENSE_ONLY]
     others = [name for name in optimizer or able if name != loaded.optim.name]
     found = predict_memory(loaded, device, [loaded.optim.name, *others])
     if as_json:

@@ -1,27 +1,23 @@
-"""Optimizers in little memory, each a choice of subspace, rule, lift and store; and the learning rate over a run."""
+"""Memory-efficient optimizers (GaLore family, Muon, low-bit AdamW), updates in backward, learning-rate schedules."""
 
 from whimbrel.base.errors import NoSparseGradientError
-from whimbrel.optim.build import build_optimizer, restore_optimizer
-from whimbrel.optim.careful import Careful
-from whimbrel.optim.composed import Composed
-from whimbrel.optim.config import GroupConfig, OptimConfig, ScheduleConfig
-from whimbrel.optim.galore import GaLore
-from whimbrel.optim.in_backward import InBackward, StepInBackward, step_in_backward
+from whimbrel.optim.backward import InBackward, ProjectInBackward, StepInBackward, project_in_backward, step_in_backward
+from whimbrel.optim.base import BaseOptimizer
+from whimbrel.optim.build import Role, RoutedParameter, build_optimizer, restore_optimizer, route_parameters
+from whimbrel.optim.config import GroupConfig, OptimConfig
+from whimbrel.optim.galore import GaLore, GaLoreProjector
+from whimbrel.optim.lowrank import LowRankOptimizer
 from whimbrel.optim.muon import Muon
+from whimbrel.optim.parameter_table import ParameterRow, parameter_table, state_bytes
 from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, QGaLore
-from whimbrel.optim.project import ProjectInBackward, project_in_backward
-from whimbrel.optim.projector import GaLoreProjector
-from whimbrel.optim.replicas import check_replicas
-from whimbrel.optim.routing import Role, RoutedParameter, route_parameters
-from whimbrel.optim.schedule import Schedule, lr_factor, whole_steps
-from whimbrel.optim.table import ParameterRow, parameter_table, state_bytes
+from whimbrel.optim.schedules import Schedule, ScheduleConfig, lr_factor, resolve_steps
+from whimbrel.optim.sharding import check_replicas
 
 __all__ = [
     "AdamW8bit",
     "Apollo",
     "ApolloMini",
-    "Careful",
-    "Composed",
+    "BaseOptimizer",
     "Fira",
     "GaLore",
     "GaLoreProjector",
@@ -29,6 +25,7 @@ __all__ = [
     "GroupConfig",
     "InBackward",
     "LDAdam",
+    "LowRankOptimizer",
     "Muon",
     "NoSparseGradientError",
     "OptimConfig",
@@ -45,9 +42,9 @@ __all__ = [
     "lr_factor",
     "parameter_table",
     "project_in_backward",
+    "resolve_steps",
     "restore_optimizer",
     "route_parameters",
     "state_bytes",
     "step_in_backward",
-    "whole_steps",
 ]

@@ -1,101 +1,115 @@
-"""From a configuration and routed parameters to an optimizer.
-
-The rule for matrices moves the hidden ones; embeddings, a head, norms and biases are moved by Adam, whatever a name
-stands for. Fused matrices (q, k, v) stay fused in a subspace: what is projected away by default is their input, which
-they share, and each row has moments of its own.
-"""
+"""From a model and a config to an optimizer: parameter roles, parameter groups, and restoring saved state by name."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from whimbrel.base.errors import ConfigError, OptimizerError
 from whimbrel.ops import kernels_of
-from whimbrel.optim.composed import Composed
-from whimbrel.optim.config import LISTENS, PLAIN_ALONE, GroupConfig, OptimConfig
-from whimbrel.optim.galore import GaLore
+from whimbrel.optim.config import DENSE_ONLY, OPTIONS_BY_OPTIMIZER, GroupConfig, OptimConfig
+from whimbrel.optim.galore import GaLore, matrix_shape
+from whimbrel.optim.lowrank import LowRankOptimizer, rename_saved_options
 from whimbrel.optim.muon import Muon
 from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, QGaLore
-from whimbrel.optim.projector import matrix_shape
-from whimbrel.optim.routing import RoutedParameter
-from whimbrel.optim.store import CodedWeight
+from whimbrel.optim.store import QuantizedParameter
 
-__all__ = ["build_optimizer", "restore_optimizer"]
+__all__ = ["Role", "RoutedParameter", "build_optimizer", "restore_optimizer", "route_parameters"]
 
 logger = logging.getLogger(__name__)
 DEFAULT_RANK = 128
 """Of the presets."""
 
-MEANING = ("rule", "rank", "subspace", "lift", "store", "basis_store", "side", "error_feedback", "projection_type")
-"""Settings of a group that say what its state means; with others than when it was saved, it would mean nothing."""
+STATE_OPTIONS = (
+    "rule", "rank", "subspace", "back_projection", "store", "basis_store", "side", "error_feedback", "projection_type",
+)  # fmt: skip
+"""Group options that define the meaning of the state: a saved state is valid only with the same values."""
+
+Role = Literal["hidden", "embedding", "head", "scalar"]
+"""hidden: a matrix of a block; embedding; head: an untied output projection; scalar: fewer than two dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedParameter:
+    """A parameter, its role in the model, and the rows of its separate matrices if it is fused (q, k, v)."""
+
+    name: str
+    parameter: nn.Parameter
+    role: Role
+    splits: tuple[int, ...] = ()
+
+
+def route_parameters(model: nn.Module, splits: Mapping[str, tuple[int, ...]] | None = None) -> list[RoutedParameter]:
+    """Each trainable parameter of any model, once, with its role; `splits` by name, for fused matrices.
+
+    The head is the module called lm_head, or `get_output_embeddings()` of a Hugging Face model; a head tied to the
+    embedding counts as the embedding.
+    """
+    splits = splits or {}
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = getattr(model, "lm_head", None) if get_head is None else get_head()
+    heads = {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
+
+    def role(parameter: nn.Parameter) -> Role:
+        if parameter.ndim < 2:
+            return "scalar"
+        if id(parameter) in tables:
+            return "embedding"
+        return "head" if id(parameter) in heads else "hidden"
+
+    routed = [
+        RoutedParameter(name, parameter, role(parameter), splits.get(name, ()))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    if not routed:
+        raise OptimizerError(f"{type(model).__name__} has no trainable parameters: set requires_grad on some")
+    return routed
 
 
 def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter], *, seed: int = 0) -> Optimizer:
-    """The optimizer over `parameters`, one group for each learning rate, decay and rule; `peak_lr` in each group.
+    """The optimizer over `parameters`, with one group per combination of learning rate, decay and rule.
 
-    `seed` is for what an optimizer draws: random bases, and roundings by chance.
+    Hidden matrices are updated by the named optimizer; embeddings, head, norms and biases by AdamW. Fused matrices (q,
+    k, v) stay fused in a subspace: they share their input, which is the side that is projected by default, and each
+    row has its own moments. Each group has its `peak_lr` and the `names` of its parameters. `seed` is for random bases
+    and stochastic rounding.
     """
     _check_patterns(config, parameters)
-    _check_codes(config, parameters)
+    _check_quantized(config, parameters)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for item in parameters:
-        settings = _settings(config, item)
-        group = groups.setdefault(tuple(settings.items()), {"params": [], "names": [], **settings})
+        options = _group_options(config, item)
+        group = groups.setdefault(tuple(options.items()), {"params": [], "names": [], **options})
         group["params"].append(item.parameter)
         group["names"].append(item.name)
         if config.name == "muon":
             group.setdefault("splits", []).append(item.splits)
-    _warn_of_full_ranks(config, groups.values())
+    _warn_of_full_rank(config, groups.values())
     make = OPTIMIZERS[config.name]
-    given = {name: getattr(config, name) for name in ("lr", "betas", "eps", *LISTENS[config.name])}
-    if isinstance(make, type) and issubclass(make, Composed):
+    given = {name: getattr(config, name) for name in ("lr", "betas", "eps", *OPTIONS_BY_OPTIMIZER[config.name])}
+    if isinstance(make, type) and issubclass(make, LowRankOptimizer):
         given["seed"] = seed % 2**32
     return make(list(groups.values()), **{name: value for name, value in given.items() if value is not None})
 
 
-def _check_codes(config: OptimConfig, parameters: Iterable[RoutedParameter]) -> None:
-    """Refuse to move weights that are stored as codes by what would not round them by chance."""
-    coded = next((item.name for item in parameters if isinstance(item.parameter, CodedWeight)), None)
-    if coded is not None and config.name in PLAIN_ALONE:
-        others = ", ".join(name for name in OPTIMIZERS if name not in PLAIN_ALONE)
-        raise OptimizerError(
-            f"{config.name} moves plain weights, and {coded} is stored as codes: use one of {others}, or train plain "
-            "weights"
-        )
-
-
-def _warn_of_full_ranks(config: OptimConfig, groups: Iterable[dict[str, Any]]) -> None:
-    """Say where a subspace is the whole space, and saves nothing."""
-    if "rank" not in LISTENS[config.name] or config.name == "apollo_mini":
-        return
-    for group in groups:
-        rank = group.get("rank", config.rank or DEFAULT_RANK)
-        matrices = [p for p in group["params"] if rank is not None and p.ndim >= 2]
-        full = [p for p in matrices if min(matrix_shape(p.shape)[-2:]) <= rank]
-        if full:
-            logger.warning(
-                "rank %d is the full rank of %d parameters, one of shape %s: a subspace saves nothing there, so give a "
-                "smaller optim.rank", rank, len(full), tuple(full[0].shape),
-            )  # fmt: skip
-
-
-def _adamw(params: Iterable[dict[str, Any]], **settings: Any) -> Optimizer:
+def _adamw(params: Iterable[dict[str, Any]], **options: Any) -> Optimizer:
     groups = list(params)
     parameters = [parameter for group in groups for parameter in group["params"]]
-    fused = all(kernels_of(p) == "cuda" and not isinstance(p, CodedWeight) for p in parameters)
-    return torch.optim.AdamW(groups, fused=fused or None, **settings)
+    fused = all(kernels_of(p) == "cuda" and not isinstance(p, QuantizedParameter) for p in parameters)
+    return torch.optim.AdamW(groups, fused=fused or None, **options)
 
 
-def _galore(
-    params: Iterable[dict[str, Any]], *, rank: int = DEFAULT_RANK, gap: int = 200, **settings: Any
-) -> Optimizer:
-    return GaLore(params, rank=rank, update_proj_gap=gap, **settings)
+def _galore(params: Iterable[dict[str, Any]], *, rank: int = DEFAULT_RANK, gap: int = 200, **options: Any) -> Optimizer:
+    return GaLore(params, rank=rank, update_proj_gap=gap, **options)
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -110,29 +124,99 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "ldadam": LDAdam,
     "muon": Muon,
 }
-"""What each `optim.name` is."""
+"""The constructor of each `optim.name`."""
+
+
+def _group_options(config: OptimConfig, item: RoutedParameter) -> dict[str, Any]:
+    """The options of the parameter group that `item` belongs to."""
+    group = next((group for group in config.groups if re.search(group.pattern, item.name)), None)
+    role_lr = {"hidden": None, "embedding": config.embedding_lr, "head": config.head_lr, "scalar": config.scalar_lr}[
+        item.role
+    ]
+    lr = config.lr if role_lr is None else role_lr
+    lr = lr if group is None or group.lr is None else group.lr
+    decays = {"all": True, "matrices": item.parameter.ndim >= 2, "hidden": item.role == "hidden"}[config.decay]
+    decay = config.weight_decay if decays else 0.0
+    decay = decay if group is None or group.weight_decay is None else group.weight_decay
+    options: dict[str, Any] = {"lr": lr, "peak_lr": lr, "weight_decay": decay}
+    if config.name == "muon":
+        options["rule"] = "muon" if item.role == "hidden" and item.parameter.ndim == 2 else "adam"
+    if config.has_option("rank"):
+        options |= _rank(item, group)
+    return options
+
+
+def _rank(item: RoutedParameter, group: GroupConfig | None) -> dict[str, int | None]:
+    """The `rank` option of a parameter: its own, None for no subspace, or absent for the default of the optimizer."""
+    if item.parameter.ndim < 2:
+        return {"rank": None}
+    if group is not None and group.rank is not None:
+        return {"rank": group.rank}
+    subspace = None if group is None else group.subspace
+    return {} if (item.role == "hidden" if subspace is None else subspace) else {"rank": None}
+
+
+def _check_patterns(config: OptimConfig, parameters: Sequence[RoutedParameter]) -> None:
+    """Raise for groups that match no parameter, or give a subspace to vectors only."""
+    for group in config.groups:
+        found = [item.parameter for item in parameters if re.search(group.pattern, item.name)]
+        if not found:
+            raise ConfigError(f"optim.groups {group.pattern!r}: no parameter name matches this pattern: correct it")
+        if (group.rank is not None or group.subspace is not None) and all(parameter.ndim < 2 for parameter in found):
+            raise ConfigError(
+                f"optim.groups {group.pattern!r}: rank and subspace apply to matrices, and only vectors match this "
+                "pattern: correct it"
+            )
+
+
+def _check_quantized(config: OptimConfig, parameters: Iterable[RoutedParameter]) -> None:
+    """Raise if the optimizer cannot update quantized weights and there are some."""
+    quantized = next((item.name for item in parameters if isinstance(item.parameter, QuantizedParameter)), None)
+    if quantized is not None and config.name in DENSE_ONLY:
+        others = ", ".join(name for name in OPTIMIZERS if name not in DENSE_ONLY)
+        raise OptimizerError(
+            f"optim.name = {config.name}: expected unquantized weights, got a quantized {quantized}: use one of "
+            f"{others}, or unquantized weights"
+        )
+
+
+def _warn_of_full_rank(config: OptimConfig, groups: Iterable[dict[str, Any]]) -> None:
+    if not config.has_option("rank") or config.name == "apollo_mini":
+        return
+    for group in groups:
+        rank = group.get("rank", config.rank or DEFAULT_RANK)
+        matrices = [p for p in group["params"] if rank is not None and p.ndim >= 2]
+        full = [p for p in matrices if min(matrix_shape(p.shape)[-2:]) <= rank]
+        if full:
+            logger.warning(
+                "rank %d is the full rank of %d parameters, for example of shape %s: a subspace saves nothing there, "
+                "use a smaller optim.rank", rank, len(full), tuple(full[0].shape),
+            )  # fmt: skip
 
 
 def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Take over saved moments by parameter name, and keep this optimizer's own groups and settings.
+    """Load saved state by parameter name; groups and options of `optimizer` stay as they are.
 
-    The moments of other parameters, or of an optimizer in which they mean something else, are refused.
+    Raises `OptimizerError` if the state is of other parameters, or of options with which it means something else.
     """
     own = optimizer.state_dict()
-    mine, theirs = (_by_name(groups) for groups in (own["param_groups"], saved["param_groups"]))
+    saved_groups = saved["param_groups"]
+    if "moment_transfer" in own["param_groups"][0]:
+        saved_groups = [rename_saved_options(group) for group in saved_groups]
+    mine, theirs = (_by_name(groups) for groups in (own["param_groups"], saved_groups))
     if mine.keys() != theirs.keys():
         odd = sorted(mine.keys() ^ theirs.keys())
-        raise OptimizerError(f"the saved state is of other parameters: {odd[0]} is on one side only")
+        raise OptimizerError(f"the saved state is of other parameters: only one side has {odd[0]}")
     for name, (_, group) in mine.items():
-        _check_meaning(name, group, theirs[name][1])
-    moments = {index: saved["state"].get(theirs[name][0]) for name, (index, _) in mine.items()}
-    own["state"] = {index: state for index, state in moments.items() if state is not None}
+        _check_state_options(name, group, theirs[name][1])
+    states = {index: saved["state"].get(theirs[name][0]) for name, (index, _) in mine.items()}
+    own["state"] = {index: state for index, state in states.items() if state is not None}
     own |= {name: value for name, value in saved.items() if name == "skipped"}
     optimizer.load_state_dict(own)
 
 
 def _by_name(groups: list[dict[str, Any]]) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Each parameter's index, and its group; those of an optimizer that knows no names have none."""
+    """The index and group of each parameter by name; by index if the optimizer has no names."""
     return {
         name: (index, group)
         for group in groups
@@ -140,56 +224,11 @@ def _by_name(groups: list[dict[str, Any]]) -> dict[str, tuple[int, dict[str, Any
     }
 
 
-def _check_meaning(name: str, own: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Refuse a state whose numbers mean something else here."""
+def _check_state_options(name: str, own: dict[str, Any], saved: dict[str, Any]) -> None:
     if own.keys() != saved.keys():
-        raise OptimizerError("the saved state is of another kind of optimizer")
-    for setting in MEANING:
-        if own.get(setting) != saved.get(setting):
-            raise OptimizerError(
-                f"the saved state of {name} is of {setting} = {saved[setting]!r}, and now it is {own[setting]!r}"
-            )
-
-
-def _check_patterns(config: OptimConfig, parameters: Sequence[RoutedParameter]) -> None:
-    """Refuse groups that no parameter falls under, or none that could listen to what they say."""
-    for own in config.groups:
-        found = [item.parameter for item in parameters if re.search(own.pattern, item.name)]
-        if not found:
-            raise ConfigError(
-                f"optim.groups has the pattern {own.pattern!r}, which is in no parameter's name: correct it"
-            )
-        if (own.rank is not None or own.subspace is not None) and all(parameter.ndim < 2 for parameter in found):
-            raise ConfigError(
-                f"optim.groups speaks of a subspace for {own.pattern!r}, and all such parameters are vectors, which "
-                "have none: correct the pattern"
-            )
-
-
-def _settings(config: OptimConfig, item: RoutedParameter) -> dict[str, Any]:
-    """The group settings that `item` falls under."""
-    group = next((own for own in config.groups if re.search(own.pattern, item.name)), None)
-    own = {"hidden": None, "embedding": config.embedding_lr, "head": config.head_lr, "scalar": config.scalar_lr}[
-        item.role
-    ]
-    lr = config.lr if own is None else own
-    lr = lr if group is None or group.lr is None else group.lr
-    decays = {"all": True, "matrices": item.parameter.ndim >= 2, "hidden": item.role == "hidden"}[config.decay]
-    decay = config.weight_decay if decays else 0.0
-    decay = decay if group is None or group.weight_decay is None else group.weight_decay
-    settings: dict[str, Any] = {"lr": lr, "peak_lr": lr, "weight_decay": decay}
-    if config.name == "muon":
-        settings["rule"] = "muon" if item.role == "hidden" and item.parameter.ndim == 2 else "adam"
-    if "rank" in LISTENS[config.name]:
-        settings |= _rank(item, group)
-    return settings
-
-
-def _rank(item: RoutedParameter, group: GroupConfig | None) -> dict[str, int | None]:
-    """The rank of a parameter's subspace: its own, none, or nothing said, which leaves it to the optimizer."""
-    if item.parameter.ndim < 2:
-        return {"rank": None}
-    if group is not None and group.rank is not None:
-        return {"rank": group.rank}
-    asked = None if group is None else group.subspace
-    return {} if (item.role == "hidden" if asked is None else asked) else {"rank": None}
+        raise OptimizerError(
+            "the saved state is of another kind of optimizer: use the optimizer that the run started with"
+        )
+    for option in STATE_OPTIONS:
+        if own.get(option) != saved.get(option):
+            raise OptimizerError(f"saved state of {name}: expected {option} = {own[option]!r}, got {saved[option]!r}")

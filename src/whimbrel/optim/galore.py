@@ -1,48 +1,170 @@
-"""GaLore: AdamW whose moments live in a low-rank projection of the gradient (Zhao et al., 2024), the reference.
+"""GaLore as published (Zhao et al., 2024): AdamW whose moments live in a low-rank projection of the gradient.
 
-For a matrix W (m x n) with gradient G, at the t-th update of it (P and Q from the singular vectors of a gradient, taken
-anew at the updates 1, gap + 1, 2 gap + 1, ...; of a one-sided projection one of them is the identity):
+For a matrix W (m x n) with gradient G, at its t-th update, with P = U_r and Q = V_r from the singular vectors of the
+gradient at updates 1, gap + 1, 2 gap + 1, ... (for a one-sided projection one of them is the identity):
     R = P^T G Q
     M <- b1 M + (1 - b1) R;   V <- b2 V + (1 - b2) R^2
     N = sqrt(1 - b2^t) / (1 - b1^t)  M / (sqrt(V) + eps)
     W <- (1 - lr wd) W - lr scale P N Q^T
-Without a rank, P and Q are identities and scale is 1: AdamW, but for eps, which is added before the bias correction.
+Without a rank, P and Q are identities and scale is 1: AdamW, except that eps is added before the bias correction.
+
+This is the reference that `LowRankOptimizer(subspace="svd")` and other implementations are compared with: SVD in fp64,
+two-sided projections, refreshes at fixed steps, and the layout of the published state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.optim.careful import Careful, run_eagerly
-from whimbrel.optim.check import check_keys, check_numbers
-from whimbrel.optim.projector import GaLoreProjector, low_rank, matrix_shape, projected_shapes, side_of
-from whimbrel.optim.rules import MIN_EPS
-from whimbrel.optim.shards import Shard, add_up, copy_, gather, local, shard_of
-from whimbrel.optim.subspace import drop_rounding_
+from whimbrel.config import not_one_of
+from whimbrel.optim.base import BaseOptimizer, check_numbers, run_eagerly
+from whimbrel.optim.rules import adam_update_
+from whimbrel.optim.sharding import Shard, gather_rows, shard_of, sum_rows, to_local
+from whimbrel.optim.subspace import add_product_, singular_vectors, zero_rounding_errors_
 
-__all__ = ["GaLore"]
+__all__ = ["PROJECTION_TYPES", "GaLore", "GaLoreProjector", "matrix_shape", "side_of"]
+
+PROJECTION_TYPES = ("std", "reverse_std", "right", "left", "full")
+"""std projects the longer side away, reverse_std the shorter one; the others name the side."""
+
+Basis: TypeAlias = Tensor | tuple[Tensor, Tensor]
+"""V_r^T (r x n) for right, U_r (m x r) for left, or U_r and V_r^T for full."""
 
 
-class GaLore(Careful):
-    """AdamW in a projected space. A group that has a `rank` projects its tensors of two dimensions or more.
+def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape as a matrix or a stack of matrices; a convolution is (out, rest)."""
+    return tuple(shape) if len(shape) <= 3 else (shape[0], math.prod(shape[1:]))
 
-    A tensor of three dimensions is a stack of matrices, each with a basis of its own; one of more (the weight of a
-    convolution) is viewed as (out, rest); of fewer than two dimensions it is moved by AdamW as it is.
 
-    State, for each parameter, is tensors alone, there from the start: `step` (on the CPU), `exp_avg` and `exp_avg_sq`
-    in the projected shape, in fp32 (fp64 for fp64: second moments stand still in bf16), and the basis in the
-    parameter's own dtype: `ortho_matrix`, or `ortho_matrix_left` and `ortho_matrix_right` with projection_type="full".
-    Of a parameter whose rows are sharded (FSDP2), what has these rows is sharded like it, and all else is the same on
-    every rank.
+def side_of(projection_type: str, shape: Sequence[int]) -> str:
+    """The projected side of a matrix or stack of `shape`: right, left or full."""
+    if len(shape) < 2:
+        raise OptimizerError(f"expected a tensor of two or more dimensions, got shape {tuple(shape)}")
+    tall = shape[-2] >= shape[-1]
+    if projection_type == "std":
+        return "right" if tall else "left"
+    if projection_type == "reverse_std":
+        return "left" if tall else "right"
+    return projection_type
 
-    A step in which any gradient is not finite is skipped as a whole, and counted in `skipped`.
+
+class GaLoreProjector:
+    """Projects the gradients of one parameter, and computes a new basis every `update_proj_gap` steps.
+
+    right:  R = G V_r            back:  G' = R V_r^T
+    left:   R = U_r^T G          back:  G' = U_r R
+    full:   R = U_r^T G V_r      back:  G' = U_r R V_r^T
+    With G = U S V^T cut after r vectors, G' is the best rank-r approximation of G right after a refresh. Each matrix
+    of a stack has its own basis. `ortho_matrix` is the only state.
     """
+
+    def __init__(
+        self, rank: int = 128, update_proj_gap: int = 50, scale: float = 1.0, projection_type: str = "std"
+    ) -> None:
+        integers: dict[str, Any] = {"rank": rank, "update_proj_gap": update_proj_gap}
+        for name, value in integers.items():
+            if not isinstance(value, Integral) or int(value) < 1:
+                raise OptimizerError(f"{name}: expected an integer >= 1, got {value!r}")
+        _check_projection_type(projection_type, PROJECTION_TYPES)
+        self.rank = rank
+        self.update_proj_gap = update_proj_gap
+        self.scale = scale
+        self.projection_type = projection_type
+        self.ortho_matrix: Basis | None = None
+
+    def project(self, grad: Tensor, steps: int) -> Tensor:
+        """The projected gradient; refreshes the basis if there is none or `steps` is a multiple of the gap."""
+        return self._project(grad, steps, side_of(self.projection_type, grad.shape))
+
+    def project_back(self, low_rank_grad: Tensor) -> Tensor:
+        """The full-size gradient of a projected one, times `scale`."""
+        if self.ortho_matrix is None:
+            raise OptimizerError("no basis to project back with: call project() first")
+        left, right = _split(self.ortho_matrix, self._side_back(low_rank_grad))
+        full_rank_grad = low_rank_grad if left is None else left @ low_rank_grad
+        full_rank_grad = full_rank_grad if right is None else full_rank_grad @ right
+        return full_rank_grad.mul_(self.scale)
+
+    def get_low_rank_grad_std(self, grad: Tensor, steps: int) -> Tensor:
+        """`project` the longer side away."""
+        return self._project(grad, steps, side_of("std", grad.shape))
+
+    def get_low_rank_grad_reverse_std(self, grad: Tensor, steps: int) -> Tensor:
+        """`project` the shorter side away."""
+        return self._project(grad, steps, side_of("reverse_std", grad.shape))
+
+    def get_low_rank_grad_right(self, grad: Tensor, steps: int) -> Tensor:
+        """`project` to G V_r."""
+        return self._project(grad, steps, "right")
+
+    def get_low_rank_grad_left(self, grad: Tensor, steps: int) -> Tensor:
+        """`project` to U_r^T G."""
+        return self._project(grad, steps, "left")
+
+    def get_low_rank_grad_full(self, grad: Tensor, steps: int) -> Tensor:
+        """`project` to U_r^T G V_r."""
+        return self._project(grad, steps, "full")
+
+    @staticmethod
+    def get_orthogonal_matrix(weights: Tensor, rank: int, projection_type: str) -> Basis:
+        """The leading singular vectors of `weights`: the first `rank` rows of V^T, columns of U, or both.
+
+        In the dtype and on the device of `weights`, as copies that do not keep all of U or V^T alive. Non-finite
+        elements count as zero.
+
+        fp32 is decomposed in fp64. A singular vector is accurate to eps |G| / gap, with `gap` the distance to the next
+        singular value; in fp32 a gap of 1% already costs 2e-5 of the best approximation, and 1e-5 costs 3e-2.
+        """
+        _check_projection_type(projection_type, ("right", "left", "full"))
+        wide = torch.float64 if weights.dtype.itemsize > 2 and weights.device.type != "mps" else torch.float32
+        left, right = singular_vectors(weights.detach().to(wide), rank)
+
+        def own(part: Tensor) -> Tensor:
+            return part.to(weights.dtype, copy=True, memory_format=torch.contiguous_format)
+
+        if projection_type == "full":
+            return own(left), own(right)
+        return own(left if projection_type == "left" else right)
+
+    def _project(self, grad: Tensor, steps: int, side: str) -> Tensor:
+        due = steps % self.update_proj_gap == 0
+        if self.ortho_matrix is None or (due and bool(grad.isfinite().all())):
+            self.ortho_matrix = self.get_orthogonal_matrix(grad, self.rank, side)
+        return _low_rank(grad, *_split(self.ortho_matrix, side))
+
+    def _side_back(self, low_rank_grad: Tensor) -> str:
+        """The side that `low_rank_grad` was projected from, by shapes alone: r is at most m and at most n.
+
+        A projection by std is m x r (m >= n >= r) or r x n (r <= m < n), so it is as tall or wide as its gradient. A
+        basis of reverse_std is m x r (m >= n >= r) or r x n (r <= m < n), so there the basis is.
+        """
+        if self.projection_type == "reverse_std" and isinstance(self.ortho_matrix, Tensor):
+            return side_of("reverse_std", self.ortho_matrix.shape)
+        return side_of(self.projection_type, low_rank_grad.shape)
+
+
+class GaLore(BaseOptimizer):
+    """AdamW in a projected space. A group that has a `rank` projects its tensors of two or more dimensions.
+
+    A tensor of three dimensions is a stack of matrices, each with its own basis; one of more (a convolution) is viewed
+    as (out, rest); tensors of fewer than two dimensions are updated by AdamW.
+
+    The state of a parameter, allocated at construction: `step` (on the CPU), `exp_avg` and `exp_avg_sq` in the
+    projected shape, in fp32 (fp64 for fp64: second moments in bf16 would stop changing), and the basis in the dtype of
+    the parameter: `ortho_matrix`, or `ortho_matrix_left` and `ortho_matrix_right` with projection_type="full". If the
+    rows of a parameter are sharded (FSDP2), tensors that have these rows are sharded like it, and the others are
+    replicated.
+    """
+
+    layout_options = ("rank", "projection_type")
+    saved_options = ("rank", "projection_type")
 
     def __init__(
         self,
@@ -68,224 +190,145 @@ class GaLore(Careful):
     def __str__(self) -> str:
         return type(self).__name__
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Remember what the state of each group was allocated for, also in a copy."""
-        super().__setstate__(state)
-        self._allocated = {p: _layout(group) for group in self.param_groups for p in group["params"]}
+    def describe(self, parameter: Tensor) -> str:
+        """Subspace and rule of a parameter in a few words."""
+        basis = [tensor for name, tensor in self.state[parameter].items() if name.startswith("ortho_matrix")]
+        return f"svd rank {min(basis[0].shape[-2:])}, adamw" if basis else "adamw"
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take in another group, its settings checked and its state allocated."""
-        check_keys("GaLore", param_group, self.defaults)
-        _check_settings(self.defaults | param_group)
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            for p in group["params"]:
-                if not p.is_floating_point():
-                    raise OptimizerError(f"GaLore moves real parameters, and one is of {p.dtype}: leave it out")
-            states = {p: _zeros(p, group) for p in group["params"] if p.requires_grad}
-        except OptimizerError:
-            self.param_groups.pop()
-            raise
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        check_numbers(options)
+        _check_projection_type(options["projection_type"], PROJECTION_TYPES)
+
+    def _init_group(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            if not p.is_floating_point():
+                raise OptimizerError(f"expected floating-point parameters, got {p.dtype}: leave it out")
+        states = {p: _new_state(p, group) for p in group["params"] if p.requires_grad}
         self.state.update(states)
-        self._allocated = {p: _layout(group) for group in self.param_groups for p in group["params"]}
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return _new_state(parameter, self._layouts[parameter])
 
     @run_eagerly
-    def _move_all(self) -> None:
-        for group in self.param_groups:  # those of one parameter alone, where backward steps
-            now = _layout(group)
-            for allocated in {self._allocated[p] for p in group["params"]} - {now}:
-                raise OptimizerError(
-                    f"the state of a parameter group was allocated for {allocated}, and the group now has {now}: make "
-                    "a new optimizer to change it"
-                )
+    def _update_all(self) -> None:
+        for group in self.param_groups:
+            self._check_layout(group)
             for p in group["params"]:
                 if p.grad is not None and p.numel():
-                    self._move(p, p.grad, group)
+                    self._update(p, p.grad, group)
 
-    def reset(self) -> None:
-        """Forget all: moments, steps and bases are zero, and the next update takes new bases."""
-        for state in self.state.values():
-            for tensor in state.values():
-                tensor.zero_()
-        self.skipped = 0
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and state, the state checked and exact: torch would round it to the parameter's dtype.
-
-        Hooks of others run before and after, on the whole. What does not fit is refused, and nothing has changed.
-        """
-        state: dict[Tensor, dict[str, Tensor]] = {}
-        settings = self.defaults.keys() - {"differentiable"}  # which torch adds
-
-        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            for own, group in zip(self.param_groups, given["param_groups"], strict=False):
-                if lacking := sorted(settings - group.keys()):
-                    raise OptimizerError(
-                        f"the state is of another optimizer than GaLore: no {', '.join(lacking)} in it"
-                    )
-                _check_settings(group)
-                if _layout(group) != _layout(own):
-                    raise OptimizerError(
-                        f"expected a state of {_layout(own)}, got one of {_layout(group)}: make the optimizer with the "
-                        "settings of the saved one"
-                    )
-                for p, index in zip(own["params"], group["params"], strict=False):
-                    if index in given["state"]:
-                        _check_state(given["state"][index], p, group)
-                        state[p] = given["state"][index]
-            return given | {"state": {}}
-
-        def put(_: torch.optim.Optimizer) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p in state or p.requires_grad:
-                        self.state[p] = _zeros(p, group)
-                    for key, tensor in state.get(p, {}).items():
-                        copy_(self.state[p][key], tensor)
-
-        last = self.register_load_state_dict_pre_hook(take)
-        first = self.register_load_state_dict_post_hook(put, prepend=True)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
-            first.remove()
-
-    def _move(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        if not self.state[p]:  # it was frozen when its group came
-            self.state[p] = _zeros(p, group)
-        if self.state[p]["exp_avg"].device != p.device:  # the model went to its device after its optimizer was made
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if not self.state[p]:  # it was frozen when its group was added
+            self.state[p] = _new_state(p, group)
+        if self.state[p]["exp_avg"].device != p.device:  # the model was moved after its optimizer was built
             self.state[p].update({key: t.to(p.device) for key, t in self.state[p].items() if key != "step"})
-        state = {key: local(tensor) for key, tensor in self.state[p].items()}
-        mean, square, lr, (beta1, beta2) = state["exp_avg"], state["exp_avg_sq"], float(group["lr"]), group["betas"]
-        done, side, weight = int(state["step"]), _side(p, group), local(p)
-        low, left, right = local(grad), None, None
+        state = {key: to_local(tensor) for key, tensor in self.state[p].items()}
+        mean, lr, (beta1, beta2) = state["exp_avg"], float(group["lr"]), group["betas"]
+        side, weight, left, right = _side(p, group), to_local(p), None, None
+        low = to_local(grad)
         if side is not None:
-            low, left, right = _project(low, state, done, side, group, shard_of(p))
-        low = low.to(mean.dtype)
-        mean.lerp_(low, 1 - beta1)
-        square.mul_(beta2).addcmul_(low, low, value=1 - beta2)
+            low, left, right = _project(low, state, side, group, shard_of(p))
         state["step"] += 1
-
-        root = square.sqrt().add_(max(group["eps"], MIN_EPS))
-        size = lr * math.sqrt(1 - beta2 ** (done + 1)) / (1 - beta1 ** (done + 1)) * (1 if group["maximize"] else -1)
-        keep = 1 - lr * group["weight_decay"]
+        t = int(state["step"])
+        (root,) = adam_update_(
+            [low.to(mean.dtype)], [mean], [state["exp_avg_sq"]], [t], (beta1, beta2), group["eps"],
+            bias_correction=False,
+        )  # fmt: skip
+        step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * (1 if group["maximize"] else -1)
+        decay = 1 - lr * group["weight_decay"]
         if side is None:
-            weight.mul_(keep).addcdiv_(mean, root, value=size)
-        else:
-            _add_back_(weight, torch.div(mean, root, out=root), left, right, keep, size * group["scale"])
-
-
-def _layout(group: dict[str, Any]) -> str:
-    """The settings that the names and shapes of a state depend on."""
-    return f"rank = {group['rank']}, projection_type = {group['projection_type']!r}"
-
-
-def _side(p: Tensor, group: dict[str, Any]) -> str | None:
-    """The side that a parameter is projected from; None where it is not projected."""
-    return None if group["rank"] is None or p.ndim < 2 else side_of(group["projection_type"], matrix_shape(p.shape))
+            weight.mul_(decay).addcdiv_(mean, root, value=step_size)
+            return
+        low = torch.div(mean, root, out=root)
+        if left is not None and right is not None:
+            low = left @ low.to(left.dtype)
+        factors = (low, right) if right is not None else (left, low)
+        one, other = (factor.to(weight.dtype) for factor in factors if factor is not None)
+        add_product_(weight, one, other, alpha=step_size * group["scale"], beta=decay)
 
 
 def _project(
-    grad: Tensor, state: dict[str, Tensor], done: int, side: str, group: dict[str, Any], shard: Shard | None
+    grad: Tensor, state: dict[str, Tensor], side: str, group: Mapping[str, Any], shard: Shard | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient in the subspace, and U_r and V_r^T, None for the identity; after a refresh where one is due.
+    """The projected gradient, U_r and V_r^T (None for the identity), after a refresh if one is due.
 
-    A refresh under FSDP2 gathers the gradient. Between two of them, `right` needs nothing of other ranks; `left` and
-    `full` sum over all rows, so over ranks.
+    Under FSDP2 a refresh gathers the gradient. Between refreshes, `right` needs no communication; `left` and `full`
+    sum over all rows and so over ranks.
     """
     grad = grad.reshape(matrix_shape(grad.shape))
-    keys = _basis_keys(group)
+    keys, done = _basis_keys(group), int(state["step"])
     if done % group["update_proj_gap"] == 0:
-        whole = gather(grad, shard)
-        if done == 0 or bool(whole.isfinite().all()):
-            basis = GaLoreProjector.get_orthogonal_matrix(whole, group["rank"], side)
+        full = gather_rows(grad, shard)
+        if done == 0 or bool(full.isfinite().all()):
+            basis = GaLoreProjector.get_orthogonal_matrix(full, group["rank"], side)
             for key, part in zip(keys, (basis,) if isinstance(basis, Tensor) else basis, strict=True):
                 rows = shard is not None and not shard.stacked and (side == "left" or key == "ortho_matrix_left")
-                state[key].copy_(shard.take(part, state[key].shape[0]) if shard is not None and rows else part)
+                state[key].copy_(shard.local_part(part, state[key].shape[0]) if shard is not None and rows else part)
     if grad.dtype == torch.float16:  # sums of products of gradients exceed its range
         grad = grad.float()
     parts = [state[key].to(grad.dtype) for key in keys]
-    left, right = (parts[0], parts[1]) if side == "full" else (parts[0], None) if side == "left" else (None, parts[0])
-    low = low_rank(grad, left, right)
-    low = low if left is None else add_up(low, shard)
-    if (
-        grad.dtype == state[keys[0]].dtype and grad.dtype.itemsize >= 4
-    ):  # a basis in 16 bits is orthonormal only roughly
+    left, right = _split((parts[0], parts[1]) if side == "full" else parts[0], side)
+    low = _low_rank(grad, left, right)
+    low = low if left is None else sum_rows(low, shard)
+    if grad.dtype == state[keys[0]].dtype and grad.dtype.itemsize >= 4:  # a 16-bit basis is only roughly orthonormal
         if right is not None:
-            drop_rounding_(low, right.shape[-1])
+            zero_rounding_errors_(low, right.shape[-1])
         if left is not None:
-            drop_rounding_(low.mT, left.shape[-2])
+            zero_rounding_errors_(low.mT, left.shape[-2])
     return low, left, right
 
 
-def _add_back_(
-    weight: Tensor, low: Tensor, left: Tensor | None, right: Tensor | None, keep: float, size: float
-) -> None:
-    """`weight = keep * weight + size * U_r low V_r^T`, without another matrix of that size where memory allows."""
-    one, other = (low, right) if left is None else (left, low)
-    if left is not None and right is not None:
-        one, other = left @ low.to(left.dtype), right
-    assert other is not None
-    one, other = one.to(weight.dtype), other.to(weight.dtype)
-    if weight.ndim == 3:
-        weight.baddbmm_(one, other, beta=keep, alpha=size)
-    elif weight.ndim == 2:
-        weight.addmm_(one, other, beta=keep, alpha=size)
-    else:  # a convolution may be in channels_last, whose memory is not laid out as a matrix
-        weight.mul_(keep).add_((one @ other).view(weight.shape), alpha=size)
+def _low_rank(grad: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """U_r^T G V_r, where None is the identity."""
+    low = grad if left is None else left.mT @ grad
+    return low if right is None else low @ right.mT
 
 
-def _shapes(p: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The whole shape of each tensor of the state of `p`."""
-    shape: tuple[int, ...] = tuple(p.shape)
-    bases: dict[str, tuple[int, ...]] = {}
-    if _side(p, group) is not None:
-        shape, parts = projected_shapes(group["projection_type"], group["rank"], matrix_shape(shape))
-        bases = dict(zip(_basis_keys(group), parts, strict=True))
-    return {"step": (), "exp_avg": shape, "exp_avg_sq": shape} | bases
+def _split(basis: Basis, side: str) -> tuple[Tensor | None, Tensor | None]:
+    """U_r and V_r^T; None for the side that is not projected."""
+    if isinstance(basis, Tensor):
+        return (basis, None) if side == "left" else (None, basis)
+    return basis
 
 
-def _sharded(p: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
-    """The tensors of the state of `p` that have its first dimension."""
-    side, basis = _side(p, group), _basis_keys(group)
-    if p.ndim == 3:
-        return ("exp_avg", "exp_avg_sq", *(basis if side else ()))
-    return ("exp_avg", "exp_avg_sq") if side in (None, "right") else basis[:1]
+def _side(p: Tensor, group: Mapping[str, Any]) -> str | None:
+    """The projected side of a parameter; None if it is not projected."""
+    return None if group["rank"] is None or p.ndim < 2 else side_of(group["projection_type"], matrix_shape(p.shape))
 
 
-def _zeros(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """The state of `p` before its first update, where `p` is."""
-    wide, shard = torch.promote_types(p.dtype, torch.float32), shard_of(p)
-    state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-    for key, shape in _shapes(p, group).items():
-        if key == "step":
-            continue
-        dtype, rows = wide if key.startswith("exp_avg") else p.dtype, shard is not None and key in _sharded(p, group)
-        size = (local(p).shape[0], *shape[1:]) if rows else shape
-        tensor = torch.zeros(size, dtype=dtype, device=p.device)
-        state[key] = shard.wrap(tensor) if shard is not None and rows else tensor
-    return state
-
-
-def _basis_keys(group: dict[str, Any]) -> tuple[str, ...]:
+def _basis_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
     return ("ortho_matrix_left", "ortho_matrix_right") if group["projection_type"] == "full" else ("ortho_matrix",)
 
 
-def _check_state(given: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
-    """Refuse a state whose names or shapes are not those that `p` has in `group`."""
-    own = _shapes(p, group)
-    saved = {key: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for key, v in given.items()}
-    if saved != own:
-        raise OptimizerError(
-            f"the state for a parameter of the shape {tuple(p.shape)} has {saved}, and it needs {own}: load a state of "
-            "the same parameters, rank and projection_type"
-        )
+def _new_state(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The state of `p` before its first update: zeros on the device of `p`, sharded where it has the rows of `p`."""
+    side, keys, shard = _side(p, group), _basis_keys(group), shard_of(p)
+    shapes: dict[str, tuple[int, ...]] = {"exp_avg": tuple(p.shape), "exp_avg_sq": tuple(p.shape)}
+    sharded: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    if side is not None:
+        *stack, rows, columns = matrix_shape(p.shape)
+        rank = min(group["rank"], rows, columns)
+        left, right = (*stack, rows, rank), (*stack, rank, columns)
+        moments, bases = {
+            "left": (right, (left,)),
+            "right": (left, (right,)),
+            "full": ((*stack, rank, rank), (left, right)),
+        }[side]
+        shapes = {"exp_avg": moments, "exp_avg_sq": moments, **dict(zip(keys, bases, strict=True))}
+        if p.ndim == 3:
+            sharded = tuple(shapes)
+        elif side != "right":
+            sharded = keys[:1]
+    state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+    for key, shape in shapes.items():
+        dtype = torch.promote_types(p.dtype, torch.float32) if key.startswith("exp_avg") else p.dtype
+        local = shard is not None and key in sharded
+        size = (to_local(p).shape[0], *shape[1:]) if local else shape
+        tensor = torch.zeros(size, dtype=dtype, device=p.device)
+        state[key] = shard.wrap(tensor) if shard is not None and local else tensor
+    return state
 
 
-def _check_settings(group: dict[str, Any]) -> None:
-    """Refuse values that cannot be meant, of a setting that is given or loaded."""
-    check_numbers(group)
-    rank = 1 if group["rank"] is None else group["rank"]
-    GaLoreProjector(rank, group["update_proj_gap"], group["scale"], group["projection_type"])
+def _check_projection_type(projection_type: str, allowed: Sequence[str]) -> None:
+    if projection_type not in allowed:
+        raise OptimizerError(not_one_of("projection_type", projection_type, allowed))

@@ -1,14 +1,13 @@
-"""Muon: momentum whose update is replaced by its polar factor, for hidden matrices; Adam for everything else.
+"""Muon: momentum whose update is replaced by its polar factor, for hidden matrices; AdamW for everything else.
 
 For a matrix W (m x n) with gradient G (Jordan et al., 2024):
     M <- b M + (1 - b) G;   U = (1 - b) G + b M;   W <- (1 - lr wd) W - lr sqrt(max(1, m/n)) polar(U)
-Matrices of one shape are stacked and orthogonalised in one batch of products; fused q, k, v are taken apart first.
+Matrices of one shape are stacked and orthogonalised in one batch of products; fused q, k, v are split first.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -16,20 +15,19 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.ops import kernels_of, orthogonalise
-from whimbrel.optim.careful import Careful
-from whimbrel.optim.check import check_keys, check_numbers, lr_of
-from whimbrel.optim.rules import MIN_EPS
-from whimbrel.optim.store import CodedWeight
+from whimbrel.ops import kernels_of
+from whimbrel.optim.base import BaseOptimizer, check_numbers, lr_of
+from whimbrel.optim.rules import MIN_EPS, muon_batches, muon_directions, muon_scale
+from whimbrel.optim.store import QuantizedParameter
 
 __all__ = ["Muon"]
 
-AT_ONCE = 1 << 28
-"""Numbers that are orthogonalised in one batch, which takes several times their bytes."""
 
+class Muon(BaseOptimizer):
+    """A parameter group has a `rule`: "muon" (2-D only, with optional `splits` of rows) or "adam" (torch's AdamW)."""
 
-class Muon(Careful):
-    """Parameter groups say their `rule`: "muon" (2-D only; optional `splits` of the rows) or "adam"."""
+    lazy_state = True
+    layout_options = ("rule",)
 
     def __init__(
         self,
@@ -51,81 +49,76 @@ class Muon(Careful):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take in another group, its settings checked."""
-        check_keys("Muon", param_group, self.defaults)
-        check_numbers(self.defaults | param_group)
-        super().add_param_group(param_group)
-        try:
-            _check(self.param_groups[-1])
-        except OptimizerError:
-            self.param_groups.pop()
-            raise
-
     def reset(self) -> None:
-        """Forget moments and steps."""
+        """Drop all state."""
+        self.skipped = 0
         self.state.clear()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of every optimizer, moments of fp16 parameters in fp32: torch would cast them to fp16."""
-        given: dict[str, Any] = {}
-        last = self.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
-        for own, saved in zip(self.param_groups, given["param_groups"], strict=True):
-            for p, index in zip(own["params"], saved["params"], strict=True):
-                for name, value in given["state"].get(index, {}).items():
-                    if p.dtype == torch.float16 and name != "step":
-                        self.state[p][name] = value.to(p.device, torch.float32, copy=True)
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        check_numbers(options)
+        if options["rule"] not in ("muon", "adam"):
+            raise OptimizerError(f"rule: expected muon or adam, got {options['rule']!r}")
+        if options["momentum_warmup"] < 0:
+            raise OptimizerError(f"momentum_warmup: expected an integer >= 0, got {options['momentum_warmup']}")
 
-    def _move_all(self) -> None:
+    def _init_group(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            if group["rule"] == "muon" and p.ndim != 2:
+                raise OptimizerError(
+                    f"expected matrices for rule = 'muon', got a parameter of shape {tuple(p.shape)}: use rule = 'adam'"
+                )
+            if isinstance(p, QuantizedParameter):
+                raise OptimizerError(
+                    "expected unquantized weights for Muon, got a quantized one: use AdamW8bit, GaLoreWarm or another "
+                    "low-rank optimizer"
+                )
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return _new_state(parameter, self._layouts[parameter]["rule"])
+
+    def _update_all(self) -> None:
         for group in self.param_groups:
-            (self._step_muon if group["rule"] == "muon" else self._step_adam)(group)
+            (self._muon_step if group["rule"] == "muon" else self._adam_step)(group)
 
-    def _step_muon(self, group: dict[str, Any]) -> None:
+    def _muon_step(self, group: dict[str, Any]) -> None:
         splits = group.get("splits") or [()] * len(group["params"])
-        stacks: dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
         params = [(p, s) for p, s in zip(group["params"], splits, strict=True) if p.grad is not None and p.numel()]
         if not params:
             return
         for p, _ in params:
             if not self.state[p]:
-                self.state[p] = {"step": torch.zeros((), dtype=torch.float32), "momentum": _zeros(p)}
+                self.state[p] = _new_state(p, group["rule"])
             self.state[p]["step"] += 1
         momentum, lr = _momentum(group, int(self.state[params[0][0]]["step"]) - 1), lr_of(group)
         buffers = [self.state[p]["momentum"] for p, _ in params]
         grads = [p.grad.to(buffer.dtype) for (p, _), buffer in zip(params, buffers, strict=True)]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         torch._foreach_mul_([p for p, _ in params], 1 - lr * group["weight_decay"])
-        for (p, rows), grad, buffer in zip(params, grads, buffers, strict=True):
-            for piece in zip(*(_split(tensor, rows) for tensor in (p, grad, buffer)), strict=True):
-                if piece[0].numel():
-                    stacks[piece[0].shape].append(piece)
+        pieces = [
+            piece
+            for (p, rows), grad, buffer in zip(params, grads, buffers, strict=True)
+            for piece in zip(*(t.split(list(rows)) if rows else (t,) for t in (p, grad, buffer)), strict=True)
+            if piece[0].numel()
+        ]
         dtype = torch.bfloat16 if kernels_of(params[0][0]) == "cuda" else torch.float32
-        for shape, pieces in stacks.items():
-            scale = -lr * max(1.0, shape[0] / shape[1]) ** 0.5
-            count = max(1, AT_ONCE // shape.numel())
-            for start in range(0, len(pieces), count):
-                weights, own, means = zip(*pieces[start : start + count], strict=True)
-                updates = torch._foreach_lerp(own, means, momentum)
-                factors = orthogonalise(torch.stack([update.to(dtype) for update in updates]))
-                moves = [factor.to(weight.dtype) for weight, factor in zip(weights, factors, strict=True)]
-                torch._foreach_add_(weights, moves, alpha=scale)
+        for batch in muon_batches([weight.shape for weight, _, _ in pieces]):
+            weights, own, means = zip(*(pieces[i] for i in batch), strict=True)
+            factors = muon_directions(own, means, momentum, dtype)
+            updates = [factor.to(weight.dtype) for weight, factor in zip(weights, factors, strict=True)]
+            torch._foreach_add_(weights, updates, alpha=-lr * muon_scale(weights[0].shape))
 
-    def _step_adam(self, group: dict[str, Any]) -> None:
+    def _adam_step(self, group: dict[str, Any]) -> None:
+        """Torch's AdamW, fused on a GPU."""
         params = [p for p in group["params"] if p.grad is not None and p.numel()]
         if not params:
             return
         for p in params:
             if not self.state[p]:
-                step = torch.zeros((), dtype=torch.float32)
-                self.state[p] = {"step": step, "exp_avg": _zeros(p), "exp_avg_sq": _zeros(p)}
-            if kernels_of(p) == "cuda":  # the fused kernel wants it there, also after a state dict was loaded
+                self.state[p] = _new_state(p, group["rule"])
+            if kernels_of(p) == "cuda":  # the fused kernel needs it there, also after a state dict was loaded
                 self.state[p]["step"] = self.state[p]["step"].to(p.device)
         states = [self.state[p] for p in params]
-        mixed = any(p.dtype == torch.float16 for p in params)  # fused and foreach want moments of the same dtype
+        mixed = any(p.dtype == torch.float16 for p in params)  # fused and foreach need moments of the same dtype
         fused = not mixed and all(kernels_of(p) == "cuda" for p in params)
         grads = [cast(Tensor, p.grad).to(s["exp_avg"].dtype) for p, s in zip(params, states, strict=True)]
         adamw(
@@ -137,30 +130,14 @@ class Muon(Careful):
         )  # fmt: skip
 
 
-def _zeros(p: Tensor) -> Tensor:
-    """A moment of `p` before its first update. In fp16, eps would be 0 and squares of gradients below 1e-4 too."""
-    return torch.zeros_like(p, dtype=torch.float32 if p.dtype == torch.float16 else p.dtype)
+def _new_state(p: Tensor, rule: str) -> dict[str, Tensor]:
+    dtype = torch.float32 if p.dtype == torch.float16 else p.dtype  # in fp16, eps and squares of gradients may be 0
+    names = ("momentum",) if rule == "muon" else ("exp_avg", "exp_avg_sq")
+    zeros = {name: torch.zeros_like(p, dtype=dtype) for name in names}
+    return {"step": torch.zeros((), dtype=torch.float32), **zeros}
 
 
 def _momentum(group: dict[str, Any], step: int) -> float:
-    """Momentum at `step`, rising linearly over the warm-up."""
+    """Momentum at `step`, increasing linearly over the warm-up."""
     done = min(1.0, step / group["momentum_warmup"]) if group["momentum_warmup"] else 1.0
     return float(group["momentum_start"] + done * (group["momentum"] - group["momentum_start"]))
-
-
-def _split(matrix: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
-    return matrix.split(list(rows)) if rows else (matrix,)
-
-
-def _check(group: dict[str, Any]) -> None:
-    if group["rule"] not in ("muon", "adam"):
-        raise OptimizerError(f"rule = {group['rule']!r} is not one of muon, adam")
-    if group["momentum_warmup"] < 0:
-        raise OptimizerError(f"momentum_warmup = {group['momentum_warmup']} must not be negative")
-    shapes = [tuple(p.shape) for p in group["params"] if group["rule"] == "muon" and p.ndim != 2]
-    if shapes:
-        raise OptimizerError(f"muon moves matrices, and one parameter has the shape {shapes[0]}: give it rule='adam'")
-    if any(isinstance(p, CodedWeight) for p in group["params"]):
-        raise OptimizerError(
-            "Muon moves plain weights, and one is stored as codes: use AdamW8bit, GaLoreWarm or another of that family"
-        )

@@ -1,7 +1,7 @@
-"""From gradients to directions: what each rule remembers, and the direction it takes against which weights move.
+"""Update rules: the direction of a step from gradients and moments.
 
-A rule sees lists of fp32 gradients, whole or in a subspace, and lists of its own moments, which it changes in place.
-`t` is a parameter's count of steps, from 1.
+A rule gets lists of fp32 gradients, complete or projected to a subspace, and lists of its moments, which it updates in
+place. `t` counts the steps of a parameter, from 1. The weights move against the returned directions.
 """
 
 from __future__ import annotations
@@ -16,10 +16,20 @@ from torch import Tensor
 
 from whimbrel.ops import orthogonalise
 
-__all__ = ["MIN_EPS", "Moments", "RULES", "Rule"]
+__all__ = [
+    "MIN_EPS",
+    "RULES",
+    "Rule",
+    "adam_update_",
+    "muon_batches",
+    "muon_directions",
+    "muon_scale",
+]
 
 MIN_EPS = 1e-22
-"""What eps is at least, so that eps = 0 does not divide zero by zero: about the root of the smallest square in fp32."""
+"""Lower bound of eps, so that eps = 0 does not divide zero by zero: about the root of the smallest square in fp32."""
+MAX_MUON_ELEMENTS = 1 << 28
+"""Elements that are orthogonalised in one batch, which takes several times their bytes."""
 
 Moments = Mapping[str, list[Tensor]]
 Update = Callable[[list[Tensor], Moments, Sequence[int], Mapping[str, Any]], list[Tensor]]
@@ -27,70 +37,110 @@ Update = Callable[[list[Tensor], Moments, Sequence[int], Mapping[str, Any]], lis
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule: its update, its moments (of one sign or both), the settings it listens to and their defaults."""
+    """An update rule: its function, its moments by name and sign, and the options it reads with their defaults."""
 
     update: Update
     moments: Mapping[str, Literal["signed", "positive"]]
     defaults: Mapping[str, Any]
-    row_by_row: bool = True
+    rowwise: bool = True
     """Whether some rows of a matrix can be updated without the others."""
-    linear: str | None = None
-    """The moment that is linear in the gradients, so that it can be carried into another basis."""
+    linear_moment: str | None = None
+    """The moment that is linear in the gradients, so that it can be projected to another basis."""
 
-    def shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """The shape of each moment, for gradients of `shape`; those called rows and columns leave one dimension out."""
-        without = {"rows": tuple(shape[:-1]), "columns": (*shape[:-2], *shape[-1:])}
-        return {name: without.get(name, tuple(shape)) for name in self.moments}
-
-
-def _adamw(grads: list[Tensor], moments: Moments, steps: Sequence[int], settings: Mapping[str, Any]) -> list[Tensor]:
-    """M <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)."""
-    beta1, beta2 = settings["betas"]
-    first, second = moments["exp_avg"], moments["exp_avg_sq"]
-    torch._foreach_lerp_(first, grads, 1 - beta1)
-    torch._foreach_mul_(second, beta2)
-    torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-    below = torch._foreach_sqrt(second)
-    torch._foreach_div_(below, [(1 - beta2**t) ** 0.5 for t in steps])
-    torch._foreach_add_(below, max(settings["eps"], MIN_EPS))
-    torch._foreach_mul_(below, [1 - beta1**t for t in steps])
-    return list(torch._foreach_div(first, below))
+    def moment_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The shape of each moment for gradients of `shape`; "rows" and "columns" lack one dimension."""
+        factored = {"rows": tuple(shape[:-1]), "columns": (*shape[:-2], *shape[-1:])}
+        return {name: factored.get(name, tuple(shape)) for name in self.moments}
 
 
-def _sgd(grads: list[Tensor], moments: Moments, steps: Sequence[int], settings: Mapping[str, Any]) -> list[Tensor]:
+def adam_update_(
+    grads: list[Tensor],
+    exp_avg: list[Tensor],
+    exp_avg_sq: list[Tensor],
+    steps: Sequence[int],
+    betas: tuple[float, float],
+    eps: float,
+    *,
+    bias_correction: bool = True,
+) -> list[Tensor]:
+    """Adam's moments, updated in place; returns the denominators d of the directions m / d.
+
+    m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  d = (1 - b1^t) (sqrt(v / (1 - b2^t)) + eps)
+    Without `bias_correction`, d = sqrt(v) + eps and the caller scales by sqrt(1 - b2^t) / (1 - b1^t), as in GaLore.
+    """
+    beta1, beta2 = betas
+    torch._foreach_lerp_(exp_avg, grads, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sq, beta2)
+    torch._foreach_addcmul_(exp_avg_sq, grads, grads, 1 - beta2)
+    denominators = torch._foreach_sqrt(exp_avg_sq)
+    if bias_correction:
+        torch._foreach_div_(denominators, [(1 - beta2**t) ** 0.5 for t in steps])
+    torch._foreach_add_(denominators, max(eps, MIN_EPS))
+    if bias_correction:
+        torch._foreach_mul_(denominators, [1 - beta1**t for t in steps])
+    return list(denominators)
+
+
+def _adamw(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: Mapping[str, Any]) -> list[Tensor]:
+    means, squares = moments["exp_avg"], moments["exp_avg_sq"]
+    denominators = adam_update_(grads, means, squares, steps, options["betas"], options["eps"])
+    return list(torch._foreach_div(means, denominators))
+
+
+def _sgd(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: Mapping[str, Any]) -> list[Tensor]:
     """M <- b m + g;  m."""
-    torch._foreach_mul_(moments["momentum"], settings["momentum"])
+    torch._foreach_mul_(moments["momentum"], options["momentum"])
     torch._foreach_add_(moments["momentum"], grads)
     return [momentum.clone() for momentum in moments["momentum"]]
 
 
-def _lion(grads: list[Tensor], moments: Moments, steps: Sequence[int], settings: Mapping[str, Any]) -> list[Tensor]:
+def _lion(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: Mapping[str, Any]) -> list[Tensor]:
     """sign(b1 m + (1 - b1) g);  m <- b2 m + (1 - b2) g (Chen et al., 2023)."""
-    beta1, beta2 = settings["betas"]
+    beta1, beta2 = options["betas"]
     directions = torch._foreach_lerp(moments["momentum"], grads, 1 - beta1)
     torch._foreach_sign_(directions)
     torch._foreach_lerp_(moments["momentum"], grads, 1 - beta2)
     return list(directions)
 
 
-def _muon(grads: list[Tensor], moments: Moments, steps: Sequence[int], settings: Mapping[str, Any]) -> list[Tensor]:
+def muon_batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
+    """Indices of matrices that are orthogonalised together: of one shape, and not too many elements."""
+    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+    for index, shape in enumerate(shapes):
+        by_shape[shape].append(index)
+    batches = []
+    for shape, indices in by_shape.items():
+        count = max(1, MAX_MUON_ELEMENTS // shape.numel())
+        batches += [indices[start : start + count] for start in range(0, len(indices), count)]
+    return batches
+
+
+def muon_directions(
+    grads: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Polar factors of (1 - b) g + b m, as one stack in `dtype`, for matrices of one shape; m includes g already."""
+    updates = torch._foreach_lerp(list(grads), list(momenta), momentum)
+    return orthogonalise(torch.stack([update.to(dtype) for update in updates]))
+
+
+def muon_scale(shape: Sequence[int]) -> float:
+    """sqrt(max(1, rows / columns)): keeps the RMS of the update of tall matrices as large as that of square ones."""
+    return float(max(1.0, shape[-2] / shape[-1]) ** 0.5)
+
+
+def _muon(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: Mapping[str, Any]) -> list[Tensor]:
     """M <- b m + (1 - b) g;  sqrt(max(1, rows / columns)) polar((1 - b) g + b m) (Jordan et al., 2024)."""
-    momentum = settings["momentum"]
-    torch._foreach_lerp_(moments["momentum"], grads, 1 - momentum)
-    directions = list(torch._foreach_lerp(grads, moments["momentum"], momentum))
-    alike: dict[torch.Size, list[int]] = defaultdict(list)
-    for index, direction in enumerate(directions):
-        alike[direction.shape].append(index)
-    for shape, indices in alike.items():
-        scale = max(1.0, shape[-2] / shape[-1]) ** 0.5
-        for index, factor in zip(indices, orthogonalise(torch.stack([directions[i] for i in indices])), strict=True):
-            directions[index] = factor * scale
+    momenta, momentum = moments["momentum"], options["momentum"]
+    torch._foreach_lerp_(momenta, grads, 1 - momentum)
+    directions = list(grads)
+    for batch in muon_batches([grad.shape for grad in grads]):
+        factors = muon_directions([grads[i] for i in batch], [momenta[i] for i in batch], momentum)
+        for index, factor in zip(batch, factors, strict=True):
+            directions[index] = factor * muon_scale(factor.shape)
     return directions
 
 
-def _adafactor(
-    grads: list[Tensor], moments: Moments, steps: Sequence[int], settings: Mapping[str, Any]
-) -> list[Tensor]:
+def _adafactor(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: Mapping[str, Any]) -> list[Tensor]:
     """B = 1 - t^-0.8;  v = r c / mean(r), r and c running means of g^2 over columns and rows;  u = g / sqrt(v);
     u / max(1, rms(u)) (Shazeer and Stern, 2018).
     """
@@ -107,11 +157,14 @@ def _adafactor(
 
 RULES: dict[str, Rule] = {
     "adamw": Rule(
-        _adamw, {"exp_avg": "signed", "exp_avg_sq": "positive"}, {"betas": (0.9, 0.999), "eps": 1e-8}, linear="exp_avg"
+        _adamw,
+        {"exp_avg": "signed", "exp_avg_sq": "positive"},
+        {"betas": (0.9, 0.999), "eps": 1e-8},
+        linear_moment="exp_avg",
     ),
-    "sgd": Rule(_sgd, {"momentum": "signed"}, {"momentum": 0.9}, linear="momentum"),
-    "lion": Rule(_lion, {"momentum": "signed"}, {"betas": (0.9, 0.99)}, linear="momentum"),
-    "muon": Rule(_muon, {"momentum": "signed"}, {"momentum": 0.95}, row_by_row=False, linear="momentum"),
-    "adafactor": Rule(_adafactor, {"rows": "positive", "columns": "positive"}, {}, row_by_row=False),
+    "sgd": Rule(_sgd, {"momentum": "signed"}, {"momentum": 0.9}, linear_moment="momentum"),
+    "lion": Rule(_lion, {"momentum": "signed"}, {"betas": (0.9, 0.99)}, linear_moment="momentum"),
+    "muon": Rule(_muon, {"momentum": "signed"}, {"momentum": 0.95}, rowwise=False, linear_moment="momentum"),
+    "adafactor": Rule(_adafactor, {"rows": "positive", "columns": "positive"}, {}, rowwise=False),
 }
-"""Every rule by its name; muon and adafactor are for matrices."""
+"""Every rule by name; muon and adafactor need matrices."""

@@ -1,7 +1,7 @@
-"""Where a gradient is worth keeping: a basis Q (n x r) of the rows of G (m x n), so that R = G Q stands for G.
+"""Low-rank subspaces of gradients: a basis Q (n x r), the projection R = G Q, and the way back to the weight W (m x n).
 
-Every function takes stacks of matrices as well, never raises for what a gradient holds, and waits for no device:
-failure is a tensor of truth values, one for each matrix.
+Every function accepts stacks of matrices, never raises because of the values of a gradient, and does not synchronize
+with the device: failures are reported as a boolean tensor with one element per matrix.
 """
 
 from __future__ import annotations
@@ -13,102 +13,118 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whimbrel.optim.shards import Shard, add_up, draw
+from whimbrel.optim.sharding import Shard, randn, sum_rows
 
 __all__ = [
+    "BACK_PROJECTIONS",
     "Basis",
+    "FullUpdate",
+    "add_product_",
+    "back_project",
     "cholesky_qr",
     "cold_basis",
-    "drop_rounding_",
     "polar_factor",
     "random_basis",
+    "singular_vectors",
     "svd_basis",
     "warm_basis",
+    "zero_rounding_errors_",
 ]
 
 QUINTIC = (15 / 8, -10 / 8, 3 / 8)
-"""x (15 - 10 x^2 + 3 x^4) / 8 brings singular values up to 1 nearer to it, and cubes what the near ones lack."""
-ROUGH, FINE = 6, 2
-"""Newton-Schulz steps; each corrects the errors of those before it, so that the last alone must be exact."""
-FLOOR = 1e-5
-"""Of the mean length of a column: how much of the old basis stays in the new, so that it never loses a direction."""
+"""x (15 - 10 x^2 + 3 x^4) / 8 moves singular values in (0, 1] towards 1, and cubes the error of those near it."""
+ROUGH_STEPS, EXACT_STEPS = 6, 2
+"""Newton-Schulz iterations; each corrects the errors of those before it, so only the last ones need full precision."""
+OLD_BASIS_WEIGHT = 1e-5
+"""How much of the old basis is added to the new columns, relative to their norm, so that no direction is lost."""
+BACK_PROJECTIONS = ("galore", "fira", "apollo", "apollo_mini")
+MAX_GROWTH = 1.01
+"""By which factor the norm of the scaled gradient may grow from one step to the next (Fira, APOLLO)."""
+TINY = 1e-30
 
 
 class Basis(NamedTuple):
-    """A new basis (..., n, r); how much of the old one it holds, 0 to 1, NaN for none; whether it could be found."""
+    """A new basis (..., n, r); its overlap with the old one, 0 to 1, NaN if not found; whether it was found."""
 
     basis: Tensor
     overlap: Tensor
     found: Tensor
 
 
+def singular_vectors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The first `rank` columns of U and rows of V^T; non-finite elements count as zero, since they have no SVD."""
+    u, _, vh = torch.linalg.svd(matrix.nan_to_num(0.0, 0.0, 0.0), full_matrices=False)
+    return u[..., :rank], vh[..., :rank, :]
+
+
 def svd_basis(grad: Tensor, rank: int) -> Tensor:
-    """The first right singular vectors: no basis keeps more of `grad`, and none takes longer to find."""
-    _, _, vh = torch.linalg.svd(grad.float().nan_to_num(), full_matrices=False)
-    basis: Tensor = vh[..., :rank, :].mT.contiguous()
-    return basis
+    """The first right singular vectors: the basis that captures most of `grad`, and the slowest to compute."""
+    return singular_vectors(grad.float(), rank)[1].mT.contiguous()
 
 
 def random_basis(
     shape: torch.Size, rank: int, generator: torch.Generator, device: torch.device, shard: Shard | None = None
 ) -> Tensor:
-    """Gaussian with variance 1/r (..., n, r): keeps lengths on average, whatever the gradient (APOLLO)."""
+    """Gaussian with variance 1/r (..., n, r), which preserves norms on average (APOLLO)."""
     size = (*shape[:-2], shape[-1], rank)
-    basis: Tensor = draw(size, generator, device, shard if len(shape) > 2 else None) * rank**-0.5
+    basis: Tensor = randn(size, generator, device, shard if len(shape) > 2 else None) * rank**-0.5
     return basis
 
 
 def cold_basis(grad: Tensor, rank: int, generator: torch.Generator, shard: Shard | None = None) -> Basis:
-    """A basis from nothing but `grad`: Q = orth(G^T Omega), then one power step; by chance where that has no span.
+    """A first basis: a randomized range finder with one power iteration; random where the gradient is zero.
 
-    Its columns are turned to the singular vectors of G Q, the first to the first: Adam's second moments then belong to
-    the directions along which the gradient varies, which is worth more than the span alone.
+    Q = orth(G^T Omega) with a Gaussian Omega, then Q <- orth(G^T G Q). Finally the columns are rotated to the singular
+    vectors of G Q, largest first: Adam's second moments then belong to the directions along which the gradient varies,
+    which matters more for the loss than the span itself.
     """
     grad = grad.float()
-    sketch = draw((*grad.shape[:-1], rank), generator, grad.device, shard)
+    sketch = randn((*grad.shape[:-1], rank), generator, grad.device, shard)
     size = (*grad.shape[:-2], grad.shape[-1], rank)
-    filler = draw(size, generator, grad.device, shard if grad.ndim > 2 else None)
-    y = _scaled(add_up(grad.mT @ sketch, shard))
-    first, _ = cholesky_qr(y + filler * (FLOOR / grad.shape[-1] ** 0.5))
-    y = _scaled(add_up(grad.mT @ (grad @ first), shard))
-    basis, found = cholesky_qr(y + first * FLOOR)
-    with _precision("highest"):
+    noise = randn(size, generator, grad.device, shard if grad.ndim > 2 else None)
+    y = _normalized(sum_rows(grad.mT @ sketch, shard))
+    first, _ = cholesky_qr(y + noise * (OLD_BASIS_WEIGHT / grad.shape[-1] ** 0.5))
+    y = _normalized(sum_rows(grad.mT @ (grad @ first), shard))
+    basis, found = cholesky_qr(y + first * OLD_BASIS_WEIGHT)
+    with _matmul_precision("highest"):
         low = grad @ basis
-        gram = add_up(low.mT @ low, shard)
+        gram = sum_rows(low.mT @ low, shard)
         basis = basis @ torch.linalg.eigh(gram.nan_to_num_()).eigenvectors.flip(-1)
-    basis = torch.where(found[..., None, None], basis, cholesky_qr(filler)[0])
+    basis = torch.where(found[..., None, None], basis, cholesky_qr(noise)[0])
     return Basis(basis, torch.zeros(found.shape, device=grad.device), found)
 
 
 def warm_basis(grad: Tensor, low: Tensor, old: Tensor, *, align: bool = True, shard: Shard | None = None) -> Basis:
-    """One power step from the old basis: Y = G^T R, orthonormalised; `low` is R = G Q.
+    """The next basis by one power iteration from the old one: Q = orth(G^T R), where `low` is R = G Q_old.
 
-    With `align` it is turned to lie as near the old one as the new span allows, so that moments can stay as they are:
-    Q = Y U with U the polar factor of Y^T Q_old (orthogonal Procrustes). Without, its columns go on to the singular
-    vectors, the first to the first, and moments must be transported.
+    This needs no SVD: two matrix products and a CholeskyQR. Repeated, its columns converge to the singular vectors of
+    the gradients, largest first, so moments have to be transferred to the new basis. With `align` the columns are
+    rotated instead to lie as close to the old ones as the new span allows, Q U with U the polar factor of Q^T Q_old
+    (orthogonal Procrustes), and moments can stay as they are.
     """
-    grad = grad.float() if grad.dtype == torch.float16 else grad  # which has no room for products of gradients
-    y = _scaled(add_up((grad.mT @ low.to(grad.dtype)).float(), shard))
-    basis, found = cholesky_qr(y + old * FLOOR)
-    with _precision("highest"):
+    grad = grad.float() if grad.dtype == torch.float16 else grad  # products of gradients exceed the range of fp16
+    y = _normalized(sum_rows((grad.mT @ low.to(grad.dtype)).float(), shard))
+    basis, found = cholesky_qr(y + old * OLD_BASIS_WEIGHT)
+    with _matmul_precision("highest"):
         shared = basis.mT @ old
         overlap = shared.square().sum(dim=(-2, -1)) / old.shape[-1]
         if align:
-            turn, turned = cholesky_qr(polar_factor(shared), shifts=(0.0,))
-            basis, found = basis @ turn, found & turned
+            rotation, orthogonal = cholesky_qr(polar_factor(shared), shifts=(0.0,))
+            basis, found = basis @ rotation, found & orthogonal
     found = found & overlap.isfinite()
     return Basis(torch.where(found[..., None, None], basis, old), torch.where(found, overlap, torch.nan), found)
 
 
-def drop_rounding_(low: Tensor, width: int) -> Tensor:
-    """Set the columns of `low` (m x r) to zero that are rounding errors of a product over `width` numbers, in place.
+def zero_rounding_errors_(low: Tensor, width: int) -> Tensor:
+    """Set columns of `low` (m x r) to zero, in place, that are only rounding errors of a product over `width` numbers.
 
-    A gradient of a lower rank than the basis has nothing along some of its columns. What the product yields there is
-    about sqrt(width) / 3 times the machine epsilon, relative to the longest column, and a rule that normalizes would
-    blow it up to a full update. A column counts as absent below 2 sqrt(m + width) epsilon (fp64: 8): far below the
-    usual tolerance of a numerical rank, max(m, width) epsilon, so that a gradient of full rank keeps its columns.
+    If the rank of a gradient is lower than that of the basis, some columns of R should be zero. The computed ones are
+    about sqrt(width) / 3 times the machine epsilon, relative to the largest column, and a normalizing rule such as
+    Adam would scale them up to a full update. A column is set to zero below 2 sqrt(m + width) epsilon (fp64: 8): far
+    below the usual tolerance of a numerical rank, max(m, width) epsilon, so that a gradient of full rank keeps its
+    columns.
     """
-    # An fp32 basis is decomposed in fp64 and rounded once. One of fp64 carries the errors of its own decomposition.
+    # A basis for fp32 is decomposed in fp64 and rounded once; a basis for fp64 has the errors of its own decomposition.
     factor = 2 if low.dtype == torch.float32 else 8
     tolerance = factor * torch.finfo(low.dtype).eps * (low.shape[-2] + width) ** 0.5
     norms = torch.linalg.vector_norm(low, dim=-2, keepdim=True)
@@ -116,19 +132,21 @@ def drop_rounding_(low: Tensor, width: int) -> Tensor:
 
 
 def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tuple[Tensor, Tensor]:
-    """Orthonormal columns with the span of those of `y` (fp32), and whether that worked.
+    """Orthonormal columns with the span of those of `y` (fp32), and whether that succeeded.
 
-    Shifted CholeskyQR, a pass for each shift: C = Y^T Y;  L L^T = C + shift |C| I;  Y <- Y L^-T. The shift goes by the
-    length of C, as its rounding errors do: where one direction outweighs all others, that is far above its diagonal.
+    Shifted CholeskyQR, one pass per shift: C = Y^T Y;  L L^T = C + shift |C| I;  Y <- Y L^-T. Mostly matrix products,
+    and so much faster on a GPU than Householder QR; the shift makes the first factorization safe, the further passes
+    restore orthogonality. The shift is relative to the norm of C, as its rounding errors are: if one direction
+    dominates, that is far above its mean diagonal.
     """
-    with _precision("highest"):
-        y = _scaled(y)
+    with _matmul_precision("highest"):
+        y = _normalized(y)
         found = torch.ones(y.shape[:-2], dtype=torch.bool, device=y.device)
         for shift in shifts:
             gram = y.mT @ y
             if shift:
-                length = torch.linalg.matrix_norm(gram)
-                gram.diagonal(dim1=-2, dim2=-1).add_(shift * length[..., None])
+                norm = torch.linalg.matrix_norm(gram)
+                gram.diagonal(dim1=-2, dim2=-1).add_(shift * norm[..., None])
             factor, info = torch.linalg.cholesky_ex(gram)
             found &= info == 0
             y = torch.linalg.solve_triangular(factor.mT, y, upper=True, left=False)
@@ -137,10 +155,10 @@ def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tupl
 
 
 def polar_factor(square: Tensor) -> Tensor:
-    """The orthogonal matrix nearest to one of singular values up to 1, by products alone; exact for those from 0.05."""
+    """The nearest orthogonal matrix by Newton-Schulz, for singular values up to 1; accurate for those above 0.05."""
     x, (a, b, c) = square, QUINTIC
-    for precision in ("high",) * ROUGH + ("highest",) * FINE:
-        with _precision(precision):
+    for precision in ("high",) * ROUGH_STEPS + ("highest",) * EXACT_STEPS:
+        with _matmul_precision(precision):
             gram = x.mT @ x
             inner = b * gram + c * (gram @ gram)
             inner.diagonal(dim1=-2, dim2=-1).add_(a)
@@ -148,16 +166,67 @@ def polar_factor(square: Tensor) -> Tensor:
     return x
 
 
-def _scaled(y: Tensor) -> Tensor:
-    """`y` with columns of length 1 in the root mean square; by its largest number first, whose square may not fit."""
+class FullUpdate(NamedTuple):
+    """A (m x r) and c (m x 1) of an update D = A Q^T + c * G; None for zero."""
+
+    low: Tensor | None
+    factor: Tensor | None
+
+
+def back_project(
+    kind: str, direction: Tensor, low: Tensor, grad: Tensor, length: Tensor, shard: Shard | None = None
+) -> FullUpdate:
+    """From the direction N of a rule for R = G Q to the update of the weight.
+
+    Every kind has the form D = A Q^T + c * G with at most one factor c per row, so D never has to exist as a whole:
+    rows can be computed and applied a few at a time. With norms over rows i:
+        galore         A = N                                     (handled by the caller)
+        fira           A = N - c R,  c_i = |N_i| / |R_i|         (Chen et al., 2024: also the residual G - R Q^T)
+        apollo         A = 0,        c_i = |N_i| / |R_i|         (Zhu et al., 2024)
+        apollo_mini    A = 0,        c   = |N| / |R|
+    `length` is the norm of c * G (of the residual for fira) in the previous step, 0 at first; it is updated in place.
+    Fira and APOLLO limit its growth per step.
+    """
+
+    def norm(tensor: Tensor) -> Tensor:
+        if kind == "apollo_mini":
+            return sum_rows(tensor.square().sum(dim=(-2, -1), keepdim=True), shard).sqrt()
+        return tensor.square().sum(dim=-1, keepdim=True).sqrt()
+
+    factor = norm(direction) / norm(low).clamp(min=TINY)
+    squares = grad.float().square().sum(dim=-1, keepdim=True)
+    if kind == "fira":  # Q has orthonormal columns, so |G - R Q^T|^2 = |G|^2 - |R|^2
+        squares = (squares - low.square().sum(dim=-1, keepdim=True)).clamp(min=0)
+    scaled = sum_rows((factor.square() * squares).sum(dim=-2, keepdim=True), shard).sqrt()
+    limit = MAX_GROWTH * length.view_as(scaled)
+    shrink = torch.where((limit > 0) & (scaled > limit), limit / scaled.clamp(min=TINY), 1.0)
+    length.copy_((scaled * shrink).view_as(length))
+    factor = factor * shrink
+    return FullUpdate(direction - factor * low if kind == "fira" else None, factor.expand(*low.shape[:-1], 1))
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor | None, *, alpha: float, beta: float = 1.0) -> None:
+    """`total = beta * total + alpha * left @ right`, without a temporary of that size; None is the identity."""
+    if right is None:
+        (total if beta == 1.0 else total.mul_(beta)).add_(left, alpha=alpha)
+    elif total.ndim == 2:
+        total.addmm_(left, right, beta=beta, alpha=alpha)
+    elif total.ndim == 3:
+        total.baddbmm_(left, right, beta=beta, alpha=alpha)
+    else:  # the memory of a convolution in channels_last is not laid out as a matrix
+        total.mul_(beta).add_((left @ right).view(total.shape), alpha=alpha)
+
+
+def _normalized(y: Tensor) -> Tensor:
+    """`y` with a root mean square column norm of 1; divided by its maximum first, since squares may overflow."""
     y = y / y.abs().amax(dim=(-2, -1), keepdim=True)
     scaled: Tensor = y * (y.shape[-1] ** 0.5 / torch.linalg.matrix_norm(y, keepdim=True))
     return scaled
 
 
 @contextlib.contextmanager
-def _precision(precision: str) -> Iterator[None]:
-    """The precision of fp32 products, whatever it is elsewhere: a Gram matrix squares every error."""
+def _matmul_precision(precision: str) -> Iterator[None]:
+    """Set the precision of fp32 products (TF32 or not): a Gram matrix squares every error."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

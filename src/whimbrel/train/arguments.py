@@ -673,7 +673,7 @@ CONFIG_ONLY = {
     ),
     **dict.fromkeys(
         ("optim.momentum", "optim.momentum_start", "optim.momentum_warmup", "optim.rank", "optim.gap", "optim.lazy",
-         "optim.carry", "optim.scale", "optim.side", "optim.store", "optim.basis_store", "optim.start",
+         "optim.moment_transfer", "optim.scale", "optim.side", "optim.store", "optim.basis_store", "optim.start",
          "optim.projection_type"),
         "arguments configure AdamW; pass an OptimConfig to the trainer",
     ),

@@ -38,8 +38,8 @@ from whimbrel.model_io import load_tokenizer as load_model_tokenizer
 from whimbrel.models import GPT
 from whimbrel.ops.compiler import check_compiler
 from whimbrel.optim import (
-    Careful,
-    Composed,
+    BaseOptimizer,
+    LowRankOptimizer,
     OptimConfig,
     RoutedParameter,
     Schedule,
@@ -458,13 +458,15 @@ def create_optimizer(
     elif callable(choice):
         optimizer = choice([p for p in model.parameters() if p.requires_grad])
     else:
-        settings = config.optim if choice is None else config.optim.named(choice) if isinstance(choice, str) else choice
-        if config.train.optimizer_in_backward and settings.listens_to("start") and settings.start is None:
+        settings = (
+            config.optim if choice is None else config.optim.with_name(choice) if isinstance(choice, str) else choice
+        )
+        if config.train.optimizer_in_backward and settings.has_option("start") and settings.start is None:
             settings = replace(
                 settings, start="random"
             )  # bases from the first gradients would need all of them at once
         optimizer = build_optimizer(settings, routed_parameters(model), seed=config.train.seed)
-        if isinstance(optimizer, Careful):
+        if isinstance(optimizer, BaseOptimizer):
             optimizer.skip_nonfinite = False  # the trainer checks loss and norm itself, without waiting for the device
     return _in_backward(optimizer, model, config, accumulation) if config.train.optimizer_in_backward else optimizer
 
@@ -476,7 +478,7 @@ def _in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, 
     """
     train = config.train
     conflicts = {"train.precision = fp16": train.precision == "fp16"}
-    if isinstance(optimizer, Composed) and optimizer.projects:
+    if isinstance(optimizer, LowRankOptimizer) and optimizer.projects:
         reason = "train.optimizer_in_backward projects gradients before their scale is known"
     else:
         reason = "train.optimizer_in_backward updates weights before all gradients are known"
@@ -488,7 +490,7 @@ def _in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, 
         }
     for name in (name for name, given in conflicts.items() if given):
         raise ConfigError(f"{reason}, which does not work with {name}: turn one of them off")
-    if isinstance(optimizer, Composed) and optimizer.projects:
+    if isinstance(optimizer, LowRankOptimizer) and optimizer.projects:
         return project_in_backward(
             optimizer, accumulation=accumulation, model=model if train.projected_linears else None
         )
@@ -517,7 +519,7 @@ def create_scheduler(optimizer: Optimizer, config: TrainerConfig, total: int, ch
         if getattr(choice, "optimizer", optimizer) is not optimizer:
             raise ConfigError("expected a scheduler of this optimizer, got one of another: pass both together")
         return choice
-    schedule = config.schedule if choice is None else config.schedule.named(choice)
+    schedule = config.schedule if choice is None else config.schedule.with_name(choice)
     return Schedule(optimizer, lambda step: lr_factor(schedule, step, total))
 
 

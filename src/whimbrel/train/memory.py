@@ -17,7 +17,7 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.distributed import apply_activation_checkpointing
 from whimbrel.models import GPT
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
-from whimbrel.optim.config import LISTENS
+from whimbrel.optim.config import OPTIONS_BY_OPTIMIZER
 from whimbrel.precision import PrecisionPlan, prepare, sdpa_backends
 from whimbrel.train import build
 from whimbrel.train.batches import accumulation_steps
@@ -73,10 +73,12 @@ def with_optimizer(config: RunConfig, name: str) -> RunConfig:
     """The same run with another optimizer, keeping the settings that it supports."""
     if name == config.optim.name:
         return config
-    special = {setting for settings in LISTENS.values() for setting in settings} - set(LISTENS[name])
+    special = {setting for settings in OPTIONS_BY_OPTIMIZER.values() for setting in settings} - set(
+        OPTIONS_BY_OPTIMIZER[name]
+    )
     dropped = {field.name: field.default for field in fields(OptimConfig) if field.name in special}
     groups = config.optim.groups
-    if "rank" not in LISTENS[name]:
+    if "rank" not in OPTIONS_BY_OPTIMIZER[name]:
         groups = tuple(
             GroupConfig(pattern=group.pattern, lr=group.lr, weight_decay=group.weight_decay)
             for group in groups
@@ -149,7 +151,7 @@ def _predict_in_backward(config: RunConfig, kind: str) -> MemoryPrediction:
         optimizer = build.create_optimizer(model, config, None, accumulation=accumulation)
         rows = parameter_table(model, optimizer)
         if isinstance(optimizer, ProjectInBackward):
-            optimizer.make_busiest()
+            optimizer.simulate_peak_step()
         for _ in range(1 if optimizer.state else 2):  # some optimizers create their state in the first step
             measured = _measure_step(tracker, config, kind, model, optimizer, micro_batches=min(accumulation, 2))
         return _prediction(config, kind, rows, measured)

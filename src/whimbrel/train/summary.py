@@ -68,7 +68,9 @@ def _gradient_bytes(trained: list[nn.Parameter], optimizer: Optimizer | None) ->
         return max(_bytes([parameter]) for parameter in trained)
     if isinstance(optimizer, ProjectInBackward):
         moved = optimizer.optimizer
-        sizes = ((p, p.numel() if moved.needs_whole(p) else moved.slot(p).low_shape.numel()) for p in trained)
+        sizes = (
+            (p, p.numel() if moved.needs_full_grad(p) else moved.param_state(p).low_shape.numel()) for p in trained
+        )
         return sum(size * p.element_size() for p, size in sizes)
     return _bytes(trained)
 

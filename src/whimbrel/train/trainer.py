@@ -20,7 +20,7 @@ from whimbrel.base.errors import ConfigError, TrainingError
 from whimbrel.checkpoint import CheckpointManager, RNGState
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT
-from whimbrel.optim import parameter_table, whole_steps
+from whimbrel.optim import parameter_table, resolve_steps
 from whimbrel.precision import PrecisionPlan
 from whimbrel.train import build, checks
 from whimbrel.train.arguments import MinimalTrainingArguments, from_config, to_config
@@ -459,7 +459,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         control, config, step = self.control, self.config, self.state.global_step
 
         def is_due(every: float | None) -> bool:
-            return every is not None and step % whole_steps(every, self.state.max_steps) == 0
+            return every is not None and step % resolve_steps(every, self.state.max_steps) == 0
 
         control.should_log |= is_due(config.log.every) or (step == 1 and config.log.first)
         control.should_evaluate |= is_due(config.validation.every) and self._may_evaluate()
@@ -658,9 +658,9 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         return TrainerState(
             max_steps=total,
             num_train_epochs=config.train.epochs or self._epochs_in(total),
-            logging_steps=whole_steps(config.log.every, total) if config.log.every else 0,
-            eval_steps=whole_steps(config.validation.every, total) if config.validation.every else 0,
-            save_steps=whole_steps(config.checkpoint.every, total) if config.checkpoint.every else 0,
+            logging_steps=resolve_steps(config.log.every, total) if config.log.every else 0,
+            eval_steps=resolve_steps(config.validation.every, total) if config.validation.every else 0,
+            save_steps=resolve_steps(config.checkpoint.every, total) if config.checkpoint.every else 0,
             train_batch_size=self._micro_batch() or 0,
             max_eval_steps=config.validation.batches or -1,
             is_local_process_zero=bool(self.is_local_process_zero),

@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -309,6 +310,122 @@ def test_it_steps_in_backward() -> None:
             layer(random((5, 6), step)).square().sum().backward()
             optimizer.step()
     assert same(tensors(plain), tensors(inner))
+
+
+def matrix() -> nn.Parameter:
+    return nn.Parameter(torch.randn(8, 5, generator=torch.Generator().manual_seed(0)))
+
+
+def stepped(optimizer: GaLore) -> GaLore:
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1e-3}, "lr: expected a number >= 0, got"),
+        ({"lr": "fast"}, "lr: expected a number >= 0, got"),
+        ({"lr": float("nan")}, "lr: expected a number >= 0, got"),
+        ({"weight_decay": -0.1}, "weight_decay: expected a number >= 0, got"),
+        ({"eps": -1e-8}, "eps: expected a number >= 0, got"),
+        ({"scale": -1.0}, "scale: expected a number >= 0, got"),
+        ({"betas": (0.9, 1.0)}, "betas: expected two numbers"),
+        ({"betas": (-0.1, 0.9)}, "betas: expected two numbers"),
+        ({"betas": 0.9}, "betas: expected two numbers"),
+        ({"rank": 0}, "rank: expected an integer >= 1, got 0"),
+        ({"rank": 0.5}, "rank: expected an integer >= 1, got 0.5"),
+        ({"update_proj_gap": 0}, "update_proj_gap: expected an integer >= 1, got 0"),
+        ({"projection_type": "rigth"}, "projection_type = 'rigth' is not one of std"),
+    ],
+)
+def test_bad_values_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    for groups, defaults in (([matrix()], settings), ([{"params": [matrix()], **settings}], {})):
+        with pytest.raises(OptimizerError, match=message):
+            GaLore(groups, **defaults)
+
+
+def test_zero_is_allowed_where_it_means_something() -> None:
+    optimizer = GaLore([matrix()], lr=0.0, betas=(0.0, 0.0), weight_decay=0.0, eps=0.0, rank=1, scale=0.0)
+    before = optimizer.param_groups[0]["params"][0].detach().clone()
+    assert torch.equal(stepped(optimizer).param_groups[0]["params"][0], before)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(TypeError, match="proj_type"):
+        GaLore([matrix()], rank=2, proj_type="std")
+    with pytest.raises(OptimizerError, match="unknown option 'proj_type' .* did you mean 'projection_type'"):
+        GaLore([{"params": [matrix()], "rank": 2, "proj_type": "std"}])
+    labels = {"names": ["a"], "peak_lr": 1.0, "initial_lr": 1.0, "splits": [()]}
+    assert GaLore([{"params": [matrix()], **labels}]).param_groups[0]["names"] == ["a"]
+    assert GaLore([("a", matrix())]).param_groups[0]["param_names"] == ["a"]
+
+
+def test_a_group_that_is_refused_is_not_there() -> None:
+    optimizer = GaLore([matrix()], rank=2)
+    with pytest.raises(OptimizerError, match="torch.complex64"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64))]})
+    assert len(optimizer.param_groups) == 1
+    late = matrix()
+    optimizer.add_param_group({"params": [late], "rank": 3})
+    assert optimizer.state[late]["exp_avg"].shape == (8, 3)
+
+
+def test_a_state_of_other_shapes_or_another_optimizer_is_refused_and_nothing_has_changed() -> None:
+    optimizer = stepped(GaLore([matrix()], rank=2))
+    (p,) = optimizer.param_groups[0]["params"]
+    before = {key: tensor.clone() for key, tensor in optimizer.state[p].items()}
+    adam = torch.optim.AdamW([matrix()]).state_dict()
+    wide = stepped(GaLore([nn.Parameter(torch.zeros(8, 6))], rank=2)).state_dict()
+    other = stepped(GaLore([matrix()], rank=2)).state_dict()
+    other["param_groups"][0]["projection_type"] = "full"
+    narrow = stepped(GaLore([matrix()], rank=1)).state_dict()
+    beyond = stepped(GaLore([matrix()], rank=2)).state_dict()
+    beyond["param_groups"][0]["betas"] = (0.9, 1.0)
+    for bad, message in (
+        (adam, "expected a saved state of GaLore, got one without 'rank'"),
+        (wide, r"ortho_matrix of \(2, 5\) for a parameter of shape \(8, 5\), got \(2, 6\)"),
+        (other, "expected a saved state with projection_type = 'std', got 'full'"),
+        (narrow, "expected a saved state with rank = 2, got 1"),
+        (beyond, "betas: expected two numbers"),
+    ):
+        with pytest.raises(OptimizerError, match=message):
+            optimizer.load_state_dict(bad)
+        assert optimizer.param_groups[0]["rank"] == 2
+        assert all(torch.equal(tensor, before[key]) for key, tensor in optimizer.state[p].items())
+    with pytest.raises(ValueError, match="expected a saved state with groups"):
+        optimizer.load_state_dict(GaLore([matrix(), matrix()], rank=2).state_dict())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in optimizer.state[p].items())
+
+
+def test_a_loaded_state_is_a_copy() -> None:
+    saved = stepped(GaLore([matrix()], rank=4)).state_dict()
+    optimizer = GaLore([matrix()], rank=4)
+    optimizer.load_state_dict(saved)
+    (p,) = optimizer.param_groups[0]["params"]
+    assert torch.equal(optimizer.state[p]["exp_avg"], saved["state"][0]["exp_avg"])
+    optimizer.reset()
+    assert saved["state"][0]["exp_avg"].any()
+    optimizer.add_param_group({"params": [matrix()]})
+
+
+def test_hooks_see_the_whole_of_a_state() -> None:
+    """One that puts parameters in another order before, one that looks at the moments after."""
+    saved = stepped(GaLore([matrix(), nn.Parameter(torch.ones(3))], rank=2)).state_dict()
+    bias, weight = nn.Parameter(torch.ones(3)), matrix()
+    optimizer = GaLore([bias, weight], rank=2)
+    seen: list[Tensor] = []
+
+    def turn(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict | {"state": {0: state_dict["state"][1], 1: state_dict["state"][0]}}
+
+    optimizer.register_load_state_dict_pre_hook(turn)
+    optimizer.register_load_state_dict_post_hook(lambda own: seen.append(own.state[weight]["exp_avg"].clone()))
+    optimizer.load_state_dict(saved)
+    assert torch.equal(seen[0], saved["state"][0]["exp_avg"])
+    assert torch.equal(optimizer.state[bias]["exp_avg"], saved["state"][1]["exp_avg"])
 
 
 @pytest.mark.gpu

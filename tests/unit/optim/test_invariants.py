@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from tests.unit.optim.table import (
-    COMPOSED,
+from tests.unit.optim.optimizer_cases import (
     ENTRIES,
+    LOW_RANK,
     SHAPES,
     Teacher,
     differences,
@@ -25,7 +25,7 @@ from whimbrel.optim import NoSparseGradientError
 every = pytest.mark.parametrize("name", ENTRIES)
 every_but_muon = pytest.mark.parametrize("name", [name for name in ENTRIES if name != "muon"])
 """Muon has no `maximize`, and keeps what its Adam keeps in the parameter's dtype."""
-every_composed = pytest.mark.parametrize("name", COMPOSED)
+every_low_rank = pytest.mark.parametrize("name", LOW_RANK)
 FITS = dict.fromkeys(ENTRIES, 8.0) | {"adafactor, int8": 5.0, "warm lion, bf16, int8": 5.0}
 """By how much a loss falls at least."""
 
@@ -123,13 +123,13 @@ def test_a_convolution_in_any_memory_format_is_moved(name: str) -> None:
     assert (weights[0] != random((8, 6, 3, 3))).float().mean() > 0.9
 
 
-@every_composed
+@every_low_rank
 def test_the_matrices_of_a_stack_move_apart(name: str) -> None:
     """What one of them does is no business of the others: another gradient for the first changes the first alone."""
     moved = []
     for size in (1.0, 3.0):
         p = nn.Parameter(random((3, 8, 6)))
-        optimizer = COMPOSED[name]([p])
+        optimizer = LOW_RANK[name]([p])
         for step in range(7):
             p.grad = random(p.shape, step) * torch.tensor([size**step, 1.0, 1.0])[:, None, None]
             optimizer.step()
@@ -138,10 +138,10 @@ def test_the_matrices_of_a_stack_move_apart(name: str) -> None:
     assert not torch.allclose(moved[0][0], moved[1][0], atol=1e-4) or name in ("warm muon", "warm lion, bf16, int8")
 
 
-@every_composed
+@every_low_rank
 def test_a_stack_trains_though_one_of_its_matrices_never_has_a_gradient(name: str) -> None:
     p = nn.Parameter(random((3, 8, 6)))
-    optimizer = COMPOSED[name]([p])
+    optimizer = LOW_RANK[name]([p])
     before = p.detach().clone()
     for step in range(3):
         p.grad = random(p.shape, step)
@@ -242,7 +242,7 @@ def test_maximize_climbs(name: str) -> None:
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
-@every_composed
+@every_low_rank
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_weights_of_16_bits_follow_changes_below_their_resolution(name: str, dtype: torch.dtype) -> None:
     """Each step moves a weight by a small part of the distance of two; on average it goes where it would in fp32."""
@@ -250,7 +250,7 @@ def test_weights_of_16_bits_follow_changes_below_their_resolution(name: str, dty
     moved = {}
     for kind in (torch.float32, dtype):
         p = nn.Parameter(torch.full(SHAPES["large"], 1.5, dtype=kind))
-        optimizer = COMPOSED[name]([p], lr=8 * COMPOSED[name].lr * distance)
+        optimizer = LOW_RANK[name]([p], lr=8 * LOW_RANK[name].lr * distance)
         for _ in range(steps):
             p.grad = (random(p.shape) / 64).to(dtype).to(kind)
             optimizer.step()

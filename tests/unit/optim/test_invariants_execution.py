@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.table import COMPOSED, ENTRIES, differences, everything, move, parameters, params_of, random
+from tests.unit.optim.optimizer_cases import (
+    ENTRIES,
+    LOW_RANK,
+    differences,
+    everything,
+    move,
+    parameters,
+    params_of,
+    random,
+)
 from torch import nn
 
 from whimbrel.ops.compiler import find_compiler
-from whimbrel.optim import composed, project_in_backward
+from whimbrel.optim import lowrank, project_in_backward
 
 
 @pytest.fixture
@@ -26,9 +35,9 @@ def quiet_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("name", LOW_RANK)
 def test_many_at_once_equal_one_by_one(name: str) -> None:
-    together, apart = (COMPOSED[name](parameters(), foreach=foreach) for foreach in (True, False))
+    together, apart = (LOW_RANK[name](parameters(), foreach=foreach) for foreach in (True, False))
     move(together, range(8))
     move(apart, range(8))
     for key, value in everything(together).items():
@@ -109,12 +118,12 @@ def test_compiled_step_of_projections_updates_every_parameter(accumulation: int,
         torch.testing.assert_close(everything(compiled)[key], value, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("name", LOW_RANK)
 def test_large_parameters_are_worked_on_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some rows at a time; what is rounded by chance is rounded by other numbers, and so agrees less."""
-    whole, cut = (COMPOSED[name](parameters()) for _ in range(2))
+    whole, cut = (LOW_RANK[name](parameters()) for _ in range(2))
     move(whole, range(8))
-    monkeypatch.setattr(composed, "AT_ONCE", 100)
+    monkeypatch.setattr(lowrank, "BATCH_ELEMENTS", 100)
     move(cut, range(8))
     plain = whole.defaults["store"] == "fp32"
     for a, b in zip(params_of(whole), params_of(cut), strict=True):

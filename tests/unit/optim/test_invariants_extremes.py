@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.table import ENTRIES, move, parameters, params_of, random
+from tests.unit.optim.optimizer_cases import ENTRIES, move, parameters, params_of, random
 from torch import Tensor, nn
 
 from whimbrel.optim import GaLoreWarm, project_in_backward, step_in_backward

@@ -6,13 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.table import COMPOSED, ENTRIES, differences, everything, move, parameters, params_of, random
+from tests.unit.optim.optimizer_cases import (
+    ENTRIES,
+    LOW_RANK,
+    differences,
+    everything,
+    move,
+    parameters,
+    params_of,
+    random,
+)
 from torch import nn
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim import GaLore, Muon, Schedule, project_in_backward, step_in_backward
-from whimbrel.optim.projector import PROJECTION_TYPES, side_of
-from whimbrel.optim.subspace import drop_rounding_
+from whimbrel.optim.galore import PROJECTION_TYPES, side_of
+from whimbrel.optim.subspace import zero_rounding_errors_
 
 every = pytest.mark.parametrize("name", ENTRIES)
 NUMBERS = ("weight_decay", "eps", "scale", "momentum", "momentum_start", "betas", "rank", "gap", "update_proj_gap")
@@ -68,7 +77,7 @@ def test_tensor_lr_in_backward(name: str) -> None:
 
 def test_tensor_lr_of_projections() -> None:
     lr = torch.tensor(0.02)
-    optimizer = project_in_backward(COMPOSED["galore_warm"]([nn.Parameter(random((24, 16)))], lr=lr, scale=0.25))
+    optimizer = project_in_backward(LOW_RANK["galore_warm"]([nn.Parameter(random((24, 16)))], lr=lr, scale=0.25))
     (p,) = params_of(optimizer)
     for seed in range(3):
         (p * random(p.shape, seed)).sum().backward()
@@ -99,20 +108,20 @@ def tensor_settings() -> list[tuple[str, str]]:
 def test_other_settings_as_tensors_are_refused(name: str, key: str) -> None:
     value: Any = (0.9, torch.tensor(0.99)) if key == "betas" else torch.tensor(1)
     optimizer = ENTRIES[name]([nn.Parameter(random((8, 6)))])
-    with pytest.raises(OptimizerError, match=rf"^{key} must be a Python number, got a tensor") as caught:
+    with pytest.raises(OptimizerError, match=rf"^{key}: expected a Python number, got a tensor") as caught:
         optimizer.add_param_group({"params": [nn.Parameter(random((8, 6)))], key: value})
     assert "\n" not in str(caught.value)
 
 
 @every
 def test_lr_of_several_elements_is_refused(name: str) -> None:
-    with pytest.raises(OptimizerError, match=r"lr must be a number or a tensor of one element, got shape \(2,\)"):
+    with pytest.raises(OptimizerError, match=r"lr: expected .* got shape \(2,\)"):
         ENTRIES[name]([nn.Parameter(random((8, 6)))], lr=torch.ones(2))
 
 
 @pytest.mark.parametrize("start", [-0.1, 1.0, float("nan")])
 def test_bad_momentum_start_of_muon_is_refused(start: float) -> None:
-    with pytest.raises(OptimizerError, match=r"^momentum_start = .* must be at least 0 and below 1"):
+    with pytest.raises(OptimizerError, match="^momentum_start: expected .* got"):
         Muon([nn.Parameter(random((8, 6)))], momentum_start=start)
 
 
@@ -133,22 +142,22 @@ def test_step_in_backward_takes_betas_as_a_list() -> None:
 
 def has_exact_span(name: str) -> bool:
     """Not so of a basis that is random, nor of one in 16 bits or codes, which is orthonormal only roughly."""
-    settings = COMPOSED[name]([nn.Parameter(random((8, 6)))]).defaults
-    random_span = settings["subspace"] == "random" and settings["lift"] == "back"
+    settings = LOW_RANK[name]([nn.Parameter(random((8, 6)))]).defaults
+    random_span = settings["subspace"] == "random" and settings["back_projection"] == "galore"
     return settings["rank"] is not None and settings["basis_store"] == "fp32" and not random_span
 
 
-LOW_RANK = [name for name in COMPOSED if has_exact_span(name)]
+EXACT_SPAN = [name for name in LOW_RANK if has_exact_span(name)]
 
 
-@pytest.mark.parametrize("name", LOW_RANK)
+@pytest.mark.parametrize("name", EXACT_SPAN)
 @pytest.mark.parametrize("size", [1.0, 1e3])
 @pytest.mark.parametrize("rows", [96, 32])
 def test_update_stays_in_the_row_space_of_a_low_rank_gradient(name: str, size: float, rows: int) -> None:
     """Gradients of rank 2, a subspace of rank 12: along 10 directions there is nothing but rounding errors."""
     p = nn.Parameter(torch.zeros(rows, 64))
     optimizer = ENTRIES[name]([p], rank=12)
-    left = optimizer.slot(p).transposed
+    left = optimizer.param_state(p).transposed
     fixed = random((2, rows if left else 64), 99)
     for step in range(12):
         own = random((64 if left else rows, 2), step)
@@ -185,7 +194,7 @@ def test_update_of_galore_stays_in_the_spaces_of_a_low_rank_gradient(
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_update_by_projections_stays_in_the_row_space_of_a_low_rank_gradient(accumulation: int) -> None:
     p = nn.Parameter(torch.zeros(96, 64))
-    optimizer = project_in_backward(COMPOSED["galore_warm"]([p], rank=12), accumulation=accumulation)
+    optimizer = project_in_backward(LOW_RANK["galore_warm"]([p], rank=12), accumulation=accumulation)
     fixed = random((2, 64), 99)
     for step in range(12 * accumulation):
         (p * (random((96, 2), step) @ fixed)).sum().backward()
@@ -199,9 +208,9 @@ def test_update_by_projections_stays_in_the_row_space_of_a_low_rank_gradient(acc
 def test_columns_above_rounding_errors_are_kept() -> None:
     """To the bit, over four orders of magnitude; only what is below the resolution of the product is dropped."""
     low = random((2, 96, 12)) * torch.logspace(0, -4, 12)
-    assert torch.equal(drop_rounding_(low.clone(), 64), low)
+    assert torch.equal(zero_rounding_errors_(low.clone(), 64), low)
     low[1, :, 3] *= 1e-7
-    dropped = drop_rounding_(low.clone(), 64)
+    dropped = zero_rounding_errors_(low.clone(), 64)
     assert not dropped[1, :, 3].any()
     dropped[1, :, 3] = low[1, :, 3]
     assert torch.equal(dropped, low)

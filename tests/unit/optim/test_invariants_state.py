@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.table import (
-    COMPOSED,
+from tests.unit.optim.optimizer_cases import (
     ENTRIES,
+    LOW_RANK,
     SHAPES,
     differences,
     everything,
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.checkpoint import pack, unpack
-from whimbrel.optim import Composed, restore_optimizer
+from whimbrel.optim import LowRankOptimizer, restore_optimizer
 
 every = pytest.mark.parametrize("name", ENTRIES)
-every_composed = pytest.mark.parametrize("name", COMPOSED)
+every_low_rank = pytest.mark.parametrize("name", LOW_RANK)
 
 
 def through_torch(state: Any) -> Any:
@@ -119,23 +119,23 @@ def test_its_bytes_are_those_of_the_formula(name: str, shape: str) -> None:
     assert sum(tensor.nbytes for tensor in optimizer.state[p].values()) == ENTRIES[name].bytes_of(SHAPES[shape])
 
 
-@every_composed
+@every_low_rank
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (300, 700), (4096,), (2, 90, 70), (64, 16, 3, 3)], ids=str)
 def test_its_bytes_are_known_beforehand(name: str, shape: tuple[int, ...]) -> None:
     """By arithmetic, and as tensors on a device that has no memory."""
     p = nn.Parameter(torch.empty(shape, device="meta"))
-    optimizer = COMPOSED[name]([p])
+    optimizer = LOW_RANK[name]([p])
     state = optimizer.state[p]
-    assert sum(tensor.nbytes for tensor in state.values()) == optimizer.state_bytes(p) == COMPOSED[name].bytes_of(shape)
+    assert sum(tensor.nbytes for tensor in state.values()) == optimizer.state_bytes(p) == LOW_RANK[name].bytes_of(shape)
     assert all(tensor.is_meta or tensor.numel() == 1 for tensor in state.values())
 
 
-@every_composed
+@every_low_rank
 def test_a_vast_model_costs_nothing_to_describe(name: str) -> None:
     """A matrix of 2^50 numbers."""
     p = nn.Parameter(torch.empty(1 << 25, 1 << 25, device="meta"))
-    optimizer = COMPOSED[name]([p])
-    assert optimizer.state_bytes(p) == COMPOSED[name].bytes_of((1 << 25, 1 << 25))
+    optimizer = LOW_RANK[name]([p])
+    assert optimizer.state_bytes(p) == LOW_RANK[name].bytes_of((1 << 25, 1 << 25))
 
 
 @pytest.mark.parametrize("name", [name for name in ENTRIES if name != "muon"])
@@ -194,33 +194,33 @@ OTHERS = {
     "another store": ({"store": "int8"}, {"store": "fp32"}),
     "another rule of the same moments": ({"rule": "sgd"}, {"rule": "lion"}),
     "another side of a square": ({"rank": 4, "side": "right"}, {"rank": 4, "side": "left"}),
-    "another lift": ({"rank": 4, "lift": "fira"}, {"rank": 4}),
+    "another back projection": ({"rank": 4, "back_projection": "fira"}, {"rank": 4}),
 }
 
 
 @pytest.mark.parametrize("which", OTHERS)
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(which: str) -> None:
     given, own = OTHERS[which]
-    saved, optimizer = (Composed([nn.Parameter(random((64, 64)))], **settings) for settings in (given, own))
+    saved, optimizer = (LowRankOptimizer([nn.Parameter(random((64, 64)))], **settings) for settings in (given, own))
     move(saved, range(2))
     move(optimizer, range(1))
     before = everything(optimizer)
-    with pytest.raises(OptimizerError, match="the saved state"):
+    with pytest.raises(OptimizerError, match="expected a saved state"):
         optimizer.load_state_dict(saved.state_dict())
     assert differences(before, everything(optimizer)) == []
     assert all(optimizer.param_groups[0][key] == value for key, value in own.items())
 
 
 def test_a_state_of_other_parameters_is_refused() -> None:
-    optimizer = Composed([nn.Parameter(random((8, 8)))])
-    with pytest.raises(OptimizerError, match="other groups of parameters"):
-        optimizer.load_state_dict(Composed([nn.Parameter(random((8, 8))) for _ in range(2)]).state_dict())
+    optimizer = LowRankOptimizer([nn.Parameter(random((8, 8)))])
+    with pytest.raises(OptimizerError, match=r"expected a saved state with groups of \[1\]"):
+        optimizer.load_state_dict(LowRankOptimizer([nn.Parameter(random((8, 8))) for _ in range(2)]).state_dict())
 
 
 def test_equal_parts_of_a_state_are_cut_alike() -> None:
     """Codes and scales share their first dimension, so that rows can be shared out over machines."""
     p = nn.Parameter(random((96, 600)))
-    optimizer = COMPOSED["adamw8bit"]([p])
+    optimizer = LOW_RANK["adamw8bit"]([p])
     state = optimizer.state[p]
     for key in ("exp_avg", "exp_avg_sq"):
         assert state[key].shape == (96, 600)

@@ -118,10 +118,10 @@ def test_closures_and_missing_gradients() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1.0}, "lr = -1.0 must be a number of at least 0"),
-        ({"momentum": 1.0}, "momentum = 1.0 must be at least 0 and below 1"),
-        ({"betas": (0.9, 1.5)}, r"betas = \(0.9, 1.5\) must be two numbers"),
-        ({"rule": "sgd"}, "rule = 'sgd' is not one of muon, adam"),
+        ({"lr": -1.0}, "lr: expected .* got -1.0"),
+        ({"momentum": 1.0}, "momentum: expected .* got 1.0"),
+        ({"betas": (0.9, 1.5)}, r"betas: expected two numbers .* got \(0.9, 1.5\)"),
+        ({"rule": "sgd"}, "rule: expected muon or adam, got 'sgd'"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> None:
@@ -131,11 +131,9 @@ def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> 
 
 def test_a_misspelt_key_of_a_group_is_refused_and_the_group_is_not_there() -> None:
     optimizer = Muon([matrix(4, 4)])
-    with pytest.raises(
-        OptimizerError, match="a group has 'momentun', which Muon does not know: did you mean 'momentum'"
-    ):
+    with pytest.raises(OptimizerError, match="unknown option 'momentun' .* did you mean 'momentum'"):
         optimizer.add_param_group({"params": [matrix(4, 4)], "momentun": 0.9})
-    with pytest.raises(OptimizerError, match="give it rule='adam'"):
+    with pytest.raises(OptimizerError, match="use rule = 'adam'"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
     assert len(optimizer.param_groups) == 1
 
@@ -183,7 +181,7 @@ def test_reset_forgets_moments_and_steps() -> None:
 
 
 def test_vectors_are_refused_by_the_muon_rule() -> None:
-    with pytest.raises(OptimizerError, match=r"the shape \(4,\): give it rule='adam'"):
+    with pytest.raises(OptimizerError, match=r"shape \(4,\): use rule = 'adam'"):
         Muon([nn.Parameter(torch.ones(4))])
 
 

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.table import random
+from tests.unit.optim.optimizer_cases import random
 from torch import Tensor, nn
 
 from whimbrel.optim import (
     AdamW8bit,
     Apollo,
     ApolloMini,
-    Composed,
     Fira,
     GaLore,
     GaLoreWarm,
     LDAdam,
+    LowRankOptimizer,
     QGaLore,
 )
 
@@ -64,7 +64,7 @@ def turned(shape: tuple[int, ...]) -> bool:
     return shape[-2] < shape[-1]
 
 
-def compare(optimizer: Composed, p: nn.Parameter, steps: int, direction: Any, tolerance: float = 2e-5) -> None:
+def compare(optimizer: LowRankOptimizer, p: nn.Parameter, steps: int, direction: Any, tolerance: float = 2e-5) -> None:
     """W <- (1 - lr wd) W - lr scale D in each step, D from the gradient as the optimizer takes it, rows first."""
     expected = p.detach().double()
     for step in range(steps):
@@ -144,11 +144,11 @@ def transported(adam: Adam, turn: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @shapes
-@pytest.mark.parametrize("carry", ["turn", "align", "transport"])
-def test_galore_warm(shape: tuple[int, ...], carry: str) -> None:
+@pytest.mark.parametrize("moment_transfer", ["first", "align", "both"])
+def test_galore_warm(shape: tuple[int, ...], moment_transfer: str) -> None:
     """D = adam(R) Q^T, and every gap a Q by one power step; the first is that of the optimizer."""
     p = nn.Parameter(random(shape))
-    optimizer = GaLoreWarm([p], LR, rank=4, gap=4, lazy=False, carry=carry, **SETTINGS)
+    optimizer = GaLoreWarm([p], LR, rank=4, gap=4, lazy=False, moment_transfer=moment_transfer, **SETTINGS)
     adam, changes = Adam(), []
 
     def direction(g: Tensor, old: Tensor) -> Tensor:
@@ -157,13 +157,13 @@ def test_galore_warm(shape: tuple[int, ...], carry: str) -> None:
             changes.append(int(optimizer.state[p]["step"]))
         if not torch.equal(old, new) and len(changes) > 1:
             expected = power_step(g, old)
-            if carry == "align":
+            if moment_transfer == "align":
                 u, _, vh = torch.linalg.svd(expected.mT @ old)
                 expected = expected @ u @ vh
             torch.testing.assert_close(new, expected, atol=1e-3, rtol=1e-3)
-            if carry == "turn":
+            if moment_transfer == "first":
                 adam.m = adam.m @ old.mT @ new
-            if carry == "transport":
+            if moment_transfer == "both":
                 adam.m, adam.v = transported(adam, old.mT @ new)
         return adam(g @ new) @ new.mT
 
@@ -200,7 +200,7 @@ def test_ldadam(shape: tuple[int, ...]) -> None:
 def test_a_random_subspace(shape: tuple[int, ...]) -> None:
     """No preset, but a choice: D = adam(R) Q^T with the Q of the very step, drawn anew before the fourth."""
     p = nn.Parameter(random(shape))
-    optimizer = Composed([p], LR, rank=4, subspace="random", gap=3, **SETTINGS)
+    optimizer = LowRankOptimizer([p], LR, rank=4, subspace="random", gap=3, **SETTINGS)
     adam = Adam()
     compare(optimizer, p, 7, lambda g, q: adam(g @ q) @ q.mT)
 
@@ -224,7 +224,7 @@ def test_qgalore_without_its_stores_is_galore(shape: tuple[int, ...]) -> None:
     ours, theirs = (nn.Parameter(random(shape)) for _ in range(2))
     qgalore = QGaLore([ours], LR, rank=4, gap=100, eps=1e-12, weight_decay=DECAY)
     plain = qgalore.defaults | {"store": "fp32", "basis_store": "fp32"}
-    mine = Composed([ours], **{name: plain[name] for name in plain if name != "differentiable"})
+    mine = LowRankOptimizer([ours], **{name: plain[name] for name in plain if name != "differentiable"})
     peer = GaLore([theirs], LR, rank=4, update_proj_gap=100, eps=1e-12, weight_decay=DECAY)
     for step in range(8):
         ours.grad, theirs.grad = gradient(shape, step), gradient(shape, step)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.table import parameters, params_of, random
+from tests.unit.optim.optimizer_cases import parameters, params_of, random
 from torch import Tensor, nn
 
-from whimbrel.optim import Composed, Muon
+from whimbrel.optim import LowRankOptimizer, Muon
 
 MATRICES = [(24, 16), (16, 24), (72, 60)]
 
@@ -33,24 +33,24 @@ def same_steps(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, steps
 def test_adamw_is_that_of_torch(maximize: bool) -> None:
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
     settings["maximize"] = maximize
-    same_steps(Composed(parameters(), **settings), torch.optim.AdamW(parameters(), **settings))
+    same_steps(LowRankOptimizer(parameters(), **settings), torch.optim.AdamW(parameters(), **settings))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_is_that_of_torch(momentum: float) -> None:
-    ours = Composed(parameters(), lr=1e-3, rule="sgd", momentum=momentum)
+    ours = LowRankOptimizer(parameters(), lr=1e-3, rule="sgd", momentum=momentum)
     same_steps(ours, torch.optim.SGD(parameters(), lr=1e-3, momentum=momentum))
 
 
 def test_muon_is_the_class_of_that_name() -> None:
     settings: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
-    same_steps(Composed(weights(MATRICES), rule="muon", **settings), Muon(weights(MATRICES), **settings))
+    same_steps(LowRankOptimizer(weights(MATRICES), rule="muon", **settings), Muon(weights(MATRICES), **settings))
 
 
 def test_muon_takes_stacks_apart_and_leaves_vectors_to_adamw() -> None:
     stack, vector = nn.Parameter(random((3, 8, 6))), nn.Parameter(random((5,), 3))
     alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
-    ours, theirs = Composed([stack, vector], lr=0.02, rule="muon"), Muon(alone, lr=0.02)
+    ours, theirs = LowRankOptimizer([stack, vector], lr=0.02, rule="muon"), Muon(alone, lr=0.02)
     for step in range(3):
         stack.grad, vector.grad = random((3, 8, 6), step), random((5,), step)
         for p, grad in zip(alone, stack.grad, strict=True):
@@ -65,7 +65,7 @@ def test_muon_takes_stacks_apart_and_leaves_vectors_to_adamw() -> None:
 def test_adafactor_is_that_of_torch(shape: tuple[int, ...]) -> None:
     """Torch's takes its step relative to the size of the weight, and ours as it is asked."""
     ours, theirs = (nn.Parameter(random(shape)) for _ in range(2))
-    mine = Composed([ours], lr=1.0, rule="adafactor")
+    mine = LowRankOptimizer([ours], lr=1.0, rule="adafactor")
     peer = torch.optim.Adafactor([theirs], lr=0.01, weight_decay=0.0)
     for step in range(6):
         ours.grad = theirs.grad = random(shape, step + 1) * 10.0 ** (step - 3)
@@ -80,7 +80,7 @@ def test_adafactor_is_that_of_torch(shape: tuple[int, ...]) -> None:
 def test_lion_follows_the_equation() -> None:
     p = nn.Parameter(random((24, 16)))
     lr, (b1, b2), decay = 0.01, (0.9, 0.97), 0.1
-    optimizer = Composed([p], lr=lr, rule="lion", betas=(b1, b2), weight_decay=decay)
+    optimizer = LowRankOptimizer([p], lr=lr, rule="lion", betas=(b1, b2), weight_decay=decay)
     expected, m = p.detach().double(), torch.zeros(24, 16, dtype=torch.float64)
     for step in range(5):
         p.grad = random((24, 16), step + 1)
@@ -105,7 +105,7 @@ def direct_adafactor(grads: list[Tensor]) -> Tensor:
 
 def test_adafactor_follows_the_equation() -> None:
     p, grads = nn.Parameter(random((24, 16))), [random((24, 16), seed) for seed in range(1, 6)]
-    optimizer = Composed([p], lr=1.0, rule="adafactor")
+    optimizer = LowRankOptimizer([p], lr=1.0, rule="adafactor")
     for grad in grads:
         before = p.detach().clone()
         p.grad = grad

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.optim.table import random
+from tests.unit.optim.optimizer_cases import random
 from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.optim.store import Codec, add_rounded_, codec, round_to_bfloat16, uniform
+from whimbrel.ops.lowbit import hash_uniform, stochastic_round
+from whimbrel.optim.store import StateCodec, add_rounded_, state_codec
 
 WIDTHS = [1, 2, 7, 64, 255, 256, 257, 700]
 KINDS = [
@@ -27,13 +28,13 @@ WORST = {"fp32": 0.0, "bf16": 2**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}
 """What a number loses at most where levels are even, as a share of the largest of its block."""
 
 
-def stored(kind: Codec, numbers: Tensor, noise: Tensor | None = None) -> tuple[Tensor, ...]:
+def stored(kind: StateCodec, numbers: Tensor, noise: Tensor | None = None) -> tuple[Tensor, ...]:
     places = kind.allocate(numbers.shape, numbers.device)
     kind.encode_(places, numbers.clone(), noise)
     return places
 
 
-def round_trip(kind: Codec, numbers: Tensor, noise: Tensor | None = None) -> Tensor:
+def round_trip(kind: StateCodec, numbers: Tensor, noise: Tensor | None = None) -> Tensor:
     return kind.decode(stored(kind, numbers, noise), numbers.shape[-1])
 
 
@@ -48,7 +49,7 @@ def blocks(numbers: Tensor) -> Tensor:
 def test_a_round_trip_loses_no_more_than_half_a_level(store: str, kind: str, width: int) -> None:
     numbers = random((3, 5, width)) * torch.tensor([1e-8, 1.0, 1e6])[:, None, None]
     numbers = numbers.square() if kind == "positive" else numbers
-    back = round_trip(codec(store, kind), numbers)
+    back = round_trip(state_codec(store, kind), numbers)
     assert back.shape == numbers.shape
     assert back.dtype == torch.float32
     share, near = (numbers / blocks(numbers)).abs(), (back / blocks(numbers)).abs()
@@ -62,13 +63,13 @@ def test_a_round_trip_loses_no_more_than_half_a_level(store: str, kind: str, wid
 
 @pytest.mark.parametrize(("store", "kind"), KINDS)
 def test_what_was_stored_once_is_stored_again_without_loss(store: str, kind: str) -> None:
-    once = round_trip(codec(store, kind), random((6, 300)).abs())
-    torch.testing.assert_close(round_trip(codec(store, kind), once), once, atol=0, rtol=1e-6)
+    once = round_trip(state_codec(store, kind), random((6, 300)).abs())
+    torch.testing.assert_close(round_trip(state_codec(store, kind), once), once, atol=0, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("store", "kind"), KINDS)
 def test_zeros_are_zeros_from_the_start_and_whole_rows_of_them_too(store: str, kind: str) -> None:
-    own = codec(store, kind)
+    own = state_codec(store, kind)
     assert torch.equal(own.decode(own.allocate((4, 33), torch.device("cpu")), 33), torch.zeros(4, 33))
     numbers = random((4, 33)).abs()
     numbers[1] = 0
@@ -82,14 +83,14 @@ def test_zeros_are_zeros_from_the_start_and_whole_rows_of_them_too(store: str, k
 @pytest.mark.parametrize(("store", "kind"), KINDS)
 @pytest.mark.parametrize("shape", [(7,), (5, 1), (3, 255), (2, 3, 513), (4, 256)])
 def test_bytes_are_those_of_the_formula(store: str, kind: str, shape: tuple[int, ...]) -> None:
-    own = codec(store, kind)
+    own = state_codec(store, kind)
     for device in ("cpu", "meta"):
-        assert sum(t.nbytes for t in own.allocate(shape, torch.device(device))) == own.bytes_of(shape)
+        assert sum(t.nbytes for t in own.allocate(shape, torch.device(device))) == own.nbytes(shape)
 
 
 def test_int4_takes_half_a_byte() -> None:
-    assert codec("int4", "basis").bytes_of((1024, 256)) == 1024 * (128 + 4)
-    assert codec("int8", "signed").bytes_of((1024, 256)) == 1024 * (256 + 4)
+    assert state_codec("int4", "basis").nbytes((1024, 256)) == 1024 * (128 + 4)
+    assert state_codec("int8", "signed").nbytes((1024, 256)) == 1024 * (256 + 4)
 
 
 @pytest.mark.parametrize("store", ["bf16", "int8"])
@@ -97,7 +98,7 @@ def test_second_moments_are_rounded_right_on_average(store: str) -> None:
     """A thousand roundings by chance of the same numbers."""
     numbers = random((2, 40)).square()
     noise = torch.rand(1000, 2, 40, generator=torch.Generator().manual_seed(0))
-    own = codec(store, "positive")
+    own = state_codec(store, "positive")
     root = torch.stack([round_trip(own, numbers, one) for one in noise])
     if store == "int8":  # the code is unbiased, and it is the fourth root
         root, numbers = root**0.25, numbers**0.25
@@ -108,7 +109,7 @@ def test_second_moments_are_rounded_right_on_average(store: str) -> None:
 @pytest.mark.parametrize("store", ["bf16", "int8"])
 def test_second_moments_follow_gradients_that_change_them_by_less_than_a_level(store: str) -> None:
     """v <- 0.999 v in each step; to the nearest level it would stay where it is."""
-    own = codec(store, "positive")
+    own = state_codec(store, "positive")
     moment = torch.ones(1, 4096)
     moment[0, ::256] = 4.0  # holds each block's scale in its place
     generator = torch.Generator().manual_seed(0)
@@ -125,13 +126,15 @@ def test_second_moments_follow_gradients_that_change_them_by_less_than_a_level(s
 
 def test_roundings_to_bf16_are_right_on_average() -> None:
     numbers = torch.tensor([1.0 + 2**-9, -3.3, 1e-30, -1e30, 0.0, 5.0])
-    many = torch.stack([round_to_bfloat16(numbers, torch.Generator().manual_seed(i)).float() for i in range(2000)])
+    many = torch.stack(
+        [stochastic_round(numbers, torch.bfloat16, torch.Generator().manual_seed(i)).float() for i in range(2000)]
+    )
     assert many.unique(dim=0).shape[0] > 2
     for i, number in enumerate(numbers.tolist()):
         assert many[:, i].unique().numel() <= 2
         assert abs(float(many[:, i].double().mean()) - number) <= 2**-7 * abs(number) * 4 * 0.5 / 2000**0.5
-    assert round_to_bfloat16(torch.tensor([float("inf"), -float("inf")])).isinf().all()
-    assert round_to_bfloat16(torch.tensor([float("nan")])).isnan().all()
+    assert stochastic_round(torch.tensor([float("inf"), -float("inf")]), torch.bfloat16).isinf().all()
+    assert stochastic_round(torch.tensor([float("nan")]), torch.bfloat16).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -156,7 +159,7 @@ def test_weights_of_32_bits_take_changes_as_they_are() -> None:
 def test_noise_is_uniform_and_uncorrelated(start: int) -> None:
     """Along a row, down a column of any width, and from step to step (successive seeds)."""
     count, device = 1 << 16, torch.device("cpu")
-    x, later = (uniform((count,), 12345 + step * 0x61559F6A, start, device).double() for step in (0, 1))
+    x, later = (hash_uniform((count,), 12345 + step * 0x61559F6A, start, device).double() for step in (0, 1))
     assert x.min() >= 0
     assert x.max() <= 1 - 2**-16
     assert abs(float(x.mean()) - 0.5) < 5 * (1 / 12 / count) ** 0.5
@@ -168,12 +171,12 @@ def test_noise_is_uniform_and_uncorrelated(start: int) -> None:
 
 def test_noise_does_not_depend_on_how_a_tensor_is_cut() -> None:
     device = torch.device("cpu")
-    whole = uniform((6, 10), 7, 0, device)
-    assert torch.equal(uniform((2, 10), 7, 40, device), whole[4:])
+    whole = hash_uniform((6, 10), 7, 0, device)
+    assert torch.equal(hash_uniform((2, 10), 7, 40, device), whole[4:])
 
 
 def test_stores_that_there_are_not() -> None:
-    with pytest.raises(OptimizerError, match="store = 'int4' is not one of fp32, bf16, int8$"):
-        codec("int4", "signed")
-    with pytest.raises(OptimizerError, match="basis_store = 'fp8' is not one of fp32, bf16, int8, int4$"):
-        codec("fp8", "basis")
+    with pytest.raises(OptimizerError, match="store = 'int4' is not one of fp32, bf16, int8: did you"):
+        state_codec("int4", "signed")
+    with pytest.raises(OptimizerError, match="basis_store = 'fp8' is not one of fp32, bf16, int8, int4"):
+        state_codec("fp8", "basis")

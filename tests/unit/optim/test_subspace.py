@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.unit.optim.table import random
+from tests.unit.optim.optimizer_cases import random
 from torch import Tensor
 
-from whimbrel.optim.store import codec
+from whimbrel.optim.store import state_codec
 from whimbrel.optim.subspace import cholesky_qr, cold_basis, polar_factor, random_basis, svd_basis, warm_basis
 
 
@@ -178,7 +178,7 @@ def test_warm_steps_come_to_the_best_basis() -> None:
 def test_warm_steps_from_a_stored_basis_are_found(store: str) -> None:
     """However coarsely it is kept; what it holds of the gradient is close to what it would without."""
     grad = decaying(256, 128, rate=0.95)
-    own = codec(store, "basis")
+    own = state_codec(store, "basis")
     places = own.allocate((128, 32), torch.device("cpu"))
     own.encode_(places, torch.linalg.qr(random((128, 32)))[0])
     for _ in range(4):

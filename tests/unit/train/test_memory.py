@@ -209,7 +209,7 @@ def test_temporaries_that_stop_growing_are_extrapolated_from_a_few_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Six of nine blocks fill a batch of Muon's: each of the first four adds to it, the last three do not."""
-    monkeypatch.setattr("whimbrel.optim.muon.AT_ONCE", 6 * 4 * 128 * 128)
+    monkeypatch.setattr("whimbrel.optim.rules.MAX_MUON_ELEMENTS", 6 * 4 * 128 * 128)
     config = make(tmp_path, {"num_layers": 9, "embd_size": 128, "vocab_size": 1000}, {"name": "muon"}, micro_batch=1)
     predicted = predict(config)
     monkeypatch.setattr("whimbrel.train.memory.SAMPLED_BLOCKS", 9)

@@ -13,15 +13,18 @@ from rich.console import Console
 
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.checkpoint import latest_checkpoint, list_checkpoints, read_component
-from whimbrel.optim import Composed, GroupConfig, OptimConfig
+from whimbrel.optim import GroupConfig, LowRankOptimizer, OptimConfig
 from whimbrel.optim.build import OPTIMIZERS
-from whimbrel.optim.config import LISTENS
+from whimbrel.optim.config import OPTIONS_BY_OPTIMIZER
 from whimbrel.train import RunConfig, Trainer, TrainerCallback, train
 from whimbrel.train.callbacks import ProgressCallback
 
 MakeRun = Callable[..., RunConfig]
 NAMES = get_args(get_type_hints(OptimConfig)["name"])
-SMALL = {name: {key: 4 if key == "rank" else 2 for key in ("rank", "gap") if key in LISTENS[name]} for name in NAMES}
+SMALL = {
+    name: {key: 4 if key == "rank" else 2 for key in ("rank", "gap") if key in OPTIONS_BY_OPTIMIZER[name]}
+    for name in NAMES
+}
 VARIANTS: dict[str, dict[str, Any]] = {name: {"name": name, **SMALL[name]} for name in NAMES} | {
     "galore_full": {**SMALL["galore"], "name": "galore", "projection_type": "full"},
     "galore_warm_small": {
@@ -187,7 +190,7 @@ def test_reset_begins_anew_in_the_middle_of_a_run(make_run: MakeRun) -> None:
 
     trainer = Trainer.from_config(make_run(**settings(VARIANTS["galore_warm"], train__steps=5)), callbacks=[Reset()])
     trainer.train()
-    assert isinstance(trainer.optimizer, Composed)
+    assert isinstance(trainer.optimizer, LowRankOptimizer)
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {3}
 
 

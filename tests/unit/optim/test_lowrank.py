@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.table import COMPOSED, Teacher, differences, everything, move, parameters, params_of, random
+from tests.unit.optim.optimizer_cases import (
+    LOW_RANK,
+    Teacher,
+    differences,
+    everything,
+    move,
+    parameters,
+    params_of,
+    random,
+)
 from torch import nn
 
-from whimbrel.optim import AdamW8bit, Composed, GaLoreWarm
-from whimbrel.optim.slot import ON_HOST
+from whimbrel.optim import AdamW8bit, GaLoreWarm, LowRankOptimizer
+from whimbrel.optim.param_state import ON_HOST
 
 SIDES = [
     ("right", (24, 16), (24, 4), (16, 4)),
@@ -28,7 +37,7 @@ SIDES = [
 def test_sides(side: str, shape: tuple[int, ...], moments: tuple[int, ...], basis: tuple[int, ...]) -> None:
     """The cheapest has the smaller moments, of which there are two, and the larger basis."""
     p = nn.Parameter(random(shape))
-    optimizer = Composed([p], rank=4, side=side)
+    optimizer = LowRankOptimizer([p], rank=4, side=side)
     assert optimizer.state[p]["exp_avg"].shape == moments
     assert optimizer.basis(p).shape == basis
     move(optimizer, range(3))
@@ -41,7 +50,9 @@ def test_sides(side: str, shape: tuple[int, ...], moments: tuple[int, ...], basi
 def test_the_cheapest_side_takes_the_least(rule: str, basis_store: str, shape: tuple[int, ...]) -> None:
     settings: dict[str, Any] = {"rank": 8, "rule": rule, "basis_store": basis_store, "store": "int8"}
     p = nn.Parameter(torch.empty(shape, device="meta"))
-    taken = {side: Composed([p], side=side, **settings).state_bytes(p) for side in ("right", "left", "cheapest")}
+    taken = {
+        side: LowRankOptimizer([p], side=side, **settings).state_bytes(p) for side in ("right", "left", "cheapest")
+    }
     assert taken["cheapest"] == min(taken.values())
 
 
@@ -51,7 +62,7 @@ WORDS = [
     ({"rank": 4}, (24,), "adamw"),
     ({"rank": 99}, (24, 16), "warm rank 16, adamw"),
     ({"rank": 4, "side": "left"}, (24, 16), "warm rank 4, adamw, left"),
-    ({"rank": 4, "lift": "fira", "subspace": "svd"}, (24, 16), "svd rank 4, adamw, fira"),
+    ({"rank": 4, "back_projection": "fira", "subspace": "svd"}, (24, 16), "svd rank 4, adamw, fira"),
     ({"rank": 4, "basis_store": "int4", "store": "int8"}, (72, 60), "warm rank 4, adamw, basis int4, int8"),
     ({"store": "int8"}, (24, 16), "adamw"),
     ({"rule": "muon"}, (5,), "adamw"),
@@ -61,7 +72,7 @@ WORDS = [
 @pytest.mark.parametrize(("settings", "shape", "words"), WORDS)
 def test_what_a_parameter_got_in_words(settings: dict[str, Any], shape: tuple[int, ...], words: str) -> None:
     p = nn.Parameter(random(shape))
-    assert Composed([p], **settings).describe(p) == words
+    assert LowRankOptimizer([p], **settings).describe(p) == words
 
 
 def test_groups_have_choices_of_their_own() -> None:
@@ -81,7 +92,7 @@ def test_groups_have_choices_of_their_own() -> None:
 
 
 def test_a_schedule_of_torch_turns_its_learning_rate() -> None:
-    optimizer = Composed(parameters(), lr=0.1, rank=4)
+    optimizer = LowRankOptimizer(parameters(), lr=0.1, rank=4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     move(optimizer, range(1))
     schedule.step()
@@ -93,20 +104,20 @@ def test_a_schedule_of_torch_turns_its_learning_rate() -> None:
 
 
 def test_a_learning_rate_may_be_a_tensor() -> None:
-    number, tensor = (Composed(parameters(), lr=lr, rank=4) for lr in (0.1, torch.tensor(0.1)))
+    number, tensor = (LowRankOptimizer(parameters(), lr=lr, rank=4) for lr in (0.1, torch.tensor(0.1)))
     move(number, range(4))
     move(tensor, range(4))
     for a, b in zip(params_of(number), params_of(tensor), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("name", LOW_RANK)
 def test_parameters_of_several_dtypes_in_one_group(name: str) -> None:
     params = [
         nn.Parameter(random((72, 60), dtype=dtype))
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     ]
-    optimizer = COMPOSED[name](params, lr=0.01)
+    optimizer = LOW_RANK[name](params, lr=0.01)
     start = [p.detach().clone() for p in params]
     move(optimizer, range(3))
     moved = [(p.detach() - s).double() for p, s in zip(params, start, strict=True)]
@@ -123,7 +134,7 @@ def test_an_empty_parameter_is_no_trouble() -> None:
 
 def test_gradients_that_are_not_finite_are_the_callers_where_it_says_so() -> None:
     p = nn.Parameter(random((8, 6)))
-    optimizer = Composed([p])
+    optimizer = LowRankOptimizer([p])
     optimizer.skip_nonfinite = False
     p.grad = torch.full((8, 6), math.nan)
     optimizer.step()
@@ -133,7 +144,7 @@ def test_gradients_that_are_not_finite_are_the_callers_where_it_says_so() -> Non
 
 def test_runs_of_one_seed_are_the_same_and_of_another_are_not() -> None:
     first, again, other = (
-        COMPOSED["apollo"]([nn.Parameter(random((24, 16), dtype=torch.bfloat16))], seed=seed) for seed in (1, 1, 2)
+        LOW_RANK["apollo"]([nn.Parameter(random((24, 16), dtype=torch.bfloat16))], seed=seed) for seed in (1, 1, 2)
     )
     for optimizer in (first, again, other):
         move(optimizer, range(4))
@@ -143,7 +154,7 @@ def test_runs_of_one_seed_are_the_same_and_of_another_are_not() -> None:
 
 def test_no_two_parameters_draw_the_same() -> None:
     params = [nn.Parameter(random((24, 16))) for _ in range(3)]
-    optimizer = COMPOSED["apollo"](params)
+    optimizer = LOW_RANK["apollo"](params)
     bases = [optimizer.basis(p) for p in params]
     assert not torch.equal(bases[0], bases[1])
     assert not torch.equal(bases[1], bases[2])
@@ -153,23 +164,23 @@ def test_global_random_numbers_are_left_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    for entry in COMPOSED.values():
+    for entry in LOW_RANK.values():
         optimizer = entry([nn.Parameter(random((72, 60), dtype=torch.bfloat16))])
         move(optimizer, range(2))
     assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("name", LOW_RANK)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_fits_and_resumes_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     teacher = Teacher(dtype)
     teacher.x, teacher.y = teacher.x.cuda(), teacher.y.cuda()
     teacher.params = [nn.Parameter(p.detach().cuda()) for p in teacher.params]
-    optimizer = COMPOSED[name](teacher.params)
+    optimizer = LOW_RANK[name](teacher.params)
     before, after = teacher.fit(optimizer, 60)
     assert after < before / 5
-    copies = COMPOSED[name]([nn.Parameter(p.detach().clone()) for p in teacher.params])
+    copies = LOW_RANK[name]([nn.Parameter(p.detach().clone()) for p in teacher.params])
     copies.load_state_dict(optimizer.state_dict())
     for one in (optimizer, copies):
         for seed in range(8):

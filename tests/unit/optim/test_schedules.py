@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.optim import Schedule, ScheduleConfig, lr_factor, whole_steps
+from whimbrel.optim import Schedule, ScheduleConfig, lr_factor, resolve_steps
 
 
 def curve(total: int = 10, **settings: object) -> list[float]:
@@ -53,7 +53,7 @@ def test_a_cooldown_by_steps_and_by_shape() -> None:
 
 
 def test_whole_steps() -> None:
-    assert (whole_steps(7, 100), whole_steps(0.031, 100)) == (7, 4)
+    assert (resolve_steps(7, 100), resolve_steps(0.031, 100)) == (7, 4)
 
 
 def test_a_schedule_sets_each_group_from_its_own_peak() -> None:

@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim import (
     Apollo,
-    Composed,
     GaLoreWarm,
     LDAdam,
+    LowRankOptimizer,
     ProjectInBackward,
     QGaLore,
     project_in_backward,
 )
-from whimbrel.optim.linear import ProjectedLinear
+from whimbrel.optim.backward import ProjectedLinear
 
 SIDES = ("right", "left")
 
@@ -132,7 +132,7 @@ def test_only_matrices_whose_basis_is_due_keep_their_gradient() -> None:
 
     def look() -> None:
         for p in matrices:
-            due = optimizer.optimizer.refreshes(p)
+            due = optimizer.optimizer.is_refresh_due(p)
             assert (p.grad is not None) == due
             assert (p in optimizer.optimizer.projected) != due
             kept.append(due)
@@ -274,26 +274,26 @@ def test_a_tied_weight_gets_both_of_its_gradients() -> None:
 
 def test_what_cannot_be_projected_is_refused() -> None:
     for kind in (Apollo, LDAdam):
-        with pytest.raises(OptimizerError, match="needs the whole gradient of every parameter"):
+        with pytest.raises(OptimizerError, match="needs the full gradient of every parameter"):
             project_in_backward(kind(model().parameters(), rank=4))
-    with pytest.raises(OptimizerError, match="AdamW does not move in a subspace"):
+    with pytest.raises(OptimizerError, match="expected a low-rank optimizer.* got AdamW"):
         project_in_backward(torch.optim.AdamW(model().parameters()))  # type: ignore[arg-type]
     drawn = model()
-    random = Composed(drawn.parameters(), rank=4, subspace="random")
+    random = LowRankOptimizer(drawn.parameters(), rank=4, subspace="random")
     for _ in range(2):  # what was refused has left nothing behind
-        with pytest.raises(OptimizerError, match="has no nn.Linear whose weight moves in a subspace that is kept"):
+        with pytest.raises(OptimizerError, match="has no nn.Linear whose weight has a stored basis"):
             project_in_backward(random, model=drawn)
     project_in_backward(random)
-    with pytest.raises(OptimizerError, match="a group cannot be added once the optimizer works in backward"):
+    with pytest.raises(OptimizerError, match="cannot add a parameter group"):
         project_in_backward(warm(model())).add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
 @pytest.mark.parametrize("kind", ["qgalore", "random"])
 def test_bases_of_other_kinds_are_projected_by_too(kind: str) -> None:
-    def optimizer(net: nn.Module) -> Composed:
+    def optimizer(net: nn.Module) -> LowRankOptimizer:
         if kind == "qgalore":
             return QGaLore(net.parameters(), lr=1e-2, rank=6, gap=7)
-        return Composed(net.parameters(), lr=1e-2, rank=6, gap=7, subspace="random")
+        return LowRankOptimizer(net.parameters(), lr=1e-2, rank=6, gap=7, subspace="random")
 
     whole, parts = model(), model()
     fit(whole, optimizer(whole))
@@ -320,8 +320,8 @@ def test_after_a_reset_it_trains_as_if_new(linears: bool) -> None:
 
 def test_the_norm_is_right_for_a_basis_that_is_not_orthonormal() -> None:
     plain, parts = model(), model()
-    true = fit(plain, Composed(plain.parameters(), lr=1e-2, rank=6, subspace="random"), micro_batches=2)
-    random = Composed(parts.parameters(), lr=1e-2, rank=6, subspace="random")
+    true = fit(plain, LowRankOptimizer(plain.parameters(), lr=1e-2, rank=6, subspace="random"), micro_batches=2)
+    random = LowRankOptimizer(parts.parameters(), lr=1e-2, rank=6, subspace="random")
     ratios = torch.tensor(fit(parts, project_in_backward(random, accumulation=2), micro_batches=2)) / torch.tensor(true)
     assert abs(float(ratios.mean()) - 1) < 0.1
 
@@ -330,10 +330,10 @@ def test_more_micro_batches_than_were_announced_are_refused() -> None:
     net = model()
     project_in_backward(warm(net, gap=1000, start="random")).optimizer.state[net[0].weight]["due"].fill_(1000)
     net(torch.randn(4, 24)).sum().backward()
-    with pytest.raises(OptimizerError, match="got a second gradient in one step: give project_in_backward the accumul"):
+    with pytest.raises(OptimizerError, match="second gradient in one step.* accumulation="):
         net(torch.randn(4, 24)).sum().backward()
     for wrong in (0, -1, 1.5, "x", True):
-        with pytest.raises(OptimizerError, match=r"accumulation = .* must be a whole number of at least 1"):
+        with pytest.raises(OptimizerError, match="accumulation: expected an integer"):
             project_in_backward(warm(model()), accumulation=wrong)  # type: ignore[arg-type]
 
 
@@ -342,10 +342,10 @@ def test_a_scaler_and_a_second_stand_in_are_refused() -> None:
     optimizer = project_in_backward(warm(net))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(net(torch.randn(4, 24)).sum()).backward()
-    with pytest.raises(OptimizerError, match="before a GradScaler could unscale them: use bf16"):
+    with pytest.raises(OptimizerError, match="GradScaler.* use bf16"):
         scaler.step(optimizer)
     for again in (optimizer.optimizer, optimizer):
-        with pytest.raises(OptimizerError, match="works in backward already|does not move in a subspace"):
+        with pytest.raises(OptimizerError, match="already works in backward|expected a low-rank optimizer"):
             project_in_backward(again)  # type: ignore[arg-type]
 
 
@@ -375,6 +375,6 @@ def test_the_busiest_step_keeps_the_most_gradients_whole() -> None:
         kept.append(whole(optimizer))
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.make_busiest()
+    optimizer.simulate_peak_step()
     assert whole(optimizer) == max(kept)
     assert max(kept) < 12

@@ -177,19 +177,18 @@ def test_its_attributes_and_defaults() -> None:
     ("settings", "message"),
     [
         ({"projection_type": "both"}, "projection_type = 'both' is not one of std, reverse_std, right, left, full"),
-        ({"rank": 0}, "rank = 0 must be a whole number of at least 1"),
-        ({"rank": 1.5}, "rank = 1.5 must be a whole number of at least 1"),
-        ({"update_proj_gap": 0}, "update_proj_gap = 0 must be a whole number of at least 1"),
+        ({"rank": 0}, "rank: expected an integer >= 1, got 0"),
+        ({"rank": 1.5}, "rank: expected an integer >= 1, got 1.5"),
+        ({"update_proj_gap": 0}, "update_proj_gap: expected an integer >= 1, got 0"),
     ],
 )
 def test_what_it_refuses(settings: dict, message: str) -> None:
-    with pytest.raises(OptimizerError) as refused:
+    with pytest.raises(OptimizerError, match=message):
         GaLoreProjector(**settings)
-    assert str(refused.value) == message
 
 
 def test_it_refuses_what_has_no_sides_and_what_has_no_basis() -> None:
-    with pytest.raises(OptimizerError, match="no sides to project"):
+    with pytest.raises(OptimizerError, match="expected a tensor of two or more dimensions"):
         GaLoreProjector().project(torch.ones(3), 0)
     with pytest.raises(OptimizerError, match="call project\\(\\) first"):
         GaLoreProjector().project_back(torch.ones(3, 3))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from whimbrel import optim
-from whimbrel.optim import Composed, GaLore, Muon
+from whimbrel.optim import GaLore, LowRankOptimizer, Muon
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "large": (72, 60),  # the only one with numbers enough to be stored in 8 bits
@@ -44,8 +44,8 @@ class Entry:
         return Muon([group for group in groups if group["params"]], **settings)
 
     @property
-    def composed(self) -> bool:
-        return issubclass(self.kind, Composed)
+    def low_rank(self) -> bool:
+        return issubclass(self.kind, LowRankOptimizer)
 
 
 def matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -153,36 +153,39 @@ ENTRIES: dict[str, Entry] = {
     "fira": Entry(optim.Fira, 0.02, lambda shape: low(shape, "std", more=length), LOW | {"scale": 1.0}),
     "ldadam": Entry(optim.LDAdam, 0.02, lambda shape: low(shape, "std", more=error), {"rank": 4}),
     "muon": Entry(Muon, 0.05, muon),
-    "adamw, bf16": Entry(Composed, 0.02, lambda shape: whole(shape, bf16, bf16), {"store": "bf16"}),
+    "adamw, bf16": Entry(LowRankOptimizer, 0.02, lambda shape: whole(shape, bf16, bf16), {"store": "bf16"}),
     "warm adamw, int8, int4": Entry(
-        Composed, 0.02, lambda shape: low(shape, "right", (int8, int8), int4),
-        LOW | {"store": "int8", "basis_store": "int4", "start": "random", "lazy": True, "carry": "align"},
+        LowRankOptimizer, 0.02, lambda shape: low(shape, "right", (int8, int8), int4),
+        LOW | {"store": "int8", "basis_store": "int4", "start": "random", "lazy": True, "moment_transfer": "align"},
     ),
     "svd sgd, transported": Entry(
-        Composed, 0.1, lambda shape: low(shape, "left", (fp32,)),
-        LOW | {"rule": "sgd", "subspace": "svd", "side": "left", "carry": "transport"},
+        LowRankOptimizer, 0.1, lambda shape: low(shape, "left", (fp32,)),
+        LOW | {"rule": "sgd", "subspace": "svd", "side": "left", "moment_transfer": "both"},
     ),
     "warm lion, bf16, int8": Entry(
-        Composed, 0.01, lion,
-        LOW | {"rule": "lion", "store": "bf16", "basis_store": "int8", "side": "cheapest", "carry": "align"},
+        LowRankOptimizer, 0.01, lion,
+        LOW | {"rule": "lion", "store": "bf16", "basis_store": "int8", "side": "cheapest", "moment_transfer": "align"},
     ),
-    "warm muon": Entry(Composed, 0.05, polar, LOW | {"rule": "muon", "side": "std", "carry": "turn"}),
+    "warm muon": Entry(
+        LowRankOptimizer, 0.05, polar, LOW | {"rule": "muon", "side": "std", "moment_transfer": "first"}
+    ),
     "warm adamw, fed back": Entry(
-        Composed, 0.02, lambda shape: low(shape, "right", more=error), LOW | {"error_feedback": True}
+        LowRankOptimizer, 0.02, lambda shape: low(shape, "right", more=error), LOW | {"error_feedback": True}
     ),
     "random adafactor": Entry(
-        Composed, 0.01, lambda shape: factored(shape, 4, fp32), LOW | {"rule": "adafactor", "subspace": "random"}
+        LowRankOptimizer, 0.01, lambda shape: factored(shape, 4, fp32),
+        LOW | {"rule": "adafactor", "subspace": "random"},
     ),
     "adafactor, int8": Entry(
-        Composed, 0.05, lambda shape: factored(shape, None, int8), {"rule": "adafactor", "store": "int8"}
+        LowRankOptimizer, 0.05, lambda shape: factored(shape, None, int8), {"rule": "adafactor", "store": "int8"}
     ),
     "random sgd, apollo": Entry(
-        Composed, 0.05, lambda shape: low(shape, "right", (fp32,), None, more=length),
-        LOW | {"rule": "sgd", "subspace": "random", "lift": "apollo"},
+        LowRankOptimizer, 0.05, lambda shape: low(shape, "right", (fp32,), None, more=length),
+        LOW | {"rule": "sgd", "subspace": "random", "back_projection": "apollo"},
     ),
 }  # fmt: skip
 """Every preset, and some of the other choices of each axis."""
-COMPOSED = {name: entry for name, entry in ENTRIES.items() if entry.composed}
+LOW_RANK = {name: entry for name, entry in ENTRIES.items() if entry.low_rank}
 
 
 def random(shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

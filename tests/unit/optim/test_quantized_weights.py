@@ -14,10 +14,10 @@ from whimbrel.optim import (
     AdamW8bit,
     Apollo,
     ApolloMini,
-    Composed,
     Fira,
     GaLoreWarm,
     LDAdam,
+    LowRankOptimizer,
     Muon,
     OptimConfig,
     QGaLore,
@@ -27,7 +27,7 @@ from whimbrel.optim import (
 )
 from whimbrel.precision import QuantizedWeight, quantize_
 
-MAKES: dict[str, tuple[type[Composed], dict[str, Any]]] = {
+MAKES: dict[str, tuple[type[LowRankOptimizer], dict[str, Any]]] = {
     "adamw8bit": (AdamW8bit, {}),
     "galore_warm": (GaLoreWarm, {"rank": 16}),
     "galore_warm, left": (GaLoreWarm, {"rank": 16, "side": "left"}),
@@ -50,7 +50,7 @@ def net(*, coded: bool = True, dtype: torch.dtype = torch.float32) -> nn.Sequent
     return model
 
 
-def made(name: str, model: nn.Module) -> Composed:
+def made(name: str, model: nn.Module) -> LowRankOptimizer:
     cls, settings = MAKES[name]
     return cls(model.parameters(), lr=3e-3, **settings)
 
@@ -152,10 +152,10 @@ def test_gradients_projected_in_backward(linears: bool) -> None:
 @pytest.mark.parametrize("name", ["muon", "galore"])
 def test_optimizers_that_cannot_are_refused(name: str) -> None:
     routed = [RoutedParameter(name=f"{i}.weight", parameter=p, role="hidden") for i, p in enumerate(net().parameters())]
-    with pytest.raises(OptimizerError, match=rf"{name} moves plain weights.*0.weight.*galore_warm"):
+    with pytest.raises(OptimizerError, match=rf"{name}: expected unquantized weights.*0.weight.*galore_warm"):
         build_optimizer(OptimConfig(name=name), routed)
 
 
 def test_muon_says_what_it_cannot_move() -> None:
-    with pytest.raises(OptimizerError, match="Muon moves plain weights, and one is stored as codes: use AdamW8bit"):
+    with pytest.raises(OptimizerError, match="expected unquantized weights.* AdamW8bit"):
         Muon(net().parameters(), rule="adam")

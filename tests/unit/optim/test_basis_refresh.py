@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.table import move, random
+from tests.unit.optim.optimizer_cases import move, random
 from torch import Tensor, nn
 
-from whimbrel.optim import Composed, GaLoreWarm
-from whimbrel.optim.refresh import planned
+from whimbrel.optim import GaLoreWarm, LowRankOptimizer
+from whimbrel.optim.param_state import planned_refreshes
 
 
-def sought(optimizer: Composed, steps: int, grad: Tensor | None = None) -> list[list[int]]:
+def sought(optimizer: LowRankOptimizer, steps: int, grad: Tensor | None = None) -> list[list[int]]:
     """Which parameters, by place, got a new basis in each step."""
     found = []
     params = optimizer.param_groups[0]["params"]
     for step in range(steps):
-        found.append([place for place, p in enumerate(params) if optimizer.refreshes(p)])
+        found.append([place for place, p in enumerate(params) if optimizer.is_refresh_due(p)])
         for place, p in enumerate(params):
             p.grad = random(p.shape, step * 100 + place) if grad is None else grad.clone()
         optimizer.step()
@@ -30,7 +30,7 @@ def sought(optimizer: Composed, steps: int, grad: Tensor | None = None) -> list[
 @pytest.mark.parametrize("gap", [1, 2, 7])
 def test_a_basis_is_kept_for_a_gap(gap: int) -> None:
     """From the second on; until then it is by the parameter's place."""
-    optimizer = Composed([nn.Parameter(random((8, 6)))], rank=2, gap=gap)
+    optimizer = LowRankOptimizer([nn.Parameter(random((8, 6)))], rank=2, gap=gap)
     steps = [step for step, places in enumerate(sought(optimizer, 5 * gap + 2)) if places]
     assert steps[0] == 0
     assert max(1, gap // 2) <= steps[1] <= max(1, 2 * gap)
@@ -39,7 +39,7 @@ def test_a_basis_is_kept_for_a_gap(gap: int) -> None:
 
 @pytest.mark.parametrize(("count", "most"), [(40, 3), (7, 1), (100, 7)])
 def test_no_step_after_the_first_seeks_many_bases(count: int, most: int) -> None:
-    optimizer = Composed([nn.Parameter(random((4, 3), i)) for i in range(count)], rank=1, gap=20)
+    optimizer = LowRankOptimizer([nn.Parameter(random((4, 3), i)) for i in range(count)], rank=1, gap=20)
     steps = sought(optimizer, 80)
     assert len(steps[0]) == count
     assert max(len(places) for places in steps[1:]) <= most
@@ -47,7 +47,7 @@ def test_no_step_after_the_first_seeks_many_bases(count: int, most: int) -> None
 
 
 def test_no_step_seeks_many_where_bases_start_at_random() -> None:
-    optimizer = Composed([nn.Parameter(random((4, 3), i)) for i in range(40)], rank=1, gap=20, start="random")
+    optimizer = LowRankOptimizer([nn.Parameter(random((4, 3), i)) for i in range(40)], rank=1, gap=20, start="random")
     steps = sought(optimizer, 80)
     assert max(len(places) for places in steps) <= 5
     assert {place for places in steps[:20] for place in places} == set(range(40))
@@ -56,7 +56,7 @@ def test_no_step_seeks_many_where_bases_start_at_random() -> None:
 @pytest.mark.parametrize("subspace", ["warm", "svd"])
 def test_a_gap_grows_while_bases_stay_alike(subspace: str) -> None:
     """Doubled each time, to eight times what was asked."""
-    optimizer = Composed([nn.Parameter(random((8, 6)))], rank=2, gap=4, lazy=True, subspace=subspace)
+    optimizer = LowRankOptimizer([nn.Parameter(random((8, 6)))], rank=2, gap=4, lazy=True, subspace=subspace)
     grad = torch.diag(torch.tensor([9.0, 8, 0.1, 0.1, 0.1, 0.1])) @ random((6, 6))
     grad = torch.cat((grad, torch.zeros(2, 6)))
     steps = [step for step, places in enumerate(sought(optimizer, 120, grad)) if places]
@@ -65,13 +65,13 @@ def test_a_gap_grows_while_bases_stay_alike(subspace: str) -> None:
 
 def test_a_gap_shrinks_while_bases_move() -> None:
     """Halved each time, to an eighth of what was asked: bases of noise have little in common."""
-    optimizer = Composed([nn.Parameter(random((8, 64)))], rank=2, gap=16, lazy=True)
+    optimizer = LowRankOptimizer([nn.Parameter(random((8, 64)))], rank=2, gap=16, lazy=True)
     steps = [step for step, places in enumerate(sought(optimizer, 40)) if places]
     assert [b - a for a, b in pairwise(steps[1:])][:5] == [8, 4, 2, 2, 2]
 
 
 def test_a_gap_stays_where_it_was_not_asked_to_be_lazy() -> None:
-    optimizer = Composed([nn.Parameter(random((64, 64)))], rank=2, gap=4)
+    optimizer = LowRankOptimizer([nn.Parameter(random((64, 64)))], rank=2, gap=4)
     sought(optimizer, 20)
     assert all(int(state["gap"]) == 4 for state in optimizer.state.values())
 
@@ -101,10 +101,10 @@ def transported(m: Tensor, v: Tensor, turn: Tensor, betas: tuple[float, float], 
 def test_moments_are_transported_as_the_equation_says(subspace: str, shape: tuple[int, ...]) -> None:
     """Into the second basis; the moments of the step itself are then made from the transported ones."""
     p, (b1, b2) = nn.Parameter(random(shape)), (0.8, 0.95)
-    settings: dict[str, Any] = {"subspace": subspace, "betas": (b1, b2), "carry": "transport", "gap": 4}
-    optimizer = Composed([p], rank=4, **settings)
+    settings: dict[str, Any] = {"subspace": subspace, "betas": (b1, b2), "moment_transfer": "both", "gap": 4}
+    optimizer = LowRankOptimizer([p], rank=4, **settings)
     state = optimizer.state[p]
-    while not (optimizer.refreshes(p) and int(state["step"])):
+    while not (optimizer.is_refresh_due(p) and int(state["step"])):
         p.grad = random(shape, int(state["step"]) + 1)
         optimizer.step()
     t, old = int(state["step"]), optimizer.basis(p).double().clone()
@@ -124,9 +124,9 @@ def test_moments_are_transported_as_the_equation_says(subspace: str, shape: tupl
 @pytest.mark.parametrize(
     "settings",
     [
-        {"subspace": "svd", "carry": "transport"},
-        {"subspace": "svd", "carry": "transport", "side": "left"},
-        {"subspace": "warm", "carry": "transport"},
+        {"subspace": "svd", "moment_transfer": "both"},
+        {"subspace": "svd", "moment_transfer": "both", "side": "left"},
+        {"subspace": "warm", "moment_transfer": "both"},
     ],
     ids=str,
 )
@@ -134,7 +134,7 @@ def test_full_rank_sgd_in_a_subspace_is_sgd(settings: dict[str, Any]) -> None:
     """It does not depend on the basis, as Adam does; so a change of basis must leave no trace."""
     side = (16, 24) if settings.get("side") == "left" else (24, 16)
     ours, theirs = (nn.Parameter(random(side)) for _ in range(2))
-    mine = Composed([ours], lr=0.1, rule="sgd", rank=16, gap=3, **settings)
+    mine = LowRankOptimizer([ours], lr=0.1, rule="sgd", rank=16, gap=3, **settings)
     peer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
     for step in range(12):
         ours.grad, theirs.grad = random(side, step), random(side, step)
@@ -144,7 +144,7 @@ def test_full_rank_sgd_in_a_subspace_is_sgd(settings: dict[str, Any]) -> None:
 
 
 def test_the_first_basis_from_a_gradient_empties_what_a_random_one_had() -> None:
-    optimizer = Composed([nn.Parameter(random((8, 6), i)) for i in range(3)], rank=2, gap=8, start="random")
+    optimizer = LowRankOptimizer([nn.Parameter(random((8, 6), i)) for i in range(3)], rank=2, gap=8, start="random")
     waiting = optimizer.param_groups[0]["params"][1]
     state, before = optimizer.state[waiting], int(optimizer.state[waiting]["due"])
     assert before > 1
@@ -183,7 +183,7 @@ def test_a_gap_that_changed_on_resume_holds() -> None:
 @pytest.mark.parametrize("subspace", ["warm", "svd"])
 def test_a_basis_that_was_not_found_moves_no_gap(subspace: str) -> None:
     p = nn.Parameter(torch.randn(12, 8))
-    optimizer = Composed([p], rank=2, gap=4, lazy=True, subspace=subspace)
+    optimizer = LowRankOptimizer([p], rank=2, gap=4, lazy=True, subspace=subspace)
     p.grad = torch.randn(12, 8)
     optimizer.step()
     p.grad = torch.zeros(12, 8)
@@ -210,9 +210,9 @@ def test_bases_are_sought_when_it_was_planned(start: str) -> None:
     sought: list[list[int]] = [[] for _ in params]
     for step in range(40):
         for place, p in enumerate(params):
-            if optimizer.refreshes(p):
+            if optimizer.is_refresh_due(p):
                 sought[place].append(step)
             p.grad = random((12, 8), 100 * step + place)
         optimizer.step()
-    assert sought == [planned(optimizer.slot(p), 40) for p in params]
+    assert sought == [planned_refreshes(optimizer.param_state(p), 40) for p in params]
     assert len({tuple(steps) for steps in sought}) == 5

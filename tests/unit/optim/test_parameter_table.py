@@ -18,14 +18,14 @@ from whimbrel.optim import (
     route_parameters,
     state_bytes,
 )
-from whimbrel.optim.config import LISTENS
+from whimbrel.optim.config import OPTIONS_BY_OPTIMIZER
 
 NAMES = get_args(get_type_hints(OptimConfig)["name"])
 SHAPE = GPTConfig(context_length=16, vocab_size=64, num_layers=3, embd_size=32, num_heads=2)
 
 
 def optimizer_of(name: str, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    settings = {"rank": 8} | settings if "rank" in LISTENS[name] else settings
+    settings = {"rank": 8} | settings if "rank" in OPTIONS_BY_OPTIMIZER[name] else settings
     return build_optimizer(OptimConfig(name=name, lr=0.01, **settings), route_parameters(model))  # type: ignore[arg-type]
 
 

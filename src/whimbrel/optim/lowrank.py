@@ -1,0 +1,440 @@
+"""The low-rank optimizer: any combination of a subspace, an update rule, a back projection and low-bit state.
+
+For a weight W (m x n) with gradient G, a basis Q (n x r) and R = G Q, a step is
+    N = rule(R);   W <- (1 - lr wd) W - lr scale D,   D = back_project(N, Q, G)
+with the moments of the rule in the shape of R. Without `rank`, Q is the identity and the rule is applied to G itself.
+A convolution is viewed as (out, rest), a tensor of three dimensions as a stack of matrices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from whimbrel.base.errors import OptimizerError
+from whimbrel.config import did_you_mean, not_one_of
+from whimbrel.ops import kernels_of
+from whimbrel.optim.base import MAX_GRAD, BaseOptimizer, check_numbers, lr_of, run_eagerly
+from whimbrel.optim.param_state import ON_HOST, ParamState, State, adapt_gaps, is_refresh_due, refresh
+from whimbrel.optim.rules import RULES
+from whimbrel.optim.sharding import Shard
+from whimbrel.optim.store import QuantizedParameter, add_rounded_, state_codec
+from whimbrel.optim.subspace import BACK_PROJECTIONS, FullUpdate, add_product_, back_project, zero_rounding_errors_
+
+__all__ = ["LowRankOptimizer", "Options", "rename_saved_options"]
+
+BATCH_ELEMENTS = 1 << 24
+"""Elements that are updated together, which bounds the memory of temporaries."""
+CACHE_ELEMENTS = 1 << 18
+"""The same on a CPU for elementwise rules: temporaries stay in the cache and their memory is reused."""
+
+
+class Options(TypedDict, total=False):
+    """Options of a parameter group, and keywords of the constructor, where they are the defaults of all groups."""
+
+    rank: int | None
+    """Rank of the subspace; None: no subspace. Tensors of fewer than two dimensions never have one."""
+    subspace: str
+    """svd (exact, slow), warm (a power iteration from the last basis) or random (Gaussian from a seed, not stored)."""
+    rule: str
+    """adamw, sgd, lion, muon or adafactor."""
+    back_projection: str
+    """How a low-rank direction becomes an update: galore, fira, apollo or apollo_mini (see `subspace.back_project`)."""
+    store: str
+    """Storage of moments: fp32, bf16 or int8."""
+    basis_store: str
+    """Storage of the basis: fp32, bf16, int8 or int4."""
+    side: str
+    """right (project columns, the input side of a linear), left, std (shorter side) or cheapest (least memory)."""
+    gap: int
+    """Steps between two bases."""
+    lazy: bool
+    """Whether the gap grows while bases hardly change and shrinks while they do."""
+    moment_transfer: str
+    """How moments move to a new basis: first (project the first moment), both (project both), align (rotate the new
+    basis to the old one and keep both) or keep (keep both)."""
+    start: str
+    """gradient (the first basis is from the first gradient) or random (random until a refresh in the first steps)."""
+    scale: float
+    """Factor of updates in a subspace."""
+    betas: tuple[float, float] | None
+    eps: float | None
+    momentum: float | None
+    """Options of the rule; None: its default."""
+    weight_decay: float
+    error_feedback: bool
+    """Whether the part of the gradient outside the subspace is added to the next gradient (LDAdam)."""
+    maximize: bool
+    foreach: bool
+    """Whether parameters are updated in batches."""
+    seed: int
+    """Seed of random bases and of stochastic rounding."""
+
+
+DEFAULTS: Options = {
+    "rank": None, "subspace": "warm", "rule": "adamw", "back_projection": "galore", "store": "fp32",
+    "basis_store": "fp32", "side": "right", "gap": 200, "lazy": False, "moment_transfer": "keep", "start": "gradient",
+    "scale": 1.0, "betas": None, "eps": None, "momentum": None, "weight_decay": 0.0, "error_feedback": False,
+    "maximize": False, "foreach": True, "seed": 0,
+}  # fmt: skip
+
+CHOICES = {
+    "subspace": ("svd", "warm", "random"),
+    "rule": tuple(RULES),
+    "back_projection": BACK_PROJECTIONS,
+    "side": ("right", "left", "std", "cheapest"),
+    "moment_transfer": ("first", "both", "align", "keep"),
+    "start": ("gradient", "random"),
+}
+
+
+class Piece(NamedTuple):
+    """Some rows of a parameter's matrix (None: all), and their gradient in the subspace."""
+
+    param: ParamState
+    low: Tensor
+    rows: slice | None
+
+
+class LowRankOptimizer(BaseOptimizer):
+    """Any subspace, rule, back projection and storage; see `Options`. Presets are subclasses with other defaults."""
+
+    preset: ClassVar[Options] = {}
+    """Defaults of a subclass."""
+    layout_options = (
+        "rank", "subspace", "rule", "back_projection", "store", "basis_store", "side", "error_feedback",
+    )  # fmt: skip
+    saved_options = ("rule", "side", "rank")
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, **options: Unpack[Options]) -> None:
+        for name in options:
+            if name not in DEFAULTS:
+                raise TypeError(f"{type(self).__name__}: unexpected keyword {name!r}{did_you_mean(name, DEFAULTS)}")
+        self._params: dict[Tensor, ParamState] = {}
+        self._overlaps: list[tuple[ParamState, State, Tensor]] = []
+        self.projected: dict[Tensor, Tensor] = {}
+        """Projected gradients by parameter, filled by `project_in_backward`; a step consumes them."""
+        super().__init__(params, {"lr": lr, **DEFAULTS, **self.preset, **options})
+
+    def reset(self) -> None:
+        """Restore the state of a new optimizer, in the tensors that exist: other objects may refer to them."""
+        self.projected.clear()
+        super().reset()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """As in the base class; includes parameters with projected gradients."""
+        loss = super().step(closure)
+        self._clear_projected()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = [rename_saved_options(group) for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.projected, self._overlaps = {}, []
+        self._params = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._params[parameter] = ParamState(parameter, group, len(self._params))
+
+    # Used by `project_in_backward`, summaries and callbacks
+
+    def param_state(self, parameter: Tensor) -> ParamState:
+        return self._params[parameter]
+
+    def is_refresh_due(self, parameter: Tensor) -> bool:
+        """Whether the next step computes a new basis for a parameter, for which it needs the full gradient."""
+        return is_refresh_due(self.state[parameter])
+
+    @property
+    def projects(self) -> bool:
+        """Whether some parameters can be updated from their projected gradient alone."""
+        return any(not self.needs_full_grad(parameter) for parameter in self._params)
+
+    def needs_full_grad(self, parameter: Tensor) -> bool:
+        """Whether every update of a parameter needs more than its projected gradient."""
+        param = self._params[parameter]
+        return param.rank is None or param.group["back_projection"] != "galore" or param.group["error_feedback"]
+
+    def basis(self, parameter: Tensor) -> Tensor:
+        """The basis Q of a parameter for the next step, in fp32."""
+        param = self._params[parameter]
+        return param.basis(self._local_state(param), int(self.state[parameter]["step"]))
+
+    def matrix(self, parameter: Tensor, like: Tensor) -> Tensor:
+        """A tensor of a parameter's shape as the matrix whose columns are projected."""
+        return self._params[parameter].view(like)
+
+    def describe(self, parameter: Tensor) -> str:
+        """Subspace, rule and storage of a parameter in a few words."""
+        return self._params[parameter].describe()
+
+    def state_bytes(self, parameter: Tensor) -> int:
+        """Bytes of the state of a parameter, by arithmetic alone."""
+        return self._params[parameter].nbytes()
+
+    # State
+
+    def _init_group(self, group: dict[str, Any]) -> None:
+        found = [ParamState(p, group, len(self._params) + i) for i, p in enumerate(group["params"])]
+        for param in found:
+            self._params[param.parameter] = param
+            if param.parameter.requires_grad:  # a frozen one gets its state at its first update
+                self.state[param.parameter] = param.new_state()
+
+    def _new_state(self, parameter: Tensor) -> State:
+        return self._params[parameter].new_state()
+
+    def _state_signature(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+
+    def _shards(self) -> list[Shard | None]:
+        return [param.shard for param in self._params.values()]
+
+    def _local_state(self, param: ParamState) -> State:
+        state: State = self.state[param.parameter]
+        return state if param.shard is None else {name: param.local(tensor) for name, tensor in state.items()}
+
+    @torch.no_grad()
+    def _prepare_state(self, param: ParamState) -> None:
+        """Allocate the state of a parameter that was frozen; move it if the model was moved to another device."""
+        parameter = param.parameter
+        if not self.state[parameter]:
+            self.state[parameter] = param.new_state()
+        elif param.device(self.state[parameter]) != parameter.device:
+            self.state[parameter] = {
+                name: t if name in ON_HOST else t.to(parameter.device) for name, t in self.state[parameter].items()
+            }
+
+    # The parts of a step; those called by `step` itself run eagerly under torch.compile
+
+    @run_eagerly
+    def _clear_projected(self) -> None:
+        self.projected.clear()
+
+    def _with_grad(self, group: Mapping[str, Any]) -> list[Tensor]:
+        """The parameters of a group that have a gradient, full or projected."""
+        return [p for p in group["params"] if p.numel() and (p.grad is not None or p in self.projected)]
+
+    @run_eagerly
+    def _grads(self) -> list[Tensor]:
+        params = [p for group in self.param_groups for p in self._with_grad(group)]
+        found = ((self._params[p], self.projected.get(p, p.grad)) for p in params)
+        return [param.local(grad) for param, grad in found if grad is not None]
+
+    @run_eagerly
+    def _update_with_clamped_grads(self) -> None:
+        for low in self.projected.values():
+            if low.dtype != torch.float16:
+                low.clamp_(-MAX_GRAD, MAX_GRAD)
+        super()._update_with_clamped_grads()
+
+    @run_eagerly
+    def _update_all(self) -> None:
+        self._overlaps.clear()
+        for group in self.param_groups:
+            self._check_layout(group)
+            params = [self._params[p] for p in self._with_grad(group)]
+            for param in params:
+                self._prepare_state(param)
+            lr = lr_of(group)
+            for batch in self._batches(group, params):
+                self._update_batch(batch, lr)
+        adapt_gaps(self._overlaps)
+
+    def _batches(self, group: Mapping[str, Any], params: Sequence[ParamState]) -> Iterator[list[Piece]]:
+        """The work of a group in batches of bounded size: several parameters, or some rows of a large one."""
+        batch: list[Piece] = []
+        size = 0
+        for param in params:
+            low = self._project(param)
+            for rows in _row_slices(param):
+                piece = Piece(param, low[rows] if rows else low, rows)
+                full = not group["foreach"] or size + piece.low.numel() > _batch_elements(param)
+                if batch and (full or batch[-1].low.device != low.device):
+                    yield batch
+                    batch, size = [], 0
+                batch.append(piece)
+                size += piece.low.numel()
+        if batch:
+            yield batch
+
+    def _project(self, param: ParamState) -> Tensor:
+        """The gradient in the subspace, after a refresh of the basis if one is due; counts the step."""
+        parameter, state = param.parameter, self._local_state(param)
+        if (low := self.projected.get(parameter)) is not None:
+            state["step"] += 1
+            return zero_rounding_errors_(low, param.shape[-1]) if param.is_exact(low) else low
+        assert parameter.grad is not None
+        grad = param.view(parameter.grad)
+        if param.rank is None:
+            state["step"] += 1
+            return grad
+        if grad.dtype == torch.float16:  # products of gradients exceed its range
+            grad = grad.float()
+        if "error" in state:
+            grad = state["error"].add_(grad)
+        if is_refresh_due(state):
+            overlap = refresh(param, state, grad)
+            if overlap is not None:
+                self._overlaps.append((param, state, overlap))
+        basis = param.basis(state, int(state["step"]))
+        state["step"] += 1
+        low = grad @ basis.to(grad.dtype)
+        if param.is_exact(low):
+            zero_rounding_errors_(low, param.shape[-1])
+        if "error" in state:
+            state["error"].sub_(low @ basis.mT)
+        return low
+
+    def _update_batch(self, batch: Sequence[Piece], lr: float) -> None:
+        """Update moments and weights of a batch, all pieces of one rule together."""
+        by_rule: dict[str, list[Piece]] = defaultdict(list)
+        for piece in batch:
+            by_rule[piece.param.rule_name].append(piece)
+        for name, pieces in by_rule.items():
+            states = [self._local_state(piece.param) for piece in pieces]
+            lows = [piece.low.float() for piece in pieces]
+            moments = {
+                moment: [
+                    piece.param.read(state, moment, piece.rows) for piece, state in zip(pieces, states, strict=True)
+                ]
+                for moment in RULES[name].moments
+            }
+            steps = [int(state["step"]) for state in states]
+            directions = RULES[name].update(lows, moments, steps, pieces[0].param.options)
+            for moment, values in moments.items():
+                for piece, state, value in zip(pieces, states, values, strict=True):
+                    noise = piece.param.noise(state, moment, value.shape, piece.rows)
+                    piece.param.write(state, moment, value, piece.rows, noise)
+            for piece, low, direction in zip(pieces, lows, directions, strict=True):
+                self._update_weight(piece, low, direction, lr)
+
+    def _update_weight(self, piece: Piece, low: Tensor, direction: Tensor, lr: float) -> None:
+        """W <- (1 - lr wd) W - lr scale (A Q^T + c G) for the rows of a piece.
+
+        Weights in fp32 take one in-place product. Others (16 bits or quantized) need the change in fp32 for stochastic
+        rounding, which is computed for some rows at a time.
+        """
+        param, rows, state = piece.param, piece.rows, self._local_state(piece.param)
+        group, weight = param.group, param.view(param.parameter)
+        weight = weight[rows] if rows else weight
+        coded, transposed = isinstance(weight, QuantizedParameter), param.scales_along_columns
+        rate, decay = -lr if group["maximize"] else lr, lr * group["weight_decay"]
+        update, basis, grad = FullUpdate(direction, None), None, None
+        if param.rank is not None:
+            rate *= group["scale"]
+            if "length" in state:
+                assert param.parameter.grad is not None
+                grad = param.view(param.parameter.grad)
+                update = back_project(group["back_projection"], direction, low, grad, state["length"], param.shard)
+            basis = None if update.low is None else param.basis(state, int(state["step"]) - 1)
+        if weight.dtype == torch.float32 and update.low is not None and grad is None and not coded:
+            add_product_(weight, update.low, None if basis is None else basis.mT, alpha=-rate, beta=1 - decay)
+            return
+        generator = param.generator(state, salt=2 + param.first_row(rows))
+        stored = weight.mT if transposed else weight  # rows of a quantized weight share scales, so they stay together
+        for part in _weight_slices(stored):
+            target = stored[part]
+            change = (target.dequantize() if isinstance(target, QuantizedParameter) else target).float() * -decay
+            view = change.mT if transposed else change
+            own = slice(None) if transposed else part
+            if update.low is not None:
+                sliced = basis[part] if basis is not None and (transposed or basis.ndim > 2) else basis
+                add_product_(view, update.low[own], None if sliced is None else sliced.mT, alpha=-rate)
+            if update.factor is not None and grad is not None:
+                grads = grad[:, part] if transposed else grad[part]
+                view.addcmul_(update.factor[own], grads.float(), value=-rate)
+            add_rounded_(target, change, generator)
+
+    # Options
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        check_numbers(options)
+        for name, allowed in CHOICES.items():
+            if options[name] not in allowed:
+                raise OptimizerError(not_one_of(name, options[name], allowed))
+        for name in ("lazy", "error_feedback", "maximize", "foreach"):
+            if not isinstance(options[name], bool):
+                raise OptimizerError(f"{name}: expected True or False, got {options[name]!r}")
+        state_codec(options["store"], "signed")
+        state_codec(options["basis_store"], "basis")
+        rule = RULES[options["rule"]]
+        for name in ("betas", "eps", "momentum"):
+            if options[name] is not None and name not in rule.defaults:
+                raise OptimizerError(
+                    f"{name} = {options[name]} has no effect with rule = {options['rule']!r}: remove it"
+                )
+        _check_combination(options, linear=rule.linear_moment is not None)
+
+
+def _check_combination(options: Mapping[str, Any], *, linear: bool) -> None:
+    """Raise for options that exclude each other; `linear`: whether the rule has a moment linear in the gradients."""
+    transfer, subspace = options["moment_transfer"], options["subspace"]
+    if transfer == "align" and subspace != "warm":
+        raise OptimizerError(
+            f"moment_transfer = 'align' requires subspace = 'warm', got {subspace!r}: use 'both' or 'keep'"
+        )
+    if transfer in ("first", "both") and (not linear or subspace == "random"):
+        raise OptimizerError(
+            f"moment_transfer = {transfer!r} requires a stored basis and a rule with a first moment, got subspace = "
+            f"{subspace!r} and rule = {options['rule']!r}: use moment_transfer = 'keep'"
+        )
+    if options["error_feedback"] and (options["back_projection"] != "galore" or subspace == "random"):
+        raise OptimizerError(
+            "error_feedback requires back_projection = 'galore' and subspace = 'warm' or 'svd', got "
+            f"{options['back_projection']!r} and {subspace!r}"
+        )
+    for name, default in (("basis_store", "fp32"), ("start", "gradient"), ("lazy", False)):
+        if subspace == "random" and options[name] != default:
+            raise OptimizerError(f"{name} = {options[name]!r} has no effect with subspace = 'random': remove it")
+    if options["back_projection"] == "fira" and subspace == "random":
+        raise OptimizerError(
+            "back_projection = 'fira' requires an orthonormal basis: use subspace = 'warm' or 'svd', not 'random'"
+        )
+
+
+RENAMED_OPTIONS = {
+    "carry": ("moment_transfer", {"turn": "first", "transport": "both"}),
+    "lift": ("back_projection", {"back": "galore"}),
+}
+"""Options under their names in older checkpoints: the name now, and values that were renamed."""
+
+
+def rename_saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group of a state dict with options of older checkpoints under their names now."""
+    renamed = dict(group)
+    for old, (new, values) in RENAMED_OPTIONS.items():
+        if old in renamed:
+            value = renamed.pop(old)
+            renamed[new] = values.get(value, value)
+    return renamed
+
+
+def _batch_elements(param: ParamState) -> int:
+    """How many elements are updated together, of this parameter and others like it."""
+    if kernels_of(param.parameter) == "cpu" and param.rule.rowwise:
+        return min(BATCH_ELEMENTS, CACHE_ELEMENTS)
+    return BATCH_ELEMENTS
+
+
+def _row_slices(param: ParamState) -> list[slice | None]:
+    """Rows that are updated at a time: all (None) if they are few, or if rule or back projection need them together."""
+    limit = _batch_elements(param) if param.rank is None and param.moment_store == "int8" else BATCH_ELEMENTS
+    if param.low_shape.numel() <= limit or param.low_shape[0] < 2 or not param.rowwise:
+        return [None]
+    rows = max(1, limit * param.low_shape[0] // param.low_shape.numel())
+    return [slice(start, start + rows) for start in range(0, param.low_shape[0], rows)]
+
+
+def _weight_slices(weight: Tensor) -> list[slice]:
+    """Rows of a weight whose fp32 change is computed at a time."""
+    rows = weight.shape[0] if weight.ndim else 0
+    size = max(1, BATCH_ELEMENTS * rows // max(weight.numel(), 1))
+    return [slice(start, start + size) for start in range(0, rows, size)]

@@ -1,0 +1,219 @@
+"""Optimizers on several ranks: parameters sharded by FSDP2 (DTensor), and replicas as under DDP.
+
+Sharded parameters: FSDP2 gives each rank some rows of every matrix. The projection R = G Q works row by row, so it
+needs no communication. Whatever does depend on all rows, mainly the search for a new basis, is a sum over rows: each
+rank sums its own rows, the small result is all-reduced, and every rank continues from the same bits. A 3-D stack of
+matrices is sharded by complete matrices, so nearly everything about it is local.
+
+Replicated parameters: every rank makes the same step from the same averaged gradients. Bases, moments and random
+numbers come out bit-identical without being sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whimbrel.base.errors import OptimizerError, ParallelError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "Shard",
+    "all_ranks_true",
+    "are_replicated",
+    "average_",
+    "check_replicas",
+    "copy_",
+    "gather_rows",
+    "is_dtensor",
+    "mean_over_stack",
+    "randn",
+    "shard_of",
+    "sum_over_ranks",
+    "sum_rows",
+    "to_local",
+]
+
+
+class Shard:
+    """How the first dimension (of `size`) of a parameter is split over ranks.
+
+    Each rank has `per_rank` indices, the first of this one being `start`. The last ranks may have fewer, or none.
+    """
+
+    def __init__(self, parameter: DTensor) -> None:
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor import Shard as ShardPlacement
+
+        self.mesh, self.placements = parameter.device_mesh, parameter.placements
+        split = [dim for dim, placement in enumerate(self.placements) if not isinstance(placement, Replicate)]
+        if len(split) != 1 or self.placements[split[0]] != ShardPlacement(0):
+            raise OptimizerError(
+                "expected a parameter sharded by its first dimension over one mesh dimension, as by "
+                f"fully_shard(model), got placements {self.placements} for shape {tuple(parameter.shape)}"
+            )
+        self.group = self.mesh.get_group(split[0])
+        self.size, self.stacked = parameter.shape[0], parameter.ndim == 3
+        self.per_rank = -(-self.size // self.mesh.size(split[0]))
+        self.start = min(self.size, self.per_rank * self.mesh.get_local_rank(split[0]))
+
+    def full_shape(self, local_shape: Sequence[int]) -> torch.Size:
+        """The global shape of a tensor whose local part has `local_shape`."""
+        return torch.Size((self.size, *local_shape[1:]))
+
+    def local_part(self, tensor: Tensor, count: int) -> Tensor:
+        """The `count` first-dimension indices of a full tensor that belong to this rank."""
+        return tensor[self.start : self.start + count]
+
+    def wrap(self, tensor: Tensor, block: int = 1) -> Tensor:
+        """A local part as a DTensor sharded like the parameter, so that checkpoints can reshard it.
+
+        Its first dimension has one index per index of the parameter's, or per `block` of them.
+        """
+        from torch.distributed.tensor import DTensor
+
+        full = torch.empty((-(-self.size // block), *tensor.shape[1:]), device="meta")
+        return DTensor.from_local(tensor, self.mesh, self.placements, shape=full.shape, stride=full.stride())
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor; does not import `torch.distributed.tensor`, which is slow to load."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def shard_of(parameter: Tensor) -> Shard | None:
+    """The sharding of a parameter; None for a regular tensor."""
+    return Shard(parameter) if is_dtensor(parameter) else None
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def copy_(target: Tensor, source: Tensor) -> None:
+    """Copy between tensors of one global shape, either of them a DTensor or not."""
+    if is_dtensor(target) == is_dtensor(source):
+        target.copy_(source)
+    elif is_dtensor(target):
+        local = target.to_local()
+        local.copy_(Shard(target).local_part(source, local.shape[0]))
+    elif is_dtensor(source):
+        target.copy_(source.full_tensor())
+
+
+def randn(size: Sequence[int], generator: torch.Generator, device: torch.device, shard: Shard | None = None) -> Tensor:
+    """Standard normal fp32 numbers; for a shard, this rank's part of those that one process would sample."""
+    if shard is None:
+        return torch.randn(tuple(size), generator=generator, device=device, dtype=torch.float32)
+    return shard.local_part(randn(shard.full_shape(size), generator, device), size[0])
+
+
+def sum_rows(tensor: Tensor, shard: Shard | None) -> Tensor:
+    """The sum over all rows of a matrix, given each rank's sum over its rows; of a stack, the tensor itself."""
+    return tensor if shard is None or shard.stacked else _all_reduce(tensor, shard)
+
+
+def mean_over_stack(values: Tensor, shard: Shard | None) -> Tensor:
+    """The mean of one value per matrix over all matrices of a stack; for a single matrix, its value."""
+    if shard is None or not shard.stacked:
+        return values.float().mean()
+    return _all_reduce(values.float().sum(), shard) / shard.size
+
+
+def gather_rows(tensor: Tensor, shard: Shard | None) -> Tensor:
+    """All rows of a matrix, on every rank; of a stack, the tensor itself."""
+    if shard is None or shard.stacked:
+        return tensor
+    full = shard.wrap(tensor)
+    assert is_dtensor(full)
+    return full.full_tensor()
+
+
+def all_ranks_true(local: Tensor, shards: Iterable[Shard | None]) -> bool:
+    """Whether `local` is true on every rank of the groups that share these parameters; the same answer on each."""
+    false = (~local).float()
+    for shard in {shard.group: shard for shard in shards if shard is not None}.values():
+        false = _all_reduce(false, shard)
+    return not bool(false)
+
+
+def sum_over_ranks(values: Iterable[tuple[Tensor, Shard | None]]) -> Tensor:
+    """The sum of values, each computed from the local part of its parameter, over all parts and all parameters."""
+    by_group: dict[Any, list[Tensor]] = {}
+    shards = {}
+    for value, shard in values:
+        group = None if shard is None else shard.group
+        shards[group] = shard
+        by_group.setdefault(group, []).append(value)
+    device = next(iter(by_group.values()))[0].device
+    sums = {group: torch.stack([value.to(device) for value in found]).sum() for group, found in by_group.items()}
+    return torch.stack(
+        [value if (shard := shards[group]) is None else _all_reduce(value, shard) for group, value in sums.items()]
+    ).sum()
+
+
+def _all_reduce(tensor: Tensor, shard: Shard) -> Tensor:
+    total = tensor.contiguous()
+    dist.all_reduce(total, group=shard.group)
+    return total
+
+
+def are_replicated(params: Iterable[Tensor]) -> bool:
+    """Whether other ranks may have copies of some of these parameters."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return several and not all(is_dtensor(parameter) for parameter in params)
+
+
+def average_(tensors: Sequence[Tensor], present: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
+    """Average tensors over the ranks of a group, in place; returns which of them are present on any rank.
+
+    `present` tells whether this rank contributes a value, not just zeros. The device is synchronized only if some are
+    missing here.
+    """
+    anywhere = torch.tensor(present, dtype=torch.int32, device=tensors[0].device)
+    torch._foreach_div_(list(tensors), dist.get_world_size(group))
+    for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in (anywhere, *tensors)]:
+        assert work is not None
+        work.wait()
+    return list(present) if all(present) else anywhere.bool().tolist()
+
+
+def check_replicas(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | None = None) -> None:
+    """Raise `ParallelError` if weights or optimizer state are not bit-identical on all ranks.
+
+    Sharded tensors are ignored. Hashes everything, so call it only once in a while.
+    """
+    local = _digests(optimizer)
+    found: list[dict[str, str]] = [local] * dist.get_world_size(process_group)
+    dist.all_gather_object(found, local, group=process_group)
+    for rank, other in enumerate(found):
+        different = sorted(name for name in found[0].keys() | other.keys() if found[0].get(name) != other.get(name))
+        if different:
+            raise ParallelError(
+                f"the {different[0]} on rank {rank} differs from rank 0: average gradients over all ranks before every "
+                "step, and resume from the last checkpoint"
+            )
+
+
+def _digests(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """A SHA-256 of every weight and state tensor, by a readable name."""
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("names") or group.get("param_names") or range(len(group["params"]))
+        for name, parameter in zip(names, group["params"], strict=True):
+            owner = f"of {name}" if isinstance(name, str) else f"of parameter {name} of group {number}"
+            for kind, tensor in {"weight": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
+                if isinstance(tensor, Tensor) and not is_dtensor(tensor):
+                    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                    found[f"{kind} {owner}"] = hashlib.sha256(data).hexdigest()
+    return found
