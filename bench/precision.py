@@ -34,7 +34,7 @@ from record import record
 from timing import TINY, compiled, init_model, interleave, llama, now
 from whimbrel.models import GPT, GPTConfig, preset
 from whimbrel.optim import OptimConfig, build_optimizer
-from whimbrel.precision import quantize_, torch_switches
+from whimbrel.precision import quantize_, torch_flags
 from whimbrel.precision.recipes import prepare, recipe_names
 from whimbrel.train.build import routed_parameters
 
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.compile = not args.tiny if args.compile is None else args.compile
-    switches = torch_switches(matmul_precision="high", recompile_limit=64 if args.compile else None)
+    switches = torch_flags(matmul_precision="high", recompile_limit=64 if args.compile else None)
     # A product with one row is then made by the kernel that also decodes the weight.
     tuned = torch._inductor.config.patch(coordinate_descent_tuning=args.part == "decode")
     with switches, tuned:

@@ -17,8 +17,7 @@ from whimbrel.config import build, to_table
 from whimbrel.model_io.quantized import CODES, METHOD, QUANTIZATION, SCALES, WEIGHTS_FILE, stored_format
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.layers import padded_positions
-from whimbrel.precision import QuantizedWeight, WeightFormat
-from whimbrel.precision.swap import keep_kind
+from whimbrel.precision import QuantizedWeight, WeightFormat, keep_quantized
 
 try:
     from transformers import (
@@ -213,7 +212,7 @@ class WhimbrelQuantizer(HfQuantizer):
         """Layers that are quantised stay so, whatever is loaded into them later."""
         for module in model.modules():
             if isinstance(getattr(module, "weight", None), QuantizedWeight):
-                keep_kind(module)
+                keep_quantized(module)
         return model
 
     def is_serializable(self) -> bool:
@@ -251,8 +250,8 @@ class _Join(ConversionOps):
         codes, scales = (input_dict[name][0] for name in source_patterns)
         module = model.get_submodule(full_layer_name.rpartition(".")[0])
         form, dtype = self.hf_quantizer.quantization_config.form, module.weight.dtype
-        form = form.fitted(form.shape_of(codes))
-        weight = QuantizedWeight(codes, scales.to(dtype), form, turned=isinstance(module, Conv1D))
+        form = form.fit_to(form.weight_shape(codes))
+        weight = QuantizedWeight(codes, scales.to(dtype), form, transposed=isinstance(module, Conv1D))
         return {full_layer_name: nn.Parameter(weight, requires_grad=False)}
 
 

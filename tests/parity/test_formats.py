@@ -33,11 +33,11 @@ def configs(ao: ModuleType) -> dict[str, object]:
 def both(ao: ModuleType, name: str) -> tuple[nn.Module, nn.Module]:
     """The same model, quantised by us and by them."""
     ours, theirs = net(), net()
-    taken = quantize_(ours, name, skip=()).taken
+    taken = quantize_(ours, name, skip=()).selected
     assert taken
     if name == "int4":  # ours takes a smaller group where 128 does not divide a layer
         for path in taken:
-            group = ao.granularity.PerGroup(ours.get_submodule(path).weight.format.group)  # type: ignore[attr-defined]
+            group = ao.granularity.PerGroup(ours.get_submodule(path).weight.format.group_size)  # type: ignore[attr-defined]
             config = ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group)  # type: ignore[attr-defined]
             ao.quantize_(theirs, config, filter_fn=lambda _, name, path=path: name == path)
     else:
@@ -51,7 +51,7 @@ def test_codes_and_scales_are_the_same_bits(torchao: ModuleType, name: str) -> N
     weights = {path: weight for path, weight in ours.named_parameters() if isinstance(weight, QuantizedWeight)}
     for path, weight in weights.items():
         other = theirs.get_parameter(path)
-        codes = weight.format.whole(weight.codes, torch.int8)
+        codes = weight.format.unpack(weight.codes, torch.int8)
         assert torch.equal(codes, other.qdata), path
         scales, own = other.scale.reshape(weight.scales.shape), weight.dequantize().any(dim=-1)
         assert torch.equal(weight.scales[own], scales[own]), path  # a row of zeros may have any

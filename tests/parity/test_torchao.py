@@ -40,7 +40,7 @@ def net(dtype: torch.dtype) -> nn.Sequential:
 def parts(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, one in a byte, and scales."""
     if isinstance(weight, QuantizedWeight):
-        return weight.format.whole(weight.codes, torch.int8), weight.scales
+        return weight.format.unpack(weight.codes, torch.int8), weight.scales
     return weight.qdata, weight.scale  # type: ignore[attr-defined]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.precision import materialise_
+from whimbrel.precision import materialize_
 
 __all__ = ["load_llama2c", "read_llama2c_config"]
 
@@ -52,7 +52,7 @@ def load_llama2c(path: Path) -> GPT:
     tensors = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), flat.split(sizes), strict=True)}
     with torch.device("meta"):
         model = GPT(config)
-    materialise_(model, "cpu")
+    materialize_(model, "cpu")
     model.zero_padding()
     _copy_weights(model, tensors)
     return model

@@ -27,7 +27,7 @@ from whimbrel.model_io.quantized import QUANTIZATION, stored_format, weight_reci
 from whimbrel.model_io.weights import dense_linears, load_tensors, match_tensors, stored_dtype
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.families import canonical, config_from_hf, tensor_mappings
-from whimbrel.precision import RECIPES, WeightFormat, finalize, load_into, materialise_
+from whimbrel.precision import RECIPES, WeightFormat, finalize, load_into, materialize_
 from whimbrel.tokenization import ChatTemplate, Tokenizer, load_chat_template
 from whimbrel.tokenization.llama2c import load_llama2c_tokenizer
 
@@ -192,7 +192,7 @@ def load_model(
         load_tensors(model, files, found, stored)
 
     if recipe is None:
-        materialise_(model, device or "cpu")
+        materialize_(model, device or "cpu")
         read(model)
     else:
         load_into(model, read, recipe, device=device or "cpu")

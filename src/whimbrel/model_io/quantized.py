@@ -46,7 +46,11 @@ def quantization_entries(weight_format: WeightFormat | None) -> dict[str, Any]:
 
 def quantization_config(weight_format: WeightFormat) -> dict[str, Any]:
     """The `quantization_config` for this format; `format` spells out what the name in `recipe` implies."""
-    details = {"codes": weight_format.codes, "group": weight_format.group, "activations": weight_format.activations}
+    details = {
+        "codes": weight_format.codes,
+        "group": weight_format.group_size,
+        "activations": weight_format.activations,
+    }
     return {"quant_method": METHOD, "version": VERSION, "recipe": weight_format.name, "format": details}
 
 
@@ -100,7 +104,7 @@ def format_of(model: nn.Module) -> WeightFormat | None:
 def _is_named(weight: QuantizedWeight) -> bool:
     """Whether its format, with the group size fitted to its shape, is one of FORMATS."""
     named = FORMATS.get(weight.format.name)
-    return named is not None and weight.format == named.fitted(weight.format.shape_of(weight.codes))
+    return named is not None and weight.format == named.fit_to(weight.format.weight_shape(weight.codes))
 
 
 def weight_state(model: nn.Module) -> dict[str, Tensor]:

@@ -118,14 +118,16 @@ def _read_float(files: TensorFiles, name: str) -> Tensor:
 
 
 def _read_quantized(files: TensorFiles, name: str, weight_format: WeightFormat, rows: Tensor) -> QuantizedWeight:
-    weight_format = weight_format.fitted(rows.shape)
+    weight_format = weight_format.fit_to(rows.shape)
     if isinstance(rows, QuantizedWeight) and rows.format != weight_format:
         raise CheckpointError(
             f"{files.directory}: expected '{name}' as {rows.format.name}, got {weight_format.name}: quantize the "
             "unquantized model instead"
         )
     codes, scales = files.read(name + CODES), files.read(name + SCALES)
-    for part, tensor, shape in zip((CODES, SCALES), (codes, scales), weight_format.parts(rows.shape), strict=True):
+    for part, tensor, shape in zip(
+        (CODES, SCALES), (codes, scales), weight_format.part_shapes(rows.shape), strict=True
+    ):
         _check_shape(files, name + part, tensor, shape)
     if codes.dtype != weight_format.dtype or not scales.is_floating_point():
         raise CheckpointError(

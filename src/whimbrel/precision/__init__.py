@@ -1,34 +1,41 @@
-"""Number formats of a run: recipes, autocast and gradient scaling, quantised weights, torch's switches."""
+"""Low precision: autocast and gradient scaling, fp8 and QAT recipes, quantized weights, global torch flags."""
 
-from whimbrel.precision.amp import PrecisionPlan
-from whimbrel.precision.attention import backend_names, sdpa_backends
-from whimbrel.precision.formats import FORMATS, WeightFormat, weight_format
-from whimbrel.precision.linears import Choice
+from whimbrel.precision.autocast import PrecisionPlan
+from whimbrel.precision.formats import FORMATS, WeightFormat, find_format
+from whimbrel.precision.quantize import (
+    LayerSelection,
+    dequantize_,
+    keep_quantized,
+    load_state,
+    materialize_,
+    quantize_,
+    swap_on_conversion,
+)
 from whimbrel.precision.recipes import RECIPES, Recipe, finalize, load_into, prepare, recipe_names, with_embeddings
-from whimbrel.precision.swap import dequantize_, load_state, materialise_, quantize_, swap_on_conversion
-from whimbrel.precision.switches import torch_switches
+from whimbrel.precision.torch_flags import sdpa_backend_names, sdpa_backends, torch_flags
 from whimbrel.precision.weight import QuantizedWeight
 
 __all__ = [
-    "Choice",
     "FORMATS",
+    "LayerSelection",
     "PrecisionPlan",
     "QuantizedWeight",
     "RECIPES",
     "Recipe",
     "WeightFormat",
-    "backend_names",
     "dequantize_",
     "finalize",
+    "find_format",
+    "keep_quantized",
     "load_into",
     "load_state",
-    "materialise_",
+    "materialize_",
     "prepare",
     "quantize_",
     "recipe_names",
+    "sdpa_backend_names",
     "sdpa_backends",
     "swap_on_conversion",
-    "torch_switches",
-    "weight_format",
+    "torch_flags",
     "with_embeddings",
 ]

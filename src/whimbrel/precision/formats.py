@@ -1,8 +1,8 @@
-"""Number formats of stored weights: codes of few bits, and a scale for each row or for each group inside a row.
+"""Formats of quantized weights: low-bit codes with one scale per row, or per group of columns of a row.
 
-A weight w of a group whose largest magnitude is a becomes the code c and comes back as w':
-    s = a / n;   c = round(w / s);   w' = c s          n = 127.5 (int8), 7.5 (int4), 448 (fp8, where c is a float8)
-Rows never share anything, so a weight can be cut, joined and shared out by rows, codes and scales alike.
+    s = max|w| / n;   c = round(w / s);   w' = c s      n = 127.5 (int8), 7.5 (int4), 448 (fp8, where c is a float8)
+
+Rows are independent, so a weight can be sliced, concatenated and sharded by rows, codes and scales alike.
 """
 
 from __future__ import annotations
@@ -17,74 +17,71 @@ from whimbrel.base.errors import PrecisionError
 from whimbrel.config import not_one_of
 from whimbrel.ops.lowbit import FP8, INT4, INT8, SymmetricCodec, quantize_tokens_affine
 
-__all__ = ["FORMATS", "WeightFormat", "code_tokens", "weight_format"]
+__all__ = ["FORMATS", "WeightFormat", "find_format", "quantize_tokens"]
 
+Shape = torch.Size | tuple[int, ...]
 CODE_TYPES = {code_type.name: code_type for code_type in (INT8, INT4, FP8)}
 SMALLER_GROUPS = (64, 32)
-"""Groups for weights whose columns a larger one does not divide, such as the 576 of SmolLM2 135M by 128."""
+"""Fallback group sizes if the preferred one does not divide the columns, such as the 576 of SmolLM2 135M by 128."""
 CODECS = {
-    (name, group): SymmetricCodec(code_type, group)
+    (name, group_size): SymmetricCodec(code_type, group_size)
     for name, code_type in CODE_TYPES.items()
-    for group in (None, 128, *SMALLER_GROUPS)
+    for group_size in (None, 128, *SMALLER_GROUPS)
 }
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a matrix is stored, and what the inputs of a product with it are rounded to."""
+    """How a weight matrix is stored, and what the activations it is multiplied with are quantized to."""
 
     name: str
     codes: Literal["int8", "int4", "fp8"]
-    group: int | None = None
-    """Columns that share a scale; None: the whole row. A weight that it does not divide gets a smaller one."""
+    group_size: int | None = None
+    """Columns that share a scale; None: all of a row. Reduced for weights whose columns it does not divide."""
     activations: Literal["int8", "int8-asymmetric", "fp8"] | None = None
-    """What each token is rounded to, with scales of its own; None: nothing."""
+    """Dynamic quantization of activations, per token; None: not quantized."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor that holds the codes: those of int4 lie two in a byte, the even column in the low half."""
+        """Dtype of the tensor of codes. int4 packs two codes in a byte, the even column in the low half."""
         return CODE_TYPES[self.codes].dtype
 
     @property
-    def multiple(self) -> int:
-        """What the number of columns must divide by."""
-        return self.group or {"int8": 1, "int4": 2, "fp8": 16}[self.codes]
+    def codec(self) -> SymmetricCodec:
+        """Converts between weights and codes."""
+        # From a table: torch.compile traces dictionary lookups, not the construction of a codec.
+        return CODECS.get((self.codes, self.group_size)) or SymmetricCodec(CODE_TYPES[self.codes], self.group_size)
 
-    def fitted(self, shape: torch.Size | tuple[int, ...]) -> WeightFormat:
-        """This format for a weight of `shape`: where its group does not divide the columns, with a smaller one."""
-        if self.group is None or len(shape) != 2 or shape[1] % self.group == 0:
+    def fit_to(self, shape: Shape) -> WeightFormat:
+        """This format with a group size that divides the columns of a weight of `shape`, if there is one."""
+        if self.group_size is None or len(shape) != 2 or shape[1] % self.group_size == 0:
             return self
-        group = next((size for size in SMALLER_GROUPS if size < self.group and shape[1] % size == 0), None)
-        return self if group is None else replace(self, group=group)
+        smaller = (size for size in SMALLER_GROUPS if size < self.group_size and shape[1] % size == 0)
+        return replace(self, group_size=next(smaller, self.group_size))
 
-    def unfit(self, shape: torch.Size | tuple[int, ...]) -> str | None:
-        """Why a weight of this shape cannot have this format; None where it can."""
+    def unsupported_reason(self, shape: Shape) -> str | None:
+        """Why a weight of this shape cannot have this format; None if it can."""
         if len(shape) != 2:
-            return f"it has {len(shape)} dimensions and {self.name} is for matrices"
-        if shape[1] % self.fitted(shape).multiple:
-            least = self.multiple if self.group is None else min(self.group, *SMALLER_GROUPS)
-            return f"its {shape[1]} columns are not a multiple of {least}, as {self.name} wants them"
+            return f"{self.name} expects a matrix, got {len(shape)} dimensions"
+        multiple = self.fit_to(shape).group_size or {"int8": 1, "int4": 2, "fp8": 16}[self.codes]
+        if shape[1] % multiple:
+            smallest = multiple if self.group_size is None else min(self.group_size, *SMALLER_GROUPS)
+            return f"{self.name} expects columns in multiples of {smallest}, got {shape[1]}"
         if self.codes == "fp8" and shape[0] % 16:
-            return f"its {shape[0]} rows are not a multiple of 16, as {self.name} wants them"
+            return f"{self.name} expects rows in multiples of 16, got {shape[0]}"
         if self.activations == "int8" and (shape[0] % 8 or shape[1] % 8):
-            return f"its shape {tuple(shape)} is no multiple of 8, as {self.name} wants it"
+            return f"{self.name} expects rows and columns in multiples of 8, got {tuple(shape)}"
         return None
 
-    def parts(self, shape: torch.Size | tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The shapes of codes and of scales for a weight of this shape."""
+    def part_shapes(self, shape: Shape) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of codes and scales of a weight of this shape."""
         rows, columns = shape
-        return (rows, columns // 2 if self.codes == "int4" else columns), (rows, columns // (self.group or columns))
+        return (rows, CODE_TYPES[self.codes].width(columns)), (rows, columns // (self.group_size or columns))
 
-    def shape_of(self, codes: Tensor) -> tuple[int, int]:
-        """The shape of the weight that these are the codes of."""
+    def weight_shape(self, codes: Tensor) -> tuple[int, int]:
+        """Shape of the weight with these codes."""
         rows, columns = codes.shape
         return rows, columns * 2 if self.codes == "int4" else columns
-
-    @property
-    def codec(self) -> SymmetricCodec:
-        """Codes and scales to weights and back."""
-        # From a table: torch.compile traces dictionary lookups, not the construction of a codec.
-        return CODECS.get((self.codes, self.group)) or SymmetricCodec(CODE_TYPES[self.codes], self.group)
 
     def encode(
         self, weight: Tensor, *, scales: Tensor | None = None, noise: Tensor | None = None
@@ -92,13 +89,13 @@ class WeightFormat:
         """Codes and scales; see `SymmetricCodec.encode`."""
         return self.codec.encode(weight, scales=scales, noise=noise)
 
-    def whole(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """One number for each code, not scaled yet."""
-        return CODE_TYPES[self.codes].decode(codes, dtype)
-
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The weight, in the dtype of the scales."""
         return self.codec.decode(codes, scales, scales.dtype)
+
+    def unpack(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """The codes, one element each, unscaled."""
+        return CODE_TYPES[self.codes].decode(codes, dtype)
 
 
 FORMATS = {
@@ -106,15 +103,14 @@ FORMATS = {
     for form in (
         WeightFormat("int8", "int8"),
         WeightFormat("int8-dynamic", "int8", activations="int8"),
-        WeightFormat("int4", "int4", group=128),
+        WeightFormat("int4", "int4", group_size=128),
         WeightFormat("fp8", "fp8", activations="fp8"),
-        WeightFormat("int8-dynamic-act-int4-weight", "int4", group=32, activations="int8-asymmetric"),
+        WeightFormat("int8-dynamic-act-int4-weight", "int4", group_size=32, activations="int8-asymmetric"),
     )
 }
-"""Every format by its name."""
 
 
-def weight_format(name: str | WeightFormat) -> WeightFormat:
+def find_format(name: str | WeightFormat) -> WeightFormat:
     """The format of this name."""
     if isinstance(name, WeightFormat):
         return name
@@ -123,8 +119,8 @@ def weight_format(name: str | WeightFormat) -> WeightFormat:
     return FORMATS[name]
 
 
-def code_tokens(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Round each token, a row of `x`, to codes: them, their scales, and for the asymmetric kind the code of zero."""
+def quantize_tokens(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes and scale of each token (row of `x`), and for the asymmetric kind its zero point."""
     if kind == "int8-asymmetric":
         return quantize_tokens_affine(x)
     return *CODECS[kind, None].encode(x.float()), None

@@ -1,7 +1,7 @@
-"""One table of recipes, and three verbs that go by it: prepare a model for training, finalize it, load into it.
+"""Low-precision recipes: `prepare` a model for training, `finalize` it afterwards, or `load_into` a new one.
 
-A recipe says what the linear layers of a model are while it is trained and what their weights are afterwards. Whatever
-they are meanwhile, parameters keep their names and identity, and checkpoints hold them.
+A recipe specifies how the linear layers of a model compute during training and how their weights are stored afterwards.
+Parameters keep their names and identity throughout, so checkpoints do not depend on the recipe.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ from torch import nn
 
 from whimbrel.base.errors import PrecisionError
 from whimbrel.config import not_one_of
-from whimbrel.precision import ao
-from whimbrel.precision.amp import PrecisionPlan
+from whimbrel.precision.autocast import PrecisionPlan
 from whimbrel.precision.formats import FORMATS, WeightFormat
-from whimbrel.precision.linears import HEAD, Choice, choose_linears
-from whimbrel.precision.swap import materialise_, quantize_
+from whimbrel.precision.quantize import DEFAULT_SKIP, LayerSelection, materialize_, quantize_, select_linears
+from whimbrel.precision.torchao import (
+    FP8_ALIGNMENT,
+    is_torchao_linear,
+    require_torchao,
+    to_fake_quantized,
+    to_float8,
+    to_linear,
+)
 from whimbrel.precision.weight import QuantizedWeight
 
 __all__ = [
-    "Needs",
     "RECIPES",
     "Recipe",
+    "Requirements",
     "finalize",
     "find_recipe",
     "load_into",
@@ -45,61 +51,64 @@ ARGUMENTS: dict[Kind, str] = {
     "qat": "qat_recipe",
     "ptq": "weights",
 }
-"""What a recipe of each kind is asked for by."""
+"""The setting that selects a recipe of each kind."""
 Reader = Callable[[nn.Module], object]
-"""Gives the parameters of a model their numbers, one tensor at a time."""
+"""Loads the parameters of a model, one tensor at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """What a machine must have for a recipe."""
+class Requirements:
+    """What a recipe needs to run."""
 
     torchao: bool = False
     """The extra `lowbit`."""
     capability: tuple[int, int] | None = None
-    """The least compute capability of a GPU."""
-    instead: str = ""
-    """What an older GPU can do."""
-    products: tuple[torch.dtype, ...] = ()
-    """What products may come out as on a GPU; empty: as anything."""
+    """Minimum compute capability of a GPU."""
+    alternative: str = ""
+    """What to use on an older GPU."""
+    output_dtypes: tuple[torch.dtype, ...] = ()
+    """Supported output dtypes of products on a GPU; empty: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What becomes of a model's linear layers: while it is trained, afterwards, and when weights are read into it."""
+    """How linear layers compute in training, and how their weights are stored after training and when loaded."""
 
     name: str
     kind: Kind
-    train: Literal["autocast", "float8", "fake-quantised", "trainable"] | None = None
-    """How linears compute in training, or that their weights are stored in the format and moved by chance."""
+    train: Literal["autocast", "float8", "fake-quantized", "trainable"] | None = None
+    """`trainable`: weights are stored quantized and updated with stochastic rounding."""
     finalize: WeightFormat | None = None
-    """The format of the weights afterwards; None: plain."""
+    """Weight format after training; None: unquantized."""
     load: WeightFormat | None = None
-    """The format that plain weights get as they are read; None: they stay plain."""
-    skip: tuple[str, ...] = HEAD
-    """Layers that are left out unless asked for, by the end of their name."""
+    """Weight format when loaded; None: unquantized."""
+    skip: tuple[str, ...] = DEFAULT_SKIP
+    """Ends of the names of layers to skip."""
     embeddings: bool = False
-    """Whether the token embedding is quantised too, and a head that is tied to it."""
-    needs: Needs = Needs()
+    """Whether to quantize the token embedding and an output layer tied to it."""
+    needs: Requirements = Requirements()
 
     @property
     def label(self) -> str:
-        """What was asked for, as messages call it."""
+        """The recipe as the user set it, for messages."""
         return f"{ARGUMENTS[self.kind]} = {self.name}"
 
 
-def _fp8(name: str, *products: torch.dtype) -> Recipe:
-    needs = Needs(torchao=True, capability=(8, 9), instead="mixed_precision = bf16", products=products)
+def _fp8(name: str, *output_dtypes: torch.dtype) -> Recipe:
+    needs = Requirements(
+        torchao=True, capability=(8, 9), alternative="mixed_precision = bf16", output_dtypes=output_dtypes
+    )
     return Recipe(name=name, kind="compute", train="float8", needs=needs)
 
 
 def _qat(name: str, form: WeightFormat) -> Recipe:
-    needs = Needs(torchao=True)
-    return Recipe(name=name, kind="qat", train="fake-quantised", finalize=form, load=form, needs=needs)
+    needs = Requirements(torchao=True)
+    return Recipe(name=name, kind="qat", train="fake-quantized", finalize=form, load=form, needs=needs)
 
 
 def _ptq(form: WeightFormat, train: Literal["trainable"] | None = None) -> Recipe:
-    needs = Needs(capability=(8, 9), instead="weights = int8") if form.codes == "fp8" else Needs()
+    fp8 = form.codes == "fp8"
+    needs = Requirements(capability=(8, 9), alternative="weights = int8") if fp8 else Requirements()
     return Recipe(name=form.name, kind="ptq", train=train, finalize=form, load=form, needs=needs)
 
 
@@ -119,20 +128,20 @@ RECIPES = {
         _ptq(FORMATS["fp8"]),
     )
 }
-"""Every recipe by its name."""
 
 
 def recipe_names(kind: Kind) -> tuple[str, ...]:
-    """The recipes of a kind."""
+    """Names of the recipes of a kind."""
     return tuple(recipe.name for recipe in RECIPES.values() if recipe.kind == kind)
 
 
 def with_embeddings(recipe: str | Recipe) -> Recipe:
-    """A recipe that quantises the token embedding and the head too."""
+    """A post-training recipe that also quantizes the token embedding and the output layer."""
     recipe = find_recipe(recipe)
     if recipe.kind != "ptq":
         raise PrecisionError(
-            f"{recipe.label} leaves embedding and head plain, as they were trained: leave the option out"
+            f"{recipe.label} does not quantize embedding and output layer, which were trained unquantized: remove the "
+            "option"
         )
     return replace(recipe, embeddings=True, skip=())
 
@@ -154,168 +163,169 @@ def prepare(
     precision: Literal["fp32", "bf16", "fp16"] = "fp32",
     alignment: int | None = None,
     skip: Iterable[str] | None = None,
-) -> Choice:
-    """Make linears what they are while the recipe trains; says which were taken and why others were not.
+) -> LayerSelection:
+    """Replace linear layers for training; returns which, and why others were skipped.
 
-    `device` is where the model will be trained (None: where it is) and `precision` under which autocast. Under fp8,
-    layers with a dimension that is no multiple of `alignment` (16) are left out. `skip` replaces the recipe's own.
+    `device` is where the model will be trained (None: where it is), `precision` the autocast dtype. fp8 recipes skip
+    layers with a dimension that is not a multiple of `alignment` (16). `skip` replaces that of the recipe.
     """
     recipe = find_recipe(recipe)
     if alignment is not None and recipe.kind != "compute":
-        raise PrecisionError(f"alignment = {alignment} is for fp8 recipes, not for {recipe.label}: leave it out")
-    place = torch.device(device) if device is not None else next(iter(model.parameters())).device
+        raise PrecisionError(f"alignment is for fp8 recipes only, got {alignment} with {recipe.label}: remove it")
+    target = torch.device(device) if device is not None else next(iter(model.parameters())).device
     if recipe.kind == "amp":
-        PrecisionPlan("bf16" if recipe.name == "bf16" else "fp16", place)  # refuses a device that cannot
-        return Choice({}, {})
+        PrecisionPlan("bf16" if recipe.name == "bf16" else "fp16", target)  # raises if unsupported
+        return LayerSelection({}, {})
     if recipe.train is None:
         raise PrecisionError(
-            f"{recipe.label} is for a model that is trained already: finalize it, or train with one of "
+            f"{recipe.label} quantizes a trained model: use finalize, or train with one of "
             f"{', '.join(recipe_names('qat'))}"
         )
-    _check_untouched(model, recipe)
+    _check_unconverted(model, recipe)
     skip = recipe.skip if skip is None else skip
     form = recipe.finalize
     if recipe.needs.torchao:
-        ao.require(recipe.label)
+        require_torchao(recipe.label)
     if form is not None and recipe.train == "trainable":
         return quantize_(model, form, skip=skip, trainable=True)
-    emulate = _emulates(recipe, place)
-    alignment = alignment or ao.ALIGNMENT
-    if form is None and place.type == "cuda":
-        _check_products(model, recipe, precision, alignment)
-    choice = choose_linears(model, recipe.label, lambda linear: _unfit(linear, form, alignment), skip=skip)
+    emulate = _needs_emulation(recipe, target)
+    alignment = alignment or FP8_ALIGNMENT
+    if form is None and target.type == "cuda":
+        _check_fp8_on_gpu(model, recipe, precision, alignment)
+    reason = functools.partial(_unsupported_reason, form=form, alignment=alignment)
+    selection = select_linears(model, recipe.label, reason, skip=skip)
     if form is not None:
-        _check_whole(choice, recipe)
-    linears = choice.taken.values()
-    made = ao.to_float8(linears, recipe.name, emulate=emulate) if form is None else ao.to_fake_quantized(linears, form)
-    _put(model, made)
-    return choice
+        _check_fp32_weights(selection, recipe)
+    linears = selection.selected.values()
+    converted = to_float8(linears, recipe.name, emulate=emulate) if form is None else to_fake_quantized(linears, form)
+    _replace_linears(model, converted)
+    return selection
 
 
 def finalize(model: nn.Module, recipe: str | Recipe, *, skip: Iterable[str] | None = None) -> nn.Module:
-    """Make the model what the recipe ends as: plain linears, or linears with quantised weights.
+    """Convert a trained model to its final form: standard linear layers, with quantized weights if the recipe has them.
 
-    One that was trained with fake-quantised linears has those quantised; a plain one, all but the recipe's `skip`.
-    That given replaces either.
+    After quantization-aware training the layers that took part are quantized; otherwise all except for the recipe's
+    `skip`. `skip` replaces either.
     """
     recipe = find_recipe(recipe)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    stand_ins = {name for name, linear in linears.items() if ao.is_stand_in(linear)}
-    _put(model, {linears[name]: ao.plain_linear(linears[name]) for name in stand_ins})
-    if recipe.finalize is None or _has(model, recipe.finalize):
+    trained = {name for name, linear in linears.items() if is_torchao_linear(linear)}
+    _replace_linears(model, {linears[name]: to_linear(linears[name]) for name in trained})
+    if recipe.finalize is None or _is_quantized_as(model, recipe.finalize):
         return model
     if skip is None:
-        skip = () if stand_ins else recipe.skip
-    _emulates(recipe, next(iter(model.parameters())).device)
-    quantize_(model, recipe.finalize, skip=skip, only=stand_ins or None, embeddings=recipe.embeddings)
+        skip = () if trained else recipe.skip
+    _needs_emulation(recipe, next(iter(model.parameters())).device)
+    quantize_(model, recipe.finalize, skip=skip, only=trained or None, embeddings=recipe.embeddings)
     return model
 
 
 def load_into(
     model: nn.Module, reader: Reader, recipe: str | Recipe, *, device: torch.device | str = "cpu"
 ) -> nn.Module:
-    """Fill a model that is on the meta device: no more than one weight of it is ever plain.
+    """Load weights into a model on the meta device, quantizing one tensor at a time.
 
-    The skeleton gets the recipe's format and memory on `device`, then `reader` copies numbers into its parameters,
-    which quantise what they take.
+    The model gets the recipe's weight format and memory on `device`; then `reader` copies weights into its parameters,
+    which quantize them.
     """
     recipe = find_recipe(recipe)
     if any(parameter.device.type != "meta" for parameter in model.parameters()):
         raise PrecisionError(
-            f"{recipe.label} is loaded into a model without numbers of its own: build it under torch.device('meta')"
+            f"{recipe.label}: expected a model on the meta device: build it under torch.device('meta')"
         )
-    _emulates(recipe, torch.device(device))
+    _needs_emulation(recipe, torch.device(device))
     if recipe.load is not None:
         quantize_(model, recipe.load, skip=recipe.skip, embeddings=recipe.embeddings)
-    materialise_(model, device)
+    materialize_(model, device)
     reader(model)
     return model
 
 
-def _put(model: nn.Module, made: Mapping[nn.Linear, nn.Linear]) -> None:
-    """Put each in the place of the other, or in all its places."""
+def _replace_linears(model: nn.Module, converted: Mapping[nn.Linear, nn.Linear]) -> None:
+    """Replace layers wherever they occur."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(module, nn.Linear) and module in made:
-            model.set_submodule(name, made[module])
+        if isinstance(module, nn.Linear) and module in converted:
+            model.set_submodule(name, converted[module])
 
 
-def _has(model: nn.Module, form: WeightFormat) -> bool:
-    """Whether the weights have this format already, as trained ones have."""
+def _is_quantized_as(model: nn.Module, form: WeightFormat) -> bool:
+    """Whether weights have this format already, as trainable ones do."""
     weights = (weight for weight in model.parameters() if isinstance(weight, QuantizedWeight))
-    return any(weight.format == form.fitted(weight.format.shape_of(weight.codes)) for weight in weights)
+    return any(weight.format == form.fit_to(weight.format.weight_shape(weight.codes)) for weight in weights)
 
 
-def _check_untouched(model: nn.Module, recipe: Recipe) -> None:
+def _check_unconverted(model: nn.Module, recipe: Recipe) -> None:
     if isinstance(model, nn.Linear):
         raise PrecisionError(
-            f"{recipe.label} exchanges layers inside of a model, and this is a bare layer: wrap it in one"
+            f"{recipe.label}: expected a model that contains linear layers, got a Linear: wrap it in a module"
         )
     for name, module in model.named_modules():
-        if ao.is_stand_in(module) or isinstance(getattr(module, "weight", None), QuantizedWeight):
-            kind = type(module).__name__ if ao.is_stand_in(module) else "linear with quantised weights"
+        if is_torchao_linear(module) or isinstance(getattr(module, "weight", None), QuantizedWeight):
+            kind = type(module).__name__ if is_torchao_linear(module) else "Linear with quantized weights"
             raise PrecisionError(
-                f"{recipe.label} is for a plain model, and {name} is a {kind} already: finalize the model first "
-                "(whimbrel.precision.finalize), or give a plain one"
+                f"{recipe.label}: expected an unconverted model, but {name} is a {kind}: call "
+                "whimbrel.precision.finalize first"
             )
 
 
-def _emulates(recipe: Recipe, device: torch.device) -> bool:
-    """Refuse a GPU that has no products of fp8; whether they are to be emulated, as on a CPU, is the answer."""
+def _needs_emulation(recipe: Recipe, device: torch.device) -> bool:
+    """Whether fp8 is emulated, as on a CPU; raises for a device that does not support it."""
     needs = recipe.needs
     if needs.capability is None or device.type == "meta":
         return False
     if device.type == "cpu":
-        _tell_of_emulation(recipe.label)
+        _warn_about_emulation(recipe.label)
         return True
     if device.type != "cuda":
-        raise PrecisionError(f"{recipe.label} does not run on {device.type}: use {needs.instead}")
+        raise PrecisionError(f"{recipe.label} is not supported on {device.type}: use {needs.alternative}")
     found = torch.cuda.get_device_capability(device)
     if found < needs.capability:
         raise PrecisionError(
-            f"{recipe.label} needs a GPU of compute capability {'.'.join(map(str, needs.capability))}, and this one "
-            f"has {'.'.join(map(str, found))}: use {needs.instead}"
+            f"{recipe.label}: expected a GPU of compute capability {'.'.join(map(str, needs.capability))} or higher, "
+            f"got {'.'.join(map(str, found))}: use {needs.alternative}"
         )
     return False
 
 
 @functools.cache
-def _tell_of_emulation(label: str) -> None:
-    """Once in a program: a model may be prepared, quantised and loaded again in one."""
-    logger.warning("%s is emulated on a CPU: the numbers are those of fp8, the speed is not", label)
+def _warn_about_emulation(label: str) -> None:
+    """Warn once per process."""
+    logger.warning("%s is emulated on a CPU: same results as fp8, without its speed", label)
 
 
-def _check_products(model: nn.Module, recipe: Recipe, precision: str, alignment: int) -> None:
-    """Refuse what products of fp8 on a GPU cannot take or give."""
-    if alignment % ao.ALIGNMENT:
+def _check_fp8_on_gpu(model: nn.Module, recipe: Recipe, precision: str, alignment: int) -> None:
+    """Raise for alignments and dtypes that fp8 products on a GPU do not support."""
+    if alignment % FP8_ALIGNMENT:
         raise PrecisionError(
-            f"fp8_dim_alignment = {alignment}: products of fp8 on a GPU need multiples of {ao.ALIGNMENT}, so give one"
+            f"fp8_dim_alignment: expected a multiple of {FP8_ALIGNMENT} for fp8 on a GPU, got {alignment}"
         )
     weights = next(iter(model.parameters())).dtype
-    products = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, weights)
-    if recipe.needs.products and products not in recipe.needs.products:
+    output = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, weights)
+    if recipe.needs.output_dtypes and output not in recipe.needs.output_dtypes:
         raise PrecisionError(
-            f"{recipe.label} gives bfloat16 on a GPU and products here are {str(products).removeprefix('torch.')}: use "
+            f"{recipe.label} on a GPU: expected bfloat16 outputs, got {str(output).removeprefix('torch.')}: use "
             "mixed_precision = bf16 (train.precision), or fp8_recipe = tensorwise"
         )
 
 
-def _check_whole(choice: Choice, recipe: Recipe) -> None:
-    """Refuse to round weights of 16 bits in training: what is found in those differs from what is stored afterwards."""
-    for name, linear in choice.taken.items():
+def _check_fp32_weights(selection: LayerSelection, recipe: Recipe) -> None:
+    """Raise for 16-bit weights: scales computed from them in training differ from those stored afterwards."""
+    for name, linear in selection.selected.items():
         if linear.weight.dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
-                f"{recipe.label} rounds weights of fp32, and those of {name} are of {linear.weight.dtype}: train fp32 "
-                "weights under autocast (train.precision = bf16), or call model.float() first"
+                f"{recipe.label}: expected fp32 weights, got {linear.weight.dtype} in {name}: train fp32 weights under "
+                "autocast (train.precision = bf16), or call model.float() first"
             )
 
 
-def _unfit(linear: nn.Linear, form: WeightFormat | None, alignment: int) -> str | None:
-    """Why a linear cannot be one of fp8, or of what becomes `form`."""
+def _unsupported_reason(linear: nn.Linear, form: WeightFormat | None, alignment: int) -> str | None:
+    """Why a layer cannot be converted to `form`, or without one to fp8."""
     shape = tuple(linear.weight.shape)
     if type(linear) is not nn.Linear:
-        return f"it is a {type(linear).__name__}, not a plain linear"
+        return f"expected nn.Linear, got the subclass {type(linear).__name__}"
     if form is not None:
-        return form.unfit(shape)
+        return form.unsupported_reason(shape)
     if any(size % alignment for size in shape):
-        return f"its shape {shape} is no multiple of fp8_dim_alignment = {alignment}"
+        return f"expected dimensions in multiples of fp8_dim_alignment = {alignment}, got {shape}"
     return None

@@ -1,7 +1,7 @@
-"""A weight matrix that is stored as codes and scales, and is a tensor to everything around it.
+"""`QuantizedWeight`: a tensor subclass that stores a weight matrix as codes and scales.
 
-It has the shape of the weight and, as its dtype, that of the numbers it stands for: products, conversions, copies,
-slices of rows and optimizers' steps work on it as on a plain one. What is not in its table of operations is refused.
+Shape and dtype are those of the dequantized weight. Matrix products, conversions, copies, slices of rows and optimizer
+steps work as on a dense tensor; any operation that is not in the table `OPERATIONS` raises `PrecisionError`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from whimbrel.base.errors import PrecisionError
-from whimbrel.precision import product
-from whimbrel.precision.formats import WeightFormat, weight_format
+from whimbrel.precision.formats import WeightFormat, find_format, quantize_tokens
 
 __all__ = ["QuantizedWeight"]
 
@@ -26,105 +25,104 @@ GATHERS = [
     name for name in ("all_gather_into_tensor", "wait_tensor", "_wrap_tensor_autograd")
     if hasattr(torch.ops._c10d_functional, name)
 ]  # fmt: skip
-"""What gathers rows from other ranks goes through; which of them there are depends on torch."""
+"""Operations that gather rows from other ranks; which exist depends on the version of torch."""
+MIN_INT_MM_ROWS = 32
+"""`torch._int_mm` needs more than 16 rows on CUDA."""
 OPERATIONS: dict[Any, Handler] = {}
-"""What can be done with a quantised weight, by torch's name for it; a handler gets its arguments as they came."""
+"""Handlers of the supported operations, called as `handler(func, *args, **kwargs)`."""
 
 
 class QuantizedWeight(Tensor):
-    """Codes, scales and their format. `turned` is its transpose, over the same codes."""
+    """Codes, scales and their format. With `transposed`, the transpose of the weight, over the same codes."""
 
     codes: Tensor
     scales: Tensor
     format: WeightFormat
-    turned: bool
+    transposed: bool
     frozen: bool = False
-    """Whether it was frozen before it was quantised."""
+    """Whether the weight was frozen before it was quantized."""
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scales: Tensor, form: WeightFormat, turned: bool = False) -> QuantizedWeight:
-        rows, columns = form.shape_of(codes)
-        return torch.Tensor._make_wrapper_subclass(
-            cls, (columns, rows) if turned else (rows, columns), strides=(1, columns) if turned else (columns, 1),
-            dtype=scales.dtype, device=codes.device,
-        )  # fmt: skip
+    def __new__(cls, codes: Tensor, scales: Tensor, form: WeightFormat, transposed: bool = False) -> QuantizedWeight:
+        rows, columns = form.weight_shape(codes)
+        shape, strides = ((columns, rows), (1, columns)) if transposed else ((rows, columns), (columns, 1))
+        return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=scales.dtype, device=codes.device)
 
-    def __init__(self, codes: Tensor, scales: Tensor, form: WeightFormat, turned: bool = False) -> None:
+    def __init__(self, codes: Tensor, scales: Tensor, form: WeightFormat, transposed: bool = False) -> None:
         _check(codes, scales, form)
-        self.codes, self.scales, self.format, self.turned = codes, scales, form, turned
+        self.codes, self.scales, self.format, self.transposed = codes, scales, form, transposed
 
     @classmethod
     @torch.no_grad()
     def quantize(cls, weight: Tensor, form: str | WeightFormat) -> QuantizedWeight:
-        """The nearest codes of a plain matrix; scales, and what it looks like, have its dtype."""
-        form = weight_format(form).fitted(weight.shape)
-        if (reason := form.unfit(weight.shape)) is not None:
-            raise PrecisionError(f"a weight of shape {tuple(weight.shape)} cannot be {form.name}: {reason}")
+        """Round a dense matrix to nearest; scales, and the outer dtype, have its dtype."""
+        form = find_format(form).fit_to(weight.shape)
+        if (reason := form.unsupported_reason(weight.shape)) is not None:
+            raise PrecisionError(reason)
         if not weight.is_floating_point():
-            raise PrecisionError(f"a weight of {weight.dtype} cannot be {form.name}: convert it to a float dtype first")
+            raise PrecisionError(f"{form.name}: expected a weight of a floating-point dtype, got {weight.dtype}")
         return cls(*form.encode(weight.detach()), form)
 
     def dequantize(self) -> Tensor:
-        """The plain matrix."""
+        """The dense matrix."""
         weight = self.format.decode(self.codes, self.scales)
-        return weight.t() if self.turned else weight
+        return weight.t() if self.transposed else weight
 
     @torch.no_grad()
-    def store_(self, numbers: Tensor, generator: torch.Generator | None = None) -> QuantizedWeight:
-        """Take on other numbers, integers rounded up or down by chance: small changes add up over many steps."""
-        if self.turned:
-            numbers = numbers.t()
-        noise = torch.rand(numbers.shape, device=numbers.device, generator=generator)
-        codes, scales = self.format.encode(
-            numbers, scales=self.format.codec.update_scales(self.scales, numbers), noise=noise
-        )
+    def store_(self, values: Tensor, generator: torch.Generator | None = None) -> QuantizedWeight:
+        """Overwrite the weight, rounding integers stochastically so that small updates add up over many steps."""
+        if self.transposed:
+            values = values.t()
+        noise = torch.rand(values.shape, device=values.device, generator=generator)
+        scales = self.format.codec.update_scales(self.scales, values)
+        codes, scales = self.format.encode(values, scales=scales, noise=noise)
         self.codes.copy_(codes)
         self.scales.copy_(scales)
         return self
 
-    def alike(self, numbers: Tensor) -> QuantizedWeight:
-        """A plain matrix of this shape in the same format, and turned as this is."""
-        if not self.turned:
-            return type(self).quantize(numbers, self.format)
-        return type(self)(*self.format.encode(numbers.t()), self.format, turned=True)
+    def quantize_like(self, values: Tensor) -> QuantizedWeight:
+        """A dense matrix of this shape in the same format and orientation."""
+        if not self.transposed:
+            return type(self).quantize(values, self.format)
+        return type(self)(*self.format.encode(values.t()), self.format, transposed=True)
 
     def share_memory_(self) -> QuantizedWeight:
-        """Let other processes see both parts."""
+        """Move codes and scales to shared memory."""
         self.codes.share_memory_()
         self.scales.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Whether they do."""
+        """Whether codes and scales are in shared memory."""
         return bool(self.codes.is_shared() and self.scales.is_shared())
 
     @property
     def data(self) -> Tensor:
-        """The same codes, outside of any graph."""
+        """The same codes, detached from autograd."""
         return self.detach()
 
     @data.setter
     def data(self, _other: Tensor) -> None:
         raise PrecisionError(
-            f"the data of a weight of {self.format.name} codes cannot be set, as torch would leave the codes: copy_ "
-            "into it, or swap it (torch.utils.swap_tensors)"
+            f"cannot set .data of {self.format.name} weights, as torch would not replace its codes: use copy_, or "
+            "torch.utils.swap_tensors"
         )
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """What it takes, which is less than its dtype says."""
+        """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """In one line, without the numbers."""
+        """One line, without values."""
         grad = ", requires_grad=True" if self.requires_grad else ""
         shape, dtype = tuple(self.shape), str(self.dtype).removeprefix("torch.")
         return f"QuantizedWeight({self.format.name}, shape={shape}, dtype={dtype}, device='{self.device}'{grad})"
 
-    # What torch.compile, torch.save and copies take it apart with
+    # Flattening, for torch.compile, torch.save and copies
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[WeightFormat, bool]]:
-        return ["codes", "scales"], (self.format, self.turned)
+        return ["codes", "scales"], (self.format, self.transposed)
 
     @classmethod
     def __tensor_unflatten__(
@@ -133,36 +131,36 @@ class QuantizedWeight(Tensor):
         return cls(inner["codes"], inner["scales"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code hangs on, the same in every process."""
-        lies = (tuple(self.shape), self.dtype, self.device.type, self.requires_grad)
-        return repr((self.format, self.turned, *lies, self.codes.stride(), self.scales.stride()))
+        """Cache key of compiled code, the same in every process."""
+        layout = (tuple(self.shape), self.dtype, self.device.type, self.requires_grad)
+        return repr((self.format, self.transposed, *layout, self.codes.stride(), self.scales.stride()))
 
-    # How torch reaches it
+    # Dispatch
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Linear layers, and loading into or from modules, are ours; all else goes on to the table of operations."""
+        """Handle linear layers and `load_state_dict`; everything else goes to `__torch_dispatch__`."""
         kwargs = kwargs or {}
         if func is F.linear:
             return _linear(*args, **kwargs)
         if func is Tensor.module_load:
             return _module_load(*args, **kwargs)
-        if func is Tensor.storage:  # what safetensors asks for, after untyped_storage has failed
+        if func is Tensor.storage:  # called by safetensors after untyped_storage has failed
             raise PrecisionError(
-                f"a weight of {args[0].format.name} codes has no storage of its own and safetensors cannot hold it: "
-                "save a GPT with whimbrel.save_model, save weight.codes and weight.scales, or dequantize_ the model"
+                f"safetensors does not support {args[0].format.name} weights: use whimbrel.save_model, save "
+                "weight.codes and weight.scales, or dequantize_ the model first"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """One operation of the table, or one that consists of such, as inference mode hands them over."""
-        handler: Handler = OPERATIONS.get(func, _composed)
+        """Call the handler, or decompose composite operations, which inference mode does not do by itself."""
+        handler: Handler = OPERATIONS.get(func, _decompose)
         settings = kwargs or {}
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if torch.is_inference_mode_enabled() and not any(tensor.is_inference() for tensor in tensors):
-            # it did not make them, so that views of them are none of its tensors either
+            # Views of tensors from outside of inference mode must be made outside, too.
             with torch.inference_mode(mode=False), torch.no_grad():
                 return handler(func, *args, **settings)
         return handler(func, *args, **settings)
@@ -172,39 +170,92 @@ torch.serialization.add_safe_globals([QuantizedWeight, WeightFormat])
 
 
 def _check(codes: Tensor, scales: Tensor, form: WeightFormat) -> None:
-    """Codes of another dtype, or scales that are not one for each group, would be read as other numbers."""
     if codes.dtype != form.dtype or codes.ndim != 2:
-        raise PrecisionError(f"{form.name} has codes of {form.dtype} in a matrix, not {codes.dtype} of {codes.ndim}-D")
-    wanted = form.parts(form.shape_of(codes))[1]
-    if tuple(scales.shape) != wanted or not scales.is_floating_point():
+        raise PrecisionError(f"{form.name}: expected a matrix of {form.dtype} codes, got {codes.ndim}-D {codes.dtype}")
+    expected = form.part_shapes(form.weight_shape(codes))[1]
+    if tuple(scales.shape) != expected or not scales.is_floating_point():
         raise PrecisionError(
-            f"{form.name} has one scale for each of {wanted} groups here, not {scales.dtype} of {tuple(scales.shape)}"
+            f"{form.name}: expected floating-point scales of shape {expected}, got {scales.dtype} of "
+            f"{tuple(scales.shape)}"
         )
 
 
-def _composed(func: Any, *args: Any, **settings: Any) -> Any:
-    """What an operation outside of the table consists of, or no."""
-    made = func.decompose(*args, **settings)
-    if made is NotImplemented:
-        raise PrecisionError(f"{func} is not among the operations of a quantised weight: call its dequantize() first")
-    return made
+def _decompose(func: Any, *args: Any, **kwargs: Any) -> Any:
+    result = func.decompose(*args, **kwargs)
+    if result is NotImplemented:
+        raise PrecisionError(f"{func} is not supported for quantized weights: call dequantize() first")
+    return result
 
 
-def _plain(x: Any) -> Any:
+def _dense(x: Any) -> Any:
     return x.dequantize() if isinstance(x, QuantizedWeight) else x
 
 
-def _like(weight: QuantizedWeight, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
-    """The same done to codes and to scales."""
-    return QuantizedWeight(change(weight.codes), change(weight.scales), weight.format, weight.turned)
+def _map_parts(weight: QuantizedWeight, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+    """Apply `change` to codes and to scales."""
+    return QuantizedWeight(change(weight.codes), change(weight.scales), weight.format, weight.transposed)
 
 
-# Products
+# Matrix products
+
+
+def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` in the dtype of `x`, with activations quantized as the format specifies.
+
+    Scales per row are applied after the product, which then reads only codes. With groups of columns the weight is
+    dequantized first: applying their scales to partial products would change the result.
+    """
+    if form.activations in ("int8", "fp8"):
+        y = _low_bit_product(x, codes, scales, form)
+    elif form.activations is None and _can_scale_outputs(form, x):
+        y = F.linear(x, form.unpack(codes, x.dtype)) * scales.to(x.dtype).flatten()
+    else:
+        if form.activations is not None:
+            tokens, token_scales, zeros = quantize_tokens(x, form.activations)
+            assert zeros is not None
+            x = ((tokens.float() - zeros) * token_scales).to(x.dtype)
+        return F.linear(x, form.decode(codes, scales).to(x.dtype), bias)
+    return y if bias is None else y + bias
+
+
+def quantized_linear_backward(grad_y: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
+    """The gradient of `x`: `grad_y @ weight`, without quantizing `grad_y`."""
+    if _can_scale_outputs(form, grad_y):
+        return (grad_y * scales.to(grad_y.dtype).flatten()) @ form.unpack(codes, grad_y.dtype)
+    return grad_y @ form.decode(codes, scales).to(grad_y.dtype)
+
+
+def _can_scale_outputs(form: WeightFormat, x: Tensor) -> bool:
+    """Whether codes can be multiplied unscaled. In fp16 their sums overflow, and gradients times scales underflow."""
+    return form.group_size is None and x.dtype != torch.float16
+
+
+def _low_bit_product(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
+    """The product of quantized activations with codes, scaled by token and by row."""
+    tokens, token_scales, _ = quantize_tokens(x.reshape(-1, x.shape[-1]), str(form.activations))
+    if form.activations == "int8":
+        y = _int8_product(tokens, codes).float() * token_scales * scales.float().flatten()
+    elif x.device.type == "cuda" and x.dtype == torch.bfloat16:
+        y = torch._scaled_mm(
+            tokens, codes.t(), scale_a=token_scales, scale_b=scales.float().t().contiguous(), out_dtype=torch.bfloat16
+        )
+    else:
+        with torch.autocast(x.device.type, enabled=False):
+            y = F.linear(tokens.float(), codes.float()) * token_scales * scales.float().flatten()
+    return y.to(x.dtype).reshape(*x.shape[:-1], len(codes))
+
+
+def _int8_product(tokens: Tensor, codes: Tensor) -> Tensor:
+    """Exact, in int32."""
+    if tokens.device.type == "cuda" and len(tokens) < MIN_INT_MM_ROWS:
+        padded = F.pad(tokens, (0, 0, 0, MIN_INT_MM_ROWS - len(tokens)))
+        return torch._int_mm(padded, codes.t())[: len(tokens)]
+    return torch._int_mm(tokens, codes.t())
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, QuantizedWeight) or weight.turned or isinstance(x, QuantizedWeight):
-        y = x @ weight.t()  # by the table, above which torch keeps account of gradients
+    if not isinstance(weight, QuantizedWeight) or weight.transposed or isinstance(x, QuantizedWeight):
+        y = x @ weight.t()  # dispatched below autograd, which records it
         return y if bias is None else y + bias.to(y.dtype)
     device = x.device.type
     if torch.is_autocast_enabled(device):
@@ -212,18 +263,18 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return cast(Tensor, _Linear.apply(x, weight, bias))  # type: ignore[no-untyped-call]
-    return product.linear(x, weight.codes, weight.scales, weight.format, bias)
+    return quantized_linear(x, weight.codes, weight.scales, weight.format, bias)
 
 
 class _Linear(torch.autograd.Function):
-    """Gradients as if what was rounded were not: the weight's is plain, for an optimizer that rounds by chance."""
+    """Straight-through gradients; that of the weight is dense, for an optimizer with stochastic rounding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-        # Not the weight itself: a tensor that a graph holds on to cannot be swapped when its module is converted.
+        # Not the weight itself: a tensor that a graph refers to cannot be swapped when its module is converted.
         ctx.save_for_backward(x if weight.requires_grad else None, weight.codes, weight.scales)
         ctx.format = weight.format
-        return product.linear(x, weight.codes, weight.scales, weight.format, bias)
+        return quantized_linear(x, weight.codes, weight.scales, weight.format, bias)
 
     @staticmethod
     @once_differentiable
@@ -231,15 +282,15 @@ class _Linear(torch.autograd.Function):
         x, codes, scales = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
         rows = grad_y.reshape(-1, grad_y.shape[-1])
-        grad_x = product.transposed(grad_y, codes, scales, ctx.format) if for_x else None
+        grad_x = quantized_linear_backward(grad_y, codes, scales, ctx.format) if for_x else None
         grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(scales.dtype) if for_weight else None
         return grad_x, grad_weight, rows.sum(dim=0) if for_bias else None
 
 
 def _mm(_func: Any, left: Tensor, right: Tensor) -> Tensor:
-    if isinstance(right, QuantizedWeight) and right.turned and not isinstance(left, QuantizedWeight):
-        return product.linear(left, right.codes, right.scales, right.format, None)
-    return torch.mm(_plain(left), _plain(right))
+    if isinstance(right, QuantizedWeight) and right.transposed and not isinstance(left, QuantizedWeight):
+        return quantized_linear(left, right.codes, right.scales, right.format, None)
+    return torch.mm(_dense(left), _dense(right))
 
 
 def _mm_out(_func: Any, left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
@@ -251,10 +302,12 @@ def _addmm(_func: Any, bias: Tensor, left: Tensor, right: Tensor, *, beta: float
 
 
 def _embedding(_func: Any, weight: QuantizedWeight, indices: Tensor, *_settings: Any) -> Tensor:
-    """The numbers of some rows; padding_idx and the like say something of gradients alone."""
-    if weight.turned:
-        raise PrecisionError("the transpose of a quantised weight cannot be looked up by rows: transpose it back first")
-    codes = weight.codes.view(torch.uint8)[indices].view(weight.codes.dtype)  # of fp8 no rows can be taken
+    """Dequantize some rows; padding_idx and the like only affect gradients."""
+    if weight.transposed:
+        raise PrecisionError(
+            "embedding is not supported for the transpose of a quantized weight: transpose it back first"
+        )
+    codes = weight.codes.view(torch.uint8)[indices].view(weight.codes.dtype)  # float8 does not support indexing
     return weight.format.decode(codes, weight.scales[indices])
 
 
@@ -266,23 +319,23 @@ def _linear_operation(_func: Any, x: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def _to_copy(_func: Any, weight: QuantizedWeight, **changes: Any) -> QuantizedWeight:
-    """Move codes and scales; another dtype is that of the scales."""
+    """Move codes and scales; the dtype applies to the scales."""
     dtype = changes.pop("dtype", None) or weight.dtype
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise PrecisionError(
-            f"a weight of {weight.format.name} codes cannot become {dtype}: convert to a float dtype, or call its "
+            f"{weight.format.name} weights cannot be converted to {dtype}: use a floating-point dtype, or call "
             "dequantize() first"
         )
     changes.pop("memory_format", None)
-    codes, scales = _fit_scales(weight, dtype)
+    codes, scales = _parts_for_dtype(weight, dtype)
     codes, scales = ATEN._to_copy(codes, **changes), ATEN._to_copy(scales, dtype=dtype, **changes)
-    return QuantizedWeight(codes, scales, weight.format, weight.turned)
+    return QuantizedWeight(codes, scales, weight.format, weight.transposed)
 
 
-def _fit_scales(weight: QuantizedWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales for a dtype of a smaller range: groups whose scale would vanish there are rounded again.
+def _parts_for_dtype(weight: QuantizedWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and scales for a dtype of smaller range: groups whose scale would underflow are re-quantized.
 
-    All other codes stay as they are. A scale that is too large is refused.
+    All other codes stay the same. A scale that would overflow raises.
     """
     codes, scales, limits = weight.codes, weight.scales, torch.finfo(dtype)
     narrower = limits.smallest_normal > torch.finfo(scales.dtype).smallest_normal
@@ -290,46 +343,46 @@ def _fit_scales(weight: QuantizedWeight, dtype: torch.dtype) -> tuple[Tensor, Te
         return codes, scales
     if bool((scales > limits.max).any()):
         raise PrecisionError(
-            f"the scales of a weight of {weight.format.name} codes exceed the range of {dtype}: use torch.bfloat16"
+            f"the scales of {weight.format.name} weights exceed the range of {dtype}: use torch.bfloat16"
         )
     small = scales < limits.smallest_normal
     if not bool(small.any()):
         return codes, scales
-    step = limits.smallest_normal * limits.eps  # of subnormal numbers; rounded up, so that no code is cut off
+    step = limits.smallest_normal * limits.eps  # spacing of subnormals; rounded up, so that no code is clipped
     raised = torch.where(small, (scales.float() / step).ceil().clamp(min=1) * step, scales.float())
     return weight.format.encode(weight.format.decode(codes, scales.float()), scales=raised)
 
 
 def _copy_(_func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Numbers from one to the other; codes as they are where both have the same format."""
+    """Copy between dense and quantized tensors; codes are copied unchanged between equal formats."""
     if not isinstance(target, QuantizedWeight):
-        return target.copy_(_plain(source), non_blocking)
-    if isinstance(source, QuantizedWeight) and (source.format, source.turned) == (target.format, target.turned):
+        return target.copy_(_dense(source), non_blocking)
+    if isinstance(source, QuantizedWeight) and (source.format, source.transposed) == (target.format, target.transposed):
         target.codes.copy_(source.codes, non_blocking)
         target.scales.copy_(source.scales, non_blocking)
         return target
-    numbers = _plain(source).expand(target.shape)
-    codes, scales = target.format.encode((numbers.t() if target.turned else numbers).to(target.dtype))
+    values = _dense(source).expand(target.shape)
+    codes, scales = target.format.encode((values.t() if target.transposed else values).to(target.dtype))
     target.codes.copy_(codes, non_blocking)
     target.scales.copy_(scales, non_blocking)
     return target
 
 
 def _zero_(_func: Any, weight: QuantizedWeight) -> Tensor:
-    """Zero, whatever the numbers were: memory that was never written may hold scales that are not finite."""
+    """Not by multiplication: uninitialized memory may contain scales that are not finite."""
     return _copy_(None, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
 
 
-def _same(func: Any, weight: QuantizedWeight, *_args: Any, **settings: Any) -> QuantizedWeight:
-    """Clone, detach, alias, empty_like: of both parts, as each lies."""
+def _each_part(func: Any, weight: QuantizedWeight, *_args: Any, **settings: Any) -> QuantizedWeight:
+    """clone, detach, alias, empty_like: applied to codes and scales."""
     settings.pop("memory_format", None)
     dtype = settings.pop("dtype", None)
-    made = _like(weight, lambda part: func(part, **settings))
+    made = _map_parts(weight, lambda part: func(part, **settings))
     return made if dtype in (None, made.dtype) else _to_copy(None, made, dtype=dtype)
 
 
-def _plain_like(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> Tensor:
-    """Zeros and the like of its shape, such as the state of an optimizer: plain tensors."""
+def _dense_like(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> Tensor:
+    """zeros_like and similar, such as for optimizer state: dense tensors."""
     settings = {"dtype": weight.dtype, "device": weight.device} | {k: v for k, v in settings.items() if v is not None}
     settings.pop("memory_format", None)
     stand_in = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
@@ -339,75 +392,75 @@ def _plain_like(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any)
 def _equal(_func: Any, one: Tensor, other: Tensor) -> bool:
     if isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight) and one.format == other.format:
         same = torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8))
-        return same and one.turned == other.turned and torch.equal(one.scales, other.scales)
-    return torch.equal(_plain(one), _plain(other))
+        return same and one.transposed == other.transposed and torch.equal(one.scales, other.scales)
+    return torch.equal(_dense(one), _dense(other))
 
 
 # Views
 
 
-def _turn(_func: Any, weight: QuantizedWeight, *dims: int) -> QuantizedWeight:
+def _transpose(_func: Any, weight: QuantizedWeight, *dims: int) -> QuantizedWeight:
     if len({dim % 2 for dim in dims}) == 1:
-        return _like(weight, lambda part: part)
-    return QuantizedWeight(weight.codes, weight.scales, weight.format, not weight.turned)
+        return _map_parts(weight, lambda part: part)
+    return QuantizedWeight(weight.codes, weight.scales, weight.format, not weight.transposed)
 
 
 def _view(func: Any, weight: QuantizedWeight, shape: Sequence[int]) -> QuantizedWeight:
-    wanted = torch.empty(weight.shape, device="meta").reshape(shape).shape
-    if wanted != weight.shape:
+    result = torch.empty(weight.shape, device="meta").reshape(shape).shape
+    if result != weight.shape:
         raise PrecisionError(
-            f"{func} of {tuple(weight.shape)} as {tuple(wanted)} would tear codes from their scales: call dequantize() "
-            "of the quantised weight first"
+            f"{func} of a quantized weight: expected its own shape {tuple(weight.shape)}, got {tuple(result)}: call "
+            "dequantize() first"
         )
-    return _like(weight, lambda part: part)
+    return _map_parts(weight, lambda part: part)
 
 
 def _slice(
     func: Any, weight: QuantizedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> QuantizedWeight:
-    whole = (start or 0) == 0 and (end is None or end >= weight.shape[dim]) and step == 1
-    if dim % 2 != int(weight.turned) and not whole:
-        raise PrecisionError(f"{func} cuts the rows of a quantised weight, whose scales are by row: slice dimension 0")
-    return _like(weight, lambda part: part if whole else func(part, 0, start, end, step))
+    complete = (start or 0) == 0 and (end is None or end >= weight.shape[dim]) and step == 1
+    if dim % 2 != int(weight.transposed) and not complete:
+        raise PrecisionError(f"{func} of a quantized weight, which has scales per row: slice dimension 0 only")
+    return _map_parts(weight, lambda part: part if complete else func(part, 0, start, end, step))
 
 
 def _split(func: Any, weight: QuantizedWeight, sizes: Any, dim: int = 0) -> list[QuantizedWeight]:
-    if dim % 2 != int(weight.turned):
-        raise PrecisionError(f"{func} cuts the rows of a quantised weight, whose scales are by row: split dimension 0")
+    if dim % 2 != int(weight.transposed):
+        raise PrecisionError(f"{func} of a quantized weight, which has scales per row: split dimension 0 only")
     pieces = zip(func(weight.codes, sizes), func(weight.scales, sizes), strict=True)
-    return [QuantizedWeight(codes, scales, weight.format, weight.turned) for codes, scales in pieces]
+    return [QuantizedWeight(codes, scales, weight.format, weight.transposed) for codes, scales in pieces]
 
 
-def _by_part(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> QuantizedWeight:
-    """What is done alike to rows of codes and rows of scales: gathering them from other ranks, fp8 as bytes."""
+def _collective(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> QuantizedWeight:
+    """Collectives over rows, on codes and scales; fp8 as bytes."""
 
     def change(part: Tensor) -> Tensor:
-        carried = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
-        return cast(Tensor, func(carried, *args, **settings)).view(part.dtype)
+        sent = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+        return cast(Tensor, func(sent, *args, **settings)).view(part.dtype)
 
-    return _like(weight, change)
-
-
-# Steps
+    return _map_parts(weight, change)
 
 
-def _step_(func: Any, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
-    """In-place arithmetic: on plain numbers, which are then rounded by chance."""
+# In-place updates
+
+
+def _update_(func: Any, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
+    """In-place arithmetic on dense values, followed by stochastic rounding."""
     if not isinstance(weight, QuantizedWeight):
-        return cast(Tensor, func(weight, *(_plain(arg) for arg in args), **settings))
-    moved = func(weight.dequantize().float(), *(_plain(arg) for arg in args), **settings)
-    return weight.store_(moved)
+        return cast(Tensor, func(weight, *(_dense(arg) for arg in args), **settings))
+    values = func(weight.dequantize().float(), *(_dense(arg) for arg in args), **settings)
+    return weight.store_(values)
 
 
 def _module_load(self: Tensor, other: Tensor, assign: bool = False) -> Tensor:
-    """`load_state_dict` with swapping: the module's own kind of weight stays, whatever the kind that arrives."""
+    """`load_state_dict` with swapping: the weight keeps its own format, whatever is loaded."""
     if not isinstance(self, QuantizedWeight):
-        return _plain(other).detach() if assign else self.copy_(other).detach()
+        return _dense(other).detach() if assign else self.copy_(other).detach()
     if not assign:
         return self.copy_(other).detach()
-    if isinstance(other, QuantizedWeight) and (other.format, other.turned) == (self.format, self.turned):
+    if isinstance(other, QuantizedWeight) and (other.format, other.transposed) == (self.format, self.transposed):
         return other.detach()
-    return self.alike(_plain(other))
+    return self.quantize_like(_dense(other))
 
 
 for _operations, _handler in (
@@ -418,20 +471,20 @@ for _operations, _handler in (
     ((ATEN.embedding.default,), _embedding),
     ((ATEN._to_copy.default,), _to_copy),
     ((ATEN.copy_.default,), _copy_),
-    ((ATEN.detach.default, ATEN.clone.default, ATEN.alias.default, ATEN.empty_like.default), _same),
-    ((ATEN.contiguous.default, ATEN.pin_memory.default, ATEN._pin_memory.default), _same),
-    ((ATEN.zeros_like.default, ATEN.ones_like.default, ATEN.full_like.default), _plain_like),
-    ((ATEN.rand_like.default, ATEN.randn_like.default), _plain_like),
-    ((ATEN.new_empty.default, ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_full.default), _plain_like),
+    ((ATEN.detach.default, ATEN.clone.default, ATEN.alias.default, ATEN.empty_like.default), _each_part),
+    ((ATEN.contiguous.default, ATEN.pin_memory.default, ATEN._pin_memory.default), _each_part),
+    ((ATEN.zeros_like.default, ATEN.ones_like.default, ATEN.full_like.default), _dense_like),
+    ((ATEN.rand_like.default, ATEN.randn_like.default), _dense_like),
+    ((ATEN.new_empty.default, ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_full.default), _dense_like),
     ((ATEN.equal.default,), _equal),
-    ((ATEN.t.default, ATEN.transpose.int), lambda f, w, *dims: _turn(f, w, *(dims or (0, 1)))),
-    ((ATEN.permute.default,), lambda f, w, dims: _turn(f, w, 0, dims[0])),
+    ((ATEN.t.default, ATEN.transpose.int), lambda f, w, *dims: _transpose(f, w, *(dims or (0, 1)))),
+    ((ATEN.permute.default,), lambda f, w, dims: _transpose(f, w, 0, dims[0])),
     ((ATEN.view.default, ATEN._unsafe_view.default, ATEN.reshape.default), _view),
     ((ATEN.slice.Tensor,), _slice),
     ((ATEN.split.Tensor, ATEN.split_with_sizes.default), _split),
-    ((ATEN.add_.Tensor, ATEN.sub_.Tensor, ATEN.mul_.Tensor, ATEN.div_.Tensor), _step_),
+    ((ATEN.add_.Tensor, ATEN.sub_.Tensor, ATEN.mul_.Tensor, ATEN.div_.Tensor), _update_),
     ((ATEN.zero_.default,), _zero_),
-    ((ATEN.addcdiv_.default, ATEN.addcmul_.default, ATEN.lerp_.Scalar, ATEN.addmm_.default), _step_),
-    ([getattr(torch.ops._c10d_functional, name).default for name in GATHERS], _by_part),
+    ((ATEN.addcdiv_.default, ATEN.addcmul_.default, ATEN.lerp_.Scalar, ATEN.addmm_.default), _update_),
+    ([getattr(torch.ops._c10d_functional, name).default for name in GATHERS], _collective),
 ):
     OPERATIONS.update(dict.fromkeys(_operations, _handler))

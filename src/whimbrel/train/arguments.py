@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import convert
 from whimbrel.optim import ScheduleConfig
-from whimbrel.precision import backend_names
+from whimbrel.precision import sdpa_backend_names
 from whimbrel.train.config import Fp8Recipe, QatRecipe, SdpaBackend, TrainerConfig, check_interval
 from whimbrel.train.evaluation import greater_is_better
 from whimbrel.train.hf_compat import HF_ALTERNATIVES, CheckedArguments, translate_argument
@@ -353,7 +353,7 @@ def _hints(cls: type) -> dict[str, Any]:
 def _converted(cls: type, name: str, value: Any) -> Any:
     """Convert enums, dtypes, paths and other forms that `transformers` and torch accept to the declared type."""
     if isinstance(value, SDPBackend) or (name == "sdpa_backend" and isinstance(value, list | tuple)):
-        names = backend_names(value)
+        names = sdpa_backend_names(value)
         value = names[0] if isinstance(value, SDPBackend) else names
     elif isinstance(value, Enum):
         value = value.value

@@ -49,7 +49,7 @@ from whimbrel.optim import (
     route_parameters,
     step_in_backward,
 )
-from whimbrel.precision import PrecisionPlan, QuantizedWeight, prepare, sdpa_backends, torch_switches
+from whimbrel.precision import PrecisionPlan, QuantizedWeight, prepare, sdpa_backends, torch_flags
 from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.train.arguments import no_tokenizer_parallelism
 from whimbrel.train.batches import TokenBatches, accumulation_steps, default_micro_batch
@@ -178,7 +178,7 @@ def init_model(config: RunConfig) -> GPT:
     """A model with random weights from `train.seed`, on torch's default device (CPU weights are reproducible)."""
     _check_host_memory(config)
     torch.manual_seed(config.train.seed)
-    with torch_switches(default_dtype=config.train.default_dtype):
+    with torch_flags(default_dtype=config.train.default_dtype):
         return GPT(config.model.architecture)
 
 
@@ -430,7 +430,7 @@ def torch_settings(config: TrainerConfig, device: torch.device) -> Iterator[None
     train = config.train
     with contextlib.ExitStack() as stack:
         stack.enter_context(
-            torch_switches(
+            torch_flags(
                 matmul_precision=train.matmul_precision,
                 detect_anomaly=train.detect_anomaly,
                 recompile_limit=train.recompile_limit,

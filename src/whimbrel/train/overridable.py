@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from whimbrel.base.errors import ConfigError, DataError, TrainingError
 from whimbrel.data import TokenDataLoader
 from whimbrel.optim import InBackward
-from whimbrel.precision import PrecisionPlan, torch_switches
+from whimbrel.precision import PrecisionPlan, torch_flags
 from whimbrel.train import build
 from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.batches import TokenBatches, held_out, make_batches
@@ -341,7 +341,7 @@ class OverridableMethods:
             raise ConfigError("expected trial=None: construct and train one Trainer for each trial")
         assert self.model_init is not None
         build.seed_everything(self.config.train.seed)
-        with torch_switches(default_dtype=self.config.train.default_dtype):
+        with torch_flags(default_dtype=self.config.train.default_dtype):
             model = self.model_init()
         refuse_wrapped_model(model)
         return model

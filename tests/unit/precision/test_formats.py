@@ -1,4 +1,4 @@
-"""Codes and scales: what they stand for, what fits them, and how chance rounds."""
+"""Weight formats: rounding error, supported shapes, stochastic rounding and activation quantization."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import pytest
 import torch
 
 from whimbrel.base.errors import PrecisionError
-from whimbrel.precision import FORMATS, QuantizedWeight, WeightFormat, weight_format
-from whimbrel.precision.formats import code_tokens
+from whimbrel.precision import FORMATS, QuantizedWeight, WeightFormat, find_format
+from whimbrel.precision.formats import quantize_tokens
 
 NAMES = list(FORMATS)
 STEPS = {"int8": 1 / 127.5, "int4": 1 / 7.5, "fp8": 1 / 8}
 """The largest gap between two neighbours, in parts of the largest of a group."""
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 def groups(form: WeightFormat, weight: torch.Tensor) -> torch.Tensor:
-    return weight.unflatten(-1, (-1, form.group or weight.shape[-1]))
+    return weight.unflatten(-1, (-1, form.group_size or weight.shape[-1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_come_back_within_half_a_step(name: str, dtype: torch.dtype) -> None:
-    form, weight = FORMATS[name], drawn(48, 256, dtype=dtype)
+def test_weights_are_restored_within_half_a_step(name: str, dtype: torch.dtype) -> None:
+    form, weight = FORMATS[name], randn(48, 256, dtype=dtype)
     codes, scales = form.encode(weight)
     assert codes.dtype == form.dtype
-    assert (tuple(codes.shape), tuple(scales.shape)) == form.parts(weight.shape)
-    assert form.shape_of(codes) == tuple(weight.shape)
+    assert (tuple(codes.shape), tuple(scales.shape)) == form.part_shapes(weight.shape)
+    assert form.weight_shape(codes) == tuple(weight.shape)
     assert scales.dtype == dtype
     back = form.decode(codes, scales)
     assert back.dtype == dtype
@@ -43,16 +43,16 @@ def test_numbers_come_back_within_half_a_step(name: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_share_nothing(name: str) -> None:
-    form, weight = FORMATS[name], drawn(32, 128)
+def test_rows_are_independent(name: str) -> None:
+    form, weight = FORMATS[name], randn(32, 128)
     codes, scales = form.encode(weight)
     some = form.encode(weight[5:9])
     assert torch.equal(codes[5:9].view(torch.uint8), some[0].view(torch.uint8))
     assert torch.equal(scales[5:9], some[1])
 
 
-def test_two_codes_lie_in_a_byte_the_even_column_low() -> None:
-    form = WeightFormat("small", "int4", group=4)
+def test_int4_packs_the_even_column_in_the_low_half() -> None:
+    form = WeightFormat("small", "int4", group_size=4)
     codes, scales = form.encode(torch.tensor([[-7.5, 1.0, 7.0, -1.0]]))
     assert scales.tolist() == [[1.0]]
     assert codes.tolist() == [[(1 + 8) << 4 | 0, (-1 + 8) << 4 | 7 + 8]]
@@ -66,8 +66,8 @@ def test_zeros_stay_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_chance_is_right_on_average(name: str) -> None:
-    form, weight = FORMATS[name], drawn(4, 128) * 0.5
+def test_stochastic_rounding_is_right_on_average(name: str) -> None:
+    form, weight = FORMATS[name], randn(4, 128) * 0.5
     weight[:, 0] = 4.0  # so that nothing else is cut off at the ends
     total = torch.zeros_like(weight)
     generator = torch.Generator().manual_seed(0)
@@ -80,8 +80,8 @@ def test_chance_is_right_on_average(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scales_stay_while_a_row_fits_them(dtype: torch.dtype) -> None:
-    form, weight = FORMATS["int8"], drawn(6, 128)
+def test_update_scales_keeps_scales_that_still_fit(dtype: torch.dtype) -> None:
+    form, weight = FORMATS["int8"], randn(6, 128)
     scales = form.encode(weight.to(dtype))[1]
     full = 127 * scales.float()
     moved = (
@@ -98,42 +98,42 @@ def test_scales_stay_while_a_row_fits_them(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "reason"),
     [
-        ("int4", (64, 80), "80 columns are not a multiple of 32"),
-        ("int8-dynamic-act-int4-weight", (64, 48), "48 columns are not a multiple of 32"),
-        ("fp8", (64, 24), "24 columns are not a multiple of 16"),
-        ("fp8", (24, 64), "24 rows are not a multiple of 16"),
-        ("int8-dynamic", (12, 64), "no multiple of 8"),
+        ("int4", (64, 80), "multiples of 32, got 80"),
+        ("int8-dynamic-act-int4-weight", (64, 48), "multiples of 32, got 48"),
+        ("fp8", (64, 24), "columns in multiples of 16, got 24"),
+        ("fp8", (24, 64), "rows in multiples of 16, got 24"),
+        ("int8-dynamic", (12, 64), "multiples of 8"),
         ("int8", (2, 3, 4), "3 dimensions"),
     ],
 )
-def test_what_does_not_fit_is_told(name: str, shape: tuple[int, ...], reason: str) -> None:
-    assert reason in str(FORMATS[name].unfit(shape))
+def test_unsupported_shapes_have_a_reason(name: str, shape: tuple[int, ...], reason: str) -> None:
+    assert reason in str(FORMATS[name].unsupported_reason(shape))
 
 
 @pytest.mark.parametrize(("columns", "group"), [(256, 128), (576, 64), (96, 32)])
-def test_int4_takes_the_largest_group_that_divides_the_columns(columns: int, group: int) -> None:
+def test_int4_uses_the_largest_group_size_that_divides_the_columns(columns: int, group: int) -> None:
     form, weight = FORMATS["int4"], torch.randn(8, columns, generator=torch.Generator().manual_seed(0))
-    assert form.unfit(weight.shape) is None
-    assert form.fitted(weight.shape).group == group
+    assert form.unsupported_reason(weight.shape) is None
+    assert form.fit_to(weight.shape).group_size == group
     quantized = QuantizedWeight.quantize(weight, "int4")
     assert quantized.scales.shape == (8, columns // group)
     largest = weight.unflatten(-1, (-1, group)).abs().amax(-1, keepdim=True).expand(-1, -1, group).flatten(-2)
     assert ((quantized.dequantize() - weight).abs() <= largest / 7.5 * 0.501).all()
 
 
-def test_every_matrix_fits_int8() -> None:
-    assert FORMATS["int8"].unfit((3, 5)) is None
+def test_int8_supports_every_matrix() -> None:
+    assert FORMATS["int8"].unsupported_reason((3, 5)) is None
 
 
-def test_an_unknown_format_is_refused() -> None:
+def test_an_unknown_format_is_rejected() -> None:
     with pytest.raises(PrecisionError, match=r"weights = 'int9' is not one of .*did you mean 'int8'\?"):
-        weight_format("int9")
+        find_format("int9")
 
 
 @pytest.mark.parametrize("kind", ["int8", "int8-asymmetric", "fp8"])
-def test_tokens_are_rounded_each_by_its_own_scale(kind: str) -> None:
-    x = drawn(6, 64) * torch.logspace(-3, 3, 6)[:, None] + (3 if kind == "int8-asymmetric" else 0)
-    codes, scales, zeros = code_tokens(x, kind)
+def test_tokens_are_quantized_with_a_scale_each(kind: str) -> None:
+    x = randn(6, 64) * torch.logspace(-3, 3, 6)[:, None] + (3 if kind == "int8-asymmetric" else 0)
+    codes, scales, zeros = quantize_tokens(x, kind)
     back = (codes.float() - (0 if zeros is None else zeros)) * scales
     span = (x.amax(-1) - x.amin(-1).clamp(max=0)) if zeros is not None else 2 * x.abs().amax(-1)
     step = span / 255 if kind != "fp8" else span / 2 / 16

@@ -1,4 +1,4 @@
-"""Recipes: what they make of linear layers, what a model trained with them is, and what they refuse."""
+"""Recipes: prepare, finalize and load_into, layer selection, and rejected combinations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from whimbrel.precision import (
     quantize_,
     recipe_names,
 )
-from whimbrel.precision.recipes import _tell_of_emulation
+from whimbrel.precision.recipes import _warn_about_emulation
 
 STEPS = 20
 FP8, QAT = recipe_names("compute"), recipe_names("qat")
@@ -67,7 +67,7 @@ def gradients(gpt: GPT, text: Tensor) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def plainly(text: Tensor) -> tuple[GPT, list[float]]:
-    """A model whose gradients are those of training, neither of a beginning nor of an end; and its losses."""
+    """A partly trained model, for gradients of realistic scale; and its losses."""
     gpt = model()
     return gpt, train(gpt, text, STEPS)
 
@@ -80,10 +80,10 @@ def trained(plainly: tuple[GPT, list[float]]) -> GPT:
 @needs_torchao
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", [*FP8, *QAT, "int8"])
-def test_gradients_are_near_those_of_the_plain_model(trained: GPT, text: Tensor, name: str, precision: str) -> None:
-    """All of them together, and those of each linear layer alone."""
+def test_gradients_are_close_to_the_unquantized_model(trained: GPT, text: Tensor, name: str, precision: str) -> None:
+    """Overall and for each linear layer."""
     low = copy.deepcopy(trained)
-    taken = prepare(low, name).taken
+    taken = prepare(low, name).selected
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         own, plain = gradients(low, text), gradients(trained, text)
     assert len(taken) == 8
@@ -100,7 +100,7 @@ def test_gradients_are_near_those_of_the_plain_model(trained: GPT, text: Tensor,
 
 @needs_torchao
 @pytest.mark.parametrize("name", [*FP8, *QAT, "int8"])
-def test_loss_falls_as_without(plainly: tuple[GPT, list[float]], text: Tensor, name: str) -> None:
+def test_the_loss_falls_as_in_full_precision(plainly: tuple[GPT, list[float]], text: Tensor, name: str) -> None:
     gpt, reference = model(), plainly[1]
     prepare(gpt, name)
     losses = train(gpt, text, STEPS)
@@ -112,8 +112,8 @@ def test_loss_falls_as_without(plainly: tuple[GPT, list[float]], text: Tensor, n
 @needs_torchao
 @pytest.mark.parametrize("name", QAT)
 @pytest.mark.parametrize("bias", ["all", "none"])
-def test_what_was_rounded_in_training_is_what_the_finished_model_computes(text: Tensor, name: str, bias: str) -> None:
-    """To the bit; a model that was saved plain and quantised later is the same too."""
+def test_the_finalized_model_computes_exactly_what_was_trained(text: Tensor, name: str, bias: str) -> None:
+    """Bit-identical, also if saved unquantized and quantized later."""
     gpt = model(bias=bias)
     parameters = dict(gpt.named_parameters())
     prepare(gpt, name)
@@ -128,14 +128,14 @@ def test_what_was_rounded_in_training_is_what_the_finished_model_computes(text: 
         layer = finished.get_submodule("transformer.h.1.mlp.c_proj")
         assert type(layer) is nn.Linear
         assert isinstance(layer.weight, QuantizedWeight)
-        assert layer.weight.format == RECIPES[name].finalize.fitted(layer.weight.shape)
+        assert layer.weight.format == RECIPES[name].finalize.fit_to(layer.weight.shape)
         assert not layer.weight.requires_grad
         assert not layer.training
 
 
 @needs_torchao
 @pytest.mark.parametrize("name", FP8)
-def test_fp8_ends_as_plain_linears_over_the_same_parameters(name: str) -> None:
+def test_finalize_restores_standard_linears_after_fp8(name: str) -> None:
     gpt = model()
     kinds, parameters = [type(module) for module in gpt.modules()], list(gpt.parameters())
     prepare(gpt, name)
@@ -147,7 +147,7 @@ def test_fp8_ends_as_plain_linears_over_the_same_parameters(name: str) -> None:
 
 @needs_torchao
 @pytest.mark.parametrize("name", ["tensorwise", "int4-weight-only"])
-def test_a_layer_in_two_places_is_taken_in_both(name: str) -> None:
+def test_a_shared_layer_is_converted_everywhere(name: str) -> None:
     linear, x = nn.Linear(128, 128), torch.randn(4, 128)
     net = nn.Sequential(linear, nn.Sequential(linear))
     plain = net(x).detach()
@@ -161,7 +161,7 @@ def test_a_layer_in_two_places_is_taken_in_both(name: str) -> None:
 
 
 @needs_torchao
-def test_neither_random_numbers_nor_meta_tensors_are_touched() -> None:
+def test_prepare_uses_neither_rng_nor_memory() -> None:
     for name in (FP8[0], QAT[0]):
         gpt, state = model(), torch.get_rng_state()
         prepare(gpt, name)
@@ -176,7 +176,7 @@ def test_neither_random_numbers_nor_meta_tensors_are_touched() -> None:
 
 
 @needs_torchao
-def test_what_is_left_out_is_told_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_layers_are_logged_once_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -186,49 +186,46 @@ def test_what_is_left_out_is_told_once_with_its_reason(caplog: pytest.LogCapture
             self.good, self.odd = nn.Linear(64, 96), nn.Linear(24, 64)
             self.attention = nn.MultiheadAttention(64, 2)
 
-    _tell_of_emulation.cache_clear()
+    _warn_about_emulation.cache_clear()
     with caplog.at_level(logging.INFO, "whimbrel"):
         choice = prepare(Net(), "rowwise", alignment=32)
-    assert list(choice.taken) == ["good"]
-    assert choice.left.keys() == {"lm_head", "tied", "odd", "attention.out_proj"}
-    for name, reason in choice.left.items():
-        assert [line for line in caplog.messages if f"leaves out {name}" in line] == [
-            f"fp8_recipe = rowwise leaves out {name}: {reason}"
+    assert list(choice.selected) == ["good"]
+    assert choice.skipped.keys() == {"lm_head", "tied", "odd", "attention.out_proj"}
+    for name, reason in choice.skipped.items():
+        assert [line for line in caplog.messages if f"skips {name}" in line] == [
+            f"fp8_recipe = rowwise skips {name}: {reason}"
         ]
-    assert choice.left["odd"] == "its shape (64, 24) is no multiple of fp8_dim_alignment = 32"
-    assert choice.left["tied"] == "its weight is the embedding's too"
+    assert choice.skipped["odd"] == "expected dimensions in multiples of fp8_dim_alignment = 32, got (64, 24)"
+    assert choice.skipped["tied"] == "its weight is tied to an embedding"
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warned == [
-        "fp8_recipe = rowwise is emulated on a CPU: the numbers are those of fp8, the speed is not",
-        f"fp8_recipe = rowwise leaves 2 of 3 linear layers plain, first odd: {choice.left['odd']}",
+        "fp8_recipe = rowwise is emulated on a CPU: same results as fp8, without its speed",
+        f"fp8_recipe = rowwise skips 2 of 3 linear layers, first odd: {choice.skipped['odd']}",
     ]
-    assert list(prepare(Net(), "rowwise", skip=("good",)).taken) == ["lm_head"]
+    assert list(prepare(Net(), "rowwise", skip=("good",)).selected) == ["lm_head"]
     choice = prepare(Net(), "int8-dynamic-act-int4-weight")
-    assert choice.left["odd"].startswith("its 24 columns are not a multiple of 32")
+    assert choice.skipped["odd"].endswith("multiples of 32, got 24")
 
 
 @needs_torchao
-def test_what_cannot_be_done_is_refused_by_name() -> None:
+def test_invalid_requests_are_rejected() -> None:
     gpt = model()
     prepare(gpt, "rowwise")
-    again = (
-        r"qat_recipe = int4-weight-only is for a plain model, and transformer.h.0.attn.c_attn is a Float8Linear already"
-    )
-    with pytest.raises(PrecisionError, match=again):
+    with pytest.raises(PrecisionError, match="expected an unconverted model, but .*c_attn is a Float8Linear"):
         prepare(gpt, "int4-weight-only")
     gpt = model()
     quantize_(gpt, "int8")
-    with pytest.raises(PrecisionError, match="c_attn is a linear with quantised weights already: finalize the model"):
+    with pytest.raises(PrecisionError, match="c_attn is a Linear with quantized weights"):
         prepare(gpt, "tensorwise")
-    with pytest.raises(PrecisionError, match="weights = int4 is for a model that is trained already: finalize it, or"):
+    with pytest.raises(PrecisionError, match="weights = int4 quantizes a trained model"):
         prepare(model(), "int4")
     with pytest.raises(PrecisionError, match=r"recipe = 'rowise' is not one of bf16, .*: did you mean 'rowwise'\?"):
         prepare(model(), "rowise")
-    with pytest.raises(PrecisionError, match=r"qat_recipe = int4-weight-only finds no linear .* \(0: its 60 columns"):
+    with pytest.raises(PrecisionError, match=r"int4-weight-only: no supported linear layer .*got 60"):
         prepare(nn.Sequential(nn.Linear(60, 64)), "int4-weight-only")
-    with pytest.raises(PrecisionError, match="fp8_recipe = rowwise exchanges layers inside of a model, and this is a"):
+    with pytest.raises(PrecisionError, match="expected a model that contains linear layers"):
         prepare(nn.Linear(64, 64), "rowwise")
-    with pytest.raises(PrecisionError, match="fp8_recipe = rowwise does not run on mps: use mixed_precision = bf16"):
+    with pytest.raises(PrecisionError, match="not supported on mps: use mixed_precision = bf16"):
         prepare(model(), "rowwise", device="mps")
 
 
@@ -236,18 +233,18 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "capability", "settings", "message"),
     [
-        ("tensorwise", (8, 6), {}, "needs a GPU of compute capability 8.9, and this one has 8.6: use mixed_precision"),
+        ("tensorwise", (8, 6), {}, "compute capability 8.9 .* got 8.6: use mixed_precision"),
         (
             "tensorwise",
             (8, 9),
             {"alignment": 8},
-            "fp8_dim_alignment = 8: products of fp8 on a GPU need multiples of 16",
+            "fp8_dim_alignment: expected a multiple of 16 .* got 8",
         ),
-        ("rowwise", (9, 0), {}, "gives bfloat16 on a GPU and products here are float32: use mixed_precision = bf16"),
-        ("rowwise", (9, 0), {"precision": "fp16"}, "products here are float16"),
+        ("rowwise", (9, 0), {}, "expected bfloat16 outputs, got float32"),
+        ("rowwise", (9, 0), {"precision": "fp16"}, "expected bfloat16 outputs, got float16"),
     ],
 )
-def test_a_gpu_that_cannot_is_told_of(
+def test_unsupported_gpus_and_dtypes_are_rejected(
     monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], settings: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -256,10 +253,8 @@ def test_a_gpu_that_cannot_is_told_of(
         prepare(gpt, name, device="cuda", **settings)
     assert type(gpt.lm_head) is type(gpt.get_submodule("transformer.h.0.mlp.c_fc")) is nn.Linear
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert len(prepare(gpt, name, device="cuda", precision="bf16").taken) == 8
-    with pytest.raises(
-        PrecisionError, match=r"a batch of 15 tokens is no multiple of 16, which the weight gradients of"
-    ):
+    assert len(prepare(gpt, name, device="cuda", precision="bf16").selected) == 8
+    with pytest.raises(PrecisionError, match="multiples of 16 tokens .* got 15"):
         gpt(torch.zeros(3, 5, dtype=torch.int64))
 
 
@@ -270,7 +265,7 @@ def test_a_gpu_that_cannot_is_told_of(
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", FP8)
 def test_fp8_on_a_gpu(plainly: tuple[GPT, list[float]], text: Tensor, name: str, compiled: bool) -> None:
-    """Products of fp8, not emulated ones: near the plain model, also for one token at a time without gradients."""
+    """Real fp8: close to full precision, also token by token without gradients."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU of compute capability 8.9")
     gpt, device = copy.deepcopy(plainly[0]).cuda(), torch.device("cuda")
@@ -287,17 +282,17 @@ def test_fp8_on_a_gpu(plainly: tuple[GPT, list[float]], text: Tensor, name: str,
         assert torch.cosine_similarity(own[key].flatten(), expected.flatten(), dim=0) >= 0.9, key
 
 
-def test_autocast_alone_changes_nothing() -> None:
+def test_amp_recipes_do_not_change_the_model() -> None:
     gpt = model()
     kinds = [type(module) for module in gpt.modules()]
     for name in recipe_names("amp"):
-        assert prepare(gpt, name).taken == {}
+        assert prepare(gpt, name).selected == {}
         assert finalize(gpt, name) is gpt
     assert [type(module) for module in gpt.modules()] == kinds
 
 
 @pytest.mark.parametrize("name", recipe_names("ptq"))
-def test_a_finished_model_is_quantised_and_loaded_the_same(name: str) -> None:
+def test_finalize_and_load_into_give_the_same_weights(name: str) -> None:
     gpt = model().eval()
     state = {key: tensor.clone() for key, tensor in gpt.state_dict().items()}
     x = torch.randint(128, (2, 16))
@@ -314,11 +309,11 @@ def test_a_finished_model_is_quantised_and_loaded_the_same(name: str) -> None:
     loaded = load_into(skeleton, read, name)
     assert torch.equal(loaded(x).logits, gpt(x).logits)
     assert isinstance(loaded.get_submodule("transformer.h.0.mlp.c_fc").weight, QuantizedWeight)
-    with pytest.raises(PrecisionError, match=r"loaded into a model without numbers .* torch.device\('meta'\)"):
+    with pytest.raises(PrecisionError, match="expected a model on the meta device"):
         load_into(loaded, read, name)
 
 
-def test_the_table_is_whole() -> None:
+def test_the_table_of_recipes_is_complete() -> None:
     assert {recipe.kind: list(recipe_names(recipe.kind)) for recipe in RECIPES.values()} == {
         "amp": ["bf16", "fp16"],
         "compute": ["tensorwise", "rowwise", "rowwise_with_gw_hp"],
@@ -331,12 +326,12 @@ def test_the_table_is_whole() -> None:
 
 
 @needs_torchao
-def test_what_was_trained_is_quantised_whatever_its_namesakes_are() -> None:
-    """`proj` is left out by its shape, and is how `inner.proj` ends."""
+def test_finalize_quantizes_trained_layers_regardless_of_names() -> None:
+    """`proj` is skipped for its shape, and a suffix of `inner.proj`."""
     net = nn.Sequential()
     net.proj, net.inner, net.rest = nn.Linear(100, 128), nn.Sequential(), nn.Linear(128, 128)
     net.inner.proj = nn.Linear(128, 128)
-    assert set(prepare(net, "int4-weight-only", skip=("rest",)).taken) == {"inner.proj"}
+    assert set(prepare(net, "int4-weight-only", skip=("rest",)).selected) == {"inner.proj"}
     finalize(net, "int4-weight-only")
     held = {name for name, parameter in net.named_parameters() if isinstance(parameter, QuantizedWeight)}
     assert held == {"inner.proj.weight"}
@@ -357,3 +352,38 @@ def test_compiled_blocks_share_one_graph(text: Tensor, name: str) -> None:
     own, plain = gradients(gpt, text), gradients(eager, text)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert all(torch.equal(own[key], plain[key]) for key in plain)
+
+
+@needs_torchao
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", QAT)
+def test_qat_rejects_16_bit_weights(name: str, dtype: torch.dtype) -> None:
+    """Scales computed from them in training would differ from those stored afterwards."""
+    gpt = model().to(dtype)
+    with pytest.raises(PrecisionError, match=rf"expected fp32 weights, got {dtype} in .*c_attn"):
+        prepare(gpt, name)
+    assert all(type(module).__module__.startswith(("torch.nn", "whimbrel")) for module in gpt.modules())
+
+
+@pytest.mark.parametrize("name", [*QAT, "int8", "bf16"])
+def test_alignment_is_for_fp8_only(name: str) -> None:
+    with pytest.raises(PrecisionError, match="alignment is for fp8 recipes only"):
+        prepare(model(), name, alignment=32)
+
+
+def test_fp8_weights_need_a_supported_gpu_and_are_emulated_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with torch.device("meta"):
+        empty = model()
+    with pytest.raises(PrecisionError, match=r"weights = fp8: .* 8.9 .* got 8.0: use weights = int8"):
+        load_into(empty, lambda _: None, "fp8", device="cuda")
+    assert not any(isinstance(parameter, QuantizedWeight) for parameter in empty.parameters())
+    _warn_about_emulation.cache_clear()
+    with caplog.at_level("WARNING"):
+        finalize(model(), "fp8")
+        finalize(model(), "fp8")
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "weights = fp8 is emulated on a CPU"
+    ]

@@ -75,7 +75,7 @@ def test_anomaly_mode_names_the_operation_before_weights_are_touched(args: Make,
 
     model = net()
     weights = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(TrainingError, match="NaN in gradient 0 that SqrtBackward0 gives"):
+    with pytest.raises(TrainingError, match="NaN in gradient 0 of SqrtBackward0"):
         fit(args(detect_anomaly=True), model=model, compute_loss_func=loss)
     assert all(map(torch.equal, model.parameters(), weights))
     assert not torch.is_anomaly_enabled()
@@ -83,7 +83,7 @@ def test_anomaly_mode_names_the_operation_before_weights_are_touched(args: Make,
 
 def test_a_run_whose_kernels_cannot_take_its_attention_says_so(make_run: Callable[..., RunConfig]) -> None:
     before = switches()
-    with pytest.raises(PrecisionError, match="sdpa_backend = efficient has no kernel for this attention .*: add math"):
+    with pytest.raises(PrecisionError, match="sdpa_backend = efficient does not support this attention"):
         train(make_run(train__sdpa_backend="efficient"))  # on a CPU, which has none of that name
     assert switches() == before
 

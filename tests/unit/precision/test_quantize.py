@@ -1,4 +1,4 @@
-"""Loading and exchanging: what a module has stays of its kind, in every combination, and flags are as they were."""
+"""Quantizing, loading and swapping in place: formats and identities stay, in every combination."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whimbrel.precision import (
     QuantizedWeight,
     dequantize_,
     load_state,
-    materialise_,
+    materialize_,
     quantize_,
     swap_on_conversion,
 )
@@ -47,7 +47,7 @@ def quantized(name: str = "int8", device: str = "cpu", seed: int = 1) -> nn.Sequ
 
 
 def holds(model: nn.Module, source: nn.Module, name: str) -> bool:
-    """Whether the linears hold the quantised weights of the plain ones of another model."""
+    """Whether the linear layers have the quantized weights of another model."""
     return all(
         isinstance(module.weight, QuantizedWeight)
         and isinstance(module.weight, nn.Parameter)
@@ -58,7 +58,7 @@ def holds(model: nn.Module, source: nn.Module, name: str) -> bool:
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
-def test_plain_into_quantised_is_never_plain(swapping: bool, assign: bool, device: str, name: str) -> None:
+def test_loading_dense_into_quantized_stays_quantized(swapping: bool, assign: bool, device: str, name: str) -> None:
     source, model = net(seed=0).bfloat16() if device == "meta" else net(seed=0), quantized(name, device)
     before = {id(parameter) for parameter in model.parameters()}
     state = source.state_dict()
@@ -74,7 +74,7 @@ def test_plain_into_quantised_is_never_plain(swapping: bool, assign: bool, devic
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_quantised_weight_set_by_hand_is_never_made_plain(swapping: bool, device: str) -> None:
+def test_a_quantized_weight_set_by_hand_stays_quantized(swapping: bool, device: str) -> None:
     source, layer = nn.Linear(64, 128), nn.Linear(64, 128, device=device)
     layer.weight = nn.Parameter(QuantizedWeight.quantize(layer.weight, "int8"), requires_grad=False)
     layer.load_state_dict(source.state_dict(), assign=True)
@@ -112,7 +112,7 @@ def test_the_head_of_a_gpt_stays_tied_when_assigned(device: str) -> None:
 
 @pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
 @pytest.mark.parametrize("kinds", ["plain quantised", "quantised plain", "quantised quantised", "plain plain"])
-def test_loading_keeps_objects_and_leaves_the_state_alone(kinds: str, assign: bool, device: str) -> None:
+def test_loading_keeps_parameter_objects_and_the_state_dict_unchanged(kinds: str, assign: bool, device: str) -> None:
     source = quantized(seed=3) if kinds.startswith("quantised") else net(seed=3)
     model = quantized(device=device) if kinds.endswith("quantised") else net(device)
     before, state = [id(parameter) for parameter in model.parameters()], source.state_dict()
@@ -133,7 +133,7 @@ def test_loading_keeps_objects_and_leaves_the_state_alone(kinds: str, assign: bo
 
 
 @pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
-def test_quantised_into_quantised_copies(swapping: bool, assign: bool, device: str) -> None:
+def test_loading_quantized_into_quantized_copies(swapping: bool, assign: bool, device: str) -> None:
     source, model = quantized(seed=3), quantized(device=device)
     model.load_state_dict(source.state_dict(), assign=assign)
     assert all(torch.equal(model[i].weight, source[i].weight) for i in (0, 2))
@@ -144,7 +144,7 @@ def test_quantised_into_quantised_copies(swapping: bool, assign: bool, device: s
 
 
 @pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
-def test_quantised_into_plain_dequantises(assign: bool, device: str) -> None:
+def test_loading_quantized_into_dense_dequantizes(assign: bool, device: str) -> None:
     source, model = quantized(seed=3), net(device)
     with swap_on_conversion():
         model.load_state_dict(source.state_dict(), assign=assign)
@@ -156,8 +156,8 @@ def test_quantised_into_plain_dequantises(assign: bool, device: str) -> None:
     assert torch.equal(plain[0].weight, source[0].weight.dequantize())
 
 
-def test_torch_alone_would_make_it_plain() -> None:
-    """What the hook is there for: without it, `assign=True` puts the plain weight in the place of ours."""
+def test_without_the_hook_torch_would_replace_the_quantized_weight() -> None:
+    """The reason for the hook: `assign=True`."""
     model = quantized()
     for module in model.modules():
         module._load_state_dict_pre_hooks.clear()
@@ -165,37 +165,37 @@ def test_torch_alone_would_make_it_plain() -> None:
     assert type(model[0].weight) is nn.Parameter
 
 
-def test_a_copy_of_a_module_keeps_its_kind_too() -> None:
+def test_a_deep_copy_stays_quantized_through_loading() -> None:
     model = copy.deepcopy(quantized())
     model.load_state_dict(net().state_dict(), assign=True)
     assert holds(model, net(), "int8")
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
-def test_what_arrives_in_another_dtype_is_rounded_once(swapping: bool, own: torch.dtype) -> None:
-    """Codes belong to the scales that are kept, not to those that another dtype would have."""
+def test_loading_another_dtype_rounds_once(swapping: bool, own: torch.dtype) -> None:
+    """Codes match the stored scales, not those of the other dtype."""
     source, model = net().to(torch.bfloat16 if own == torch.float32 else torch.float32), quantized().to(own)
     model.load_state_dict(source.state_dict())
     assert model[0].weight.dtype == own
     assert torch.equal(model[0].weight, QuantizedWeight.quantize(source[0].weight.to(own), "int8"))
 
 
-def test_a_transpose_is_loaded_as_one() -> None:
+def test_loading_into_a_transposed_weight() -> None:
     weight, numbers = QuantizedWeight.quantize(torch.randn(32, 128), "int4").t(), torch.randn(128, 32)
     loaded = weight.module_load(numbers, assign=True)
-    assert loaded.turned
+    assert loaded.transposed
     assert torch.equal(loaded.t(), QuantizedWeight.quantize(numbers.t(), "int4"))
 
 
-def test_what_is_frozen_stays_frozen() -> None:
+def test_frozen_weights_stay_frozen() -> None:
     model = net()
     model[0].weight.requires_grad_(False)
     quantize_(model, "int8", trainable=True)
     assert [parameter.requires_grad for parameter in model.parameters()] == [False, True, True, True]
 
 
-def test_dequantised_weights_can_be_trained_again() -> None:
-    """But for those that were frozen before."""
+def test_dequantized_weights_require_gradients_again() -> None:
+    """Except for those that were frozen before."""
     model = net()
     model[0].weight.requires_grad_(False)
     for trainable in (False, True):
@@ -221,30 +221,30 @@ def computed(kind: str) -> nn.Sequential:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["parametrization", "spectral norm", "old spectral norm", "weight norm", "pruning"])
-def test_a_linear_that_computes_its_weight_is_reported_as_left_out(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parametrized_linear_is_skipped_with_a_warning(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model, x = computed(kind).eval(), torch.randn(3, 128)
     before = model[2](x)
     choice = quantize_(model, "int8")
-    assert list(choice.taken) == ["0"]
-    assert "computed from other parameters" in choice.left["2"]
-    assert "leaves 1 of 2 linear layers plain, first 2: its weight is computed from other parameters" in caplog.text
+    assert list(choice.selected) == ["0"]
+    assert "computed from other parameters" in choice.skipped["2"]
+    assert "skips 1 of 2 linear layers, first 2: its weight is computed from other parameters" in caplog.text
     assert torch.equal(model[2](x), before)
-    with pytest.raises(PrecisionError, match="finds no linear layer.*computed from other parameters"):
+    with pytest.raises(PrecisionError, match="no supported linear layer.*computed from other parameters"):
         quantize_(computed(kind)[2:], "int8")
 
 
-def test_shapes_that_differ_are_torchs_to_tell() -> None:
+def test_shape_and_dtype_mismatches_are_reported() -> None:
     wrong = net().state_dict() | {"0.weight": torch.ones(128, 32)}
     with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight.*128, 32"):
         quantized().load_state_dict(wrong)
-    with pytest.raises(PrecisionError, match=r"'0.weight' arrives as torch.int64"):
+    with pytest.raises(PrecisionError, match="'0.weight': expected .* got torch.int64"):
         quantized().load_state_dict(net().state_dict() | {"0.weight": torch.ones(128, 64, dtype=torch.int64)})
 
 
 # The flag
 
 
-def test_the_flag_is_put_back() -> None:
+def test_the_global_flag_is_restored() -> None:
     for before in (False, True):
         set_flag(before)
         with swap_on_conversion():
@@ -256,34 +256,34 @@ def test_the_flag_is_put_back() -> None:
     set_flag(False)
 
 
-def test_weak_references_are_named() -> None:
+def test_weak_references_are_reported() -> None:
     model = quantized()
     held = weakref.ref(model[0].weight)
-    with pytest.raises(PrecisionError, match=r"Linear.weight cannot be exchanged: something holds a weak reference"):
+    with pytest.raises(PrecisionError, match="cannot swap the weight Linear.weight: .*weak reference"):
         with swap_on_conversion():
             model.bfloat16()
-    with pytest.raises(PrecisionError, match=r"0.weight cannot be exchanged: something holds a weak reference"):
+    with pytest.raises(PrecisionError, match="cannot swap .*0.weight: .*weak reference"):
         with swap_on_conversion():
             model.load_state_dict(net().state_dict())
     assert not flag()
     plain = net()
     held = weakref.ref(plain[2].weight)
-    with pytest.raises(PrecisionError, match=r"the weight of 2 cannot be exchanged: something holds a weak reference"):
+    with pytest.raises(PrecisionError, match="cannot swap the weight of 2: .*weak reference"):
         quantize_(plain, "int8")
     assert held() is plain[2].weight
 
 
-def test_all_or_none_is_quantised() -> None:
+def test_quantization_is_all_or_nothing() -> None:
     plain = net()
     held = weakref.ref(plain[2].weight)
-    with pytest.raises(PrecisionError, match="the weight of 2 cannot be exchanged"):
+    with pytest.raises(PrecisionError, match="cannot swap the weight of 2"):
         quantize_(plain, "int8")
     assert held() is plain[2].weight
     assert [type(parameter) for parameter in plain.parameters()] == [nn.Parameter] * 4
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), net().parameters(), strict=True))
 
 
-def test_other_errors_are_left_alone() -> None:
+def test_other_errors_pass_through() -> None:
     with pytest.raises(RuntimeError, match="size mismatch"), swap_on_conversion():
         net().load_state_dict(net().state_dict() | {"0.bias": torch.ones(3)})
 
@@ -291,11 +291,11 @@ def test_other_errors_are_left_alone() -> None:
 # Quantising a model in place
 
 
-def test_whoever_holds_a_parameter_holds_the_quantised_one() -> None:
+def test_references_to_a_parameter_see_the_quantized_weight() -> None:
     model = net()
     held = list(model.parameters())
     choice = quantize_(model, "int8")
-    assert list(choice.taken) == ["0", "2"]
+    assert list(choice.selected) == ["0", "2"]
     assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in held]
     assert isinstance(held[0], QuantizedWeight)
     assert not held[0].requires_grad
@@ -304,7 +304,7 @@ def test_whoever_holds_a_parameter_holds_the_quantised_one() -> None:
     assert torch.equal(held[0], QuantizedWeight.quantize(net()[0].weight, "int8").dequantize())
 
 
-def test_layers_that_share_a_weight_share_the_quantised_one() -> None:
+def test_shared_weights_stay_shared() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1].weight = model[0].weight
     quantize_(model, "int8")
@@ -314,13 +314,13 @@ def test_layers_that_share_a_weight_share_the_quantised_one() -> None:
     assert isinstance(model[1].weight, QuantizedWeight)
 
 
-def test_a_skeleton_gets_memory_once_for_what_is_shared() -> None:
+def test_materialize_allocates_shared_tensors_once() -> None:
     with torch.device("meta"):
         model = tiny(tied_head=True)
     model.register_buffer("beside", torch.empty(3, device="meta"))
     quantize_(model, "int8")
     before = [id(parameter) for parameter in model.parameters()]
-    materialise_(model, "cpu")
+    materialize_(model, "cpu")
     assert model.lm_head.weight is model.token_embedding.weight
     assert [id(parameter) for parameter in model.parameters()] == before
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
@@ -328,7 +328,7 @@ def test_a_skeleton_gets_memory_once_for_what_is_shared() -> None:
 
 
 class Named(nn.Module):
-    """A model that says which of its layers is the head, as those of transformers do."""
+    """A model with get_output_embeddings, as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,9 +338,9 @@ class Named(nn.Module):
         return self.embed_out
 
 
-def test_a_head_by_another_name_stays_plain_too() -> None:
-    assert list(quantize_(Named(), "int8").left) == ["embed_out"]
-    assert not quantize_(Named(), "int8", skip=()).left
+def test_an_output_layer_of_another_name_is_skipped() -> None:
+    assert list(quantize_(Named(), "int8").skipped) == ["embed_out"]
+    assert not quantize_(Named(), "int8", skip=()).skipped
 
 
 def tiny(**settings: object) -> GPT:
@@ -348,16 +348,16 @@ def tiny(**settings: object) -> GPT:
     return GPT(GPTConfig(**shape | settings))  # type: ignore[arg-type]
 
 
-def test_embedding_and_head_stay_plain() -> None:
+def test_embedding_and_output_layer_are_skipped_by_default() -> None:
     model = tiny(tied_head=False)
     choice = quantize_(model, "int8")
-    assert choice.left == {"lm_head": "it is left out by its name"}
-    assert len(choice.taken) == 8
+    assert choice.skipped == {"lm_head": "excluded by name"}
+    assert len(choice.selected) == 8
     assert type(model.lm_head.weight) is type(model.token_embedding.weight) is nn.Parameter
     other = tiny(tied_head=False)
-    assert "lm_head" in quantize_(other, "int8", skip=()).taken
+    assert "lm_head" in quantize_(other, "int8", skip=()).selected
     tied = tiny(tied_head=True)
-    assert quantize_(tied, "int8", skip=()).left == {"lm_head": "its weight is the embedding's too"}
+    assert quantize_(tied, "int8", skip=()).skipped == {"lm_head": "its weight is tied to an embedding"}
     assert tied.lm_head.weight is tied.token_embedding.weight
 
 
@@ -373,13 +373,13 @@ def test_int4_halves_the_bytes_of_int8_in_a_model_of_narrow_layers() -> None:
                 )
             )  # fmt: skip
         choice = quantize_(model, name)
-        assert len(choice.taken) == 120
-        sizes[name] = sum(linear.weight.nbytes for linear in choice.taken.values())
+        assert len(choice.selected) == 120
+        sizes[name] = sum(linear.weight.nbytes for linear in choice.selected.values())
     assert sizes["int4"] < 0.57 * sizes["int8"]
 
 
 @torch.no_grad()
-def test_a_model_computes_nearly_the_same() -> None:
+def test_a_quantized_model_is_close_to_the_original() -> None:
     model = tiny(tied_head=False)
     tokens = torch.arange(16)[None] % 64
     logits = model(tokens).logits
@@ -391,16 +391,16 @@ def test_a_model_computes_nearly_the_same() -> None:
 @pytest.mark.parametrize(
     ("work", "message"),
     [
-        (lambda: quantize_(quantized(), "int8"), "quantised already"),
+        (lambda: quantize_(quantized(), "int8"), "already quantized"),
         (lambda: quantize_(nn.Sequential(nn.GELU()), "int8"), "no linear layer"),
         (
             lambda: quantize_(nn.Sequential(nn.Linear(80, 8)), "int4"),
-            r"finds no linear layer.*0: its 80 columns.*of 32",
+            r"no supported linear layer.*multiples of 32, got 80",
         ),
         (lambda: quantize_(net(), "int4", trainable=True), "int4 cannot be trained: use int8"),
         (lambda: quantize_(net(), "int3"), "'int3' is not one of .*did you mean"),
     ],
 )
-def test_bad_requests_are_refused_and_nothing_changes(work: object, message: str) -> None:
+def test_invalid_requests_are_rejected_and_nothing_changes(work: object, message: str) -> None:
     with pytest.raises(PrecisionError, match=message):
         work()  # type: ignore[operator]

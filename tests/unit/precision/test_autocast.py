@@ -1,4 +1,4 @@
-"""Mixed precision plans: what runs in 16 bits, and a scale that outlives a checkpoint."""
+"""Mixed precision: autocast, gradient scaling and its checkpointed state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step(plan: PrecisionPlan, net: nn.Linear, optimizer: torch.optim.Optimizer, 
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_products_run_in_the_plans_dtype_and_weights_stay(precision: str, dtype: torch.dtype) -> None:
+def test_products_use_the_autocast_dtype_and_weights_keep_theirs(precision: str, dtype: torch.dtype) -> None:
     plan, net = PrecisionPlan(precision, CPU), nn.Linear(4, 4)  # type: ignore[arg-type]
     with plan.autocast():
         assert net(torch.ones(2, 4)).dtype == dtype
@@ -35,7 +35,7 @@ def test_products_run_in_the_plans_dtype_and_weights_stay(precision: str, dtype:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_without_a_scaler_nothing_is_scaled_or_kept(precision: str) -> None:
+def test_without_a_scaler_nothing_is_scaled(precision: str) -> None:
     plan, net = PrecisionPlan(precision, CPU), nn.Linear(4, 4)  # type: ignore[arg-type]
     loss = torch.tensor(3.0)
     assert plan.scale(loss) is loss
@@ -45,7 +45,7 @@ def test_without_a_scaler_nothing_is_scaled_or_kept(precision: str) -> None:
     torch.testing.assert_close(before - net.weight.detach(), torch.full((4, 4), 0.025))
 
 
-def test_fp16_gradients_are_unscaled_and_an_overflow_is_a_skip() -> None:
+def test_fp16_gradients_are_unscaled_and_an_overflow_skips_the_step() -> None:
     plan, net = PrecisionPlan("fp16", CPU), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     before = net.weight.detach().clone()
@@ -57,7 +57,7 @@ def test_fp16_gradients_are_unscaled_and_an_overflow_is_a_skip() -> None:
     assert plan.state_dict()["scale"] == scale / 2
 
 
-def test_a_skipped_step_lets_the_next_be_unscaled() -> None:
+def test_after_a_skipped_step_the_next_can_be_unscaled() -> None:
     plan, net = PrecisionPlan("fp16", CPU), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     plan.scale(net(torch.ones(2, 4)).sum()).backward()
@@ -67,7 +67,7 @@ def test_a_skipped_step_lets_the_next_be_unscaled() -> None:
     step(plan, net, optimizer)
 
 
-def test_the_scale_is_taken_up_by_another_plan() -> None:
+def test_the_scale_is_restored_from_a_state_dict() -> None:
     plan, net = PrecisionPlan("fp16", CPU), nn.Linear(4, 4)
     step(plan, net, torch.optim.SGD(net.parameters(), lr=0.1), factor=1e35)
     other = PrecisionPlan("fp16", CPU)
@@ -77,15 +77,15 @@ def test_the_scale_is_taken_up_by_another_plan() -> None:
     assert other.state_dict() == plan.state_dict()
 
 
-def test_unknown_precisions_are_refused() -> None:
+def test_unknown_precisions_are_rejected() -> None:
     with pytest.raises(PrecisionError, match="precision = 'fp8' is not one of fp32, bf16, fp16"):
         PrecisionPlan("fp8", CPU)  # type: ignore[arg-type]
 
 
-def test_an_old_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_on_an_old_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(PrecisionError, match=r"needs a GPU of compute capability 8.0, and this one has 7.5: use fp16"):
+    with pytest.raises(PrecisionError, match=r"compute capability 8.0 .* got 7.5: use fp16"):
         PrecisionPlan("bf16", torch.device("cuda"))
 
 

@@ -1,4 +1,4 @@
-"""torchao: imported when it is needed, without a word, and named where it is missing."""
+"""torchao is imported lazily and quietly, and reported if missing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ assert logging.getLogger("torchao").level == level
 
 @needs_torchao
 @pytest.mark.parametrize("name", ["int8-dynamic-act-int4-weight", "tensorwise"])
-def test_torchao_is_imported_late_and_says_nothing(name: str) -> None:
+def test_torchao_is_imported_lazily_and_quietly(name: str) -> None:
     script = QUIET.replace("RECIPE", repr(name))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -45,7 +45,7 @@ def test_torchao_is_imported_late_and_says_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*recipe_names("compute"), *recipe_names("qat")])
-def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_torchao_names_the_extra(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     gpt = GPT(GPTConfig(vocab_size=64, context_length=16, num_layers=1, embd_size=128, num_heads=2))
     with pytest.raises(

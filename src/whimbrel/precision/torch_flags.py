@@ -1,0 +1,149 @@
+"""Global settings of torch as context managers: matmul precision, determinism, anomaly detection, SDPA backends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Literal
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from whimbrel.base.errors import ConfigError, PrecisionError, TrainingError
+from whimbrel.config import not_one_of
+
+__all__ = ["SDPA_BACKENDS", "sdpa_backend_names", "sdpa_backends", "torch_flags"]
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+SDPA_BACKENDS: dict[str, SDPBackend] = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+NO_KERNEL_ERRORS = ("No viable backend for scaled_dot_product_attention", "No available kernel")
+"""Messages of torch, on CPU and GPU, if no enabled kernel supports the inputs."""
+
+
+@contextlib.contextmanager
+def torch_flags(
+    *,
+    matmul_precision: Literal["highest", "high", "medium"] | None = None,
+    detect_anomaly: bool = False,
+    recompile_limit: int | None = None,
+    deterministic: bool = False,
+    default_dtype: str | None = None,
+) -> Iterator[None]:
+    """Set flags within the context and restore them afterwards. None and False leave a flag unchanged.
+
+    `deterministic` allows only deterministic kernels. `default_dtype` is for the construction of a model only.
+    """
+    with ExitStack() as restore:
+        if matmul_precision is not None:
+            _set_matmul_precision(matmul_precision, restore)
+        if detect_anomaly:
+            restore.enter_context(_detect_anomaly())
+        if recompile_limit is not None:
+            import torch._dynamo as dynamo  # takes a second to import
+
+            restore.enter_context(dynamo.config.patch(recompile_limit=recompile_limit))
+        if deterministic:
+            _set_deterministic(restore)
+        if default_dtype is not None:
+            restore.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(_dtype(default_dtype))
+        yield
+
+
+def _set_matmul_precision(precision: str, restore: ExitStack) -> None:
+    """Torch has an old flag and a new one per backend, which the old one overwrites: restore both."""
+    devices = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError as error:
+        current = ", ".join(device.fp32_precision for device in devices)
+        raise ConfigError(
+            f"matmul_precision = {precision!r} conflicts with torch.backends' fp32_precision, which this program has "
+            f"set ({current}): use only one of them"
+        ) from error
+    for device in devices:
+        restore.callback(setattr, device, "fp32_precision", device.fp32_precision)
+    restore.callback(torch.set_float32_matmul_precision, before)
+    torch.set_float32_matmul_precision(precision)
+
+
+@contextlib.contextmanager
+def _detect_anomaly() -> Iterator[None]:
+    """Turn torch's error into one line; its warning before shows the line of the forward pass."""
+    before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch.autograd.set_detect_anomaly(True)
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.search(r"Function '(\w+)' returned nan values in its (\d+)th output", str(error))
+        if found is None:
+            raise
+        raise TrainingError(
+            f"detect_anomaly: NaN in gradient {found[2]} of {found[1]}: see torch's warning above for the line of the "
+            "forward pass"
+        ) from error
+    finally:
+        torch.autograd.set_detect_anomaly(*before)
+
+
+def _set_deterministic(restore: ExitStack) -> None:
+    restore.callback(
+        torch.use_deterministic_algorithms,
+        torch.are_deterministic_algorithms_enabled(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)  # noqa: FBT003
+    restore.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+    torch.backends.cudnn.benchmark = False
+    if CUBLAS not in os.environ:
+        restore.callback(os.environ.pop, CUBLAS)
+        os.environ[CUBLAS] = ":4096:8"  # required by deterministic cuBLAS; read when its handle is created
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"default_dtype = {name!r} is not one of float32, float64, bfloat16, float16")
+    return dtype
+
+
+def sdpa_backend_names(backends: str | SDPBackend | Iterable[str | SDPBackend]) -> tuple[str, ...]:
+    """Names of one or several backends, given as names or members of `SDPBackend`; raises for unknown ones."""
+    listed = [backends] if isinstance(backends, str | SDPBackend) else list(backends)
+    members = {member: name for name, member in SDPA_BACKENDS.items()}
+    names = tuple(str(members.get(item, item)) if isinstance(item, SDPBackend) else item for item in listed)
+    for name in names:
+        if name not in SDPA_BACKENDS:
+            raise ConfigError(not_one_of("sdpa_backend", name, SDPA_BACKENDS))
+    if not names:
+        raise ConfigError(f"sdpa_backend: expected at least one of {', '.join(SDPA_BACKENDS)}, got none")
+    return names
+
+
+def sdpa_backends(
+    backends: str | SDPBackend | Iterable[str | SDPBackend] | None, *, set_priority: bool = False
+) -> AbstractContextManager[Any]:
+    """Restrict attention to these kernels, with `set_priority` in this order; None: no restriction."""
+    return contextlib.nullcontext() if backends is None else _enable_only(sdpa_backend_names(backends), set_priority)
+
+
+@contextlib.contextmanager
+def _enable_only(names: tuple[str, ...], set_priority: bool) -> Iterator[None]:
+    try:
+        with sdpa_kernel([SDPA_BACKENDS[name] for name in names], set_priority=set_priority):
+            yield
+    except RuntimeError as error:
+        if not any(message in str(error) for message in NO_KERNEL_ERRORS):
+            raise
+        raise PrecisionError(
+            f"sdpa_backend = {', '.join(names)} does not support this attention (device, dtype, head size, mask): add "
+            "math, which always works, or remove sdpa_backend"
+        ) from error
