@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from whimbrel import train
-    from whimbrel.inference import generate
+    from whimbrel.inference import LLM, generate
     from whimbrel.model_io import load_model, load_tokenizer, save_model
     from whimbrel.models import GPT, GPTConfig
     from whimbrel.train import Trainer, TrainingArguments
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GPT",
     "GPTConfig",
+    "LLM",
     "Trainer",
     "TrainingArguments",
     "__version__",
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "GPT": "whimbrel.models",
     "GPTConfig": "whimbrel.models",
+    "LLM": "whimbrel.inference",
     "Trainer": "whimbrel.train",
     "TrainingArguments": "whimbrel.train",
     "generate": "whimbrel.inference",

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import whimbrel
-from whimbrel.inference import NgramDraft, SamplingParams, beam_search, generate, generate_batch, speculate
+from whimbrel.inference import LLM, NgramDraft, SamplingParams, beam_search, generate
 from whimbrel.models import GPT
 
 FEW = pytest.mark.parametrize("theirs", ["gpt2", "llama3-rope", "mistral", "qwen3"], indirect=True)
@@ -37,15 +37,15 @@ def test_greedy_text_is_theirs(theirs, ours, ids):
         assert generate(ours, prompt, max_new_tokens=24, temperature=0, repetition_penalty=penalty) == expected
     [plain] = peer(theirs, [prompt], max_new_tokens=24)
     greedy = SamplingParams(temperature=0)
-    assert list(speculate(ours, prompt, greedy, NgramDraft(), max_new_tokens=24)) == plain
+    assert list(LLM(ours).stream_tokens(prompt, greedy, max_new_tokens=24, draft=NgramDraft())) == plain
 
 
 @FEW
 def test_prompts_of_different_lengths_are_theirs(theirs, ours, ids):
     prompts = [ids[0, :3].tolist(), ids[1, :17].tolist(), ids[0, 5:16].tolist()]
     expected = peer(theirs, prompts, max_new_tokens=24)
-    found = generate_batch(ours, prompts, SamplingParams(temperature=0), max_new_tokens=24)
-    assert [completion.tokens for [completion] in found] == expected
+    found = LLM(ours).generate(prompts, SamplingParams(temperature=0), max_new_tokens=24)
+    assert [output.outputs[0].tokens for output in found] == expected
 
 
 @pytest.mark.parametrize("theirs", ["gpt2", "mistral"], indirect=True)

@@ -1,4 +1,4 @@
-"""Keys and values in pages: rows of any length share one pool, and one page may serve many rows."""
+"""Paged KV cache: the block pool, and caches of one forward pass over sequences stored in it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whimbrel.cache.blocks import SCRATCH, BlockManager
+from whimbrel.cache.block_manager import NULL_BLOCK, BlockManager
 from whimbrel.cache.codec import find_codec
 from whimbrel.ops import View, store
 from whimbrel.ops.lowbit import GroupCodec
 
-__all__ = ["BlockPool", "PagedBatch", "Shape"]
+__all__ = ["BlockPool", "ContiguousCache", "PagedBatch", "Shape"]
 
 
 class Shape(Protocol):
-    """What a pool asks of a model's config."""
+    """The part of a model config that determines the size of a block."""
 
     @property
-    def num_layers(self) -> int:
-        """Layers that keep keys and values."""
-
+    def num_layers(self) -> int: ...
     @property
-    def kv_heads(self) -> int:
-        """Key and value heads of each."""
-
+    def kv_heads(self) -> int: ...
     @property
-    def head_width(self) -> int:
-        """Width of one head."""
+    def head_width(self) -> int: ...
 
 
 class BlockPool(BlockManager):
-    """The pages of all layers: a page number stands for one page in each. Page 0 takes what padding writes.
+    """The memory of all blocks: block i means row i of every layer's tensors. Block 0 takes padding.
 
-    Everything is allocated here, once, and filled with zeros: what a row has not written yet is masked, and a masked
-    number must still be finite.
+    Everything is allocated once and filled with zeros: slots that were never written are masked in attention, and a
+    masked number must still be finite.
     """
 
     def __init__(
@@ -54,7 +49,7 @@ class BlockPool(BlockManager):
         self.dtype, self.device = dtype, torch.device(device)
         self.codec = find_codec(codec)
         widths = _widths(config.head_width, dtype, self.codec)
-        # Tensors of their own, not parts of one: compiled code would copy a whole that it writes to by several names.
+        # Separate tensors, not views of one: compiled code that writes to several views of a tensor copies all of it.
         self._layers = [
             {
                 name: _zeros((num_blocks, block_size, config.kv_heads, width), kind, self.device)
@@ -62,36 +57,41 @@ class BlockPool(BlockManager):
             }
             for _ in range(config.num_layers)
         ]
+        # The same memory as (1, kv heads, slots, ...), for a sequence in consecutive blocks.
+        self._slots = [
+            {name: tensor.flatten(0, 1).transpose(0, 1)[None] for name, tensor in layer.items()}
+            for layer in self._layers
+        ]
 
     @staticmethod
     def block_nbytes(config: Shape, block_size: int = 16, *, dtype: torch.dtype, codec: str = "none") -> int:
-        """Bytes of one page, over all layers."""
+        """Bytes of one block, over all layers."""
         widths = _widths(config.head_width, dtype, find_codec(codec))
         token = sum(width * kind.itemsize for width, kind in widths.values())
         return config.num_layers * block_size * config.kv_heads * token
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
+        """Bytes of all blocks."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def copy(self, source: int, target: int) -> None:
-        """Make page `target` of every layer hold what page `source` holds."""
+        """Copy block `source` of every layer to block `target`."""
         for tensor in self.tensors:
             tensor[target] = tensor[source]
 
-    def clear(self, page: int) -> None:
-        """Fill a page of every layer with zeros."""
+    def clear(self, block: int) -> None:
+        """Fill a block of every layer with zeros."""
         for tensor in self.tensors:
-            tensor[page] = 0
+            tensor[block] = 0
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Keys, values and scales of all layers, (pages, page size, kv heads, ...) each."""
+        """Keys, values and scales of all layers, (blocks, block size, kv heads, ...) each."""
         return [tensor for layer in self._layers for tensor in layer.values()]
 
     def write(self, key_states: Tensor, value_states: Tensor, slots: Tensor, layer_idx: int) -> None:
-        """Store the keys and values (tokens, kv heads, head size) of tokens in their slots, page by page counted."""
+        """Store keys and values (tokens, kv heads, head size) in their slots (block * block_size + offset)."""
         layer = self._layers[layer_idx]
         keys, values = key_states.to(self.dtype), value_states.to(self.dtype)
         if self.codec is not None:
@@ -100,7 +100,7 @@ class BlockPool(BlockManager):
         store(layer["keys"], layer["values"], keys, values, slots)
 
     def view(self, layer_idx: int, tables: Tensor, lengths: Tensor) -> View:
-        """What rows with these page tables may read of a layer."""
+        """What sequences with these block tables and lengths may read of a layer."""
         layer = self._layers[layer_idx]
         return View(
             layer["keys"],
@@ -112,39 +112,61 @@ class BlockPool(BlockManager):
             codec=self.codec,
         )
 
+    def append_slice(self, key_states: Tensor, value_states: Tensor, first: int, start: int, layer_idx: int) -> View:
+        """Store one sequence's new keys and values (1, kv heads, tokens, head size) after the `start` tokens before.
+
+        `first` is the slot of its first token; all its tokens are consecutive, so they are read without a gather.
+        """
+        slots, tokens = self._slots[layer_idx], key_states.size(2)
+        shown: dict[str, Tensor] = {}
+        for name, states in (("keys", key_states), ("values", value_states)):
+            new = {name: states}
+            if self.codec is not None:
+                new[name], new[_scales_of(name)] = self.codec.encode(states.to(self.dtype))
+            for part, tensor in new.items():
+                shown[part] = slots[part].narrow(2, first, start + tokens)
+                shown[part].narrow(2, start, tokens).copy_(tensor)
+        return View(
+            shown["keys"],
+            shown["values"],
+            key_scales=shown.get(_scales_of("keys")),
+            value_scales=shown.get(_scales_of("values")),
+            codec=self.codec,
+        )
+
 
 class PagedBatch:
-    """The cache of one forward pass over rows that stand at different places of different texts.
+    """The KV cache of one forward pass over several sequences at different positions.
 
-    Row b reads `counts[b]` new tokens after the `starts[b]` that its pages hold. A row shorter than the widest is
-    padded at its end, a whole row of padding has count 0 and a table of zeros: padding is written to page 0, and stands
-    where its row's last token does. All is computed on the device from the three tensors, once for all layers: the
-    host waits for nothing, and the same addresses with other numbers in them make another batch (CUDA graphs).
+    Row b reads `counts[b]` new tokens after the `starts[b]` stored in its blocks. Rows shorter than the widest are
+    padded at the end; a row of padding only has count 0 and a block table of zeros. Padding is written to block 0, at
+    the position of its row's last token. Everything is computed on the device from the three tensors, once for all
+    layers: the host never waits, and a CUDA graph can replay the pass with other numbers at the same addresses.
     """
 
     def __init__(self, pool: BlockPool, tables: Tensor, starts: Tensor, counts: Tensor, *, stored: int = 0) -> None:
         self.pool = pool
         self.tables, self.starts, self.counts = tables, starts, counts
-        """(rows, pages of the longest row), (rows,), (rows,)."""
+        """(rows, blocks of the longest row), (rows,), (rows,)."""
         self._stored = stored
         self._slots: Tensor | None = None
         self._lengths: Tensor | None = None
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Where the next tokens of each row stand, (rows, tokens); works out where they will be written, too."""
+        """Positions of the new tokens (rows, tokens); also computes the slots they will be written to."""
         offsets_T = torch.arange(tokens, device=device)
         starts_B1, counts_B1 = self.starts[:, None].long(), self.counts[:, None].long()
         positions_BT = starts_B1 + torch.minimum(offsets_T, (counts_B1 - 1).clamp(min=0))
-        pages_BT = self.tables.long().gather(1, positions_BT // self.pool.block_size)
-        slots_BT = pages_BT * self.pool.block_size + positions_BT % self.pool.block_size
-        scratch = SCRATCH * self.pool.block_size
-        self._slots = torch.where(offsets_T < counts_B1, slots_BT, scratch).flatten()
-        # A row of padding sees the one token that it writes to the scratch page; seeing none, it would not be finite.
+        blocks_BT = self.tables.long().gather(1, positions_BT // self.pool.block_size)
+        slots_BT = blocks_BT * self.pool.block_size + positions_BT % self.pool.block_size
+        padding_slot = NULL_BLOCK * self.pool.block_size
+        self._slots = torch.where(offsets_T < counts_B1, slots_BT, padding_slot).flatten()
+        # A row of padding attends to the one token it writes to block 0: attention over nothing would be NaN.
         self._lengths = (self.starts + self.counts).clamp(min=1)
         return positions_BT
 
     def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
-        """Write the new tokens of a layer, (rows, kv heads, tokens, head size), to their pages."""
+        """Store the new tokens of a layer, (rows, kv heads, tokens, head size), in their blocks."""
         if self._slots is None or self._lengths is None:
             self.positions(key_states.size(2), key_states.device)
             return self.append(key_states, value_states, layer_idx)
@@ -153,12 +175,35 @@ class PagedBatch:
         return self.pool.view(layer_idx, self.tables, self._lengths)
 
     def get_seq_length(self) -> int:
-        """Tokens that the longest row holds before this pass."""
+        """Tokens stored before this pass, in the longest row."""
+        return self._stored
+
+
+class ContiguousCache:
+    """The KV cache of one forward pass over one sequence whose blocks are consecutive.
+
+    Its keys and values are a slice of the pool: no gather and no mask, so on a CPU a step costs what it costs with a
+    cache that holds one sequence only, and rounds the same way.
+    """
+
+    def __init__(self, pool: BlockPool, first_block: int, stored: int) -> None:
+        self._pool, self._first, self._stored = pool, first_block * pool.block_size, stored
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Positions of the new tokens (tokens,)."""
+        return torch.arange(self._stored, self._stored + tokens, device=device)
+
+    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
+        """Store the new tokens of a layer, (1, kv heads, tokens, head size)."""
+        return self._pool.append_slice(key_states, value_states, self._first, self._stored, layer_idx)
+
+    def get_seq_length(self) -> int:
+        """Tokens stored before this pass."""
         return self._stored
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU they come from NumPy, whose memory is only taken as it is first written to."""
+    """Zeros; on the CPU from NumPy, which gets zeroed memory lazily from the OS instead of writing to all of it."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
@@ -169,7 +214,7 @@ def _scales_of(kind: str) -> str:
 
 
 def _widths(head_width: int, dtype: torch.dtype, codec: GroupCodec | None) -> dict[str, tuple[int, torch.dtype]]:
-    """Of everything that is kept for a token and head: how many numbers, and of which kind."""
+    """For each tensor of a layer: elements per token and head, and their dtype."""
     if codec is None:
         return {"keys": (head_width, dtype), "values": (head_width, dtype)}
     codes = codec.code_width(head_width), codec.code_dtype

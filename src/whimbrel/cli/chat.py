@@ -14,6 +14,7 @@ import typer
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.cli.model_options import (
     Cache,
+    Compile,
     Device,
     DraftModel,
     MaxNewTokens,
@@ -57,6 +58,7 @@ def chat(
     draft: DraftModel = None,
     weights: Weights = None,
     cache: Cache = "none",
+    compile: Compile = False,  # noqa: A002
     seed: Seed = None,
     device: Device = None,
     tokenizer: TokenizerPath = None,
@@ -66,7 +68,7 @@ def chat(
     It remembers what was said, as far as its context reaches. /reset begins anew, /exit or Ctrl-D leaves, and Ctrl-C
     stops an answer.
     """
-    from whimbrel.inference import Conversation, Session
+    from whimbrel.inference import LLM, Conversation
     from whimbrel.model_io import open_model
     from whimbrel.train.device import choose_device
 
@@ -78,17 +80,8 @@ def chat(
     )  # fmt: skip
     chosen = _template(opened.path, template)
     drafts = draft_factory(draft, device)
-    talk = Conversation(
-        Session(opened.load_model(device=choose_device(device), quantize=weights), cache=cache),
-        opened.tokenizer,
-        chosen,
-        sampling,
-        max_new_tokens=most,
-        system=system,
-        stops=tuple(stop or ()),
-        eos_id=frozenset(opened.generation_config.eos_token_ids),
-        seed=seed,
-    )
+    llm = LLM(opened, device=choose_device(device), quantize=weights, cache=cache, compile=compile, max_batch=1)
+    talk = Conversation(llm, chosen, sampling, max_new_tokens=most, system=system, stop=tuple(stop or ()), seed=seed)
     _say(COMMANDS)
     while (line := _ask()) is not None and line != "/exit":
         if line == "/reset":

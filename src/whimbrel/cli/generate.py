@@ -10,6 +10,7 @@ import typer
 from whimbrel.base.errors import ConfigError
 from whimbrel.cli.model_options import (
     Cache,
+    Compile,
     Device,
     DraftModel,
     MaxNewTokens,
@@ -53,6 +54,7 @@ def generate(
     ] = False,
     weights: Weights = None,
     cache: Cache = "none",
+    compile: Compile = False,  # noqa: A002
     seed: Seed = None,
     device: Device = None,
     tokenizer: TokenizerPath = None,
@@ -61,7 +63,7 @@ def generate(
 
     What is not given is as the model's generation_config.json says, where that draws at all.
     """
-    from whimbrel.inference import beam_search, encode_prompt, generate_batch, speculate, stream_text
+    from whimbrel.inference import LLM, encode_prompt, stream_text
     from whimbrel.model_io import open_model
     from whimbrel.train.device import choose_device
 
@@ -72,25 +74,32 @@ def generate(
     defaults = opened.generation_config
     prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=defaults.bos_token_id)
     sampling, most = sampling_params(defaults, **drawn, max_new_tokens=max_new_tokens)
-    ends, stops = None if past_end else frozenset(defaults.eos_token_ids), stop or ()
-    network = opened.load_model(device=choose_device(device), quantize=weights)
-    texts: Iterable[Iterable[int]]
+    llm = LLM(
+        opened,
+        device=choose_device(device),
+        quantize=weights,
+        cache=cache,
+        compile=compile,
+        max_batch=max(n, beams or 1),
+    )
+    stops = stop or ()
+    texts: Iterable[Iterable[str]]
     if beams is not None:
-        found = beam_search(network, prompt, beams=beams, max_new_tokens=most, eos_id=ends, cache=cache)
-        texts = [beam.tokens for beam in found[:n]]
+        found = llm.beam_search(prompt, beams=beams, max_new_tokens=most, ignore_eos=past_end)
+        texts = [stream_text(opened.tokenizer, prompt, beam.tokens, stops) for beam in found[:n]]
     elif n > 1:
-        [written] = generate_batch(
-            network, [prompt], sampling, n=n, max_new_tokens=most, seed=seed, eos_id=ends, stops=stops,
-            tokenizer=opened.tokenizer, cache=cache,
-        )  # fmt: skip
-        texts = [completion.tokens for completion in written]
+        [output] = llm.generate(
+            [prompt], sampling, n=n, max_new_tokens=most, seed=seed, stop=stops, ignore_eos=past_end
+        )
+        texts = [[completion.text or ""] for completion in output.outputs]
     else:
-        guessing = draft_factory(draft, device)()
         texts = [
-            speculate(network, prompt, sampling, guessing, max_new_tokens=most, seed=seed, eos_id=ends, cache=cache)
-        ]
-    for number, tokens in enumerate(texts):
-        pieces = stream_text(opened.tokenizer, prompt, tokens, stops)
+            llm.stream(
+                prompt, sampling, max_new_tokens=most, seed=seed, stop=stops, ignore_eos=past_end,
+                draft=draft_factory(draft, device)(),
+            )
+        ]  # fmt: skip
+    for number, pieces in enumerate(texts):
         print_text("\n" * bool(number) + text)
         for piece in pieces:
             print_text(piece)

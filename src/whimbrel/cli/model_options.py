@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cache",
+    "Compile",
     "Device",
     "DraftModel",
     "MaxNewTokens",
@@ -57,6 +58,10 @@ Weights = Annotated[
     str | None, typer.Option(help="Quantize an unquantized model while loading: int8, int8-dynamic, int4 or fp8.")
 ]
 Cache = Annotated[str, typer.Option(help="Quantize the KV cache: none, fp8, int8 or int4.")]
+Compile = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile the decode step: a slower start (up to minutes), then faster generation."),
+]
 ParseSpecial = Annotated[
     bool,
     typer.Option(

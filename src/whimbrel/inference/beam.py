@@ -1,4 +1,4 @@
-"""Beam search: the likeliest texts, not the likeliest tokens."""
+"""Beam search: the most likely sequences instead of the most likely tokens."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import RequestError
-from whimbrel.cache import DynamicCache
-from whimbrel.inference.decode import checked_prompt, checked_stops, decode_one, prefill
-from whimbrel.inference.sampling import check_numbers
+from whimbrel.cache.block_manager import BlockTable
+from whimbrel.inference.engine import Engine, EngineConfig
+from whimbrel.inference.model_runner import Chunk
+from whimbrel.inference.sampling import check_finite
+from whimbrel.inference.sequence import as_token_ids, as_token_set
 from whimbrel.models import GPT
 
 __all__ = ["Beam", "beam_search"]
 
-MOST_BEAMS = 1024
-"""Texts that are searched side by side, at most."""
+MAX_BEAMS = 1024
 
 
 class Beam(NamedTuple):
-    """A text that beam search found."""
+    """A sequence found by beam search."""
 
     score: float
     """Its log-probability, divided by its length to the power of the length penalty."""
     tokens: list[int]
-    """What follows the prompt; an end-of-text token counts in the score, and is left out."""
+    """What follows the prompt; an end-of-text token counts in the score and is left out."""
 
 
 def beam_search(
-    model: GPT,
+    model: GPT | Engine,
     prompt_ids: Sequence[int] | Tensor,
     *,
     beams: int = 4,
@@ -39,52 +40,90 @@ def beam_search(
     eos_id: int | Collection[int] | None = None,
     cache: str = "none",
 ) -> list[Beam]:
-    """The best `beams` texts that follow a prompt, best first.
+    """The best `beams` continuations of a prompt, best first.
 
-    At each step the `beams` likeliest unfinished texts go on. A length penalty above 0 favours longer texts: 1 compares
-    them by their mean log-probability, 0 by its sum. The search ends when no text under way, were it to end now, would
-    be among the best. It gives what `transformers` does by `num_beams` and `length_penalty`.
+    Each step extends the `beams` most likely unfinished sequences. A length penalty above 0 favors longer sequences: 1
+    compares mean log-probabilities, 0 sums. The search ends when no unfinished sequence, if it ended now, would be
+    among the best. Same results as `num_beams` and `length_penalty` of transformers. Beams share the blocks of their
+    common prefix (copy on write). With an `Engine`, its blocks and its decode step are used, and its `cache`.
     """
-    ids, stops = checked_prompt(model, prompt_ids), checked_stops(eos_id)
-    if not 1 <= beams <= MOST_BEAMS:
-        raise RequestError(f"beams = {beams} must be from 1 to {MOST_BEAMS}: each is a text of its own in memory")
+    engine = model if isinstance(model, Engine) else None
+    config = model.config if isinstance(model, GPT) else model.model.config
+    ids, stop_ids = as_token_ids(prompt_ids, config.vocab_size), as_token_set(eos_id)
+    if not 1 <= beams <= MAX_BEAMS:
+        raise RequestError(f"beams: expected from 1 to {MAX_BEAMS}, got {beams}")
     if max_new_tokens < 1:
-        raise RequestError(f"max_new_tokens = {max_new_tokens} must be at least 1")
-    context = model.config.context_length
-    if len(ids) + max_new_tokens - 1 > context:
+        raise RequestError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+    length = len(ids) + max_new_tokens - 1  # the last token is never processed
+    if length > config.context_length:
         raise RequestError(
-            f"a prompt of {len(ids)} tokens and {max_new_tokens} new ones: beam search stays within the model's "
-            f"context of {context}, lower max_new_tokens"
+            f"max_new_tokens: expected at most {max(0, config.context_length + 1 - len(ids))} after a prompt of "
+            f"{len(ids)} tokens (beam search stays within the context), got {max_new_tokens}"
         )
-    store = DynamicCache(model.config, codec=cache)
-    logits_BV = prefill(model, torch.tensor([ids]), store)
+    if isinstance(model, GPT):
+        blocks = beams * (-(-length // EngineConfig().block_size) + 1) + 1
+        engine = Engine(model, EngineConfig(max_batch=beams, num_blocks=blocks, cache=cache, prefix_cache=False))
+    assert engine is not None
+    if beams > engine.config.max_batch:
+        raise RequestError(f"beams: expected at most {engine.config.max_batch} (max_batch), got {beams}")
+    tables = [BlockTable(engine.pool)]
+    try:
+        return _search(engine, tables, ids, beams, max_new_tokens, length_penalty, stop_ids)
+    finally:
+        for table in tables:
+            table.release()
+
+
+def _search(
+    engine: Engine,
+    tables: list[BlockTable],
+    ids: list[int],
+    beams: int,
+    max_new_tokens: int,
+    length_penalty: float,
+    stop_ids: frozenset[int],
+) -> list[Beam]:
+    """`tables` holds the block tables of the running beams at all times, so that the caller can release them."""
+    tables[0].reserve(len(ids))
+    [logits_BV] = engine.runner.prefill([Chunk(tables[0], ids)], [[len(ids) - 1]])
+    tables[0].num_tokens = len(ids)
     running, finished = [Beam(0.0, [])], list[Beam]()
     for length in range(1, max_new_tokens + 1):
-        found = _likeliest(logits_BV, running, beams * max(2, 1 + len(stops)))
-        ends = [token in stops or length == max_new_tokens for _, _, token in found]
-        for (total, row, token), end in list(zip(found, ends, strict=True))[:beams]:
+        # Enough candidates that `beams` of them continue even if every sequence could end in every stop token.
+        candidates = _best_candidates(logits_BV, running, beams * max(2, 1 + len(stop_ids)))
+        ends = [token in stop_ids or length == max_new_tokens for _, _, token in candidates]
+        for (total, row, token), end in list(zip(candidates, ends, strict=True))[:beams]:
             if end:
-                tokens = running[row].tokens + ([] if token in stops else [token])
+                tokens = running[row].tokens + ([] if token in stop_ids else [token])
                 finished.append(Beam(total / length**length_penalty, tokens))
         finished = sorted(finished, key=lambda beam: -beam.score)[:beams]
-        going = [candidate for candidate, end in zip(found, ends, strict=True) if not end][:beams]
-        best = going[0][0] / length**length_penalty if going else -torch.inf
-        if not going or (len(finished) == beams and best <= finished[-1].score):
+        kept = [candidate for candidate, end in zip(candidates, ends, strict=True) if not end][:beams]
+        best = kept[0][0] / length**length_penalty if kept else -torch.inf
+        if not kept or (len(finished) == beams and best <= finished[-1].score):
             break
-        running = [Beam(total, [*running[row].tokens, token]) for total, row, token in going]
-        store.reorder([row for _, row, _ in going])
-        logits_BV = decode_one(model, torch.tensor([token for _, _, token in going]), store)
+        running = [Beam(total, [*running[row].tokens, token]) for total, row, token in kept]
+        forks = [tables[row].fork() for _, row, _ in kept]
+        for table in tables:
+            table.release()
+        tables[:] = forks
+        for table in tables:
+            table.reserve(1)
+        logits_BV = engine.runner.decode(
+            [Chunk(table, [beam.tokens[-1]]) for table, beam in zip(tables, running, strict=True)]
+        )
+        for table in tables:
+            table.num_tokens += 1
     return finished
 
 
-def _likeliest(logits_BV: Tensor, running: Sequence[Beam], count: int) -> list[tuple[float, int, int]]:
-    """The `count` likeliest ways to go on: log-probability of the text, row it goes on from, token."""
-    check_numbers(logits_BV)
+def _best_candidates(logits_BV: Tensor, running: Sequence[Beam], count: int) -> list[tuple[float, int, int]]:
+    """The `count` most likely continuations: (log-probability of the sequence, row it continues, token)."""
+    check_finite(logits_BV)
     so_far_B1 = torch.tensor([[beam.score] for beam in running], device=logits_BV.device)
     totals_BV = logits_BV.float().log_softmax(-1) + so_far_B1
-    values, places = totals_BV.flatten().topk(min(count, totals_BV.numel()))
+    values, indices = totals_BV.flatten().topk(min(count, totals_BV.numel()))
     vocab_size = logits_BV.size(1)
     return [
-        (value, place // vocab_size, place % vocab_size)
-        for value, place in zip(values.tolist(), places.tolist(), strict=True)
+        (value, index // vocab_size, index % vocab_size)
+        for value, index in zip(values.tolist(), indices.tolist(), strict=True)
     ]

@@ -1,118 +1,127 @@
-"""A conversation with a model: what was said, as far as the context reaches, over one cache."""
+"""Multi-turn chat: messages, as many as fit into the context, on one engine."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 from whimbrel.base.errors import RequestError
-from whimbrel.inference.decode import checked_stops
 from whimbrel.inference.detokenizer import StopStrings, TextStream
+from whimbrel.inference.llm import LLM
 from whimbrel.inference.sampling import SampleRNG, SamplingParams
-from whimbrel.inference.session import Session
-from whimbrel.inference.speculative import Draft, speculate
-from whimbrel.tokenization import ChatTemplate, Message, Tokenizer
+from whimbrel.inference.sequence import as_token_set
+from whimbrel.inference.speculative import Draft
+from whimbrel.tokenization import ChatTemplate, Message
 
 __all__ = ["Answer", "Conversation"]
 
 
 class Answer(NamedTuple):
-    """An answer that begins."""
+    """The start of an answer."""
 
     pieces: Generator[str, None, None]
-    """Its text as it comes; some pieces are empty. Close it to stop: what was said till then is remembered."""
-    forgotten: int
-    """How many of the oldest messages had to make room for it."""
+    """Its text as it is generated; some pieces are empty. Close it to stop: the answer so far stays in `messages`."""
+    num_dropped: int
+    """Number of old messages that were dropped to make it fit."""
 
 
 class Conversation:
-    """Messages to and from a model. What the next turn shares with the one before is not read again."""
+    """Messages to and from a model. The engine's prefix cache keeps earlier turns from being prefilled again."""
 
     def __init__(
         self,
-        session: Session,
-        tokenizer: Tokenizer,
-        template: ChatTemplate,
-        sampling: SamplingParams,
+        llm: LLM,
+        template: ChatTemplate | None = None,
+        sampling: SamplingParams | None = None,
         *,
         max_new_tokens: int = 256,
         system: str | None = None,
-        stops: Sequence[str] = (),
-        eos_id: int | Collection[int] | None = None,
+        stop: Sequence[str] = (),
+        stop_ids: int | Collection[int] | None = None,
         seed: int | None = None,
     ) -> None:
-        self._session, self._tokenizer, self._template, self._sampling = session, tokenizer, template, sampling
-        self._most, self._seed = max_new_tokens, seed
-        self._stops, self._stop_ids = (*template.stops, *stops), checked_stops(eos_id) | {tokenizer.eot_id}
-        self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        if llm.tokenizer is None:
+            raise RequestError("expected a tokenizer to chat, got none: pass tokenizer to LLM")
         if max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens = {max_new_tokens} must be at least 1")
-        StopStrings(self._stops), SampleRNG(seed)  # which refuse what no turn could be answered with
-        self._check_opening()
-        self._turns = 0
+            raise RequestError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+        self._llm, self._tokenizer, self._template = llm, llm.tokenizer, template or llm.template
+        self._sampling, self._max_new_tokens, self._seed = sampling, max_new_tokens, seed
+        self._stop = (*self._template.stops, *stop)
+        self._stop_ids = as_token_set(stop_ids) | {llm.tokenizer.eot_id}
+        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        StopStrings(self._stop), SampleRNG(seed)  # raise on invalid arguments before the first turn
+        self._check_system_prompt()
+        self._num_turns = 0
         self.messages: list[Message] = []
-        """What was said and is not forgotten, the system's word left out."""
+        """The messages that were not dropped, without the system prompt."""
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget all messages."""
         self.messages = []
 
     def ask(self, text: str, draft: Draft | None = None) -> Answer:
-        """Say something; a message that cannot be answered is refused, and is as if it had not been said."""
-        said = [*self.messages, {"role": "user", "content": text}]
-        first, ids = self._fitting(said)
-        tokens = speculate(
-            self._session,
+        """Send a message. If it does not fit into the context, RequestError is raised and it is not remembered."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        first, ids = self._fit(messages)
+        tokens = self._llm.stream_tokens(
             ids,
             self._sampling,
-            draft,
-            max_new_tokens=min(self._most, self._session.model.config.context_length - len(ids)),
-            seed=None if self._seed is None else (self._seed + self._turns) % 2**63,  # after the last, the first
-            eos_id=self._stop_ids,
+            max_new_tokens=min(self._max_new_tokens, self._context_length - len(ids)),
+            seed=None if self._seed is None else (self._seed + self._num_turns) % 2**63,
+            stop_ids=self._stop_ids,
+            draft=draft,
         )
-        answer = {"role": "assistant", "content": ""}  # from the start: it may be left before its first word
-        self.messages = [*said[first:], answer]
-        self._turns += 1
-        return Answer(self._pieces(tokens, TextStream(self._tokenizer, ids, self._stops), answer), first)
+        answer = {
+            "role": "assistant",
+            "content": "",
+        }  # now: roles alternate even if it is stopped before its first token
+        self.messages = [*messages[first:], answer]
+        self._num_turns += 1
+        return Answer(self._pieces(tokens, TextStream(self._tokenizer, ids, self._stop), answer), first)
 
-    def _pieces(self, tokens: Iterator[int], words: TextStream, answer: dict[str, str]) -> Generator[str, None, None]:
-        for token in itertools.chain(tokens, (None,)):
-            piece = words.flush() if token is None else words.push(token)
+    def _pieces(self, tokens: Iterator[int], text: TextStream, answer: dict[str, str]) -> Generator[str, None, None]:
+        for token in tokens:
+            piece = text.push(token)
             answer["content"] += piece
             yield piece
-            if words.stopped:
+            if text.stopped:
                 return
+        piece = text.flush()
+        answer["content"] += piece
+        yield piece
 
-    def _check_opening(self) -> None:
-        """Refuse a system's word that leaves no room for a message, or that the template does not take."""
-        if self._opening:
-            ids = self._template.encode(self._tokenizer, [*self._opening, {"role": "user", "content": "?"}])
-            if len(ids) > self._room:
-                raise self._too_long("the system's word, with the shortest message,", ids)
+    def _check_system_prompt(self) -> None:
+        """Raise if the system prompt leaves no space for a message, or the template does not accept it."""
+        if self._system:
+            ids = self._template.encode(self._tokenizer, [*self._system, {"role": "user", "content": "?"}])
+            if len(ids) > self._max_prompt:
+                raise self._too_long("the system prompt with a message of one character", ids)
 
     @property
-    def _room(self) -> int:
-        """How many tokens the context has beside an answer."""
-        context = self._session.model.config.context_length
-        return context - min(self._most, context // 2)
+    def _context_length(self) -> int:
+        return self._llm.engine.context_length
+
+    @property
+    def _max_prompt(self) -> int:
+        """Maximum number of prompt tokens that leaves space for an answer."""
+        return self._context_length - min(self._max_new_tokens, self._context_length // 2)
 
     def _too_long(self, what: str, ids: list[int]) -> RequestError:
-        context = self._session.model.config.context_length
         return RequestError(
-            f"{what} comes to {len(ids)} tokens: beside an answer, the context of {context} has room for {self._room}"
+            f"{what}: expected at most {self._max_prompt} tokens (with an answer, in a context of "
+            f"{self._context_length}), got {len(ids)}"
         )
 
-    def _fitting(self, said: list[Message]) -> tuple[int, list[int]]:
-        """The first message that the model is shown, and the ids of what it is shown.
+    def _fit(self, messages: list[Message]) -> tuple[int, list[int]]:
+        """The index of the first message that is kept, and the token ids of the prompt.
 
-        Where not all fits beside an answer, no more than half the context is kept: so that the next turns, too, begin
-        with what the cache holds.
+        If not everything fits, only half of the context is filled: the next turns then start with the same tokens,
+        which are in the prefix cache.
         """
-        half = self._session.model.config.context_length // 2
-        asked = [place for place, message in enumerate(said) if message["role"] == "user"]
-        for first in asked:
-            ids = self._template.encode(self._tokenizer, [*self._opening, *said[first:]])
-            if len(ids) <= (self._room if first in (0, asked[-1]) else half):
+        half = self._context_length // 2
+        user_turns = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        for first in user_turns:
+            ids = self._template.encode(self._tokenizer, [*self._system, *messages[first:]])
+            if len(ids) <= (self._max_prompt if first in (0, user_turns[-1]) else half):
                 return first, ids
         raise self._too_long("the message", ids)

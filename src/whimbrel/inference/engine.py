@@ -1,10 +1,10 @@
-"""Many requests on one model: each step reads a little of every text, and a request does not feel its neighbours."""
+"""The inference engine: continuous batching of many requests on one model."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections import abc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -13,51 +13,53 @@ from torch import Tensor
 
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.cache.paged import BlockPool
-from whimbrel.inference.graphs import DecodeGraphs
-from whimbrel.inference.model_runner import ModelRunner
+from whimbrel.inference.model_runner import Chunk, DecodeGraphs, ModelRunner
 from whimbrel.inference.sampling import log_probabilities, sample
-from whimbrel.inference.scheduler import Scheduler
-from whimbrel.inference.sequence import Event, Finish, Logprob, Request, Sequence
+from whimbrel.inference.scheduler import Plan, Scheduler
+from whimbrel.inference.sequence import Event, FinishReason, Logprob, Request, Sequence
+from whimbrel.inference.speculative import ModelDraft, verify
 from whimbrel.models import GPT
 from whimbrel.ops.compiler import check_compiler
 
 __all__ = ["Engine", "EngineConfig", "Stats"]
 
-SHARE_OF_MEMORY = {"cuda": 0.8, "cpu": 0.25}
-"""How much of a GPU's free memory, or of a machine's whole, the pages may take where their number is not given."""
+MEMORY_FRACTION = {"cuda": 0.8, "cpu": 0.25}
+"""Fraction of a GPU's free memory, or of a machine's total memory, for blocks if their number is not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How much the engine takes on at once."""
+    """Limits and options of an engine."""
 
     block_size: int = 16
-    """Tokens of one page of the cache."""
+    """Tokens per block of the KV cache."""
     num_blocks: int | None = None
-    """Blocks of the cache; enough for `max_batch` texts of the whole context, or what memory gives, when not given."""
+    """Blocks of the KV cache. (default: enough for `max_batch` sequences of the full context, if memory allows)"""
     max_batch: int = 64
-    """How many texts go on at once."""
+    """Maximum number of sequences that run at once."""
     prefill_chunk: int = 512
-    """How many tokens of prompts are read in one step, over all texts, padding included."""
+    """Maximum number of prompt tokens per step, over all sequences, padding included."""
     cache: str = "none"
-    """How keys and values are stored: as they are (`none`), or coded: `fp8`, `int8`, `int4`."""
+    """Quantization of keys and values: none, fp8, int8 or int4."""
     prefix_cache: bool = True
-    """Whether a text may begin with pages that another left behind."""
-    ahead: int = 8
-    """How many greedy tokens are drawn at most before anyone looks at them, where steps are recorded; they come
-    together, and fewer waits for the device make them faster."""
+    """Reuse the blocks of earlier requests that start with the same tokens."""
+    multi_step: int = 8
+    """Maximum number of greedy tokens per step with CUDA graphs or `compile`: they arrive together, and fewer waits
+    for the device make them faster."""
     compile: bool = False
-    """Compile the decoding step: `warm_up`, or else the first requests, wait for it; generation is then faster."""
+    """Compile the decode step: takes up to minutes at `warm_up` or the first request, then decoding is faster."""
+    cuda_graphs: bool = True
+    """On a GPU, capture the decode step in CUDA graphs."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_batch", "prefill_chunk", "ahead"):
+        for name in ("block_size", "max_batch", "prefill_chunk", "multi_step"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
+                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The engine in numbers; tokens and preemptions are counted from its beginning."""
+    """Gauges and counters of an engine; counters start at 0 with the engine."""
 
     running: int
     waiting: int
@@ -65,16 +67,15 @@ class Stats:
     free_blocks: int
     preemptions: int
     prompt_tokens: int
-    """Tokens of prompts that were taken on."""
     prefix_hits: int
-    """Tokens that did not have to be read, because a page held them already."""
+    """Prompt tokens found in the prefix cache."""
     new_tokens: int
 
 
 class Engine:
-    """Continuous batching: `add_request` requests at any time, call `step` while `busy`, `abort` what nobody waits for.
+    """`add_request` at any time, call `step` while `busy`, `abort` requests that nobody waits for.
 
-    One thread owns an engine.
+    A request gets the tokens it would get alone, whatever else runs. Not thread-safe.
     """
 
     def __init__(self, model: GPT, config: EngineConfig | None = None) -> None:
@@ -82,29 +83,29 @@ class Engine:
         if self.config.compile:
             check_compiler(model.token_embedding.weight.device, "compile")
         self.pool = _build_pool(model, self.config)
-        room = (self.pool.num_blocks - 1) * self.pool.block_size
-        self.context_length = min(model.config.context_length, room)
-        """The longest text, prompt included: the model's, or what the pool has room for where that is less."""
-        self.runner = ModelRunner(model, self.pool)
+        capacity = (self.pool.num_blocks - 1) * self.pool.block_size
+        self.pool.single_sequence = self.config.max_batch == 1 and capacity < 2 * model.config.context_length
+        self.context_length = min(model.config.context_length, capacity)
+        """Maximum length of a sequence, prompt included: the model's context, or the pool if that is smaller."""
         self._graphs: DecodeGraphs | None = None
-        if self.pool.device.type == "cuda" or self.config.compile:
+        if self.config.compile or (self.config.cuda_graphs and self.pool.device.type == "cuda"):
             self._graphs = DecodeGraphs(
                 model, self.pool, max_batch=self.config.max_batch, compile_step=self.config.compile
             )
-            self.runner.decode, self.runner.padded = self._graphs, self._graphs.padded
+        self.runner = ModelRunner(model, self.pool, self._graphs)
         self._scheduler = Scheduler(
             self.pool,
             max_batch=self.config.max_batch,
             prefill_chunk=self.config.prefill_chunk,
             prefix_cache=self.config.prefix_cache,
-            ahead=1 if self._graphs is None else self.config.ahead,
+            max_steps=1 if self._graphs is None else self.config.multi_step,
         )
-        self._rows: dict[int, list[Sequence]] = {}
+        self._sequences: dict[int, list[Sequence]] = {}  # by request number
         self._numbers = count()
         self._prompt_tokens = self._new_tokens = 0
 
     def warm_up(self) -> None:
-        """Compile the decoding step and capture its CUDA graphs, so that the first requests do not wait for it.
+        """Compile the decode step and capture its CUDA graphs ahead of the first request.
 
         Takes seconds (CUDA graphs) to minutes (a large model with `compile`); does nothing without either.
         """
@@ -113,11 +114,11 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to do."""
-        return bool(self._rows)
+        """Whether any request is unfinished."""
+        return bool(self._sequences)
 
     def stats(self) -> Stats:
-        """Where the engine stands."""
+        """Current gauges and counters."""
         scheduler = self._scheduler
         return Stats(
             running=len(scheduler.running),
@@ -131,171 +132,253 @@ class Engine:
         )
 
     def add_request(self, request: Request) -> int:
-        """Take on a request and give it a number; what can never be served is refused here."""
+        """Queue a request; returns its number. Raises RequestError if it can never be served."""
         self._check(request)
         number = next(self._numbers)
-        row = Sequence.of(request, number, self.pool, self.context_length)
-        self._rows[number] = [row]
-        self._scheduler.add(row)
+        seq = Sequence.from_request(request, number, self.pool, self.context_length)
+        self._sequences[number] = [seq]
+        self._scheduler.add(seq)
         self._prompt_tokens += len(request.prompt_ids)
         return number
 
     def abort(self, request: int, sample: int | None = None) -> None:
-        """Drop a request, or one of its samples; pages are free at once. One that has ended is let be."""
-        for row in list(self._rows.get(request, ())):
-            if sample is None or row.samples == [sample]:
-                self._drop(row)
-            elif sample in row.samples:
-                row.leave_out(sample)
+        """Drop a request, or one of its samples, and free its blocks at once; no error if it has finished."""
+        for seq in list(self._sequences.get(request, ())):
+            if sample is None or seq.samples == [sample]:
+                self._remove(seq)
+            elif sample in seq.samples:
+                seq.remove_sample(sample)
 
     def step(self) -> list[Event]:
-        """Read the next tokens of the texts whose turn it is, and draw one more where all has been read."""
+        """Run one pass over the scheduled sequences and sample a token for those with no pending tokens left."""
+        self._propose()
         plan = self._scheduler.schedule()
-        work = list(plan.work)
-        if not work:
-            return []
-        if plan.ahead > 1 and self._graphs is not None:
-            drawn = self.runner.run_ahead(plan, self._graphs)
-            return [
-                event for row, tokens in zip(plan.decoding, drawn, strict=True) for event in self._go_on(row, tokens)
-            ]
-        result = self.runner.run(plan)
-        for row, tokens in work:
-            row.block_table.advance(row.tokens, row.block_table.stored + tokens, remember=self.config.prefix_cache)
-        for row, logits in result.prompts:
-            _score_prompt(row, logits)
-        return self._finish(result.rows, result.logits)
-
-    def _finish(self, ready: list[Sequence], logits: Tensor) -> list[Event]:
-        """Draw a token for each row that has read all it knows, and end those that have come to their end."""
+        if plan.num_steps > 1:
+            return self._multi_step(plan)
         events: list[Event] = []
-        rows: list[Sequence] = []
-        picks: list[int] = []
-        finite = logits.amax(-1).isfinite().tolist()
-        for index, row in enumerate(ready):
-            if row.drawn == 0 and row.request.prompt_logprobs is not None:
-                events.append(Event(row.number, row.sample, prompt=tuple(row.scores)))
-            for each in self._split(row):
-                if not finite[index]:
-                    events.append(self._end(each, "error"))
-                elif each.complete:
-                    events.append(self._end(each, "length"))
-                else:
-                    rows.append(each)
-                    picks.append(index)
-        if not rows:
-            return events
-        if picks != list(range(len(ready))):
-            logits = logits[torch.tensor(picks, device=logits.device)]
-        drawn = _draw(rows, logits)
-        scores = _score(rows, logits, drawn)
-        tokens = drawn.tolist()
-        self._new_tokens += len(tokens)
-        events += [self._take(*taken) for taken in zip(rows, tokens, scores, strict=True)]
+        ready: list[Sequence] = []
+        logits: list[Tensor] = []
+        if plan.decodes:
+            ready += plan.decodes
+            logits.append(self.runner.decode([Chunk(seq.block_table, seq.next_tokens(1)) for seq in plan.decodes]))
+            for seq in plan.decodes:
+                seq.advance(1, cache=self.config.prefix_cache)
+        if plan.prefills:
+            self._prefill(plan, ready, logits, events)
+        if ready:
+            events += self._sample(ready, logits[0] if len(logits) == 1 else torch.cat(logits))
         return events
 
-    def _split(self, row: Sequence) -> list[Sequence]:
-        """A row for each sample, all of them running."""
-        rows = row.split() if len(row.samples) > 1 else [row]
-        for other in rows[1:]:
-            self._rows[row.number].append(other)
-            self._scheduler.join(other)
-        return rows
-
-    def _go_on(self, row: Sequence, drawn: list[int]) -> Iterator[Event]:
-        """Let a row take tokens that were drawn one after the other, up to one that ends it."""
-        for token in drawn:
-            row.block_table.advance(row.tokens, row.block_table.stored + 1, remember=self.config.prefix_cache)
-            self._new_tokens += token >= 0
-            event = (
-                self._end(row, "error") if token < 0 else self._take(row, token, Logprob(None), broken=min(drawn) < 0)
+    def _propose(self) -> None:
+        """Get draft tokens for sequences with speculative decoding, before blocks are reserved for them."""
+        for seq in (*self._scheduler.running, *self._scheduler.waiting):
+            draft = seq.request.draft
+            if draft is None or seq.proposal is not None or seq.pending > self.config.prefill_chunk:
+                continue
+            # All proposed tokens may be accepted, and the model adds one more: they must fit.
+            limit = min(
+                seq.request.num_draft_tokens,
+                seq.max_length - len(seq.tokens) - 1,
+                self.context_length - (len(seq.tokens) - seq.start),
             )
-            yield event
-            if event.finish_reason is not None:
-                return
+            if limit > 0:
+                proposal = draft.propose(seq.history, limit, seq.request.sampling, seq.rng)
+                seq.proposal = proposal if proposal.tokens else None
 
-    def _take(self, row: Sequence, token: int, score: Logprob, *, broken: bool = False) -> Event:
-        """Let a row go on with a token that was drawn, or end; pages that are `broken` past it are of no use."""
-        if token in row.request.stop_ids:
-            return self._end(row, "stop", broken=broken)
-        row.tokens.append(token)
-        finish: Finish | None = None
-        if row.complete:
-            finish = "length"
-            self._drop(row)
-        return Event(row.number, row.sample, token, score.logprob, score.top, finish)
+    def _prefill(self, plan: Plan, ready: list[Sequence], logits: list[Tensor], events: list[Event]) -> None:
+        """Process pending tokens; adds sequences that have none left to `ready` with their `logits`.
 
-    def _end(self, row: Sequence, finish: Finish, *, broken: bool = False) -> Event:
-        self._drop(row, broken=broken or finish == "error")
-        return Event(row.number, row.sample, finish_reason=finish)
+        Sequences with draft tokens are finished here: their `events` are added.
+        """
+        sequences, counts = plan.prefills, plan.prefill_counts()
+        offsets: list[list[int]] = []  # whose logits are needed: to score the prompt, to verify drafts, to sample
+        num_scored: list[int] = []
+        for seq, tokens in zip(sequences, counts, strict=True):
+            start, unscored = seq.block_table.num_tokens, seq.unscored
+            scored = range(max(start, unscored.start), min(start + tokens, unscored.stop))
+            num_scored.append(len(scored))
+            is_last = tokens == seq.pending + seq.num_proposed
+            last = range(seq.pending - 1, tokens) if is_last else range(0)
+            offsets.append([*(position - start for position in scored), *last])
+        chunks = [Chunk(seq.block_table, seq.next_tokens(n)) for seq, n in zip(sequences, counts, strict=True)]
+        found = self.runner.prefill(chunks, offsets)
+        for seq, tokens, scored_count, each in zip(sequences, counts, num_scored, found, strict=True):
+            if scored_count:
+                _score_prompt(seq, each[:scored_count])
+            last_logits = each[scored_count:]
+            if seq.proposal is not None:
+                events += self._verify(seq, last_logits)
+                continue
+            seq.advance(tokens, cache=self.config.prefix_cache)
+            if len(last_logits):
+                ready.append(seq)
+                logits.append(last_logits)
 
-    def _drop(self, row: Sequence, *, broken: bool = False) -> None:
-        self._scheduler.remove(row, broken=broken)
-        rows = self._rows[row.number]
-        rows.remove(row)
-        if not rows:
-            del self._rows[row.number]
+    def _verify(self, seq: Sequence, logits_KV: Tensor) -> list[Event]:
+        """Accept or reject the draft tokens of a sequence; rejected ones are overwritten by the next pass."""
+        assert seq.proposal is not None
+        events = self._prompt_event(seq)
+        proposal, seq.proposal = seq.proposal, None
+        if not logits_KV.amax(-1).isfinite().all():
+            return [*events, self._finish(seq, "error")]
+        tokens = verify(logits_KV, proposal, seq.history, seq.request.sampling, seq.rng)
+        scores = [Logprob(None)] * len(tokens)
+        if seq.request.logprobs is not None:
+            sampled = torch.tensor(tokens, device=logits_KV.device)
+            found = log_probabilities(logits_KV[: len(tokens)], sampled, seq.request.logprobs)
+            scores = [Logprob(logprob, tuple(top)) for logprob, top in found]
+        for index, (token, score) in enumerate(zip(tokens, scores, strict=True)):
+            if index == len(tokens) - 1:  # everything before the last token is stored
+                seq.advance(seq.pending, cache=self.config.prefix_cache)
+            self._new_tokens += 1
+            events.append(self._append(seq, token, score))
+            if events[-1].finish_reason is not None:
+                break
+        return events
+
+    def _multi_step(self, plan: Plan) -> list[Event]:
+        """Several greedy tokens of each sequence, decoded without a look in between."""
+        chunks = [Chunk(seq.block_table, seq.next_tokens(1)) for seq in plan.decodes]
+        events: list[Event] = []
+        for seq, tokens in zip(plan.decodes, self.runner.decode_steps(chunks, plan.num_steps), strict=True):
+            # Tokens after a stop token are dropped. If their logits were not finite, so may be the blocks.
+            discard = min(tokens) < 0
+            for token in tokens:
+                seq.advance(1, cache=self.config.prefix_cache)
+                self._new_tokens += token >= 0
+                if token < 0:
+                    event = self._finish(seq, "error")
+                else:
+                    event = self._append(seq, token, Logprob(None), discard=discard)
+                events.append(event)
+                if event.finish_reason is not None:
+                    break
+        return events
+
+    def _sample(self, ready: list[Sequence], logits: Tensor) -> list[Event]:
+        """Sample a token for each sequence without pending tokens; finish those that are complete."""
+        events: list[Event] = []
+        sequences: list[Sequence] = []
+        rows: list[int] = []
+        highest, argmax = logits.max(-1)
+        finite = [math.isfinite(value) for value in highest.tolist()]
+        for index, seq in enumerate(ready):
+            events += self._prompt_event(seq)
+            for each in self._split(seq):
+                if not finite[index]:
+                    events.append(self._finish(each, "error"))
+                elif each.is_complete:
+                    events.append(self._finish(each, "length"))
+                else:
+                    sequences.append(each)
+                    rows.append(index)
+        if not sequences:
+            return events
+        if rows != list(range(len(ready))):
+            picked = torch.tensor(rows, device=logits.device)
+            logits, argmax = logits[picked], argmax[picked]
+        params = [seq.request.sampling for seq in sequences]
+        if not all(each.is_argmax for each in params):
+            keys = [0 if seq.request.sampling.greedy else seq.rng.key() for seq in sequences]
+            argmax = sample(logits, params, keys, [seq.history for seq in sequences], check=False)
+        scores = _score(sequences, logits, argmax)
+        tokens = argmax.tolist()
+        self._new_tokens += len(tokens)
+        events += [self._append(*each) for each in zip(sequences, tokens, scores, strict=True)]
+        return events
+
+    def _prompt_event(self, seq: Sequence) -> list[Event]:
+        """The log-probabilities of the prompt, once, if they were requested."""
+        if seq.request.prompt_logprobs is None or seq.num_sampled > 0:
+            return []
+        return [Event(seq.number, seq.sample, prompt=tuple(seq.logprobs))]
+
+    def _split(self, seq: Sequence) -> list[Sequence]:
+        """One running sequence per sample."""
+        if len(seq.samples) == 1:
+            return [seq]
+        sequences = seq.split()
+        for fork in sequences[1:]:
+            self._sequences[seq.number].append(fork)
+            self._scheduler.add_fork(fork)
+        return sequences
+
+    def _append(self, seq: Sequence, token: int, score: Logprob, *, discard: bool = False) -> Event:
+        """Add a sampled token to a sequence, or finish it; `discard` zeros its blocks in that case."""
+        if token in seq.request.stop_ids:
+            return self._finish(seq, "stop", discard=discard)
+        seq.append(token)
+        finish_reason: FinishReason | None = None
+        if seq.is_complete:
+            finish_reason = "length"
+            self._remove(seq)
+        return Event(seq.number, seq.sample, token, score.logprob, score.top, finish_reason)
+
+    def _finish(self, seq: Sequence, finish_reason: FinishReason, *, discard: bool = False) -> Event:
+        self._remove(seq, discard=discard or finish_reason == "error")
+        return Event(seq.number, seq.sample, finish_reason=finish_reason)
+
+    def _remove(self, seq: Sequence, *, discard: bool = False) -> None:
+        self._scheduler.remove(seq, discard=discard)
+        sequences = self._sequences[seq.number]
+        sequences.remove(seq)
+        if not sequences:
+            del self._sequences[seq.number]
 
     def _check(self, request: Request) -> None:
         config, prompt = self.model.config, request.prompt_ids
-        strange = next((token for token in prompt if not 0 <= token < config.vocab_size), None)
-        if strange is not None:
-            raise RequestError(
-                f"token id {strange} is outside the model's vocabulary: ids run from 0 to {config.vocab_size - 1}"
-            )
+        unknown = next((token for token in prompt if not 0 <= token < config.vocab_size), None)
+        if unknown is not None:
+            raise RequestError(f"prompt_ids: expected token ids from 0 to {config.vocab_size - 1}, got {unknown}")
         request.sampling.check_vocabulary(config.vocab_size)
-        most = self.context_length - min(1, request.max_new_tokens)
-        if len(prompt) > most:
-            whose = "model's context" if self.context_length == config.context_length else "cache"
-            raise RequestError(f"a prompt of {len(prompt)} tokens: the {whose} has room for {most}")
+        limit = self.context_length - min(1, request.max_new_tokens)
+        shift = request.context_shift and request.prompt_logprobs is None
+        if len(prompt) > limit and not shift:
+            whose = "model's context" if self.context_length == config.context_length else "KV cache"
+            raise RequestError(f"prompt_ids: expected at most {limit} tokens (the {whose}), got {len(prompt)}")
         if request.n > self.config.max_batch:
+            raise RequestError(f"n: expected at most {self.config.max_batch} (max_batch), got {request.n}", field="n")
+        if isinstance(request.draft, ModelDraft) and request.draft.vocab_size != config.vocab_size:
             raise RequestError(
-                f"n = {request.n} samples: the engine draws at most {self.config.max_batch} at once", field="n"
+                f"draft: expected a model with the same vocabulary of {config.vocab_size} tokens, got "
+                f"{request.draft.vocab_size}"
             )
 
 
-def _draw(rows: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
-    samplings = [row.request.sampling for row in rows]
-    keys = [0 if row.request.sampling.greedy else row.rng.key() for row in rows]
-    return sample(logits, samplings, keys, [row.history for row in rows])
-
-
-def _score(rows: abc.Sequence[Sequence], logits: Tensor, tokens: Tensor) -> list[Logprob]:
-    """Scores of the rows that asked for them."""
-    scores = [Logprob(None)] * len(rows)
-    asked = {index: row.request.logprobs for index, row in enumerate(rows) if row.request.logprobs is not None}
-    if asked:
-        picked = torch.tensor(list(asked), device=logits.device)
-        found = log_probabilities(logits[picked], tokens[picked], max(asked.values()))
-        for (index, number), (logprob, top) in zip(asked.items(), found, strict=True):
+def _score(sequences: abc.Sequence[Sequence], logits: Tensor, tokens: Tensor) -> list[Logprob]:
+    """Log-probabilities of the new tokens where they were requested."""
+    scores = [Logprob(None)] * len(sequences)
+    requested = {index: seq.request.logprobs for index, seq in enumerate(sequences) if seq.request.logprobs is not None}
+    if requested:
+        picked = torch.tensor(list(requested), device=logits.device)
+        found = log_probabilities(logits[picked], tokens[picked], max(requested.values()))
+        for (index, number), (logprob, top) in zip(requested.items(), found, strict=True):
             scores[index] = Logprob(logprob, tuple(top[:number]))
     return scores
 
 
-def _score_prompt(row: Sequence, logits: Tensor) -> None:
-    first = len(row.scores)
-    tokens = torch.tensor(row.request.prompt_ids[first : first + len(logits)], device=logits.device)
-    found = log_probabilities(logits, tokens, row.request.prompt_logprobs or 0)
-    row.scores += [Logprob(logprob, tuple(top)) for logprob, top in found]
+def _score_prompt(seq: Sequence, logits: Tensor) -> None:
+    first = len(seq.logprobs)
+    tokens = torch.tensor(seq.request.prompt_ids[first : first + len(logits)], device=logits.device)
+    found = log_probabilities(logits, tokens, seq.request.prompt_logprobs or 0)
+    seq.logprobs += [Logprob(logprob, tuple(top)) for logprob, top in found]
 
 
 def _build_pool(model: GPT, config: EngineConfig) -> BlockPool:
     weight = model.token_embedding.weight
-    dtype, device, pages = weight.dtype, weight.device, config.num_blocks
-    page = BlockPool.block_nbytes(model.config, config.block_size, dtype=dtype, codec=config.cache)
+    dtype, device, num_blocks = weight.dtype, weight.device, config.num_blocks
+    nbytes = BlockPool.block_nbytes(model.config, config.block_size, dtype=dtype, codec=config.cache)
     memory = _memory(device)
-    if pages is None:
+    if num_blocks is None:
         enough = config.max_batch * -(-model.config.context_length // config.block_size) + 1
-        pages = max(2, min(enough, int(memory * SHARE_OF_MEMORY.get(device.type, 0.25)) // page))
-    elif pages * page > memory:
-        raise ConfigError(
-            f"num_blocks = {pages} take {pages * page} bytes: {device} has room for {memory // page} pages"
-        )
-    return BlockPool(model.config, pages, config.block_size, dtype=dtype, device=device, codec=config.cache)
+        num_blocks = max(2, min(enough, int(memory * MEMORY_FRACTION.get(device.type, 0.25)) // nbytes))
+    elif num_blocks * nbytes > memory:
+        raise ConfigError(f"num_blocks: expected at most {memory // nbytes} (the memory of {device}), got {num_blocks}")
+    return BlockPool(model.config, num_blocks, config.block_size, dtype=dtype, device=device, codec=config.cache)
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes that are free on a GPU, or that the whole machine has."""
+    """Bytes that are free on a GPU, or the total memory of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

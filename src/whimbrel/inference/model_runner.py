@@ -1,113 +1,292 @@
-"""The model's part of a step: rows in, logits out."""
+"""The model's part of a step: tokens and block tables in, logits out. Also CUDA graphs and the compiled decode step."""
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whimbrel.cache.paged import BlockPool, PagedBatch
-from whimbrel.inference.graphs import DecodeGraphs
-from whimbrel.inference.scheduler import Plan
-from whimbrel.inference.sequence import Sequence
-from whimbrel.models import GPT
+from whimbrel.cache.block_manager import BlockTable
+from whimbrel.cache.paged import BlockPool, ContiguousCache, PagedBatch
+from whimbrel.models import GPT, KVStore
 
-__all__ = ["Result", "ModelRunner", "decode"]
+__all__ = ["Chunk", "DecodeGraphs", "ModelRunner", "decode_one", "prefill"]
 
-Decode = Callable[[Tensor, PagedBatch], Tensor]
+WARM_UPS = 3
+"""Runs before a graph is captured, in which kernels are chosen, compiled and loaded."""
 
+MIN_TOKENS = 256
+"""Tokens in the narrowest block table: attention over fewer costs too little to be worth another width."""
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a step found out."""
-
-    rows: list[Sequence]
-    """Rows that have read all they know."""
-    logits: Tensor
-    """(rows, vocabulary): what comes next in each."""
-    prompts: list[tuple[Sequence, Tensor]]
-    """Rows with positions of their prompt to score, and the logits of those (positions, vocabulary)."""
+UNLIMITED = 2**31 - 1
+"""Limit of recompilations: above any number of engines."""
 
 
-def decode(model: GPT, tokens_B1: Tensor, batch: PagedBatch) -> Tensor:
-    """Read one token of each row; the logits (rows, vocabulary) of what comes next."""
-    logits: Tensor = model(tokens_B1, cache=batch).logits[:, -1]
-    return logits
+class Chunk(NamedTuple):
+    """New tokens of one sequence. Its block table has blocks reserved for them."""
+
+    table: BlockTable
+    tokens: list[int]
 
 
 class ModelRunner:
-    """Runs plans on a model: one pass for rows that read one token, one for rows that read more."""
+    """Runs the model over chunks of sequences: `decode` for one token each, `prefill` for several.
 
-    def __init__(self, model: GPT, pool: BlockPool) -> None:
-        self._model, self._pool = model, pool
-        self.decode: Decode = lambda tokens, batch: decode(model, tokens, batch)
-        """How one token of each row is read."""
-        self.padded: Callable[[int], int] = lambda rows: rows
-        """How many rows, padding included, that is done with."""
+    Without `graphs` the model runs eagerly. Blocks that the caller compiled for training run eagerly too, since every
+    new length would be compiled again.
+    """
 
-    @torch.inference_mode()
-    def run_ahead(self, plan: Plan, graphs: DecodeGraphs) -> list[list[int]]:
-        """The next tokens of each row that decodes, as many as the plan says; -1 where numbers are not finite."""
-        rows = plan.decoding
-        tokens, batch = self._batch(rows, [1] * len(rows), self.padded(len(rows)))
-        drawn: list[list[int]] = graphs.ahead(tokens, batch, plan.ahead)[: len(rows)].tolist()
-        return drawn
+    def __init__(self, model: GPT, pool: BlockPool, graphs: DecodeGraphs | None = None) -> None:
+        self._model, self._pool, self._graphs = model, pool, graphs
+        self._is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Result:
-        """Read what the plan says."""
-        rows = list(plan.decoding)
-        logits: list[Tensor] = []
-        prompts: list[tuple[Sequence, Tensor]] = []
-        if plan.decoding:
-            ones = [1] * len(rows)
-            tokens, batch = self._batch(rows, ones, self.padded(len(rows)))
-            logits.append(self.decode(tokens, batch)[: len(rows)])
-        if plan.reading:
-            ready, reading, prompts = self._read(plan)
-            rows += ready
-            logits.append(reading)
-        return Result(rows, logits[0] if len(logits) == 1 else torch.cat(logits), prompts)
+    def decode(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Process one token of each sequence; the logits (sequences, vocabulary) of the next."""
+        if self._graphs is not None:
+            tokens, batch = self._batch(chunks, self._graphs.padded(len(chunks)))
+            return self._graphs(tokens, batch)[: len(chunks)]
+        tokens, cache = self._inputs(chunks)
+        with _run_eagerly() if self._is_compiled else nullcontext():
+            logits: Tensor = self._model(tokens, cache=cache).logits
+        return logits[:, -1]
 
-    def _read(self, plan: Plan) -> tuple[list[Sequence], Tensor, list[tuple[Sequence, Tensor]]]:
-        """One pass over several tokens of each row; logits only where they are asked for."""
-        rows = plan.reading
-        counts = [min(row.pending, plan.width) for row in rows]
-        tokens, batch = self._batch(rows, counts, len(rows))
-        hidden = self._model.hidden_states(tokens, cache=batch)
-        ready = [(index, row) for index, row in enumerate(rows) if counts[index] == row.pending]
-        picks = [index * plan.width + counts[index] - 1 for index, _ in ready]
-        scored = []
-        for index, row in enumerate(rows):
-            start = row.block_table.stored
-            asked = range(max(start, row.unscored.start), min(start + counts[index], row.unscored.stop))
-            if asked:
-                scored.append((row, len(asked)))
-                picks += [index * plan.width + position - start for position in asked]
+    @torch.inference_mode()
+    def decode_steps(self, chunks: Sequence[Chunk], steps: int) -> list[list[int]]:
+        """Decode `steps` tokens of each sequence greedily, in one go; -1 where logits were not finite. Needs graphs."""
+        assert self._graphs is not None
+        tokens, batch = self._batch(chunks, self._graphs.padded(len(chunks)))
+        sampled: list[list[int]] = self._graphs.decode_steps(tokens, batch, steps)[: len(chunks)].tolist()
+        return sampled
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Sequence[Chunk], offsets: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Process several tokens of each sequence; the logits (offsets, vocabulary) after the tokens at `offsets`."""
+        tokens, cache = self._inputs(chunks)
+        with _run_eagerly() if self._is_compiled else nullcontext():
+            hidden = self._model.hidden_states(tokens, cache=cache)
+        width = tokens.size(1)
+        picks = [index * width + offset for index, each in enumerate(offsets) for offset in each]
         picked = torch.tensor(picks, dtype=torch.long, device=hidden.device)
         logits = self._model.logits(hidden.flatten(0, 1)[picked])
-        last, *prompts = logits.split([len(ready), *(number for _, number in scored)])
-        return [row for _, row in ready], last, [(row, part) for (row, _), part in zip(scored, prompts, strict=True)]
+        return list(logits.split([len(each) for each in offsets]))
 
-    def _batch(self, rows: abc.Sequence[Sequence], counts: abc.Sequence[int], height: int) -> tuple[Tensor, PagedBatch]:
-        """The next tokens of each row, (height, most tokens), and their cache; sent to the device in one piece."""
-        width = max(counts)
-        pages = max(len(row.block_table.pages) for row in rows)
-        ints = np.zeros(height * (width + pages + 2), dtype=np.int32)
-        sizes = [height * width, height * pages, height, height]
-        tokens, tables, starts, taken = np.split(ints, np.cumsum(sizes)[:-1])
-        tokens, tables = tokens.reshape(height, width), tables.reshape(height, pages)
-        starts[: len(rows)], taken[: len(rows)] = [row.block_table.stored for row in rows], counts
-        for index, row in enumerate(rows):
-            start, held = row.block_table.stored, row.block_table.pages
-            tokens[index, : counts[index]] = row.tokens[start : start + counts[index]]
-            tables[index, : len(held)] = held
-            tables[index, len(held) :] = held[-1]  # never seen, but read: then better its own page than another's
-        stored = int((starts + taken).max()) - width
+    def _inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, KVStore]:
+        """Tokens (sequences, tokens) and the cache for a pass that is not recorded."""
+        if len(chunks) == 1 and self._pool.device.type == "cpu" and chunks[0].table.is_contiguous:
+            table, tokens = chunks[0]
+            return torch.tensor([tokens]), ContiguousCache(self._pool, table.blocks[0], table.num_tokens)
+        return self._batch(chunks, len(chunks))
+
+    def _batch(self, chunks: Sequence[Chunk], height: int) -> tuple[Tensor, PagedBatch]:
+        """Tokens (height, longest chunk) and their cache; one transfer to the device."""
+        width = max(len(chunk.tokens) for chunk in chunks)
+        blocks = max(len(chunk.table.blocks) for chunk in chunks)
+        ints = np.zeros(height * (width + blocks + 2), dtype=np.int32)
+        sizes = [height * width, height * blocks, height, height]
+        tokens, tables, starts, counts = np.split(ints, np.cumsum(sizes)[:-1])
+        tokens, tables = tokens.reshape(height, width), tables.reshape(height, blocks)
+        for index, (table, new) in enumerate(chunks):
+            starts[index], counts[index] = table.num_tokens, len(new)
+            tokens[index, : len(new)] = new
+            own = table.blocks
+            tables[index, : len(own)] = own
+            tables[index, len(own) :] = own[-1]  # masked, but read: its own block can at least not be non-finite
+        stored = int((starts + counts).max()) - width
         sent = torch.from_numpy(ints).to(self._pool.device, non_blocking=True).split(sizes)
-        batch = PagedBatch(self._pool, sent[1].view(height, pages), sent[2], sent[3], stored=stored)
+        batch = PagedBatch(self._pool, sent[1].view(height, blocks), sent[2], sent[3], stored=stored)
         return sent[0].view(height, width), batch
+
+
+@dataclass(slots=True)
+class RecordedStep:
+    """The decode step at one batch size and block-table width. The next replay overwrites its result."""
+
+    tokens: Tensor
+    tables: Tensor
+    starts: Tensor
+    counts: Tensor
+    replay: Callable[[], tuple[Tensor, Tensor]]
+    """Runs the step on the tensors above: the logits, and the argmax of each row, -1 where they are not finite."""
+    guards_checked: bool = False
+    """Whether compiled code has evaluated its guards on these tensors, so that the next calls can skip them."""
+
+    def fill(self, tokens_B1: Tensor, batch: PagedBatch) -> None:
+        """Copy a batch to the tensors. A table that is too wide repeats the last block of each row, which is masked."""
+        self.tokens.copy_(tokens_B1)
+        blocks = batch.tables.size(1)
+        self.tables[:, :blocks] = batch.tables
+        if blocks < self.tables.size(1):
+            self.tables[:, blocks:] = batch.tables[:, -1:]
+        self.starts.copy_(batch.starts)
+        self.counts.copy_(batch.counts)
+
+
+class DecodeGraphs:
+    """The decode step as one launch: a CUDA graph, compiled code or both, for a few batch sizes.
+
+    For a small model, Python takes longer to launch the kernels of a step than the GPU takes to run them. So the step
+    is recorded once per batch size, with fixed tensors for what changes (tokens, block tables, lengths), and replayed;
+    smaller batches are padded. Attention reads as many blocks as the block table is wide, so the table is only as wide
+    as the longest sequence needs. A step writes its argmax tokens to the inputs of the next one, so several greedy
+    steps can be replayed before the host looks at the result.
+    """
+
+    def __init__(self, model: GPT, pool: BlockPool, *, max_batch: int, compile_step: bool) -> None:
+        self._model, self._pool = model, pool
+        self._max_blocks = -(-model.config.context_length // pool.block_size)
+        self._sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
+        self._compiled = compile_step
+        self._step: Callable[..., tuple[Tensor, Tensor]] = self._decode
+        if compile_step:
+            # cpp_wrapper: kernels are also called from C++. A CUDA graph makes no calls at all.
+            options: dict[str, Any] = {"size_asserts": False, "cpp_wrapper": pool.device.type == "cpu"}
+            self._step = torch.compile(self._decode, fullgraph=True, dynamic=False, options=options)
+        self._recorded: dict[tuple[int, int], RecordedStep] = {}
+        self._graph_memory: Any = None
+
+    def padded(self, rows: int) -> int:
+        """The smallest recorded batch size for this many sequences."""
+        return next(size for size in self._sizes if size >= rows)
+
+    def width(self, blocks: int) -> int:
+        """The block-table width for a batch whose longest sequence has `blocks`.
+
+        On a GPU each width is a graph, so widths are powers of two; but the kernel for unquantized caches stops at the
+        length of each sequence, and one width serves all. Compiled code on a CPU takes any width.
+        """
+        minimum = -(-MIN_TOKENS // self._pool.block_size)
+        cuda = self._pool.device.type == "cuda"
+        if self._max_blocks <= max(minimum, 1) or (cuda and self._pool.codec is None):
+            return self._max_blocks
+        # From 2: torch.compile treats a size of 1 as a constant.
+        return min(self._max_blocks, max(2, minimum, 1 << (blocks - 1).bit_length() if cuda else blocks))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile the step and capture graphs ahead of the first request.
+
+        Compiled code on a CPU serves one sequence, or any number from two; on a GPU there is a graph per batch size.
+        """
+        sizes = self._sizes if self._pool.device.type == "cuda" else self._sizes[:2]
+        for rows in sizes:
+            for _ in self._replays(self._at(rows, 1), 1):
+                pass
+
+    def __call__(self, tokens_B1: Tensor, batch: PagedBatch) -> Tensor:
+        """The logits (rows, vocabulary) of the next token of each row."""
+        recorded = self._at(len(tokens_B1), batch.tables.size(1))
+        recorded.fill(tokens_B1, batch)
+        [(logits_BV, _)] = self._replays(recorded, 1)
+        return logits_BV
+
+    def decode_steps(self, tokens_B1: Tensor, batch: PagedBatch, steps: int) -> Tensor:
+        """Greedy tokens (rows, steps); each step reads the token of the one before."""
+        recorded = self._at(len(tokens_B1), batch.tables.size(1))
+        recorded.fill(tokens_B1, batch)
+        sampled_BS = tokens_B1.new_empty((len(tokens_B1), steps))
+        for step, (_, argmax_B) in enumerate(self._replays(recorded, steps)):
+            sampled_BS[:, step] = argmax_B
+        return sampled_BS
+
+    def _replays(self, recorded: RecordedStep, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The results of `count` steps. Compiled code is compiled, and its guards evaluated, in the very first one.
+
+        The tensors of a recorded step never change, so guards that passed once need not be evaluated again; a CUDA
+        graph has none.
+        """
+        if self._compiled and self._pool.device.type != "cuda":
+            if not recorded.guards_checked:
+                with _unlimited_compilations():
+                    first = recorded.replay()
+                recorded.guards_checked, count = True, count - 1
+                yield first
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                for _ in range(count):
+                    yield recorded.replay()
+        else:
+            for _ in range(count):
+                yield recorded.replay()
+
+    def _at(self, rows: int, blocks: int) -> RecordedStep:
+        key = rows, self.width(blocks)
+        if key not in self._recorded:
+            with _unlimited_compilations() if self._compiled else nullcontext():
+                self._recorded[key] = self._record(*key)
+        return self._recorded[key]
+
+    def _decode(self, tokens: Tensor, tables: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        batch = PagedBatch(self._pool, tables, starts, counts)
+        logits: Tensor = self._model(tokens, cache=batch).logits[:, -1]
+        highest, argmax = logits.max(-1)
+        tokens.copy_(argmax[:, None])
+        starts.add_(counts)
+        return logits, torch.where(highest.isfinite(), argmax, -1)
+
+    def _record(self, rows: int, width: int) -> RecordedStep:
+        device = self._pool.device
+        tokens, tables = (torch.zeros(rows, columns, dtype=torch.int32, device=device) for columns in (1, width))
+        starts, counts = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
+        inputs = tokens, tables, starts, counts  # rows of padding: they write to block 0
+        if self._compiled:
+            self._mark_dynamic(*inputs)
+        if device.type != "cuda":
+            return RecordedStep(*inputs, replay=lambda: self._step(*inputs))
+        side_stream = torch.cuda.Stream(device)  # capture needs warm-up runs on a stream of their own
+        side_stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side_stream):
+            for _ in range(WARM_UPS):
+                self._step(*inputs)
+        torch.cuda.current_stream(device).wait_stream(side_stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_memory):
+            outputs = self._step(*inputs)
+        self._graph_memory = self._graph_memory or graph.pool()
+
+        def replay() -> tuple[Tensor, Tensor]:
+            graph.replay()
+            return outputs
+
+        return RecordedStep(*inputs, replay=replay)
+
+    def _mark_dynamic(self, tokens: Tensor, tables: Tensor, starts: Tensor, counts: Tensor) -> None:
+        """Compile once for all block-table widths, and on a CPU for all batches of two sequences or more."""
+        if self._pool.device.type == "cpu" and len(tokens) > 1:
+            for tensor in (tokens, tables, starts, counts):
+                torch._dynamo.mark_dynamic(tensor, 0)
+        if self.width(1) < self._max_blocks:
+            torch._dynamo.mark_dynamic(tables, 1)
+
+
+def prefill(model: GPT, ids_BT: Tensor, cache: KVStore) -> Tensor:
+    """Process tokens with any KV cache, eagerly; the logits (B, V) of the next token of each row."""
+    with torch.inference_mode(), _run_eagerly():
+        ids_BT = ids_BT.to(model.lm_head.weight.device)
+        return cast(Tensor, model(ids_BT, cache=cache, logits_to_keep=1).logits)[:, -1]
+
+
+def decode_one(model: GPT, tokens_B: Tensor, cache: KVStore) -> Tensor:
+    """Process one more token per row with any KV cache, eagerly; the logits (B, V) of the next."""
+    return prefill(model, tokens_B[:, None], cache)
+
+
+def _run_eagerly() -> AbstractContextManager[object]:
+    """Run compiled blocks eagerly: a model in training would be compiled again for every new length."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
+
+
+@contextmanager
+def _unlimited_compilations() -> Iterator[None]:
+    """Several compilations of the step, a few per engine, are intended; torch limits them by default."""
+    import torch._dynamo  # takes seconds: only where it is needed
+
+    with torch._dynamo.config.patch(recompile_limit=UNLIMITED, accumulated_recompile_limit=UNLIMITED):
+        yield

@@ -1,13 +1,12 @@
-"""Who reads what in the next step: first come, first served, within the pages and the tokens there are."""
+"""Which sequences run in the next step: first come, first served, within the blocks and the token budget there are."""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from whimbrel.cache.blocks import BlockManager
+from whimbrel.cache.block_manager import BlockManager
 from whimbrel.inference.sequence import Sequence
 
 __all__ = ["Plan", "Scheduler"]
@@ -15,119 +14,128 @@ __all__ = ["Plan", "Scheduler"]
 
 @dataclass(slots=True)
 class Plan:
-    """What one step reads. Every row has pages for it."""
+    """What one step processes. Every sequence has blocks for it."""
 
-    decoding: list[Sequence] = field(default_factory=list)
-    """Rows that read one token, their last."""
-    reading: list[Sequence] = field(default_factory=list)
-    """Rows with more to read."""
-    width: int = 0
-    """How many tokens each of those reads at most."""
-    ahead: int = 1
-    """How many tokens the rows that read one draw, each after the other, before anyone looks at them."""
+    decodes: list[Sequence] = field(default_factory=list)
+    """Sequences with one pending token."""
+    prefills: list[Sequence] = field(default_factory=list)
+    """Sequences with more pending tokens, or with draft tokens to verify."""
+    prefill_width: int = 0
+    """Maximum number of tokens of each of `prefills`."""
+    num_steps: int = 1
+    """How many tokens `decodes` generate before the host looks at them."""
 
-    @property
-    def work(self) -> Iterator[tuple[Sequence, int]]:
-        """Each row and how many tokens it reads."""
-        yield from ((row, 1) for row in self.decoding)
-        yield from ((row, min(row.pending, self.width)) for row in self.reading)
+    def prefill_counts(self) -> list[int]:
+        """Number of tokens of each of `prefills`, draft tokens included."""
+        return [min(seq.pending + seq.num_proposed, self.prefill_width) for seq in self.prefills]
 
 
 class Scheduler:
-    """Rows that wait, rows that run, both oldest first.
+    """Waiting and running sequences, both in order of arrival.
 
-    Rows that go on from text they have read always do, one token each. Besides, rows that have more to read share
-    `prefill_chunk` tokens, padding included, the oldest first; so a long prompt delays no text under way, and no row is
-    ever passed by a younger one. When pages run out the youngest row gives up its own and waits again, to be read anew
-    (its tokens stay known). The oldest row can always go on, so all of them come to their end.
+    Sequences that are decoding always take part, one token each. In addition, sequences with more pending tokens share
+    `prefill_chunk` tokens (padding included) in order of arrival; so a long prompt never stalls decoding, and no
+    sequence overtakes an earlier one. When blocks run out, the latest sequence is preempted: it releases its blocks
+    and waits, to be prefilled again (its tokens and RNG are kept). The earliest sequence can always run, so all finish.
     """
 
     def __init__(
-        self, pool: BlockManager, *, max_batch: int, prefill_chunk: int, prefix_cache: bool, ahead: int = 1
+        self, manager: BlockManager, *, max_batch: int, prefill_chunk: int, prefix_cache: bool, max_steps: int = 1
     ) -> None:
-        self._pool, self._max_batch, self._chunk, self._prefix_cache = pool, max_batch, prefill_chunk, prefix_cache
-        self._ahead = ahead
+        self._manager, self._max_batch, self._chunk = manager, max_batch, prefill_chunk
+        self._prefix_cache, self._max_steps = prefix_cache, max_steps
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.prefix_hits = 0
-        """Tokens that did not have to be read because a known page held them."""
+        """Tokens that were found in the prefix cache."""
 
-    def add(self, row: Sequence) -> None:
-        """Let a new row wait."""
-        self.waiting.append(row)
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(seq)
 
-    def join(self, row: Sequence) -> None:
-        """Let a row run that was split from a running one."""
-        insort(self.running, row, key=lambda row: row.age)
+    def add_fork(self, seq: Sequence) -> None:
+        """Add a sequence that was forked from a running one."""
+        insort(self.running, seq, key=lambda seq: seq.priority)
 
-    def remove(self, row: Sequence, *, broken: bool = False) -> None:
-        """Drop a row, wherever it is; its pages are free at once."""
-        rows = self.running if row in self.running else self.waiting
-        rows.remove(row)
-        row.block_table.release(broken=broken)
+    def remove(self, seq: Sequence, *, discard: bool = False) -> None:
+        """Remove a waiting or running sequence and release its blocks."""
+        queue = self.running if seq in self.running else self.waiting
+        queue.remove(seq)
+        seq.block_table.release(discard=discard)
 
     def schedule(self) -> Plan:
-        """Find pages for the rows that run, let others begin where there is room, and say who reads what."""
-        self._make_room()
+        """Reserve blocks for running sequences, admit waiting ones, and plan the next step."""
+        self._reserve_running()
         plan = Plan()
-        for row in self.running:
-            self._place(row, plan)
-        while self.waiting and self._fits_in(plan) and self._admit(self.waiting[0]):
-            row = self.waiting.popleft()
-            self.running.append(row)
-            self._place(row, plan)
-        if self._ahead > 1 and plan.decoding and not plan.reading and all(row.predictable for row in plan.decoding):
-            self._look_ahead(plan)
+        for seq in self.running:
+            self._place(seq, plan)
+        while self.waiting and self._has_budget(plan) and self._admit(self.waiting[0]):
+            seq = self.waiting.popleft()
+            self.running.append(seq)
+            self._place(seq, plan)
+        if self._max_steps > 1 and plan.decodes and not plan.prefills and all(seq.is_argmax for seq in plan.decodes):
+            self._plan_multi_step(plan)
         return plan
 
-    def _look_ahead(self, plan: Plan) -> None:
-        """Draw several tokens at once, where none of the rows is to end before, and pages are left for all."""
-        steps = min(self._ahead, *(row.longest - len(row.tokens) for row in plan.decoding))
-        if steps > 1 and sum(row.block_table.blocks_needed(steps) for row in plan.decoding) <= self._pool.available:
-            for row in plan.decoding:
-                row.block_table.reserve(steps)
-            plan.ahead = steps
+    def _plan_multi_step(self, plan: Plan) -> None:
+        """Decode several tokens before the host looks at them, if no sequence ends before and there are blocks."""
+        steps = min(self._max_steps, *(seq.steps_left for seq in plan.decodes))
+        if steps > 1 and sum(seq.block_table.blocks_needed(steps) for seq in plan.decodes) <= self._manager.available:
+            for seq in plan.decodes:
+                seq.block_table.reserve(steps)
+            plan.num_steps = steps
 
-    def _make_room(self) -> None:
-        """BlockManager for what each running row has to read, the oldest first, at the cost of the youngest."""
+    def _reserve_running(self) -> None:
+        """Blocks for all pending tokens, in order of arrival; the latest sequences are preempted if needed."""
         done = 0
         while done < len(self.running):
-            row = self.running[done]
-            lacking = row.block_table.blocks_needed(row.pending)
-            if lacking > self._pool.available:
+            seq = self.running[done]
+            tokens = seq.pending + seq.num_proposed
+            needed = seq.block_table.blocks_needed(tokens)
+            if needed > self._manager.available:
                 self._preempt()
-                continue  # with the same row, unless it was the youngest itself
-            if lacking:
-                row.block_table.reserve(row.pending)
+                continue  # with the same sequence, unless it was the one preempted
+            if needed:
+                seq.block_table.reserve(tokens)
             done += 1
 
     def _preempt(self) -> None:
-        row = self.running.pop()
-        row.block_table.release()
-        self.waiting.appendleft(row)
+        seq = self.running.pop()
+        seq.block_table.release()
+        self.waiting.appendleft(seq)
         self.preemptions += 1
 
-    def _admit(self, row: Sequence) -> bool:
-        """Give a waiting row all pages that its known tokens need, unless others would soon have to take them back."""
-        if sum(len(each.samples) for each in (row, *self.running)) > self._max_batch:
+    def _admit(self, seq: Sequence) -> bool:
+        """Reserve blocks for a waiting sequence, with one to spare for each running one (else it is preempted soon)."""
+        if sum(len(each.samples) for each in (seq, *self.running)) > self._max_batch:
             return False
+        table = seq.block_table
         if self._prefix_cache:
-            row.block_table.match(row.tokens, min([len(row.tokens) - 1, *row.unscored[:1]]))
-        if row.block_table.blocks_needed(row.pending) + len(self.running) > self._pool.available:
-            row.block_table.release()
+            # At least the last token is processed, for its logits; so are positions that are still to be scored.
+            limit = min([len(seq.tokens) - seq.start - 1, *seq.unscored[:1]])
+            table.match_prefix(seq.tokens[seq.start :] if seq.start else seq.tokens, limit)
+        tokens = seq.pending + seq.num_proposed
+        if table.blocks_needed(tokens) + len(self.running) > self._manager.available:
+            table.release()
             return False
-        self.prefix_hits += row.block_table.stored
-        row.block_table.reserve(row.pending)
+        self.prefix_hits += table.num_tokens
+        table.reserve(tokens)
         return True
 
-    def _fits_in(self, plan: Plan) -> bool:
-        """Whether one more row can read: rows are padded to the widest, and padding costs what tokens do."""
-        return max(plan.width, 1) * (len(plan.reading) + 1) <= self._chunk
+    def _has_budget(self, plan: Plan) -> bool:
+        """Whether one more sequence can prefill: sequences are padded to the widest, and padding counts as tokens."""
+        return max(plan.prefill_width, 1) * (len(plan.prefills) + 1) <= self._chunk
 
-    def _place(self, row: Sequence, plan: Plan) -> None:
-        if row.pending == 1:
-            plan.decoding.append(row)
-        elif self._fits_in(plan):
-            plan.reading.append(row)
-            plan.width = max(plan.width, min(row.pending, self._chunk // len(plan.reading)))
+    def _place(self, seq: Sequence, plan: Plan) -> None:
+        tokens = seq.pending + seq.num_proposed
+        if seq.num_proposed and not (
+            self._has_budget(plan) and max(tokens, plan.prefill_width) * (len(plan.prefills) + 1) <= self._chunk
+        ):
+            seq.proposal = None  # draft tokens are verified in one pass or not at all
+            tokens = seq.pending
+        if tokens == 1:
+            plan.decodes.append(seq)
+        elif self._has_budget(plan):
+            plan.prefills.append(seq)
+            plan.prefill_width = max(plan.prefill_width, min(tokens, self._chunk // len(plan.prefills)))

@@ -1,59 +1,76 @@
-"""What is asked of the engine, what comes back, and one text under way between the two."""
+"""Requests to the engine, the events it returns, and the state of a sequence in between."""
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from whimbrel.base.errors import RequestError
-from whimbrel.cache.blocks import BlockManager, BlockTable
+from whimbrel.cache.block_manager import BlockManager, BlockTable
 from whimbrel.inference.sampling import History, SampleRNG, SamplingParams
 
-__all__ = ["Event", "Finish", "Request", "Sequence", "Logprob"]
+if TYPE_CHECKING:
+    from whimbrel.inference.speculative import Draft, Proposal
 
-Finish = Literal["stop", "length", "error"]
+__all__ = ["Event", "FinishReason", "Logprob", "Request", "Sequence", "as_token_ids", "as_token_set"]
+
+FinishReason = Literal["stop", "length", "error"]
 
 
 class Logprob(NamedTuple):
-    """How likely a token was to the model, and which ones were likeliest in its place."""
+    """The log-probability of a token, and the most likely tokens at its position."""
 
     logprob: float | None
-    """None for the first token of a prompt, before which there is nothing."""
+    """None for the first token of a prompt."""
     top: tuple[tuple[int, float], ...] = ()
-    """(token, its log-probability), likeliest first."""
+    """(token, log-probability), most likely first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt and how to go on from it."""
+    """A prompt and how to continue it."""
 
     prompt_ids: tuple[int, ...]
-    """The tokens to go on from."""
+    """Token ids of the prompt."""
     max_new_tokens: int
-    """How many tokens are drawn at most, also no more than the context has room for; 0 only scores the prompt."""
+    """Maximum number of new tokens; the context length limits it too. 0 only scores the prompt."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How each is drawn."""
+    """How each token is sampled."""
     seed: int | None = None
-    """The same seed gives the same tokens; None draws differently each time."""
+    """Seed of the random numbers; None for different ones each time."""
     n: int = 1
-    """How many samples are drawn; they share the pages of the prompt."""
+    """Number of samples; they share the blocks of the prompt."""
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end a sample and are not part of it."""
+    """Tokens that end a sample; they are not part of it."""
     logprobs: int | None = None
-    """Logprob each new token, with this many of the likeliest beside it."""
+    """Return the log-probability of each new token, and of this many of the most likely ones."""
     prompt_logprobs: int | None = None
-    """Logprob each token of the prompt, with this many of the likeliest beside it."""
+    """Return the log-probability of each prompt token, and of this many of the most likely ones."""
+    draft: Draft | None = None
+    """Proposes tokens that the model verifies (speculative decoding); needs n = 1."""
+    num_draft_tokens: int = 4
+    """Maximum number of tokens proposed per step."""
+    context_shift: bool = False
+    """Continue past the context: when it is full, keep the newest half of it and prefill that again. Otherwise the
+    sequence ends there. Prompts longer than the context keep their newest tokens."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", tuple(self.prompt_ids))
         if not self.prompt_ids:
-            raise RequestError("the prompt is empty: give at least one token")
-        for name, least in (("max_new_tokens", 0), ("n", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
+            raise RequestError("prompt_ids: expected at least one token, got an empty prompt")
+        minimums = {"max_new_tokens": 0, "n": 1, "logprobs": 0, "prompt_logprobs": 0, "num_draft_tokens": 1}
+        for name, minimum in minimums.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise RequestError(f"{name} = {value} must be at least {least}")
+            if value is not None and value < minimum:
+                raise RequestError(f"{name}: expected at least {minimum}, got {value}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise RequestError(f"seed = {self.seed} must be a whole number from 0 to 2**63 - 1")
+            raise RequestError(f"seed: expected an integer from 0 to 2**63 - 1, got {self.seed}")
+        if self.draft is not None and self.n > 1:
+            raise RequestError(f"draft: expected n = 1 with speculative decoding, got n = {self.n}")
 
 
 class Event(NamedTuple):
@@ -64,108 +81,183 @@ class Event(NamedTuple):
     sample: int
     """0 to n - 1."""
     token: int | None = None
-    """The token drawn; None where the prompt was scored, or a stop token ended the sample."""
+    """The sampled token; None if the prompt was scored, or if a stop token ended the sample."""
     logprob: float | None = None
-    """Of the token, where the request asked."""
+    """Log-probability of the token, if requested."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens in its place, with their log-probabilities."""
-    finish_reason: Finish | None = None
-    """Why this is the sample's last event: a stop token was drawn, there is room for no more tokens, or the model's
-    numbers are not finite (`error`)."""
+    """The most likely tokens at its position, with their log-probabilities."""
+    finish_reason: FinishReason | None = None
+    """Set on the sample's last event: a stop token was sampled, the length limit was reached, or the logits were not
+    finite (`error`)."""
     prompt: tuple[Logprob, ...] | None = None
-    """Scores of the prompt's tokens, where asked: once per request, on its first sample, before the first token."""
+    """Log-probabilities of the prompt's tokens, if requested: once per request, on its first sample, before the first
+    token."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One text under way: what is known of it, and what of that its pages hold.
+    """A sequence in the engine: its tokens, and the block table that stores the keys and values of the first of them.
 
-    Known tokens that the pages lack are still to be read; when the last has been read, the next token is drawn. So a
-    prompt at its beginning, a prompt half read, a text that goes on and one that starts over are all the same thing.
+    Tokens that are not stored yet are pending. Once the last one has been processed, the next token is sampled. So a
+    new prompt, a prompt that is partly prefilled, a sequence that is decoding and one that was preempted only differ
+    in how many tokens are pending.
     """
 
     number: int
-    """Of the request, in the order they came."""
+    """Number of the request, in order of arrival."""
     request: Request
-    """What was asked."""
     block_table: BlockTable
-    """The pages."""
     tokens: list[int]
-    """The prompt and what was drawn after it."""
+    """The prompt and the sampled tokens."""
     samples: list[int]
-    """Which samples of the request this is: all that are wanted until the prompt has been read, then one."""
-    scores: list[Logprob]
-    """Of the prompt's tokens, as far as they are known."""
+    """Samples of the request that this sequence stands for: all of them until the prompt is prefilled, then one."""
+    logprobs: list[Logprob]
+    """Log-probabilities of the prompt's tokens computed so far."""
     rng: SampleRNG
-    """The random stream, which goes on where it was whatever becomes of the pages."""
-    longest: int
-    """How many tokens the text may come to have."""
+    context_length: int
+    max_length: int
+    """Number of tokens at which the sequence is complete."""
+    start: int
+    """Index of the first token in the context; above 0 after a context shift."""
+    proposal: Proposal | None = None
+    """Draft tokens to verify in the next step."""
 
     @classmethod
-    def of(cls, request: Request, number: int, pool: BlockManager, context_length: int) -> Sequence:
-        """A row with nothing read yet."""
-        tokens, samples = list(request.prompt_ids), list(range(request.n))
-        longest = min(len(tokens) + request.max_new_tokens, context_length)
+    def from_request(cls, request: Request, number: int, manager: BlockManager, context_length: int) -> Sequence:
+        """A sequence with all tokens pending."""
+        tokens = list(request.prompt_ids)
+        max_length = len(tokens) + request.max_new_tokens
         return cls(
-            number, request, BlockTable(pool), tokens, samples, [Logprob(None)], SampleRNG(request.seed), longest
+            number=number,
+            request=request,
+            block_table=BlockTable(manager),
+            tokens=tokens,
+            samples=list(range(request.n)),
+            logprobs=[Logprob(None)],
+            rng=SampleRNG(request.seed),
+            context_length=context_length,
+            max_length=max_length if request.context_shift else min(max_length, context_length),
+            start=max(0, len(tokens) - context_length),
         )
 
     def split(self) -> list[Sequence]:
-        """A row for each sample, this one first, that share the pages read so far but have random streams apart."""
+        """One sequence per sample, this one first: they share the blocks stored so far and have separate RNGs."""
         self.samples, others = self.samples[:1], self.samples[1:]
-        return [self, *(self._twin(sample) for sample in others)]
+        return [self, *(self._fork(sample) for sample in others)]
 
-    def leave_out(self, sample: int) -> None:
-        """Stand for all samples that this row stood for but one."""
+    def remove_sample(self, sample: int) -> None:
+        """Drop one of several samples."""
         self.samples.remove(sample)
         self.rng = SampleRNG(self.request.seed, self.sample)
 
-    def _twin(self, sample: int) -> Sequence:
-        draws = SampleRNG(self.request.seed, sample)
-        holding, tokens = self.block_table.fork(), self.tokens[:]
-        return Sequence(self.number, self.request, holding, tokens, [sample], self.scores, draws, self.longest)
+    def _fork(self, sample: int) -> Sequence:
+        return Sequence(
+            number=self.number,
+            request=self.request,
+            block_table=self.block_table.fork(),
+            tokens=self.tokens[:],
+            samples=[sample],
+            logprobs=self.logprobs,
+            rng=SampleRNG(self.request.seed, sample),
+            context_length=self.context_length,
+            max_length=self.max_length,
+            start=self.start,
+        )
+
+    def append(self, token: int) -> None:
+        """Add a sampled token; shift the context if it no longer fits."""
+        self.tokens.append(token)
+        if len(self.tokens) - self.start > self.context_length and not self.is_complete:
+            self.block_table.release()
+            self.start = len(self.tokens) - max(1, self.context_length // 2)
+
+    def advance(self, count: int, *, cache: bool) -> None:
+        """Record that `count` pending tokens were stored; `cache` adds full blocks to the prefix cache."""
+        table = self.block_table
+        table.advance(self.tokens, table.num_tokens + count, start=self.start, cache=cache)
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The first `count` tokens of those pending and proposed."""
+        first = self.start + self.block_table.num_tokens
+        tokens = self.tokens[first : first + count]
+        if len(tokens) < count and self.proposal is not None:
+            tokens += self.proposal.tokens[: count - len(tokens)]
+        return tokens
 
     @property
     def sample(self) -> int:
-        """Which of the samples this is."""
+        """The first of `samples`."""
         return self.samples[0]
 
     @property
-    def age(self) -> tuple[int, int]:
-        """Rows that came first have the smallest."""
+    def priority(self) -> tuple[int, int]:
+        """Smaller for sequences that arrived earlier."""
         return self.number, self.sample
 
     @property
     def pending(self) -> int:
-        """Known tokens that have not been read."""
-        return len(self.tokens) - self.block_table.stored
+        """Tokens that are not stored yet."""
+        return len(self.tokens) - self.start - self.block_table.num_tokens
 
     @property
-    def drawn(self) -> int:
+    def num_proposed(self) -> int:
+        """Draft tokens to verify in the next step."""
+        return 0 if self.proposal is None else len(self.proposal.tokens)
+
+    @property
+    def num_sampled(self) -> int:
         """Tokens after the prompt."""
         return len(self.tokens) - len(self.request.prompt_ids)
 
     @property
     def history(self) -> History:
-        """What penalties count."""
+        """The tokens that penalties count."""
         return History(self.tokens, len(self.request.prompt_ids))
 
     @property
-    def complete(self) -> bool:
-        """Whether no more tokens may be drawn."""
-        return len(self.tokens) >= self.longest
+    def is_complete(self) -> bool:
+        """Whether the sequence has reached its length limit."""
+        return len(self.tokens) >= self.max_length
 
     @property
-    def predictable(self) -> bool:
-        """Whether its next token is the model's likeliest, unseen by anyone."""
+    def steps_left(self) -> int:
+        """Steps until the length limit or the next context shift."""
+        left = self.max_length - len(self.tokens)
+        return min(left, self.context_length - (len(self.tokens) - self.start) + 1)
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether its next token is the argmax of the logits, and nothing else about it is to be returned."""
         request = self.request
-        told = self.drawn > 0 or request.prompt_logprobs is None
-        plain = request.sampling.plain and request.logprobs is None
-        return told and plain and not self.complete and len(self.samples) == 1
+        prompt_reported = request.prompt_logprobs is None or self.num_sampled > 0
+        argmax = request.sampling.is_argmax and request.logprobs is None and request.draft is None
+        return argmax and prompt_reported and not self.is_complete and len(self.samples) == 1
 
     @property
     def unscored(self) -> range:
-        """Positions that tell how likely the next token of the prompt is, and have still to be asked."""
+        """Positions whose logits are still needed to score the prompt."""
         if self.request.prompt_logprobs is None:
             return range(0)
-        return range(len(self.scores) - 1, len(self.request.prompt_ids) - 1)
+        return range(len(self.logprobs) - 1, len(self.request.prompt_ids) - 1)
+
+
+def as_token_ids(prompt: abc.Sequence[int] | Tensor, vocab_size: int) -> list[int]:
+    """A prompt as a list of ints; raises RequestError if it is not one of token ids of the vocabulary."""
+    try:
+        ids = torch.as_tensor(prompt, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RequestError(f"prompt_ids: expected a flat list of token ids, got {prompt!r:.60}") from error
+    if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise RequestError(
+            f"prompt_ids: expected a flat, non-empty list of token ids, got shape {tuple(ids.shape)} of {ids.dtype}"
+        )
+    tokens: list[int] = ids.tolist()
+    unknown = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if unknown is not None:
+        raise RequestError(f"prompt_ids: expected token ids from 0 to {vocab_size - 1}, got {unknown}")
+    return tokens
+
+
+def as_token_set(tokens: int | abc.Iterable[int] | None) -> frozenset[int]:
+    """One token, several or none as a set."""
+    return frozenset([tokens] if isinstance(tokens, int) else tokens or ())

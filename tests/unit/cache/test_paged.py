@@ -21,7 +21,7 @@ MODELS = {
     },
 }
 TABLES = [[7, 3, 9, 5, 4], [8, 2, 0, 0, 0], [6, 1, 0, 0, 0]]
-"""BlockManager of three rows, four tokens each."""
+"""Blocks of three rows, four tokens each."""
 
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS.keys())

@@ -79,7 +79,7 @@ def test_the_end_of_the_input_ends_the_program(talk):
 
 
 def test_a_word_of_the_system_that_cannot_fit_is_refused_before_anything_is_asked(talk, capsys):
-    with pytest.raises(RequestError, match="the system's word, .* the context of 256 has room for 250"):
+    with pytest.raises(RequestError, match="system prompt .* at most 250 tokens"):
         talk("Hello", system="x" * 300)
     assert "/reset" not in capsys.readouterr().err
 
@@ -91,9 +91,9 @@ def test_what_is_no_command_is_said_so(talk):
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(model, directory, talk, monkeypatch):
-    from whimbrel.inference import speculative
+    from whimbrel.inference import Engine
 
-    real, drawn = speculative.sample, []
+    real, drawn = Engine._sample, []
 
     def sample(*given):
         drawn.append(0)
@@ -101,7 +101,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(model, directory, talk, mon
             signal.raise_signal(signal.SIGINT)
         return real(*given)
 
-    monkeypatch.setattr(speculative, "sample", sample)
+    monkeypatch.setattr(Engine, "_sample", sample)
     handler = signal.getsignal(signal.SIGINT)
     answers, _ = talk("Hello", "And you?")
     assert len(drawn) == 3 + 6
@@ -118,7 +118,7 @@ def test_ctrl_c_twice_ends_the_program(talk, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("whimbrel.inference.speculative.sample", sample)
+    monkeypatch.setattr("whimbrel.inference.Engine._sample", sample)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -149,7 +149,7 @@ def test_a_long_conversation_forgets_its_beginning_and_says_so(talk):
 def test_a_message_too_long_is_refused_and_the_conversation_goes_on(talk):
     answers, said = talk("word " * 200, "Hello")
     assert len(answers) == 1
-    assert "the context of 256 has room for" in said
+    assert "at most 250 tokens" in said
 
 
 def test_templates_can_be_named_or_given_as_a_file(model, directory, talk, tmp_path):

@@ -110,7 +110,7 @@ def test_a_prompt_that_is_no_text_is_refused(directory):
 def test_past_the_end_another_text_begins(model, directory, capsys, monkeypatch):
     end = TOKENIZER.eot_id
     drawn = iter([72, end, 73])
-    monkeypatch.setattr("whimbrel.inference.speculative.sample", lambda *_: torch.tensor([next(drawn)]))
+    monkeypatch.setattr("whimbrel.inference.engine.sample", lambda *_, **__: torch.tensor([next(drawn)]))
     generate(directory, "x", max_new_tokens=3, past_end=True, device="cpu")
     assert capsys.readouterr().out == f"x{TOKENIZER.decode([72])}\n\n{TOKENIZER.decode([73])}\n"
     drawn = iter([72, end])

@@ -11,7 +11,7 @@ from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import ConfigError, WhimbrelError
 from whimbrel.cli.generate import generate
-from whimbrel.inference import SamplingParams, beam_search, generate_batch, stream_text
+from whimbrel.inference import LLM, SamplingParams, beam_search, stream_text
 from whimbrel.inference import generate as tokens_after
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
@@ -96,9 +96,8 @@ def test_a_stop_string_ends_the_text(written):
 
 
 def test_several_texts_are_samples_of_one_seed(model, written):
-    [samples] = generate_batch(
-        model, [TOKENIZER.encode("So")], SamplingParams(temperature=0.8), n=3, max_new_tokens=20, seed=1, eos_id=END
-    )
+    [output] = LLM(model, TOKENIZER).generate(["So"], SamplingParams(temperature=0.8), n=3, max_new_tokens=20, seed=1)
+    samples = output.outputs
     texts = [shown(sample.tokens) for sample in samples]
     assert written(n=3) == "\n".join(texts)
     assert written() == texts[0]
@@ -142,7 +141,7 @@ def test_options_that_contradict_or_mean_nothing_are_refused(written, capsys, op
 def test_a_draft_of_other_tokens_is_refused(written, tmp_path):
     other = tmp_path / "other"
     save_model(GPT(GPTConfig(context_length=64, vocab_size=300, num_layers=1, embd_size=32, num_heads=2)), other)
-    with pytest.raises(WhimbrelError, match="the draft model has 300 tokens and the model 257"):
+    with pytest.raises(WhimbrelError, match="vocabulary of 257 tokens, got 300"):
         written(draft=str(other))
     with pytest.raises(ConfigError, match="leave --temperature out"):
         written(beams=2, seed=None, temperature=1.0)

@@ -63,10 +63,10 @@ def test_a_coded_cache_gives_other_scores(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beams": 0}, "beams = 0"),
-        ({"beams": 1025}, "beams = 1025 must be from 1 to 1024"),
-        ({"max_new_tokens": 0}, "max_new_tokens = 0"),
-        ({"max_new_tokens": 32}, "a prompt of 2 tokens and 32 new ones: beam search stays within"),
+        ({"beams": 0}, "beams: expected .* got 0"),
+        ({"beams": 1025}, "beams: expected .* got 1025"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected .* got 0"),
+        ({"max_new_tokens": 32}, "at most 31 after a prompt of 2 tokens"),
     ],
 )
 def test_searches_that_make_no_sense_are_refused(model, options, message):
@@ -79,5 +79,5 @@ def test_a_model_that_diverged_is_refused():
     model = GPT(GPTConfig(context_length=8, vocab_size=5, num_layers=1, embd_size=16, num_heads=2))
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
-    with pytest.raises(RequestError, match="not numbers"):
+    with pytest.raises(RequestError, match="finite logits"):
         beam_search(model, [1], max_new_tokens=2)

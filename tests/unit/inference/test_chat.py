@@ -7,7 +7,7 @@ import torch
 from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import RequestError
-from whimbrel.inference import Conversation, NgramDraft, SamplingParams, Session, generate
+from whimbrel.inference import LLM, Conversation, NgramDraft, SamplingParams, generate
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.tokenization import ChatTemplate, Tokenizer
 
@@ -43,16 +43,17 @@ def letters_only(tokenizer) -> SamplingParams:
 @pytest.fixture
 def reads(monkeypatch) -> list[int]:
     seen: list[int] = []
-    forward = GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda self, idx, **kw: seen.append(idx.size(1)) or forward(self, idx, **kw))
+    hidden_states = GPT.hidden_states
+    monkeypatch.setattr(
+        GPT, "hidden_states", lambda self, ids, **kw: seen.append(ids.size(1)) or hidden_states(self, ids, **kw)
+    )
     return seen
 
 
 def conversation(
     model: GPT, tokenizer: Tokenizer, sampling: SamplingParams = GREEDY, **options: object
 ) -> Conversation:
-    settings = {"max_new_tokens": 12, "eos_id": tokenizer.eot_id} | options
-    return Conversation(Session(model), tokenizer, TEMPLATE, sampling, **settings)
+    return Conversation(LLM(model, tokenizer, block_size=1), TEMPLATE, sampling, **{"max_new_tokens": 12} | options)
 
 
 def test_every_turn_is_what_the_whole_conversation_gives_and_only_what_is_new_is_read(
@@ -113,7 +114,7 @@ def test_an_answer_that_is_left_before_its_first_word_is_an_empty_one(model, tok
         "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}{{ message.content }}{% endfor %}"
     )
-    talk = Conversation(Session(model), tokenizer, ChatTemplate(alternating), letters_only, max_new_tokens=4)
+    talk = Conversation(LLM(model, tokenizer), ChatTemplate(alternating), letters_only, max_new_tokens=4)
     talk.ask("Hello").pieces.close()
     assert talk.messages == [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ""}]
     late = talk.ask("Well?").pieces
@@ -126,14 +127,14 @@ def test_an_answer_that_is_left_before_its_first_word_is_an_empty_one(model, tok
 def test_answers_end_at_stop_strings_and_end_tokens(model, tokenizer, letters_only):
     text = "".join(conversation(model, tokenizer, letters_only).ask("Hello").pieces)
     stop = text[4:6]
-    talk = conversation(model, tokenizer, letters_only, stops=[stop])
+    talk = conversation(model, tokenizer, letters_only, stop=[stop])
     assert "".join(talk.ask("Hello").pieces) == text[: text.index(stop)] == talk.messages[1]["content"]
     template = ChatTemplate(TEMPLATE.source, stops=[stop])
-    taught = Conversation(Session(model), tokenizer, template, letters_only, max_new_tokens=12, stops=["never"])
+    taught = Conversation(LLM(model, tokenizer), template, letters_only, max_new_tokens=12, stop=["never"])
     assert "".join(taught.ask("Hello").pieces) == text[: text.index(stop)]
     done = SamplingParams(temperature=0, logit_bias={tokenizer.eot_id: 1e4})
-    assert "".join(conversation(model, tokenizer, done, eos_id=None).ask("Hello").pieces) == ""
-    ending = conversation(model, tokenizer, letters_only, eos_id=tokenizer.encode(text[3]))
+    assert "".join(conversation(model, tokenizer, done, stop_ids=None).ask("Hello").pieces) == ""
+    ending = conversation(model, tokenizer, letters_only, stop_ids=tokenizer.encode(text[3]))
     assert "".join(ending.ask("Hello").pieces) == text[: text.index(text[3])]
 
 
@@ -142,7 +143,7 @@ def test_the_oldest_turns_make_room_and_half_the_context_is_kept(model, tokenize
     forgot = []
     for turn in range(12):
         answer = talk.ask(f"message {turn:02}")
-        forgot.append(answer.forgotten)
+        forgot.append(answer.num_dropped)
         list(answer.pieces)
         assert talk.messages[0]["role"] == "user"
     # A turn is 28 tokens: four of them do not fit before another in 120, one does in half of it.
@@ -154,9 +155,7 @@ def test_a_message_that_cannot_fit_is_refused_and_not_remembered(model, tokenize
     talk = conversation(model, tokenizer)
     list(talk.ask("Hello").pieces)
     before = list(talk.messages)
-    with pytest.raises(
-        RequestError, match="comes to 206 tokens: beside an answer, the context of 120 has room for 108"
-    ):
+    with pytest.raises(RequestError, match="at most 108 tokens .*context of 120.*, got 206"):
         talk.ask("x" * 200)
     assert talk.messages == before
     longest = conversation(model, tokenizer)
@@ -184,12 +183,12 @@ def test_seeds_settle_a_conversation_and_turns_differ(model, tokenizer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens = 0 must be at least 1"),
-        ({"stops": [""]}, "none of them empty"),
-        ({"seed": -1}, "seed = -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected .* got 0"),
+        ({"stop": [""]}, "none of them empty"),
+        ({"seed": -1}, "seed: expected .* got -1"),
         (
             {"system": "x" * 99},
-            "message, comes to 109 tokens: beside an answer, the context of 120 has room for 108",
+            "system prompt .*at most 108 tokens .*, got 109",
         ),
         ({"system": "\ud800"}, "lone surrogate"),
     ],

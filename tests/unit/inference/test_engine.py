@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.inference.lone import alone, run, small_model, texts
+from tests.unit.inference.reference import alone, run, small_model, texts
 
 from whimbrel.cache.paged import PagedBatch
 from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, generate
@@ -167,13 +167,16 @@ def test_a_batch_padded_with_rows_of_nothing_gives_the_same():
     model = MODELS["windows"]
     engine = Engine(model, EngineConfig(block_size=4, max_batch=8))
     heights = []
-    decode = engine.runner.decode
 
-    def watched(tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        heights.append(len(tokens))
-        return decode(tokens, batch)
+    class Padding:
+        def padded(self, rows: int) -> int:
+            return -(-rows // 8) * 8
 
-    engine.runner.decode, engine.runner.padded = watched, lambda rows: -(-rows // 8) * 8
+        def __call__(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+            heights.append(len(tokens))
+            return model(tokens, cache=batch).logits[:, -1]
+
+    engine.runner._graphs = Padding()
     asked = many(11)
     for request in asked:
         engine.add_request(request)

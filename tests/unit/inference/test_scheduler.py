@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.inference.lone import small_model
+from tests.unit.inference.reference import small_model
 
 from whimbrel.cache.paged import BlockPool
 from whimbrel.inference.scheduler import Plan, Scheduler
@@ -22,7 +22,7 @@ def scheduler(*, pages: int = 100, batch: int = 8, chunk: int = 16, prefix_cache
 def add(to: Scheduler, *lengths: int, n: int = 1) -> list[Sequence]:
     first = 1 + max((row.number for row in (*to.running, *to.waiting)), default=-1)
     rows = [
-        Sequence.of(Request(prompt_ids=(number,) * length, max_new_tokens=9, n=n), number, to._pool, 48)
+        Sequence.from_request(Request(prompt_ids=(number,) * length, max_new_tokens=9, n=n), number, to._manager, 48)
         for number, length in enumerate(lengths, first)
     ]
     for row in rows:
@@ -32,9 +32,9 @@ def add(to: Scheduler, *lengths: int, n: int = 1) -> list[Sequence]:
 
 def read(plan: Plan, draw: int = 1) -> list[tuple[int, int]]:
     """Do what a plan says, without a model: each row's number and how many tokens it read."""
-    done = [(row, count) for row, count in plan.work]
+    done = [*((row, 1) for row in plan.decodes), *zip(plan.prefills, plan.prefill_counts(), strict=True)]
     for row, count in done:
-        row.block_table.advance(row.tokens, row.block_table.stored + count)
+        row.advance(count, cache=True)
         if row.pending == 0:
             row.tokens += [row.number] * draw
     return [(row.number, count) for row, count in done]
@@ -90,8 +90,8 @@ def test_the_youngest_gives_up_its_pages_and_is_the_first_to_come_back():
     while not schedule.preemptions:
         read(schedule.schedule())
     assert [row.number for row in schedule.waiting] == [2, 3]
-    assert (len(rows[2].block_table.pages), rows[2].block_table.stored) == (0, 0)
-    assert rows[2].drawn > 1, "what was drawn stays known"
+    assert (len(rows[2].block_table.blocks), rows[2].block_table.num_tokens) == (0, 0)
+    assert rows[2].num_sampled > 1, "what was drawn stays known"
     schedule.remove(rows[0])
     assert (2, len(rows[2].tokens)) in read(schedule.schedule())
 
@@ -101,8 +101,8 @@ def test_samples_are_as_old_as_their_request():
     first, _ = *add(schedule, 3, n=3), *add(schedule, 3)
     read(schedule.schedule())
     for row in first.split()[1:]:
-        schedule.join(row)
-    assert [row.age for row in schedule.running] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+        schedule.add_fork(row)
+    assert [row.priority for row in schedule.running] == [(0, 0), (0, 1), (0, 2), (1, 0)]
 
 
 def test_a_row_is_taken_on_when_those_that_run_have_room_to_go_on():
@@ -124,27 +124,25 @@ def test_a_row_is_taken_on_when_those_that_run_have_room_to_go_on():
     batch=st.integers(1, 8),
     prefix_cache=st.booleans(),
 )
-def test_every_row_comes_to_its_end_and_the_first_one_never_exponential_noise(
-    lengths, pages, chunk, batch, prefix_cache
-):
+def test_every_row_comes_to_its_end_and_the_first_one_never_waits(lengths, pages, chunk, batch, prefix_cache):
     schedule = scheduler(pages=pages, chunk=chunk, batch=batch, prefix_cache=prefix_cache)
     rows = add(schedule, *lengths)
     steps = 0
     while rows:
         plan = schedule.schedule()
         oldest, before = rows[0], rows[0].pending
-        widths = [min(row.pending, plan.width) for row in plan.reading]
+        widths = [min(row.pending, plan.prefill_width) for row in plan.prefills]
         assert max(widths, default=0) * len(widths) <= chunk
-        assert len(plan.decoding) + len(plan.reading) <= len(schedule.running) <= batch
+        assert len(plan.decodes) + len(plan.prefills) <= len(schedule.running) <= batch
         assert [row.number for row in (*schedule.running, *schedule.waiting)] == [row.number for row in rows]
         done = dict(read(plan))
         assert done[oldest.number] == (1 if before == 1 else min(before, chunk))
-        for row in [row for row in rows if row.drawn == 8]:
+        for row in [row for row in rows if row.num_sampled == 8]:
             rows.remove(row)
             schedule.remove(row)
         steps += 1
         assert steps < 2000
-    assert schedule._pool.available == pages - 1
+    assert schedule._manager.available == pages - 1
 
 
 @pytest.mark.parametrize("running", [True, False])

@@ -11,18 +11,20 @@ from tests.unit.models.test_gpt import KINDS, spread
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import (
-    Guess,
+    LLM,
+    Draft,
     History,
+    Logprob,
     ModelDraft,
     NgramDraft,
+    Proposal,
     SampleRNG,
     SamplingParams,
-    Session,
     distribution,
     generate,
-    speculate,
+    sample,
 )
-from whimbrel.inference.speculative import _settle
+from whimbrel.inference.speculative import verify
 from whimbrel.models import GPT, GPTConfig
 
 GREEDY = SamplingParams(temperature=0)
@@ -40,9 +42,18 @@ def models() -> dict[str, GPT]:
 def reads(monkeypatch) -> list[int]:
     """How many tokens each pass through a model read."""
     seen: list[int] = []
-    forward = GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda self, idx, **kw: seen.append(idx.size(1)) or forward(self, idx, **kw))
+    hidden_states = GPT.hidden_states
+    monkeypatch.setattr(
+        GPT, "hidden_states", lambda self, ids, **kw: seen.append(ids.size(1)) or hidden_states(self, ids, **kw)
+    )
     return seen
+
+
+def speculate(
+    model: GPT, prompt: list[int], sampling: SamplingParams, draft: Draft | None = None, **options: object
+) -> list[int]:
+    """The tokens of one request with a draft."""
+    return list(LLM(model, max_batch=1, prefix_cache=False).stream_tokens(prompt, sampling, draft=draft, **options))
 
 
 def drafts(models: dict[str, GPT], kind: str) -> dict[str, object]:
@@ -70,7 +81,7 @@ def test_greedy_text_is_exactly_that_of_plain_decoding(models, kind):
     for prompt in PROMPTS if kind == "alternating" else PROMPTS[1:2]:
         plain = generate(model, prompt, max_new_tokens=45, temperature=0)
         for name, draft in drafts(models, kind).items():
-            found = list(speculate(model, prompt, GREEDY, draft, max_new_tokens=45, ahead=3))
+            found = speculate(model, prompt, GREEDY, draft, max_new_tokens=45, num_draft_tokens=3)
             assert found == plain, name
 
 
@@ -80,28 +91,28 @@ def test_penalties_and_restrictions_hold(models):
     plain = generate(model, PROMPTS[1], max_new_tokens=24, **settings)
     assert plain != generate(model, PROMPTS[1], max_new_tokens=24, temperature=0)
     for draft in drafts(models, "llama3").values():
-        assert list(speculate(model, PROMPTS[1], SamplingParams(**settings), draft, max_new_tokens=24)) == plain
+        assert speculate(model, PROMPTS[1], SamplingParams(**settings), draft, max_new_tokens=24) == plain
 
 
 def test_penalties_of_a_draft_count_what_those_of_the_model_count(models, reads):
     """So a model that guesses for itself is always right, in a text that no token comes in twice."""
     model, sampling = models["gpt2"], SamplingParams(temperature=0, presence_penalty=1e4)
-    found = list(speculate(model, list(range(8)), sampling, ModelDraft(model), max_new_tokens=20, ahead=3))
+    found = speculate(model, list(range(8)), sampling, ModelDraft(model), max_new_tokens=20, num_draft_tokens=3)
     assert [count for count in reads[1:] if count > 2] == [8 + 3, 4, 4, 4, 4]
     assert len(set(found)) == 20
-    found = list(speculate(model, list(range(8)), sampling, ModelDraft(model), max_new_tokens=97, ahead=3))
+    found = speculate(model, list(range(8)), sampling, ModelDraft(model), max_new_tokens=97, num_draft_tokens=3)
     assert set(found) == set(range(97))  # past the context, and those of the prompt too
 
 
 def test_right_guesses_save_steps_and_wrong_ones_are_taken_back(models, reads):
     model = models["gpt2"]
-    list(speculate(model, [3, 4], GREEDY, ModelDraft(model), max_new_tokens=20, ahead=3))
+    speculate(model, [3, 4], GREEDY, ModelDraft(model), max_new_tokens=20, num_draft_tokens=3)
     # The model reads the prompt and 3 guesses, then its own last token and 3 more; its draft one by one.
     assert [count for count in reads if count > 2] == [5, 4, 4, 4, 4]
     reads.clear()
-    text = list(speculate(model, [3, 4], GREEDY, NgramDraft(), max_new_tokens=25))
+    text = speculate(model, [3, 4], GREEDY, NgramDraft(), max_new_tokens=25)
     reads.clear()
-    list(speculate(model, [3, 4, *text, 3, 4], GREEDY, NgramDraft(), max_new_tokens=3, ahead=4))
+    speculate(model, [3, 4, *text, 3, 4], GREEDY, NgramDraft(), max_new_tokens=3, num_draft_tokens=4)
     assert reads[0] == 29 + 2  # the text was seen before: guessed as far as there is need
 
 
@@ -111,16 +122,15 @@ def test_a_stop_token_ends_the_text_also_in_a_guess(models):
     end = plain[6]
     cut = plain[: plain.index(end)]
     for draft in drafts(models, "gpt2").values():
-        assert list(speculate(model, [3], GREEDY, draft, max_new_tokens=20, eos_id=end)) == cut
+        assert speculate(model, [3], GREEDY, draft, max_new_tokens=20, stop_ids=[end]) == cut
 
 
 def test_without_a_draft_a_seed_draws_what_it_draws_in_plain_decoding(models):
     model, sampling = models["qwen3"], SamplingParams(top_p=0.9)
     plain = generate(model, PROMPTS[1], max_new_tokens=40, seed=3, top_p=0.9)
-    assert list(speculate(model, PROMPTS[1], sampling, max_new_tokens=40, seed=3)) == plain
+    assert speculate(model, PROMPTS[1], sampling, max_new_tokens=40, seed=3) == plain
     guessed = [
-        list(speculate(model, PROMPTS[1], sampling, ModelDraft(model), max_new_tokens=40, seed=seed))
-        for seed in (3, 3, 4)
+        speculate(model, PROMPTS[1], sampling, ModelDraft(model), max_new_tokens=40, seed=seed) for seed in (3, 3, 4)
     ]
     assert guessed[0] == guessed[1] != guessed[2]
 
@@ -131,20 +141,20 @@ def test_what_comes_out_is_distributed_as_if_the_model_had_drawn_it(certain, set
     """Of two guessed tokens and the one after: each as often as the product of its probabilities says."""
     generator = torch.Generator().manual_seed(0)
     logits, other = torch.randn(3, 4, generator=generator), torch.randn(2, 4, generator=generator)
-    sampling, draws, count = SamplingParams(**settings), SampleRNG(0), 800
+    sampling, rng, count = SamplingParams(**settings), SampleRNG(0), 800
     model = distribution(logits, [sampling] * 3, [NOTHING] * 3)
     draft = distribution(other, [SamplingParams(temperature=1.5)] * 2, [NOTHING] * 2)
     seen: Counter[tuple[int, ...]] = Counter()
     for _ in range(count):
         if certain:
-            guess = Guess([2, 1])
+            guess = Proposal([2, 1])
         else:
-            guess = Guess(torch.multinomial(draft, 1, generator=generator)[:, 0].tolist(), draft)
-        out = _settle(logits, guess, NOTHING, sampling, draws)
+            guess = Proposal(torch.multinomial(draft, 1, generator=generator)[:, 0].tolist(), draft)
+        out = verify(logits, guess, NOTHING, sampling, rng)
         assert out[:-1] == guess.tokens[: len(out) - 1]
         # What was refused would be drawn by the model in the next step: here from the rows that are left.
         while len(out) < 3:
-            out += _settle(logits[len(out) : len(out) + 1], Guess([]), NOTHING, sampling, draws)
+            out += sample(logits[len(out) : len(out) + 1], [sampling], [rng.key()], [NOTHING]).tolist()
         seen[tuple(out)] += 1
     expected = torch.einsum("i,j,k->ijk", *model) * count
     assert sum(seen[place] for place in seen if expected[place] == 0) == 0
@@ -154,69 +164,67 @@ def test_what_comes_out_is_distributed_as_if_the_model_had_drawn_it(certain, set
     assert statistic <= len(often) + 4 * math.sqrt(2 * len(often))
 
 
-def test_a_session_reads_only_what_is_new(models, reads):
+def test_a_draft_model_only_processes_new_tokens(models, reads):
     ids = list(range(20))
     texts = [(ids, 20), ([*ids, 1, 2], 2), ([*ids[:9], 7, 7, 7], 3), ([*ids[:9], 7, 7], 1), ([8, *ids], 21)]
-    for kind in ("gpt2", "mistral"):  # whose window of 5 must not let go of what a shorter text sees again
-        session = Session(models[kind])
+    for kind in ("gpt2", "mistral"):
+        draft = ModelDraft(models[kind])
         for text, read in texts:
             reads.clear()
-            found = session.read(text)
+            found = draft._next_logits(text)
             assert sum(reads) == read
             torch.testing.assert_close(found, models[kind](torch.tensor([text])).logits[0, -1:], rtol=1e-4, atol=1e-4)
-            assert session.held == len(text)
-        assert session.read([9, *ids], keep=3).shape == (3, 97)
 
 
-def test_a_session_whose_windows_have_let_go_reads_all_again(models, reads):
-    model = models["mistral"]
-    session = Session(model)
-    ids = list(range(20))
-    session.read(ids)
-    session.read([*ids[:15], 1])  # which lets go of what is behind the window of 5
-    reads.clear()
-    found = session.read([*ids[:8], 2])
-    assert sum(reads) == 9
-    torch.testing.assert_close(found, model(torch.tensor([[*ids[:8], 2]])).logits[0, -1:], rtol=1e-4, atol=1e-4)
+def test_several_sequences_with_drafts_run_in_one_batch(models):
+    """Each is verified on its own, and a sequence without a draft is not affected."""
+    model = models["llama3"]
+    llm = LLM(model, max_batch=4)
+    streams = [
+        llm.stream_tokens(prompt, GREEDY, max_new_tokens=30, draft=draft)
+        for prompt, draft in zip(PROMPTS, (NgramDraft(), ModelDraft(model), None), strict=True)
+    ]
+    found = [[] for _ in streams]
+    for step in range(30):
+        for tokens, stream in zip(found, streams, strict=True):
+            tokens.append(next(stream))
+            assert len(tokens) == step + 1
+    assert found == [generate(model, prompt, max_new_tokens=30, temperature=0) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("draft", [None, NgramDraft()], ids=["none", "ngram"])
-def test_windows_of_one_text_hold_little_more_than_they_see(models, draft, monkeypatch):
-    """Guesses may be taken back, so what they push out of a window of 5 is held until they are settled."""
-    model, held = models["mistral"], []
-    forward = GPT.forward
-
-    def watched(self, idx, *, cache, **options):
-        found = forward(self, idx, cache=cache, **options)
-        held.append(max(layer.keys.size(2) for layer in cache.layers))
-        return found
-
-    monkeypatch.setattr(GPT, "forward", watched)
-    list(speculate(model, [1, 2, 1, 2], GREEDY, draft, max_new_tokens=28, ahead=4))
-    assert max(held) <= 5 + 1 + 4
+def test_logprobs_are_those_without_a_draft(models):
+    model = models["gpt2"]
+    plain, drafted = (
+        LLM(model, max_batch=1).generate([[3, 4]], GREEDY, max_new_tokens=12, logprobs=2, draft=draft)
+        for draft in (None, ModelDraft(model))
+    )
+    assert plain[0].outputs[0].tokens == drafted[0].outputs[0].tokens
+    for one, other in zip(plain[0].outputs[0].logprobs, drafted[0].outputs[0].logprobs, strict=True):
+        assert isinstance(one, Logprob)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens = 0 must be at least 1"),
-        ({"ahead": 0}, "ahead = 0 must be at least 1"),
-        ({"prompt_ids": []}, "non-empty"),
-        ({"sampling": SamplingParams(logit_bias={97: 1.0})}, "logit_bias of token 97"),
-        ({"seed": -1}, "seed = -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected .* got 0"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens: expected .* got 0"),
+        ({"prompt": []}, "non-empty"),
+        ({"sampling": SamplingParams(logit_bias={97: 1.0})}, "logit_bias: .* got 97"),
+        ({"seed": -1}, "seed: expected .* got -1"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(models, options, message):
-    usual = {"prompt_ids": [1], "sampling": GREEDY, "max_new_tokens": 3}
+    usual = {"prompt": [1], "sampling": GREEDY, "max_new_tokens": 3}
     with pytest.raises(RequestError, match=message):
         speculate(models["gpt2"], **usual | options)
 
 
-def test_drafts_that_cannot_guess_are_refused(models):
+def test_unusable_drafts_are_rejected(models):
     other = ModelDraft(GPT(GPTConfig(context_length=8, vocab_size=50, num_layers=1, embd_size=16, num_heads=2)))
-    with pytest.raises(RequestError, match="the draft model has 50 tokens and the model 97"):
+    with pytest.raises(RequestError, match="vocabulary of 97 tokens, got 50"):
         speculate(models["gpt2"], [1], GREEDY, other, max_new_tokens=3)
-    with pytest.raises(RequestError, match="longest = 0"):
+    with pytest.raises(RequestError, match="max_ngram: .* got 0"):
         NgramDraft(0)
-    with pytest.raises(RequestError, match="cache = int8 is settled where the session is made"):
-        speculate(Session(models["gpt2"]), [1], GREEDY, max_new_tokens=3, cache="int8")
+    with pytest.raises(RequestError, match="n = 1"):
+        LLM(models["gpt2"]).generate([[1]], GREEDY, n=2, draft=NgramDraft())

@@ -71,7 +71,7 @@ def test_concurrent_jobs_receive_their_own_events(engine: Engine):
 
 def test_submit_accepts_all_requests_of_a_job_or_none(engine: Engine):
     async def action(worker: Worker) -> None:
-        with pytest.raises(RequestError, match="token id 60000"):
+        with pytest.raises(RequestError, match="got 60000"):
             await worker.submit([request_of(), request_of((60000,))])
         assert not engine.busy
         await tokens_of(await worker.submit([request_of()]))

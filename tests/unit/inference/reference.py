@@ -21,11 +21,11 @@ def small_model(**settings: object) -> GPT:
 @torch.inference_mode()
 def alone(model: GPT, request: Request, number: int = 0) -> list[int | str]:
     """The tokens of one sample, and why they end."""
-    tokens, draws = list(request.prompt_ids), SampleRNG(request.seed, number)
+    tokens, rng = list(request.prompt_ids), SampleRNG(request.seed, number)
     drawn: list[int | str] = []
     for _ in range(min(request.max_new_tokens, model.config.context_length - len(tokens))):
         logits = model(torch.tensor([tokens])).logits[:, -1]
-        key = 0 if request.sampling.greedy else draws.key()
+        key = 0 if request.sampling.greedy else rng.key()
         token = int(sample(logits, [request.sampling], [key], [History(tokens, len(request.prompt_ids))]))
         if token in request.stop_ids:
             return [*drawn, "stop"]

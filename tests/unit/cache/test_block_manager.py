@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from whimbrel.base.errors import ConfigError, RequestError
-from whimbrel.cache.blocks import BlockTable
-from whimbrel.cache.paged import BlockPool as AnyPagePool
+from whimbrel.cache.block_manager import BlockTable
+from whimbrel.cache.paged import BlockPool as AnyBlockPool
 from whimbrel.cache.paged import PagedBatch
 from whimbrel.models import GPTConfig
 
 SHAPE = GPTConfig(num_layers=1, embd_size=2, num_heads=1)
-BlockPool = partial(AnyPagePool, dtype=torch.float64)
+BlockPool = partial(AnyBlockPool, dtype=torch.float64)
 TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
@@ -28,12 +28,12 @@ def marks(tokens: list[int]) -> torch.Tensor:
     return torch.tensor([crc32(str(tokens[: end + 1]).encode()) for end in range(len(tokens))], dtype=torch.float64)
 
 
-def write(block_table: BlockTable, pool: AnyPagePool, tokens: list[int]) -> None:
+def write(block_table: BlockTable, pool: AnyBlockPool, tokens: list[int]) -> None:
     """Write the marks of `tokens` that the block_table lacks, as a forward pass of one row would."""
-    start, states = block_table.stored, marks(tokens)[block_table.stored :]
+    start, states = block_table.num_tokens, marks(tokens)[block_table.num_tokens :]
     batch = PagedBatch(
         pool,
-        torch.tensor([block_table.pages.tolist()], dtype=torch.int32),
+        torch.tensor([block_table.blocks.tolist()], dtype=torch.int32),
         torch.tensor([start], dtype=torch.int32),
         torch.tensor([len(states)], dtype=torch.int32),
     )
@@ -43,10 +43,10 @@ def write(block_table: BlockTable, pool: AnyPagePool, tokens: list[int]) -> None
     block_table.advance(tokens, len(tokens))
 
 
-def held(block_table: BlockTable, pool: AnyPagePool) -> tuple[torch.Tensor, torch.Tensor]:
-    tables = torch.tensor([block_table.pages.tolist()], dtype=torch.int32)
-    keys, values = pool.view(0, tables, torch.tensor([block_table.stored])).dense(torch.float64)
-    return keys[0, 0, : block_table.stored, 0], values[0, 0, : block_table.stored, 0]
+def held(block_table: BlockTable, pool: AnyBlockPool) -> tuple[torch.Tensor, torch.Tensor]:
+    tables = torch.tensor([block_table.blocks.tolist()], dtype=torch.int32)
+    keys, values = pool.view(0, tables, torch.tensor([block_table.num_tokens])).dense(torch.float64)
+    return keys[0, 0, : block_table.num_tokens, 0], values[0, 0, : block_table.num_tokens, 0]
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -60,14 +60,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.texts: dict[BlockTable, list[int]] = {}
 
     def grow(self, block_table: BlockTable, tokens: list[int]) -> None:
-        lacking, available = block_table.blocks_needed(len(tokens) - block_table.stored), self.pool.available
+        lacking, available = block_table.blocks_needed(len(tokens) - block_table.num_tokens), self.pool.available
         if lacking > available:
-            before = block_table.pages[:]
-            with pytest.raises(RequestError, match=f"{lacking} pages asked for but {available} are free"):
-                block_table.reserve(len(tokens) - block_table.stored)
-            assert block_table.pages == before
+            before = block_table.blocks[:]
+            with pytest.raises(RequestError, match=f"expected {lacking} free blocks, got {available}"):
+                block_table.reserve(len(tokens) - block_table.num_tokens)
+            assert block_table.blocks == before
             return
-        block_table.reserve(len(tokens) - block_table.stored)
+        block_table.reserve(len(tokens) - block_table.num_tokens)
         assert self.pool.available == available - lacking
         write(block_table, self.pool, tokens)
         self.texts[block_table] = tokens
@@ -76,9 +76,9 @@ class PoolMachine(RuleBasedStateMachine):
     def open(self, tokens: list[int]) -> BlockTable:
         block_table = BlockTable(self.pool)
         self.texts[block_table] = []
-        block_table.match(tokens, len(tokens) - 1)
-        assert block_table.stored < len(tokens)
-        self.texts[block_table] = tokens[: block_table.stored]
+        block_table.match_prefix(tokens, len(tokens) - 1)
+        assert block_table.num_tokens < len(tokens)
+        self.texts[block_table] = tokens[: block_table.num_tokens]
         self.grow(block_table, tokens)
         return block_table
 
@@ -93,29 +93,29 @@ class PoolMachine(RuleBasedStateMachine):
         self.texts[twin] = self.texts[block_table]
         return twin
 
-    @rule(block_table=consumes(tables), broken=st.booleans())
-    def release(self, block_table: BlockTable, broken: bool) -> None:
-        last = {page for page in block_table.pages if self.pool.owners(page) == 1}
-        block_table.release(broken=broken)
+    @rule(block_table=consumes(tables), discard=st.booleans())
+    def release(self, block_table: BlockTable, discard: bool) -> None:
+        last = {page for page in block_table.blocks if self.pool.ref_count(page) == 1}
+        block_table.release(discard=discard)
         del self.texts[block_table]
-        assert (len(block_table.pages), block_table.stored) == (0, 0)
-        if broken:
+        assert (len(block_table.blocks), block_table.num_tokens) == (0, 0)
+        if discard:
             assert all(not tensor[list(last)].any() for tensor in self.pool.tensors)
 
     @invariant()
     def every_page_is_owned_by_those_who_hold_it(self) -> None:
-        owners = Counter(page for block_table in self.texts for page in block_table.pages)
+        owners = Counter(page for block_table in self.texts for page in block_table.blocks)
         assert owners[0] == 0
-        assert {page: self.pool.owners(page) for page in owners} == owners
+        assert {page: self.pool.ref_count(page) for page in owners} == owners
         assert self.pool.available == self.pool.num_blocks - 1 - len(owners)
-        free = {*self.pool._empty, *self.pool._remembered}
+        free = {*self.pool._free, *self.pool._evictable}
         assert len(free) == self.pool.available
         assert not free & owners.keys()
 
     @invariant()
     def every_row_finds_its_own_text(self) -> None:
         for block_table, tokens in self.texts.items():
-            assert block_table.stored == len(tokens)
+            assert block_table.num_tokens == len(tokens)
             if tokens:
                 keys, values = held(block_table, self.pool)
                 assert torch.equal(keys, marks(tokens))
@@ -126,18 +126,18 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
 
 
-def opened(pool: AnyPagePool, tokens: list[int], *, most: int | None = None) -> BlockTable:
+def opened(pool: AnyBlockPool, tokens: list[int], *, most: int | None = None) -> BlockTable:
     block_table = BlockTable(pool)
-    block_table.match(tokens, len(tokens) - 1 if most is None else most)
-    block_table.reserve(len(tokens) - block_table.stored)
+    block_table.match_prefix(tokens, len(tokens) - 1 if most is None else most)
+    block_table.reserve(len(tokens) - block_table.num_tokens)
     write(block_table, pool, tokens)
     return block_table
 
 
-def matched(pool: AnyPagePool, tokens: list[int], most: int | None = None) -> int:
+def matched(pool: AnyBlockPool, tokens: list[int], most: int | None = None) -> int:
     block_table = BlockTable(pool)
-    block_table.match(tokens, len(tokens) - 1 if most is None else most)
-    stored = block_table.stored
+    block_table.match_prefix(tokens, len(tokens) - 1 if most is None else most)
+    stored = block_table.num_tokens
     block_table.release()
     return stored
 
@@ -179,9 +179,9 @@ def test_pages_of_a_text_that_ended_are_kept_until_their_room_is_needed_the_olde
 def test_one_text_is_known_once_though_two_rows_wrote_it():
     pool = BlockPool(SHAPE, 9, 2)
     first, second = (opened(pool, [1, 2, 3], most=0) for _ in range(2))
-    assert first.pages[0] != second.pages[0]
+    assert first.blocks[0] != second.blocks[0]
     second.release()
-    assert pool.match([1, 2, 3], 2)[0] == [first.pages[0]]
+    assert pool.match([1, 2, 3], 2)[0] == [first.blocks[0]]
 
 
 def test_rows_that_share_a_page_copy_it_before_they_write():
@@ -194,7 +194,7 @@ def test_rows_that_share_a_page_copy_it_before_they_write():
         each.reserve(1)
         write(each, pool, [1, 2, 3, 4, 5, 6, end])
     assert pool.available == 19 - 1 - 4
-    assert len({each.pages[0] for each in (row, *twins)}) == 1
+    assert len({each.blocks[0] for each in (row, *twins)}) == 1
     for end, each in enumerate((row, *twins)):
         assert torch.equal(held(each, pool)[0], marks([1, 2, 3, 4, 5, 6, end]))
 
@@ -204,12 +204,12 @@ def test_a_fork_of_full_pages_copies_nothing():
     row = opened(pool, [1, 2, 3, 4])
     row.reserve(3)  # a page the twin has no part in
     twin = row.fork()
-    assert list(twin.pages) == list(row.pages[:1])
+    assert list(twin.blocks) == list(row.blocks[:1])
     assert (row.blocks_needed(1), twin.blocks_needed(1), twin.blocks_needed(0)) == (0, 1, 0)
 
 
 @pytest.mark.parametrize(
-    ("pages", "size", "message"), [(1, 4, "num_blocks = 1 must be at least 2"), (4, 0, "block_size = 0")]
+    ("pages", "size", "message"), [(1, 4, "num_blocks: expected at least 2"), (4, 0, "block_size: .* got 0")]
 )
 def test_pools_that_make_no_sense_are_refused(pages, size, message):
     with pytest.raises(ConfigError, match=message):

@@ -7,13 +7,20 @@ import torch
 from tests.unit.models.test_gpt import KINDS, spread
 
 from whimbrel.base.errors import RequestError
-from whimbrel.cache import DynamicCache
-from whimbrel.inference import SamplingParams, generate, generate_batch
+from whimbrel.inference import LLM, Completion, SamplingParams, generate
 from whimbrel.models import GPT
 from whimbrel.tokenization import load_tokenizer
 
 PROMPTS = [[3], [5, 6, 7, 8, 9, 10, 11, 12, 13], [1, 2, 3, 4], [3]]
 GREEDY = SamplingParams(temperature=0)
+
+
+def generate_batch(
+    model: GPT, prompts: list[list[int]], sampling: SamplingParams | None = None, **options: object
+) -> list[list[Completion]]:
+    """The completions of each prompt."""
+    engine = {name: options.pop(name) for name in ("tokenizer", "cache") if name in options}
+    return [output.outputs for output in LLM(model, **engine).generate(prompts, sampling, ignore_eos=True, **options)]
 
 
 @pytest.fixture(scope="module")
@@ -35,24 +42,24 @@ def test_texts_of_a_batch_are_those_of_each_prompt_alone(models, kind, settings)
     found = generate_batch(model, PROMPTS, SamplingParams(**settings), max_new_tokens=50, seed=4)
     for prompt, [completion] in zip(PROMPTS, found, strict=True):
         assert completion.tokens == generate(model, prompt, max_new_tokens=50, seed=4, **settings)
-        assert completion.finish == "length"
+        assert completion.finish_reason == "length"
 
 
 def test_a_text_that_ends_leaves_the_others_alone(model):
     alone = [generate(model, prompt, max_new_tokens=40, seed=1) for prompt in PROMPTS]
     ends = {alone[0][3], alone[1][9], alone[2][20]}
     for prompt, [found], tokens in zip(
-        PROMPTS, generate_batch(model, PROMPTS, max_new_tokens=40, seed=1, eos_id=ends), alone, strict=True
+        PROMPTS, generate_batch(model, PROMPTS, max_new_tokens=40, seed=1, stop_ids=ends), alone, strict=True
     ):
         stop = next((place for place, token in enumerate(tokens) if token in ends), None)
         assert found.tokens == tokens[:stop] == generate(model, prompt, max_new_tokens=40, seed=1, eos_id=ends)
-        assert found.finish == ("length" if stop is None else "stop")
+        assert found.finish_reason == ("length" if stop is None else "stop")
 
 
 def test_the_others_go_on_past_the_context_when_the_longest_has_ended(model):
     alone = [generate(model, prompt, max_new_tokens=50, seed=1) for prompt in PROMPTS]
     end = next(token for token in alone[1][:20] if token not in alone[0] + alone[2])
-    found = generate_batch(model, PROMPTS, max_new_tokens=50, seed=1, eos_id=end)
+    found = generate_batch(model, PROMPTS, max_new_tokens=50, seed=1, stop_ids=end)
     assert [completion.tokens for [completion] in found] == [
         alone[0], alone[1][: alone[1].index(end)], alone[2], alone[3],
     ]  # fmt: skip
@@ -60,12 +67,12 @@ def test_the_others_go_on_past_the_context_when_the_longest_has_ended(model):
 
 def test_samples_differ_and_share_one_reading_of_the_prompt(model, monkeypatch):
     read = []
-    forward = GPT.forward
+    hidden_states = GPT.hidden_states
     monkeypatch.setattr(
-        GPT, "forward", lambda self, idx, **kw: read.append(tuple(idx.shape)) or forward(self, idx, **kw)
+        GPT, "hidden_states", lambda self, ids, **kw: read.append(tuple(ids.shape)) or hidden_states(self, ids, **kw)
     )
     [first, second] = generate_batch(model, PROMPTS[:2], n=3, max_new_tokens=6, seed=0)
-    assert read == [(2, 9), *[(6, 1)] * 5]
+    assert read == [(1, 1), (1, 9), *[(6, 1)] * 5]
     assert len({tuple(sample.tokens) for sample in first}) == 3
     monkeypatch.undo()
     assert first[0].tokens == generate(model, PROMPTS[0], max_new_tokens=6, seed=0)
@@ -79,16 +86,18 @@ def test_scores_are_the_log_probabilities_of_the_model_itself(model):
     [[found], [other]] = generate_batch(model, PROMPTS[1:3], settings, max_new_tokens=8, seed=0, logprobs=2)
     for prompt, completion in zip(PROMPTS[1:3], (found, other), strict=True):
         logs = model(torch.tensor([[*prompt, *completion.tokens]])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-        for row, token, score in zip(logs, completion.tokens, completion.scores, strict=True):
+        for row, token, score in zip(logs, completion.tokens, completion.logprobs, strict=True):
             best = row.topk(2)
             assert score.logprob == pytest.approx(row[token].item(), abs=1e-4)
             assert [token for token, _ in score.top] == best.indices.tolist()
             assert [log for _, log in score.top] == pytest.approx(best.values.tolist(), abs=1e-4)
-    assert generate_batch(model, [[1]], GREEDY, max_new_tokens=2)[0][0].scores == []
-    ended = generate_batch(model, PROMPTS[1:2], settings, max_new_tokens=8, seed=0, logprobs=0, eos_id=found.tokens[3])
-    logprobs = [score.logprob for score in ended[0][0].scores]
-    assert logprobs == pytest.approx([score.logprob for score in found.scores[:3]], abs=1e-4)
-    assert ended[0][0].scores[0].top == ()
+    assert generate_batch(model, [[1]], GREEDY, max_new_tokens=2)[0][0].logprobs == []
+    ended = generate_batch(
+        model, PROMPTS[1:2], settings, max_new_tokens=8, seed=0, logprobs=0, stop_ids=found.tokens[3]
+    )
+    logprobs = [score.logprob for score in ended[0][0].logprobs]
+    assert logprobs == pytest.approx([score.logprob for score in found.logprobs[:3]], abs=1e-4)
+    assert ended[0][0].logprobs[0].top == ()
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
@@ -122,37 +131,34 @@ def test_stop_strings_end_a_text_where_they_are_spelled(models):
     [[plain]] = generate_batch(model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer)
     assert plain.text == tokenizer.decode(plain.tokens)
     stop = plain.text[len(plain.text) // 2 :][:6]
-    [[found]] = generate_batch(model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer, stops=[stop])
-    assert found.finish == "stop"
+    [[found]] = generate_batch(model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer, stop=[stop])
+    assert found.finish_reason == "stop"
     assert found.text == plain.text[: plain.text.index(stop)]
     assert found.tokens == plain.tokens[: len(found.tokens)]
     assert stop in tokenizer.decode(found.tokens)
     assert stop not in tokenizer.decode(found.tokens[:-1])
     assert generate(model, [50], max_new_tokens=20, seed=0, tokenizer=tokenizer, stops=[stop]) == found.tokens
     begun = plain.text[-2:] + "which does not come"
-    [[whole]] = generate_batch(model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer, stops=[begun])
-    assert (whole.text, whole.finish) == (plain.text, "length")
+    [[whole]] = generate_batch(model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer, stop=[begun])
+    assert (whole.text, whole.finish_reason) == (plain.text, "length")
 
 
-def test_a_coded_cache_is_used(model, monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        "whimbrel.inference.decode.DynamicCache",
-        lambda *args, **options: made.append(options) or DynamicCache(*args, **options),
-    )
-    generate_batch(model, [[1], [2, 3]], GREEDY, max_new_tokens=3, cache="int8")
-    assert {options["codec"] for options in made} == {"int8"}
+def test_a_quantized_cache_is_used(model):
+    llm = LLM(model, cache="int8")
+    assert llm.engine.pool.tensors[0].dtype == torch.int8
+    [[found]] = generate_batch(model, [[1]], GREEDY, max_new_tokens=3, cache="int8")
+    assert found.tokens == generate(model, [1], max_new_tokens=3, temperature=0, cache="int8")
 
 
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
         ([[1], []], {}, "non-empty"),
-        ([], {}, "no prompts"),
-        ([[1]], {"n": 0}, "n = 0 must be at least 1"),
-        ([[1]], {"logprobs": -1}, "logprobs = -1"),
-        ([[1]], {"stops": ["a"]}, "pass tokenizer too"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ([], {}, "at least one, got none"),
+        ([[1]], {"n": 0}, "n: expected .* got 0"),
+        ([[1]], {"logprobs": -1}, "logprobs: expected .* got -1"),
+        ([[1]], {"stop": ["a"]}, "pass tokenizer"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens: expected .* got 0"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(model, prompts, options, message):

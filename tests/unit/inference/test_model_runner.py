@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 from whimbrel.cache.paged import PagedBatch
 from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, generate
-from whimbrel.inference.graphs import DecodeGraphs
+from whimbrel.inference.model_runner import DecodeGraphs
 from whimbrel.models import GPT, GPTConfig
 
 SHAPES = {
@@ -69,16 +69,18 @@ def alone(model: GPT, **settings: Any) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("ahead", [1, 2, 8, 100])
+@pytest.mark.parametrize("multi_step", [1, 2, 8, 100])
 @pytest.mark.parametrize("pages", [None, 17])  # which are too few for all: rows start over
 @pytest.mark.parametrize("kind", SHAPES)
 def test_recorded_steps_change_nothing(
-    kind: str, pages: int | None, ahead: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, pages: int | None, multi_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if ahead != 2:
-        monkeypatch.setattr("whimbrel.inference.graphs.MIN_TOKENS", 4)  # tables of many widths
+    if multi_step != 2:
+        monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 4)  # tables of many widths
     model = model_of(kind)
-    engine = Engine(model, EngineConfig(max_batch=6, compile=True, ahead=ahead, block_size=4, num_blocks=pages))
+    engine = Engine(
+        model, EngineConfig(max_batch=6, compile=True, multi_step=multi_step, block_size=4, num_blocks=pages)
+    )
     for _ in range(2):  # the second time from pages that the first has left
         assert texts(engine, PROMPTS, temperature=0) == alone(model)
     assert engine.stats().preemptions > 0 or pages is None
@@ -87,9 +89,9 @@ def test_recorded_steps_change_nothing(
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("ahead", [1, 8])
+@pytest.mark.parametrize("multi_step", [1, 8])
 def test_attention_reads_the_pages_that_are_filled_and_not_the_whole_context(
-    ahead: int, monkeypatch: pytest.MonkeyPatch
+    multi_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths = []
 
@@ -98,10 +100,10 @@ def test_attention_reads_the_pages_that_are_filled_and_not_the_whole_context(
             widths.append(tables.size(1))
             super().__init__(pool, tables, *rest, **named)
 
-    monkeypatch.setattr("whimbrel.inference.graphs.PagedBatch", Noted)
-    monkeypatch.setattr("whimbrel.inference.graphs.MIN_TOKENS", 8)
+    monkeypatch.setattr("whimbrel.inference.model_runner.PagedBatch", Noted)
+    monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 8)
     model = model_of("gpt2")
-    engine = Engine(model, EngineConfig(compile=True, block_size=4, ahead=ahead))
+    engine = Engine(model, EngineConfig(compile=True, block_size=4, multi_step=multi_step))
     assert texts(engine, [[5, 6, 7]] * 6, temperature=0)[5] == generate(
         model, [5, 6, 7], max_new_tokens=25, temperature=0
     )
@@ -125,7 +127,7 @@ def test_a_step_is_compiled_once_for_one_row_and_once_for_more(monkeypatch: pyte
     counter = CompileCounter()
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda step, options, **rest: compiled(step, backend=counter, **rest))
-    monkeypatch.setattr("whimbrel.inference.graphs.MIN_TOKENS", 8)
+    monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 8)
     model = model_of("llama")
     engine = Engine(model, EngineConfig(max_batch=6, compile=True, block_size=4))
     engine.warm_up()
@@ -141,7 +143,7 @@ def test_a_step_is_compiled_once_for_one_row_and_once_for_more(monkeypatch: pyte
 
 @pytest.mark.usefixtures("recorded")
 def test_greedy_rows_are_drawn_several_tokens_at_a_time() -> None:
-    engine = Engine(model_of("gpt2"), EngineConfig(compile=True, ahead=8))
+    engine = Engine(model_of("gpt2"), EngineConfig(compile=True, multi_step=8))
     engine.add_request(Request(prompt_ids=(1, 2), max_new_tokens=20, sampling=SamplingParams(temperature=0)))
     assert [len(engine.step()) for _ in range(4)] == [1, 8, 8, 3]
     for asked in (
@@ -159,7 +161,7 @@ def test_greedy_rows_are_drawn_several_tokens_at_a_time() -> None:
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("prompt", [(1,), tuple(range(17))])  # whose last token is read by itself
 def test_scores_of_a_prompt_are_told_before_tokens_are_drawn_ahead(prompt: tuple[int, ...]) -> None:
-    engine = Engine(model_of("gpt2"), EngineConfig(compile=True, ahead=8, prefill_chunk=16))
+    engine = Engine(model_of("gpt2"), EngineConfig(compile=True, multi_step=8, prefill_chunk=16))
     engine.add_request(
         Request(prompt_ids=prompt, max_new_tokens=9, sampling=SamplingParams(temperature=0), prompt_logprobs=1)
     )
@@ -175,7 +177,7 @@ def test_what_was_drawn_past_a_stop_is_forgotten() -> None:
     model = model_of("llama")
     text = generate(model, [5, 6, 7], max_new_tokens=30, temperature=0)
     stop = next(token for token in text[3:] if token not in text[:3])
-    engine = Engine(model, EngineConfig(compile=True, ahead=8))
+    engine = Engine(model, EngineConfig(compile=True, multi_step=8))
     request = Request(
         prompt_ids=(5, 6, 7), max_new_tokens=30, sampling=SamplingParams(temperature=0), stop_ids=frozenset({stop})
     )
@@ -237,7 +239,7 @@ def test_one_process_may_compile_for_many_engines(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_compiled_step_draws_the_same_at_any_width_of_the_block_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whimbrel.inference.graphs.MIN_TOKENS", 8)
+    monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 8)
     torch.manual_seed(0)
     model = GPT(replace(SHAPES["llama"], num_layers=1, layer_types=None)).eval()
     engine = Engine(model, EngineConfig(max_batch=1, compile=True, block_size=4))

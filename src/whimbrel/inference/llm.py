@@ -1,0 +1,367 @@
+"""`LLM`, the front end of the engine, and `generate` for a single prompt of token ids."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from whimbrel.base.errors import RequestError
+from whimbrel.inference.beam import Beam, beam_search
+from whimbrel.inference.detokenizer import TextStream, encode_prompt
+from whimbrel.inference.engine import Engine, EngineConfig
+from whimbrel.inference.sampling import SamplingParams, non_finite_error
+from whimbrel.inference.sequence import Event, Logprob, Request, as_token_ids, as_token_set
+from whimbrel.inference.speculative import Draft
+from whimbrel.model_io import ModelSource, load_tokenizer, open_model
+from whimbrel.models import GPT
+from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Message, Tokenizer, load_chat_template
+
+__all__ = ["LLM", "Completion", "RequestOutput", "generate"]
+
+Prompt = str | Sequence[int] | Tensor
+
+MIN_TOKENS_FOR_GRAPHS = 64
+"""Below this many tokens, capturing a CUDA graph takes longer than it saves."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sample of what follows a prompt."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Without the prompt and the stop token; tokens that spell a stop string are included."""
+    finish_reason: Literal["stop", "length"] | None = None
+    """`stop` if a stop token or a stop string ended it."""
+    text: str | None = None
+    """Up to the stop string; None without a tokenizer."""
+    logprobs: list[Logprob] = field(default_factory=list)
+    """The model's own log-probability of each token, if `logprobs` was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The completions of one prompt."""
+
+    prompt_ids: list[int]
+    outputs: list[Completion]
+    """One per sample."""
+
+
+class LLM:
+    """Generates text with the engine: batched, paged, on a GPU with CUDA graphs, optionally compiled.
+
+    `model` is a `GPT`, or a path: a run (its newest checkpoint), a model directory, or a llama2.c file. With a path (or
+    what `open_model` returns), the tokenizer, the end-of-text tokens and the default sampling parameters come with the
+    model, and `quantize` (int8, int8-dynamic, int4, fp8) quantizes the weights while loading. Other keyword arguments
+    are those of `EngineConfig`.
+    """
+
+    def __init__(
+        self,
+        model: GPT | ModelSource | str | Path,
+        tokenizer: Tokenizer | str | Path | None = None,
+        *,
+        device: str | torch.device | None = None,
+        quantize: str | None = None,
+        **engine: Any,
+    ) -> None:
+        self.tokenizer: Tokenizer | None = None
+        self.eos_ids: frozenset[int] = frozenset()
+        """Tokens that end a text."""
+        self.bos_id: int | None = None
+        self._path: Path | None = None
+        self.default_sampling: dict[str, Any] = {}
+        """Sampling parameters of the model's generation_config.json."""
+        if isinstance(model, str | Path):
+            model = open_model(model, None if isinstance(tokenizer, Tokenizer) else tokenizer)
+        if isinstance(model, ModelSource):
+            self.tokenizer, defaults = model.tokenizer, model.generation_config
+            self.eos_ids, self.bos_id = frozenset(defaults.eos_token_ids), defaults.bos_token_id
+            self.default_sampling = dict(defaults.sampling)
+            self._path = model.path
+            if device is None:
+                device = "cuda" if torch.cuda.is_available() else "cpu"
+            model = model.load_model(device=device, quantize=quantize)
+        elif tokenizer is not None:
+            self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
+            self.eos_ids = frozenset({self.tokenizer.eot_id})
+        self.engine = Engine(model, EngineConfig(**engine))
+        self._inboxes: dict[int, deque[Event]] = {}  # events of each request that were not returned yet
+
+    @property
+    def model(self) -> GPT:
+        """The model itself."""
+        return self.engine.model
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The model's chat template, or a plain one."""
+        own = load_chat_template(self._path) if self._path is not None and self._path.is_dir() else None
+        return own or DEFAULT_CHAT_TEMPLATE
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        max_new_tokens: int = 256,
+        n: int = 1,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        stop_ids: int | Collection[int] | None = None,
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        draft: Draft | None = None,
+        num_draft_tokens: int = 4,
+        parse_special: bool = True,
+    ) -> list[RequestOutput]:
+        """`n` completions of each prompt, which is a string or token ids; one result per prompt.
+
+        A completion does not depend on the other prompts; the first of each prompt is what `whimbrel.generate` returns
+        for the same seed. A sequence that fills the model's context continues from the newest half of it.
+        """
+        options = {"max_new_tokens": max_new_tokens, "n": n, "seed": seed, "logprobs": logprobs, "draft": draft}
+        options |= {"num_draft_tokens": num_draft_tokens}
+        stop_set = self._stop_set(stop_ids, ignore_eos)
+        is_single = isinstance(prompts, str | Tensor) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        requests = [
+            self._request(self.encode(prompt, parse_special=parse_special), sampling, stop_set, **options)
+            for prompt in cast("Sequence[Prompt]", [prompts] if is_single else prompts)
+        ]
+        streams = [[self._text_stream(request, stop) for _ in range(n)] for request in requests]
+        outputs = [[Completion(text=None if self.tokenizer is None else "") for _ in range(n)] for _ in requests]
+        for index, event in self._run(requests):
+            completion, stream = outputs[index][event.sample], streams[index][event.sample]
+            if event.token is not None and completion.finish_reason is None:
+                completion.tokens.append(event.token)
+                if logprobs is not None:
+                    completion.logprobs.append(Logprob(event.logprob, event.top))
+                if stream is not None and completion.text is not None:
+                    completion.text += stream.push(event.token)
+                    if stream.stopped:
+                        completion.finish_reason = "stop"
+                        self._finish(event)
+            if event.finish_reason in ("stop", "length") and completion.finish_reason is None:
+                completion.finish_reason = event.finish_reason
+        for completion, stream in zip(chain(*outputs), chain(*streams), strict=True):
+            if stream is not None and completion.text is not None:
+                completion.text += stream.flush()
+        return [RequestOutput(list(request.prompt_ids), each) for request, each in zip(requests, outputs, strict=True)]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        max_new_tokens: int = 256,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        stop_ids: int | Collection[int] | None = None,
+        ignore_eos: bool = False,
+        draft: Draft | None = None,
+        num_draft_tokens: int = 4,
+        parse_special: bool = True,
+    ) -> Iterator[str]:
+        """The text that follows a prompt, in pieces of complete characters as they are generated.
+
+        Arguments are checked at once, not at the first piece. Closing the iterator aborts the request.
+        """
+        ids, stop_set = self.encode(prompt, parse_special=parse_special), self._stop_set(stop_ids, ignore_eos)
+        options = {"max_new_tokens": max_new_tokens, "seed": seed, "draft": draft, "num_draft_tokens": num_draft_tokens}
+        request = self._request(ids, sampling, stop_set, **options)
+        text = self._text_stream(request, stop)
+        if text is None:
+            raise RequestError("expected a tokenizer to stream text, got none: pass tokenizer to LLM")
+        return _text_pieces(self._tokens(request), text)
+
+    def stream_tokens(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        max_new_tokens: int = 256,
+        seed: int | None = None,
+        stop_ids: int | Collection[int] | None = None,
+        ignore_eos: bool = False,
+        draft: Draft | None = None,
+        num_draft_tokens: int = 4,
+    ) -> Iterator[int]:
+        """Like `stream`, but the tokens."""
+        ids, stop_set = self.encode(prompt), self._stop_set(stop_ids, ignore_eos)
+        options = {"max_new_tokens": max_new_tokens, "seed": seed, "draft": draft, "num_draft_tokens": num_draft_tokens}
+        request = self._request(ids, sampling, stop_set, **options)
+        return self._tokens(request)
+
+    def chat(
+        self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
+        """The answer to a conversation, rendered with the model's chat template; options are those of `generate`."""
+        if self.tokenizer is None:
+            raise RequestError("expected a tokenizer to chat, got none: pass tokenizer to LLM")
+        ids = self.template.encode(self.tokenizer, messages)
+        stop = (*self.template.stops, *options.pop("stop", ()))
+        [output] = self.generate([ids], sampling, stop=stop, **options)
+        return output
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        *,
+        beams: int = 4,
+        max_new_tokens: int = 256,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+    ) -> list[Beam]:
+        """The most likely continuations of a prompt, best first; see `whimbrel.inference.beam_search`."""
+        return beam_search(
+            self.engine,
+            self.encode(prompt),
+            beams=beams,
+            max_new_tokens=max_new_tokens,
+            length_penalty=length_penalty,
+            eos_id=() if ignore_eos else self.eos_ids,
+        )
+
+    def encode(self, prompt: Prompt, *, parse_special: bool = True) -> list[int]:
+        """Token ids of a prompt; an empty string is the model's BOS token."""
+        if not isinstance(prompt, str):
+            return as_token_ids(prompt, self.model.config.vocab_size)
+        if self.tokenizer is None:
+            raise RequestError("expected token ids, got a string: pass tokenizer to LLM")
+        return encode_prompt(self.tokenizer, prompt, parse_special=parse_special, bos_id=self.bos_id)
+
+    def _request(
+        self, ids: list[int], sampling: SamplingParams | None, stop_ids: frozenset[int], **options: Any
+    ) -> Request:
+        sampling = sampling or SamplingParams(**self.default_sampling)
+        sampling.check_vocabulary(self.model.config.vocab_size)
+        if options["max_new_tokens"] < 1:
+            raise RequestError(f"max_new_tokens: expected at least 1, got {options['max_new_tokens']}")
+        return Request(prompt_ids=tuple(ids), sampling=sampling, stop_ids=stop_ids, context_shift=True, **options)
+
+    def _text_stream(self, request: Request, stop: Sequence[str]) -> TextStream | None:
+        if self.tokenizer is None:
+            if stop:
+                raise RequestError("stop: expected a tokenizer to find stop strings, got none: pass tokenizer to LLM")
+            return None
+        return TextStream(self.tokenizer, request.prompt_ids, stop)
+
+    def _stop_set(self, stop_ids: int | Collection[int] | None, ignore_eos: bool) -> frozenset[int]:
+        return as_token_set(stop_ids) | (frozenset() if ignore_eos else self.eos_ids)
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Event]]:
+        """Events with the index of their request, until all have finished.
+
+        Several iterators may be consumed in turn: each step serves them all. A closed iterator aborts its requests.
+        """
+        if not requests:
+            raise RequestError("prompts: expected at least one, got none")
+        numbers: dict[int, int] = {}
+        inbox: deque[Event] = deque()
+        try:
+            for index, request in enumerate(requests):
+                number = self.engine.add_request(request)
+                numbers[number], self._inboxes[number] = index, inbox
+            unfinished = sum(request.n for request in requests)
+            while unfinished:
+                while not inbox:
+                    for event in self.engine.step():
+                        self._inboxes[event.request].append(event)
+                event = inbox.popleft()
+                if event.finish_reason == "error":
+                    raise non_finite_error()
+                unfinished -= event.finish_reason is not None
+                yield numbers[event.request], event
+        finally:
+            for number in numbers:
+                self.engine.abort(number)
+                del self._inboxes[number]
+
+    def _finish(self, event: Event) -> None:
+        """End a sample whose text reached a stop string, as if the engine had."""
+        if event.finish_reason is None:
+            inbox = self._inboxes[event.request]
+            dropped = [each for each in inbox if (each.request, each.sample) == (event.request, event.sample)]
+            for each in dropped:
+                inbox.remove(each)
+            self.engine.abort(event.request, event.sample)
+            inbox.append(Event(event.request, event.sample, finish_reason="stop"))
+
+    def _tokens(self, request: Request) -> Iterator[int]:
+        for _, event in self._run([request]):
+            if event.token is not None:
+                yield event.token
+
+
+def _text_pieces(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
+    for token in tokens:
+        if piece := text.push(token):
+            yield piece
+        if text.stopped:
+            return
+    if rest := text.flush():
+        yield rest
+
+
+def generate(
+    model: GPT,
+    prompt_ids: Sequence[int] | Tensor,
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
+    seed: int | None = None,
+    eos_id: int | Collection[int] | None = None,
+    stops: Sequence[str] = (),
+    tokenizer: Tokenizer | None = None,
+    cache: str = "none",
+    compile: bool = False,  # noqa: A002
+) -> list[int]:
+    """The tokens that follow a prompt, without the prompt and the stop token.
+
+    Temperature 0 is greedy. The same seed gives the same tokens. `stops` are strings, found in the text that
+    `tokenizer` decodes. A sequence that fills the model's context continues from the newest half of it. `cache` is the
+    quantization of keys and values: none, fp8, int8 or int4. Every call builds an engine: use `LLM` for many prompts.
+    """
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
+    )
+    ids = as_token_ids(prompt_ids, model.config.vocab_size)
+    block_size = EngineConfig().block_size
+    length = min(len(ids) + max(max_new_tokens, 1), model.config.context_length)
+    llm = LLM(
+        model,
+        tokenizer,
+        max_batch=1,
+        num_blocks=-(-length // block_size) + 1,
+        prefill_chunk=length,
+        prefix_cache=False,
+        cache=cache,
+        compile=compile,
+        cuda_graphs=max_new_tokens >= MIN_TOKENS_FOR_GRAPHS,
+    )
+    [output] = llm.generate(
+        [ids], sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stops, stop_ids=eos_id, ignore_eos=True
+    )
+    return output.outputs[0].tokens
