@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from whimbrel.base.errors import ConfigError, RequestError
-from whimbrel.evaluate import TASKS, Subject, evaluate_tasks, perplexity
-from whimbrel.evaluate.files import read_items
+from whimbrel.evaluate import TASKS, Scorer, evaluate_tasks, perplexity
+from whimbrel.evaluate.tasks import read_items
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.tokenization import train_tokenizer
@@ -164,13 +164,13 @@ def instances(lm_eval: ModuleType, kind: str, arguments: list[tuple]) -> list[An
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_published_records_ask_what_short_ones_do(specs, fixtures, name):
+def test_published_and_short_records_are_equal(specs, fixtures, name):
     short = read_items(TASKS[name], fixtures / "eval" / f"{TASKS[name].file}.jsonl")
     assert read_items(TASKS[name], Path(specs[name]).with_suffix(".jsonl")) == short
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_questions_are_worded_as_theirs(results, specs, name):
+def test_questions_equal_lm_eval(results, specs, name):
     """Context and continuation of every choice, as they reached the model there."""
     items = read_items(TASKS[name], Path(specs[name]).with_suffix(".jsonl"))
     asked = [tuple(map(tuple, _arguments(sample))) for sample in results["theirs"]["samples"][name]]
@@ -185,19 +185,19 @@ def _arguments(sample: dict[str, Any]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_log_likelihoods_are_theirs(results, specs, directory, name):
-    subject = Subject.load(directory)
+def test_loglikelihoods_equal_lm_eval(results, specs, directory, name):
+    scorer = Scorer.load(directory)
     items = read_items(TASKS[name], Path(specs[name]).with_suffix(".jsonl"))
-    ours = subject.score(subject.pairs([pair for item in items for pair in item.pairs]))
+    ours = scorer.score(scorer.pairs([pair for item in items for pair in item.pairs]))
     for way in ("theirs", "adapter"):
         answers = [each for sample in results[way]["samples"][name] for each in sample["filtered_resps"]]
         assert [score.loglikelihood for score in ours] == pytest.approx([each[0] for each in answers], abs=TOLERANCE)
-        assert [score.greedy for score in ours] == [each[1] for each in answers]
+        assert [score.is_greedy for score in ours] == [each[1] for each in answers]
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_metrics_and_standard_errors_are_theirs(results, fixtures, directory, name):
-    [ours] = evaluate_tasks(Subject.load(directory), [name], fixtures / "eval").values()
+def test_metrics_and_standard_errors_equal_lm_eval(results, fixtures, directory, name):
+    [ours] = evaluate_tasks(Scorer.load(directory), [name], fixtures / "eval").values()
     for way in ("theirs", "adapter"):
         told = results[way]["results"][name]
         expected = {key.removesuffix(",none"): value for key, value in told.items() if key.endswith(",none")}
@@ -208,21 +208,21 @@ def test_metrics_and_standard_errors_are_theirs(results, fixtures, directory, na
                 assert stderr == pytest.approx(expected[f"{metric}_stderr"], rel=1e-9)
 
 
-def test_the_model_is_one_whose_answers_tell_something(results):
+def test_model_answers_are_not_trivial(results):
     told = results["theirs"]["results"]
     assert 0 < told["lambada"]["acc,none"] < 1
     assert 0 < told["hellaswag"]["acc,none"] != told["hellaswag"]["acc_norm,none"]
     assert any(told[name]["acc,none"] != told[name]["acc_norm,none"] for name in ("arc_easy", "arc_challenge", "piqa"))
 
 
-def test_long_contexts_lose_their_beginning_as_theirs_do(results, fixtures, directory):
+def test_long_contexts_are_truncated_as_in_lm_eval(results, fixtures, directory):
     """That the likelihoods above agree says it was done the same way; this says that it was done."""
-    found = evaluate_tasks(Subject.load(directory), list(TASKS), fixtures / "eval")
-    assert found["hellaswag"].cut > 0
-    assert found["winogrande"].cut == 0
+    found = evaluate_tasks(Scorer.load(directory), list(TASKS), fixtures / "eval")
+    assert found["hellaswag"].truncated > 0
+    assert found["winogrande"].truncated == 0
 
 
-def test_odd_pairs_are_cut_into_tokens_as_theirs(lm_eval, theirs, adapter):
+def test_unusual_pairs_are_tokenized_as_in_lm_eval(lm_eval, theirs, adapter):
     pairs = [
         ("", "To be"),
         ("", " To be or not"),
@@ -239,8 +239,8 @@ def test_odd_pairs_are_cut_into_tokens_as_theirs(lm_eval, theirs, adapter):
         assert greedy == their_greedy
 
 
-def test_whole_texts_are_scored_in_windows_as_theirs(lm_eval, theirs, adapter, directory, shakespeare):
-    tokenizer, sizes = adapter.subject.tokenizer, (1, 20, 127, 128, 129, 256, 300)
+def test_rolling_loglikelihood_equals_lm_eval(lm_eval, theirs, adapter, directory, shakespeare):
+    tokenizer, sizes = adapter.scorer.tokenizer, (1, 20, 127, 128, 129, 256, 300)
     texts = [tokenizer.decode(tokenizer.encode(shakespeare[:3000])[:size]) for size in sizes]
     ours = adapter.loglikelihood_rolling(instances(lm_eval, "loglikelihood_rolling", [(text,) for text in texts]))
     expected = theirs.loglikelihood_rolling(instances(lm_eval, "loglikelihood_rolling", [(text,) for text in texts]))
@@ -248,10 +248,10 @@ def test_whole_texts_are_scored_in_windows_as_theirs(lm_eval, theirs, adapter, d
     weighted = [(log, len(text.encode())) for log, text in zip(expected, texts, strict=True)]
     from lm_eval.api.metrics import bits_per_byte
 
-    assert perplexity(Subject.load(directory), texts).bits_per_byte == pytest.approx(bits_per_byte(weighted), rel=1e-6)
+    assert perplexity(Scorer.load(directory), texts).bits_per_byte == pytest.approx(bits_per_byte(weighted), rel=1e-6)
 
 
-def test_what_is_written_until_a_stop_string_is_theirs(lm_eval, theirs, adapter, fixtures):
+def test_generate_until_equals_lm_eval(lm_eval, theirs, adapter, fixtures):
     contexts = [record["context"][:120] for record in records(fixtures, "lambada")[:6]]
     for settings in ({"until": ["\n\n", "the"]}, {"until": "."}, {"until": [], "do_sample": False, "temperature": 0.7}):
         asked = [(context, {"max_gen_toks": 24, **settings}) for context in contexts]
@@ -259,51 +259,51 @@ def test_what_is_written_until_a_stop_string_is_theirs(lm_eval, theirs, adapter,
         assert ours == theirs.generate_until(instances(lm_eval, "generate_until", asked), disable_tqdm=True)
 
 
-def test_drawing_is_asked_for_by_a_temperature(lm_eval, adapter):
+def test_temperature_enables_sampling(lm_eval, adapter):
     requests = instances(lm_eval, "generate_until", [("To be", {"temperature": 5.0, "max_gen_toks": 20})] * 4)
     assert len(set(adapter.generate_until(requests))) > 1
 
 
-def test_what_the_adapter_does_not_know_is_refused(lm_eval, adapter, directory):
+def test_unknown_options_are_rejected(lm_eval, adapter, directory):
     from whimbrel.evaluate.lm_eval import WhimbrelLM
 
-    with pytest.raises(RequestError, match="generation_kwargs num_beams are not known"):
+    with pytest.raises(RequestError, match="unknown generation_kwargs: num_beams"):
         adapter.generate_until(instances(lm_eval, "generate_until", [("To be", {"num_beams": 4})]))
-    with pytest.raises(ConfigError, match="dtype = float8 is not one of auto, float32"):
+    with pytest.raises(ConfigError, match="expected dtype from auto, float32, .* got float8"):
         WhimbrelLM(str(directory), dtype="float8")
-    with pytest.raises(ConfigError, match="batch_size = many must be a number of rows, or auto"):
+    with pytest.raises(ConfigError, match="expected batch_size as a number or auto, got many"):
         WhimbrelLM(str(directory), batch_size="many")
 
 
-def test_a_chat_is_laid_out_and_read_as_theirs(lm_eval, theirs, adapter):
+def test_chat_template_equals_lm_eval(lm_eval, theirs, adapter):
     """With its special tokens taken for what they are, though lm-eval hands them on as text."""
     turns = [{"role": "user", "content": " To be? "}, {"role": "assistant", "content": "Or not"}]
     texts = [adapter.apply_chat_template(turns[:1]), adapter.apply_chat_template(turns, add_generation_prompt=False)]
     assert texts[0] == theirs.apply_chat_template(turns[:1])
     assert texts[1] == theirs.apply_chat_template(turns, add_generation_prompt=False)
     assert adapter.chat_template(chat_template=True) == theirs.chat_template(chat_template=True)
-    assert adapter.subject.prompt(texts[0]) == theirs.tok_encode(texts[0])
-    assert adapter.subject.prompt(texts[0]).count(adapter.subject.opener_id) == 2
+    assert adapter.scorer.prompt(texts[0]) == theirs.tok_encode(texts[0])
+    assert adapter.scorer.prompt(texts[0]).count(adapter.scorer.bos_id) == 2
     ours = adapter.loglikelihood(instances(lm_eval, "loglikelihood", [(text, " to be") for text in texts]))
     expected = theirs.loglikelihood(instances(lm_eval, "loglikelihood", [(text, " to be") for text in texts]))
     assert [log for log, _ in ours] == pytest.approx([log for log, _ in expected], abs=TOLERANCE)
 
 
-def test_the_error_of_a_perplexity_is_what_their_drawing_of_samples_tends_to(lm_eval):
+def test_perplexity_stderr_approximates_the_bootstrap(lm_eval):
     """Theirs is the spread over samples of the items; ours needs no drawing, and is for a spread that is not wild."""
     from lm_eval.api.metrics import bootstrap_stderr
     from lm_eval.api.metrics import perplexity as their_perplexity
 
     logs = torch.randn(400, generator=torch.Generator().manual_seed(0)).mul(2).sub(3).tolist()
-    estimate = TASKS["lambada"].metrics["perplexity"].combine(logs)
+    estimate = TASKS["lambada"].metrics["perplexity"].aggregate(logs)
     assert estimate.value == pytest.approx(their_perplexity(logs))
     assert estimate.stderr == pytest.approx(bootstrap_stderr(their_perplexity, logs, iters=2000), rel=0.1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_what_lm_eval_names_where_nobody_named_a_device_is_no_order(lm_eval, directory):
+def test_default_device_of_lm_eval_is_ignored_without_a_gpu(lm_eval, directory):
     from whimbrel.evaluate.lm_eval import WhimbrelLM
 
-    assert WhimbrelLM(str(directory), device="cuda:0").subject.model.lm_head.weight.device.type == "cpu"
+    assert WhimbrelLM(str(directory), device="cuda:0").scorer.model.lm_head.weight.device.type == "cpu"
     with pytest.raises(ConfigError, match="not available"):
         WhimbrelLM(str(directory), device="cuda:1")

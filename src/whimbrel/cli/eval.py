@@ -13,7 +13,7 @@ from whimbrel.cli.model_options import Device, Model, ParseSpecial, TokenizerPat
 from whimbrel.cli.terminal import ProgressBar, print_table
 
 if TYPE_CHECKING:
-    from whimbrel.evaluate import Subject, TaskResult, TextResult
+    from whimbrel.evaluate import Scorer, TaskResult, TextResult
 
 __all__ = ["evaluate"]
 
@@ -22,51 +22,51 @@ def evaluate(
     model: Model,
     tasks: Annotated[
         str | None,
-        typer.Option(help="arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande; commas between, or all."),
+        typer.Option(help="arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande (comma-separated), or all."),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="The folder of the tasks' files. (default: what WHIMBREL_EVAL_DATA names, or data/eval)"),
+        typer.Option(help="The directory of the task files. (default: WHIMBREL_EVAL_DATA, or data/eval)"),
     ] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="Measure bits per byte on this: what `prepare` reads, or a folder of token shards."),
+        typer.Option(help="Compute bits per byte of a source as for `prepare`, or of token shards; can be repeated."),
     ] = None,
-    text_key: Annotated[str, typer.Option(help="The field of a parquet or jsonl text that holds a document.")] = "text",
+    text_key: Annotated[str, typer.Option(help="The text field of parquet and jsonl sources.")] = "text",
     limit: Annotated[
-        int | None, typer.Option(min=1, help="The first items of each task, or documents of each text, only.")
+        int | None, typer.Option(min=1, help="Only the first items of each task, or documents of each text.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Rows of one forward pass. (default: as many as make it worth while)")
+        int | None, typer.Option(min=1, help="Sequences per forward pass. (default: chosen by length)")
     ] = None,
     dtype: Annotated[
-        Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Of the weights. (default: as they are stored)")
+        Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of the weights. (default: as stored)")
     ] = None,
     weights: Weights = None,
     parse_special: ParseSpecial = True,
     device: Device = None,
     tokenizer: TokenizerPath = None,
-    out: Annotated[Path | None, typer.Option(help="Write the results there too, as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")] = None,
 ) -> None:
-    """Measure a model: accuracy on multiple-choice tasks, bits per byte on any text, each with what it was measured on.
+    """Evaluate a model: accuracy on multiple-choice tasks, and bits per byte of text.
 
-    Questions are worded and scored as lm-eval does, without examples before them, from files on this machine.
+    Tasks are zero-shot, with the prompts and scoring of lm-eval, from local files.
     """
     import torch
 
-    from whimbrel.evaluate import TASKS, Subject, evaluate_tasks
-    from whimbrel.evaluate.files import find_file, find_task
-    from whimbrel.evaluate.report import results_table, write_results
+    from whimbrel.evaluate import TASKS, Scorer, evaluate_tasks
+    from whimbrel.evaluate.evaluation import results_table, write_results
+    from whimbrel.evaluate.tasks import find_file, find_task
     from whimbrel.train.device import choose_device
 
     if tasks is None and not text:
-        raise ConfigError(f"nothing to measure: give --tasks ({', '.join(TASKS)}) or --text")
+        raise ConfigError(f"expected --tasks ({', '.join(TASKS)}) or --text")
     if out is not None and out.is_dir():
-        raise ConfigError(f"--out {out} is a directory: name a file to write")
+        raise ConfigError(f"expected a file for --out, got the directory {out}")
     names = list(TASKS) if tasks == "all" else [] if tasks is None else [name.strip() for name in tasks.split(",")]
     for name in names:
-        find_file(find_task(name), data)  # before a model is read for nothing
-    subject = Subject.load(
+        find_file(find_task(name), data)  # before loading the model
+    scorer = Scorer.load(
         model,
         tokenizer=tokenizer,
         dtype={None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype],
@@ -74,35 +74,35 @@ def evaluate(
         quantize=weights,
         parse_special=parse_special,
     )
-    shown = ProgressBar()
-    answered = {}
+    progress = ProgressBar()
+    task_results = {}
     if names:
-        answered = evaluate_tasks(subject, names, data, limit=limit, batch_size=batch_size, progress=shown)
-    read = {source: _measure(subject, source, text_key, limit, batch_size, shown) for source in text or ()}
-    _tell(answered, read)  # before a disk has its say: hours of work may be in it
+        task_results = evaluate_tasks(scorer, names, data, limit=limit, batch_size=batch_size, progress=progress)
+    text_results = {source: _score_text(scorer, source, text_key, limit, batch_size, progress) for source in text or ()}
+    _print_results(task_results, text_results)  # before writing, which may fail
     if out is not None:
         settings = {"limit": limit, "batch_size": batch_size, "weights": weights, "parse_special": parse_special}
-        write_results(out, results_table(subject, str(model), tasks=answered, texts=read, settings=settings))
+        write_results(out, results_table(scorer, str(model), tasks=task_results, texts=text_results, settings=settings))
 
 
-def _measure(
-    subject: Subject, source: str, text_key: str, limit: int | None, batch_size: int | None, shown: ProgressBar
+def _score_text(
+    scorer: Scorer, source: str, text_key: str, limit: int | None, batch_size: int | None, progress: ProgressBar
 ) -> TextResult:
     from whimbrel.data.sources import documents
     from whimbrel.evaluate import perplexity, shard_perplexity
 
     if Path(source).is_dir() and any(Path(source).glob("*.bin")):
-        return shard_perplexity(subject, Path(source), limit=limit, batch_size=batch_size, progress=shown)
+        return shard_perplexity(scorer, Path(source), limit=limit, batch_size=batch_size, progress=progress)
     texts = documents([source], text_key)
-    return perplexity(subject, texts, limit=limit, batch_size=batch_size, progress=shown)
+    return perplexity(scorer, texts, limit=limit, batch_size=batch_size, progress=progress)
 
 
-def _tell(tasks: Mapping[str, TaskResult], texts: Mapping[str, TextResult]) -> None:
+def _print_results(tasks: Mapping[str, TaskResult], texts: Mapping[str, TextResult]) -> None:
     if tasks:
         print_table(("task", "items", "metric", "value", "stderr"), _task_rows(tasks))
     for name, result in tasks.items():
-        if result.cut:
-            print(f"{name}: {result.cut:,} contexts were longer than the model's own and lost their beginning")
+        if result.truncated:
+            print(f"{name}: {result.truncated:,} contexts were truncated to fit into the model's context")
     if texts:
         heads = ("text", "documents", "tokens", "bytes", "bits per byte", "bits per token", "perplexity")
         print_table(heads, _text_rows(texts))

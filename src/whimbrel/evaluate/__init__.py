@@ -1,18 +1,16 @@
-"""How good a model is: multiple-choice tasks, perplexity on any text, and (`evaluate.lm_eval`) the lm-eval adapter."""
+"""Evaluation: multiple-choice tasks, perplexity of text, and the lm-eval adapter (`evaluate.lm_eval`)."""
 
-from whimbrel.evaluate.metrics import Estimate, Item
-from whimbrel.evaluate.run import TaskResult, evaluate_items, evaluate_tasks
-from whimbrel.evaluate.scoring import Pair, Score, score
-from whimbrel.evaluate.subject import Subject
-from whimbrel.evaluate.tasks import TASKS, Task
-from whimbrel.evaluate.texts import TextResult, perplexity, shard_perplexity
+from whimbrel.evaluate.evaluation import TaskResult, evaluate_items, evaluate_tasks
+from whimbrel.evaluate.scoring import Pair, Score, Scorer, score
+from whimbrel.evaluate.tasks import TASKS, Estimate, Item, Task
+from whimbrel.evaluate.text_perplexity import TextResult, perplexity, shard_perplexity
 
 __all__ = [
     "Estimate",
     "Item",
     "Pair",
     "Score",
-    "Subject",
+    "Scorer",
     "TASKS",
     "Task",
     "TaskResult",

@@ -1,30 +1,111 @@
-"""The tasks: how a line of each file becomes a question, worded as lm-eval words it, and what is measured on it.
+"""Multiple-choice tasks: reading their files, wording the questions as lm-eval does, and the metrics.
 
-A line may be as the dataset was published, or in the short form {query, choices, gold}.
+A line of a task file is a record as the dataset was published, or in the short form {query, choices, gold}.
 """
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
+import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO, TypeGuard
 
-from whimbrel.base.errors import DataError
-from whimbrel.evaluate.metrics import Item, Metric, accuracy, exact, normalised_accuracy, perplexity_per_item
+from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.evaluate.scoring import Score
+from whimbrel.models.held_out_loss import perplexity
 
-__all__ = ["TASKS", "Task"]
+__all__ = ["DATA_VARIABLE", "Estimate", "Item", "Metric", "TASKS", "Task", "find_file", "find_task", "read_items"]
 
+DATA_VARIABLE = "WHIMBREL_EVAL_DATA"
+"""Environment variable with the directory of the task files."""
+DEFAULT_FOLDER = Path("data", "eval")
+SUFFIXES = (".jsonl", ".jsonl.gz")
 Record = Mapping[str, Any]
-CHOICE = {"acc": accuracy, "acc_norm": normalised_accuracy}
 
 
-class Kind(NamedTuple):
-    """What a field may hold."""
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question."""
 
-    wanted: str
-    holds: Callable[[Any], bool]
+    pairs: tuple[tuple[str, str], ...]
+    """Context and continuation of each choice."""
+    gold: int
+    """Index of the correct choice."""
+    lengths: tuple[int, ...]
+    """Characters of each choice."""
+
+
+# Metrics
+
+
+class Estimate(NamedTuple):
+    """A metric over a sample of items."""
+
+    value: float
+    stderr: float | None
+    """Standard error; None for a single item."""
+
+
+class Metric(NamedTuple):
+    """A value per item, and their aggregation."""
+
+    evaluate: Callable[[Item, Sequence[Score]], float]
+    aggregate: Callable[[Sequence[float]], Estimate]
+
+
+def _mean(values: Sequence[float]) -> Estimate:
+    stderr = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Estimate(statistics.fmean(values), stderr)
+
+
+def _perplexity(loglikelihoods: Sequence[float]) -> Estimate:
+    """The standard error is that of the mean, propagated through the exponential to first order."""
+    mean, stderr = _mean(loglikelihoods)
+    value = perplexity(-mean)
+    return Estimate(value, None if stderr is None else value * stderr)
+
+
+def _argmax(values: Sequence[float]) -> int:
+    """The first index of the maximum."""
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def _is_correct(item: Item, scores: Sequence[Score]) -> float:
+    return float(_argmax([each.loglikelihood for each in scores]) == item.gold)
+
+
+def _is_correct_by_length(item: Item, scores: Sequence[Score]) -> float:
+    per_character = [each.loglikelihood / length for each, length in zip(scores, item.lengths, strict=True)]
+    return float(_argmax(per_character) == item.gold)
+
+
+ACCURACY = Metric(_is_correct, _mean)
+"""The most likely choice is correct."""
+NORMALIZED_ACCURACY = Metric(_is_correct_by_length, _mean)
+"""The choice with the highest log-likelihood per character is correct; does not favor short answers."""
+EXACT_MATCH = Metric(lambda item, scores: float(scores[item.gold].is_greedy), _mean)
+"""Greedy decoding generates the correct answer."""
+PERPLEXITY = Metric(lambda item, scores: scores[item.gold].loglikelihood, _perplexity)
+"""The exponential of the mean negative log-likelihood per answer (not per token)."""
+CHOICE_METRICS = {"acc": ACCURACY, "acc_norm": NORMALIZED_ACCURACY}
+
+
+# Records
+
+
+class FieldType(NamedTuple):
+    """The type of a field in a record."""
+
+    description: str
+    is_valid: Callable[[Any], bool]
 
 
 def _is_text(value: object) -> bool:
@@ -35,136 +116,210 @@ def _is_texts(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
-def _is_labelled(value: object) -> bool:
+def _is_labeled(value: object) -> bool:
     texts, labels = (value.get("text"), value.get("label")) if isinstance(value, dict) else (None, None)
     return _is_texts(texts) and _is_texts(labels) and len(texts) == len(labels)
 
 
-TEXT = Kind("a text of valid Unicode", _is_text)
-TEXTS = Kind("a list of texts", _is_texts)
-SENTENCE = Kind("a text with _ in place of a name", lambda value: _is_text(value) and "_" in value)
-LABELLED = Kind("an object with text and label, lists of texts that are equally long", _is_labelled)
-NUMBER = Kind("a whole number, counted from 0", lambda value: type(value) is int)
-NUMBER_OR_DIGITS = Kind(NUMBER.wanted, lambda value: bool(re.fullmatch("[0-9]{1,9}", str(value))))
-ONE_OR_TWO = Kind('"1" or "2"', lambda value: value in ("1", "2"))
+TEXT = FieldType("a text of valid Unicode", _is_text)
+TEXTS = FieldType("a list of texts", _is_texts)
+SENTENCE = FieldType("a text with _ in place of a name", lambda value: _is_text(value) and "_" in value)
+LABELED = FieldType("an object with text and label, lists of texts of equal length", _is_labeled)
+NUMBER = FieldType("an integer, counted from 0", lambda value: type(value) is int)
+NUMBER_OR_DIGITS = FieldType(NUMBER.description, lambda value: bool(re.fullmatch("[0-9]{1,9}", str(value))))
+ONE_OR_TWO = FieldType('"1" or "2"', lambda value: value in ("1", "2"))
 
 
-class Form(NamedTuple):
-    """A way to write a question down."""
+class RecordFormat(NamedTuple):
+    """A format of records."""
 
-    fields: Mapping[str, Kind]
-    """What a line has; the first tells the form from others."""
+    fields: Mapping[str, FieldType]
+    """Required fields; the presence of the first identifies the format."""
     read: Callable[[Record], Item]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A set of questions."""
+    """A set of questions and its metrics."""
 
     name: str
     file: str
-    """The name of its file, before `.jsonl` or `.jsonl.gz`."""
-    forms: Sequence[Form]
+    """The file name without `.jsonl` or `.jsonl.gz`."""
+    formats: Sequence[RecordFormat]
     metrics: Mapping[str, Metric]
 
     def item(self, record: Record) -> Item:
-        """The question in a line of the file; what is missing, of another kind or out of range is named."""
-        form = next((form for form in self.forms if next(iter(form.fields)) in record), self.forms[-1])
-        for field, kind in form.fields.items():
+        """Convert a record; raises DataError for missing or invalid fields."""
+        chosen = next((each for each in self.formats if next(iter(each.fields)) in record), self.formats[-1])
+        for field, field_type in chosen.fields.items():
             if field not in record:
-                wanted = ", or ".join(" ".join(form.fields) for form in self.forms)
-                raise DataError(f"no '{field}' among {', '.join(map(repr, record)) or 'nothing'}: give {wanted}")
-            if not kind.holds(record[field]):
-                raise DataError(f"'{field}' is {json.dumps(record[field]):.60}: give {kind.wanted}")
-        item = form.read(record)
+                expected = ", or ".join(" ".join(each.fields) for each in self.formats)
+                raise DataError(f"expected {expected}, got {', '.join(map(repr, record)) or 'nothing'}: no '{field}'")
+            if not field_type.is_valid(record[field]):
+                raise DataError(f"expected {field_type.description} in '{field}', got {json.dumps(record[field]):.60}")
+        item = chosen.read(record)
         if not 0 <= item.gold < len(item.pairs):
-            raise DataError(f"the right choice is number {item.gold} of {len(item.pairs)}, counted from 0")
+            raise DataError(f"expected the index of the correct choice below {len(item.pairs)}, got {item.gold}")
         if not all(item.lengths):
-            raise DataError("a choice is empty")
+            raise DataError("expected choices with text, got an empty one")
         return item
 
 
-def _after(context: str, choices: Sequence[str], gold: int) -> Item:
-    """Choices that go on from one context."""
+def _choices(context: str, choices: Sequence[str], gold: int) -> Item:
+    """Choices after the same context."""
     return Item(tuple((context, f" {choice}") for choice in choices), gold, tuple(map(len, choices)))
 
 
 def _hellaswag(record: Record) -> Item:
     context = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
-    return _after(_plain(context), [_plain(ending) for ending in record["endings"]], int(record["label"]))
+    return _choices(
+        _clean_wikihow(context), [_clean_wikihow(ending) for ending in record["endings"]], int(record["label"])
+    )
 
 
-def _plain(text: str) -> str:
-    """Without the marks that WikiHow pages left: a title ends a sentence, other brackets go."""
+def _clean_wikihow(text: str) -> str:
+    """Remove WikiHow markup: a title ends a sentence, other brackets are deleted."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def _short(record: Record) -> Item:
-    return _after(record["query"], record["choices"], record["gold"])
+    return _choices(record["query"], record["choices"], record["gold"])
 
 
 def _arc(record: Record) -> Item:
     labels, answer = record["choices"]["label"], record["answerKey"]
     if answer not in labels:
-        raise DataError(f"'answerKey' is {answer!r:.60}: give one of the labels, {', '.join(labels):.60}")
-    return _after(f"Question: {record['question']}\nAnswer:", record["choices"]["text"], labels.index(answer))
+        raise DataError(f"expected one of the labels {', '.join(labels):.60} in 'answerKey', got {answer!r:.60}")
+    return _choices(f"Question: {record['question']}\nAnswer:", record["choices"]["text"], labels.index(answer))
 
 
 def _piqa_short(record: Record) -> Item:
-    return _after(f"{record['query']}Answer:", record["choices"], record["gold"])
+    return _choices(f"{record['query']}Answer:", record["choices"], record["gold"])
 
 
 def _piqa(record: Record) -> Item:
-    return _after(f"Question: {record['goal']}\nAnswer:", [record["sol1"], record["sol2"]], record["label"])
+    return _choices(f"Question: {record['goal']}\nAnswer:", [record["sol1"], record["sol2"]], record["label"])
 
 
-def _either(contexts: Sequence[str], rest: str, gold: int) -> Item:
-    """The rest of a sentence is scored after either name: which of them makes it likelier."""
+def _contexts(contexts: Sequence[str], rest: str, gold: int) -> Item:
+    """The same continuation after different contexts (partial evaluation)."""
     return Item(tuple((context, f" {rest}") for context in contexts), gold, (len(rest),) * len(contexts))
 
 
 def _winogrande_short(record: Record) -> Item:
-    return _either(record["context_options"], record["continuation"], record["gold"])
+    return _contexts(record["context_options"], record["continuation"], record["gold"])
 
 
 def _winogrande(record: Record) -> Item:
     before, _, rest = record["sentence"].partition("_")
-    return _either([before + record["option1"], before + record["option2"]], rest.strip(), int(record["answer"]) - 1)
+    return _contexts([before + record["option1"], before + record["option2"]], rest.strip(), int(record["answer"]) - 1)
 
 
 def _lambada_short(record: Record) -> Item:
-    return _after(record["context"], [record["continuation"]], 0)
+    return _choices(record["context"], [record["continuation"]], 0)
 
 
 def _lambada(record: Record) -> Item:
-    """The last word of a passage."""
+    """Predict the last word of a passage."""
     context, _, word = record["text"].rpartition(" ")
-    return _after(context, [word], 0)
+    return _choices(context, [word], 0)
 
 
 SHORT = {"query": TEXT, "choices": TEXTS, "gold": NUMBER}
-ARC = (Form(SHORT, _short), Form({"question": TEXT, "choices": LABELLED, "answerKey": TEXT}, _arc))
+ARC = (RecordFormat(SHORT, _short), RecordFormat({"question": TEXT, "choices": LABELED, "answerKey": TEXT}, _arc))
 HELLASWAG = (
-    Form(
+    RecordFormat(
         {"activity_label": TEXT, "ctx_a": TEXT, "ctx_b": TEXT, "endings": TEXTS, "label": NUMBER_OR_DIGITS}, _hellaswag
     ),
 )
-LAMBADA = (Form({"context": TEXT, "continuation": TEXT}, _lambada_short), Form({"text": TEXT}, _lambada))
-PIQA = (Form(SHORT, _piqa_short), Form({"goal": TEXT, "sol1": TEXT, "sol2": TEXT, "label": NUMBER}, _piqa))
+LAMBADA = (
+    RecordFormat({"context": TEXT, "continuation": TEXT}, _lambada_short),
+    RecordFormat({"text": TEXT}, _lambada),
+)
+PIQA = (
+    RecordFormat(SHORT, _piqa_short),
+    RecordFormat({"goal": TEXT, "sol1": TEXT, "sol2": TEXT, "label": NUMBER}, _piqa),
+)
 WINOGRANDE = (
-    Form({"context_options": TEXTS, "continuation": TEXT, "gold": NUMBER}, _winogrande_short),
-    Form({"sentence": SENTENCE, "option1": TEXT, "option2": TEXT, "answer": ONE_OR_TWO}, _winogrande),
+    RecordFormat({"context_options": TEXTS, "continuation": TEXT, "gold": NUMBER}, _winogrande_short),
+    RecordFormat({"sentence": SENTENCE, "option1": TEXT, "option2": TEXT, "answer": ONE_OR_TWO}, _winogrande),
 )
 
 TASKS: Mapping[str, Task] = {
     task.name: task
     for task in (
-        Task("arc_challenge", "arc_challenge_test", ARC, CHOICE),
-        Task("arc_easy", "arc_easy_test", ARC, CHOICE),
-        Task("hellaswag", "hellaswag_val", HELLASWAG, CHOICE),
-        Task("lambada", "lambada_openai_test", LAMBADA, {"acc": exact, "perplexity": perplexity_per_item}),
-        Task("piqa", "piqa_val", PIQA, CHOICE),
-        Task("winogrande", "winogrande_val", WINOGRANDE, {"acc": accuracy}),
+        Task("arc_challenge", "arc_challenge_test", ARC, CHOICE_METRICS),
+        Task("arc_easy", "arc_easy_test", ARC, CHOICE_METRICS),
+        Task("hellaswag", "hellaswag_val", HELLASWAG, CHOICE_METRICS),
+        Task("lambada", "lambada_openai_test", LAMBADA, {"acc": EXACT_MATCH, "perplexity": PERPLEXITY}),
+        Task("piqa", "piqa_val", PIQA, CHOICE_METRICS),
+        Task("winogrande", "winogrande_val", WINOGRANDE, {"acc": ACCURACY}),
     )
 }
-"""Every task by its name."""
+"""All tasks by name."""
+
+
+# Files
+
+
+def find_task(name: str) -> Task:
+    """The task of that name."""
+    if name not in TASKS:
+        raise ConfigError(f"unknown task '{name}': choose from {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def find_file(task: Task, folder: str | os.PathLike[str] | None = None) -> Path:
+    """The file of a task: in `folder`, else in the directory of WHIMBREL_EVAL_DATA, else in `data/eval`."""
+    directory = Path(folder or os.environ.get(DATA_VARIABLE) or DEFAULT_FOLDER)
+    names = [stem + suffix for stem in (task.file, task.name) for suffix in SUFFIXES]
+    found = next((path for name in names if (path := directory / name).is_file()), None)
+    if found is None:
+        raise DataError(
+            f"no file for task {task.name} in {directory}: expected {', '.join(names)}; set --data or {DATA_VARIABLE}"
+        )
+    return found
+
+
+def read_items(task: Task, path: Path, limit: int | None = None) -> list[Item]:
+    """Read the items in a file, at most the first `limit`."""
+    if limit is not None and limit < 1:
+        raise ConfigError(f"expected limit of at least 1, got {limit}")
+    items = []
+    for line, record in itertools.islice(_read_records(path), limit):
+        try:
+            items.append(task.item(record))
+        except DataError as error:
+            raise DataError(f"{path} line {line}: {error}") from error
+    if not items:
+        raise DataError(f"{path} has no items for task {task.name}")
+    return items
+
+
+def _read_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The objects in a JSON Lines file, with their line numbers."""
+    number = 0
+    try:
+        with _open_text(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _parse_record(line, f"{path} line {number}")
+    except (EOFError, OSError, zlib.error) as error:
+        raise DataError(f"cannot read {path} after line {number}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 after line {number}: {error.reason}") from error
+
+
+def _parse_record(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line)
+    except (RecursionError, ValueError) as error:  # nested too deeply, or an integer with too many digits
+        raise DataError(f"{where} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected an object, got {type(record).__name__}")
+    return record
+
+
+def _open_text(path: Path) -> TextIO:
+    encoding = "utf-8-sig"  # accepts the byte-order mark that Windows editors add
+    return gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding)

@@ -11,7 +11,7 @@ import torch
 import whimbrel as package
 from whimbrel.base.files import PARTIAL
 from whimbrel.cli.main import main
-from whimbrel.evaluate import TASKS, Subject, evaluate_tasks, perplexity
+from whimbrel.evaluate import TASKS, Scorer, evaluate_tasks, perplexity
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.tokenization import train_tokenizer
@@ -38,11 +38,11 @@ def rows(printed: str) -> list[list[str]]:
     return [line.split() for line in printed.splitlines()]
 
 
-def test_tasks_are_tabled_and_written(model, fixtures, tmp_path, capsys):
+def test_tasks_are_printed_and_written(model, fixtures, tmp_path, capsys):
     out, data = tmp_path / "results.json", fixtures / "eval"
     words = ("--tasks", "piqa, winogrande", "--data", data, "--limit", 10, "--device", "cpu", "--out", out)
     assert whimbrel("eval", model, *words) == 0
-    expected = evaluate_tasks(Subject.load(model), ["piqa", "winogrande"], data, limit=10)
+    expected = evaluate_tasks(Scorer.load(model), ["piqa", "winogrande"], data, limit=10)
     table = rows(capsys.readouterr().out)
     assert table[0] == ["task", "items", "metric", "value", "stderr"]
     for name, metric in (("piqa", "acc"), ("piqa", "acc_norm"), ("winogrande", "acc")):
@@ -54,7 +54,7 @@ def test_tasks_are_tabled_and_written(model, fixtures, tmp_path, capsys):
     assert written["tasks"]["piqa"]["items_sha256"] == expected["piqa"].items_sha256
     assert written["tasks"]["winogrande"]["file"] == "winogrande_val.jsonl"
     assert written["model"]["name"] == str(model)
-    assert written["model"]["parameters"] == Subject.load(model).model.num_parameters()
+    assert written["model"]["parameters"] == Scorer.load(model).model.num_parameters()
     settings = {"limit": 10, "batch_size": None, "weights": None, "parse_special": True, "device": "cpu"}
     assert written["settings"] == settings
     assert written["versions"]["whimbrel"] == package.__version__
@@ -62,27 +62,27 @@ def test_tasks_are_tabled_and_written(model, fixtures, tmp_path, capsys):
     assert not list(tmp_path.glob(f"{PARTIAL}*"))
 
 
-def test_all_are_all(model, fixtures, monkeypatch, capsys):
+def test_tasks_all(model, fixtures, monkeypatch, capsys):
     monkeypatch.setenv("WHIMBREL_EVAL_DATA", str(fixtures / "eval"))
     assert whimbrel("eval", model, "--tasks", "all", "--limit", 2, "--batch-size", 3, "--device", "cpu") == 0
     printed = capsys.readouterr().out
     names = {row[0] for row in rows(printed)[1:] if len(row) == 6}
     assert names == set(TASKS)
-    for name, result in evaluate_tasks(Subject.load(model), list(TASKS), limit=2).items():
-        line = f"{name}: {result.cut} contexts were longer than the model's own and lost their beginning"
-        assert (line in printed) == (result.cut > 0)
+    for name, result in evaluate_tasks(Scorer.load(model), list(TASKS), limit=2).items():
+        line = f"{name}: {result.truncated} contexts were truncated"
+        assert (line in printed) == (result.truncated > 0)
 
 
-def test_a_text_is_measured_in_bits(model, tmp_path, capsys):
+def test_bits_per_byte_of_text(model, tmp_path, capsys):
     (tmp_path / "said.jsonl").write_text('{"said": "To be, or not to be"}\n{"said": "naïve"}\n', encoding="utf-8")
     (tmp_path / "said.txt").write_text("That is the question.")
     words = ("--text", tmp_path / "said.jsonl", "--text-key", "said", "--text", tmp_path / "said.txt")
     assert whimbrel("eval", model, *words, "--device", "cpu", "--out", tmp_path / "results.json") == 0
-    subject = Subject.load(model)
+    scorer = Scorer.load(model)
     written = json.loads((tmp_path / "results.json").read_text())["texts"]
     printed = rows(capsys.readouterr().out)
     for name, texts in (("said.jsonl", ["To be, or not to be", "naïve"]), ("said.txt", ["That is the question."])):
-        found = perplexity(subject, texts)
+        found = perplexity(scorer, texts)
         assert written[str(tmp_path / name)]["bits_per_byte"] == pytest.approx(found.bits_per_byte)
         assert written[str(tmp_path / name)]["bytes"] == sum(len(text.encode()) for text in texts)
         [row] = [row for row in printed if row[0].endswith(name)]
@@ -90,7 +90,7 @@ def test_a_text_is_measured_in_bits(model, tmp_path, capsys):
         assert row[4:] == [f"{found.bits_per_byte:.4f}", f"{found.bits_per_token:.4f}", f"{found.perplexity:.4f}"]
 
 
-def test_token_shards_are_a_text(model, tmp_path, capsys):
+def test_token_shards(model, tmp_path, capsys):
     (tmp_path / "train.txt").write_text("something else")
     (tmp_path / "val.txt").write_text("To be, or not to be")
     shards = ("--out-dir", tmp_path / "shards", "--tokenizer", model, "--val", tmp_path / "val.txt")
@@ -103,7 +103,7 @@ def test_token_shards_are_a_text(model, tmp_path, capsys):
     assert numbers[0] == numbers[1]
 
 
-def test_weights_and_dtype_change_the_model(model, fixtures, tmp_path, capsys):
+def test_weights_and_dtype_options(model, fixtures, tmp_path, capsys):
     values = set()
     for number, words in enumerate(((), ("--weights", "int8"), ("--dtype", "bf16"))):
         out = tmp_path / f"{number}.json"
@@ -120,18 +120,21 @@ def test_weights_and_dtype_change_the_model(model, fixtures, tmp_path, capsys):
     [
         (
             (),
-            "nothing to measure: give --tasks (arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande) or",
+            "expected --tasks (arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande) or --text",
         ),
-        (("--tasks", "mmlu"), "no task 'mmlu': there are arc_challenge, arc_easy"),
-        (("--tasks", "piqa"), "no file of the task piqa in data/eval: looked for piqa_val.jsonl, piqa_val.jsonl.gz"),
-        (("--tasks", "piqa", "--data", "elsewhere"), "no file of the task piqa in elsewhere"),
+        (("--tasks", "mmlu"), "unknown task 'mmlu': choose from arc_challenge"),
+        (("--tasks", "piqa"), "no file for task piqa in data/eval: expected piqa_val.jsonl"),
+        (("--tasks", "piqa", "--data", "elsewhere"), "no file for task piqa in elsewhere"),
         (("--text", "nothing.txt"), "no such file: nothing.txt"),
-        (("--text", "empty.txt"), "0 documents hold no token: there is nothing to score"),
-        (("--tasks", "lambada", "--data", "."), "lambada.jsonl line 1: 'text' is 5: give a text"),
+        (("--text", "empty.txt"), "got 0 documents without tokens"),
+        (
+            ("--tasks", "lambada", "--data", "."),
+            "lambada.jsonl line 1: expected a text of valid Unicode in 'text', got 5",
+        ),
         (("--tasks", "piqa", "--limit", "0"), "--limit"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(model, workdir, capsys, words, message):
+def test_invalid_options_are_one_error_line(model, workdir, capsys, words, message):
     Path("empty.txt").touch()
     Path("lambada.jsonl").write_text('{"text": 5}')
     assert whimbrel("eval", model, *words, "--out", "results.json") == 2
@@ -141,12 +144,12 @@ def test_what_cannot_be_measured_is_one_line(model, workdir, capsys, words, mess
     assert not Path("results.json").exists()
 
 
-def test_a_missing_file_is_told_before_the_model_is_read(workdir, capsys):
+def test_missing_file_is_reported_before_loading(workdir, capsys):
     assert whimbrel("eval", "no-such-model", "--tasks", "piqa") == 2
-    assert "no file of the task piqa" in capsys.readouterr().err
+    assert "no file for task piqa" in capsys.readouterr().err
 
 
-def test_a_table_is_shown_even_where_it_cannot_be_written(model, fixtures, tmp_path, capsys):
+def test_results_are_printed_even_if_writing_fails(model, fixtures, tmp_path, capsys):
     (tmp_path / "file").touch()
     words = ("--tasks", "piqa", "--data", fixtures / "eval", "--limit", 2, "--device", "cpu")
     assert whimbrel("eval", model, *words, "--out", tmp_path / "file" / "results.json") == 2
@@ -156,6 +159,6 @@ def test_a_table_is_shown_even_where_it_cannot_be_written(model, fixtures, tmp_p
 
 
 @pytest.mark.parametrize("folder", ["", "."])
-def test_a_directory_to_write_to_is_refused_before_the_model_is_read(folder, tmp_path, capsys):
+def test_out_directory_is_rejected_before_loading(folder, tmp_path, capsys):
     assert whimbrel("eval", tmp_path / "nothing", "--text", "any", "--out", folder) == 2
-    assert capsys.readouterr().err == "whimbrel: --out . is a directory: name a file to write\n"
+    assert "expected a file for --out" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Bits per byte: every byte counted, every token scored once."""
+"""Perplexity and bits per byte of text and token shards."""
 
 from __future__ import annotations
 
@@ -9,76 +9,74 @@ import torch
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data.prepare import prepare
-from whimbrel.evaluate import Subject, perplexity, shard_perplexity, texts
+from whimbrel.evaluate import Scorer, perplexity, shard_perplexity, text_perplexity
 from whimbrel.tokenization import train_tokenizer
 
 TEXTS = ["To be, or not to be", "naïve café: 日本語", "", "That is the question. " * 40]
 
 
-def test_numbers_are_those_of_one_forward_pass(subject):
-    ids = [subject.opener_id, *subject.tokenizer.encode(TEXTS[0])]
+def test_results_equal_those_of_one_forward_pass(scorer):
+    ids = [scorer.bos_id, *scorer.tokenizer.encode(TEXTS[0])]
     with torch.no_grad():
-        loss = float(subject.model(torch.tensor([ids[:-1]]), targets=torch.tensor([ids[1:]])).loss)
-    found = perplexity(subject, TEXTS[:1])
+        loss = float(scorer.model(torch.tensor([ids[:-1]]), targets=torch.tensor([ids[1:]])).loss)
+    found = perplexity(scorer, TEXTS[:1])
     assert (found.documents, found.tokens, found.bytes) == (1, len(ids) - 1, len(TEXTS[0]))
     assert found.bits_per_token == pytest.approx(loss / math.log(2), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
     assert found.bits_per_byte == pytest.approx(loss * (len(ids) - 1) / math.log(2) / len(TEXTS[0]), rel=1e-5)
 
 
-def test_documents_add_up_and_bytes_are_bytes(subject):
-    found = perplexity(subject, TEXTS)
-    alone = [perplexity(subject, [text]) for text in TEXTS if text]
+def test_documents_add_up_and_bytes_are_utf8(scorer):
+    found = perplexity(scorer, TEXTS)
+    alone = [perplexity(scorer, [text]) for text in TEXTS if text]
     assert found.documents == 4
     assert found.bytes == sum(len(text.encode("utf-8")) for text in TEXTS) > sum(map(len, TEXTS))
-    assert found.tokens == sum(len(subject.tokenizer.encode(text)) for text in TEXTS)
+    assert found.tokens == sum(len(scorer.tokenizer.encode(text)) for text in TEXTS)
     assert found.loglikelihood == pytest.approx(sum(each.loglikelihood for each in alone), rel=1e-6)
 
 
-def test_a_text_longer_than_the_context_is_read_in_windows(subject):
-    ids = subject.tokenizer.encode(TEXTS[3])
+def test_long_text_is_scored_in_windows(scorer):
+    ids = scorer.tokenizer.encode(TEXTS[3])
     assert len(ids) > 3 * 64
-    whole, total = [subject.opener_id, *ids], 0.0
+    whole, total = [scorer.bos_id, *ids], 0.0
     with torch.no_grad():
         for begin in range(0, len(ids), 64):
             end = min(begin + 64, len(ids))
             start = max(0, end - 64)
-            logs = subject.model(torch.tensor([whole[start:end]])).logits[0].log_softmax(-1)
+            logs = scorer.model(torch.tensor([whole[start:end]])).logits[0].log_softmax(-1)
             total += sum(float(logs[place - start, whole[place + 1]]) for place in range(begin, end))
-    assert perplexity(subject, [TEXTS[3]]).loglikelihood == pytest.approx(total, rel=1e-6)
+    assert perplexity(scorer, [TEXTS[3]]).loglikelihood == pytest.approx(total, rel=1e-6)
 
 
-def test_much_text_is_scored_in_parts(subject, monkeypatch):
-    expected = perplexity(subject, TEXTS * 3)
-    calls, score = [], Subject.score
-    monkeypatch.setattr(
-        Subject, "score", lambda self, pairs, **kw: calls.append(len(pairs)) or score(self, pairs, **kw)
-    )
-    monkeypatch.setattr(texts, "TOKENS_TOGETHER", 100)
-    found = perplexity(subject, iter(TEXTS * 3))
+def test_text_is_scored_in_chunks(scorer, monkeypatch):
+    expected = perplexity(scorer, TEXTS * 3)
+    calls, score = [], Scorer.score
+    monkeypatch.setattr(Scorer, "score", lambda self, pairs, **kw: calls.append(len(pairs)) or score(self, pairs, **kw))
+    monkeypatch.setattr(text_perplexity, "CHUNK_TOKENS", 100)
+    found = perplexity(scorer, iter(TEXTS * 3))
     assert calls == [3, 3, 3, 0]
     assert found.tokens == expected.tokens
     assert found.loglikelihood == pytest.approx(expected.loglikelihood, rel=1e-6)
 
 
-def test_a_limit_takes_the_first_documents_and_reads_no_further(subject):
+def test_limit_stops_reading(scorer):
     def endless():
         yield from TEXTS[:2]
         pytest.fail("read too far")
 
-    found = perplexity(subject, endless(), limit=2)
+    found = perplexity(scorer, endless(), limit=2)
     assert (found.documents, found.bytes) == (2, sum(len(text.encode()) for text in TEXTS[:2]))
-    with pytest.raises(ConfigError, match="limit = 0 must be at least 1"):
-        perplexity(subject, TEXTS, limit=0)
+    with pytest.raises(ConfigError, match="limit of at least 1, got 0"):
+        perplexity(scorer, TEXTS, limit=0)
 
 
 @pytest.mark.parametrize("nothing", [[], ["", ""]])
-def test_nothing_to_score_is_refused(subject, nothing):
-    with pytest.raises(DataError, match=f"{len(nothing)} documents hold no token"):
-        perplexity(subject, nothing)
+def test_text_without_tokens_is_rejected(scorer, nothing):
+    with pytest.raises(DataError, match=f"got {len(nothing)} documents without tokens"):
+        perplexity(scorer, nothing)
 
 
-def test_token_shards_give_what_their_text_gives(subject, tmp_path):
+def test_token_shards_equal_their_text(scorer, tmp_path):
     documents = [text for text in TEXTS if text]
     folder = tmp_path / "text"
     folder.mkdir()
@@ -86,11 +84,11 @@ def test_token_shards_give_what_their_text_gives(subject, tmp_path):
         (folder / f"{number}.txt").write_text(text, encoding="utf-8", newline="")
     (tmp_path / "train.txt").write_text("something else")
     shards, train = tmp_path / "shards", [str(tmp_path / "train.txt")]
-    prepare(train, shards, subject.tokenizer, name="said", val=[str(folder)])
-    found = shard_perplexity(subject, shards)
-    expected = perplexity(subject, documents)
+    prepare(train, shards, scorer.tokenizer, name="said", val=[str(folder)])
+    found = shard_perplexity(scorer, shards)
+    expected = perplexity(scorer, documents)
     assert (found.documents, found.tokens, found.bytes) == (expected.documents, expected.tokens, expected.bytes)
     assert found.loglikelihood == pytest.approx(expected.loglikelihood, rel=1e-6)
     other = train_tokenizer(["another text"], 260)
-    with pytest.raises(DataError, match="was not made with the model's tokenizer"):
-        shard_perplexity(Subject(subject.model, other, other.eot_id), shards)
+    with pytest.raises(DataError, match="was prepared with another tokenizer"):
+        shard_perplexity(Scorer(scorer.model, other, other.eot_id), shards)
