@@ -1,4 +1,4 @@
-"""What two gloo processes do with linear layers that are not plain, and what one process does instead of them."""
+"""The work of two gloo processes with quantized linear layers, and of the single process they are compared with."""
 
 from __future__ import annotations
 

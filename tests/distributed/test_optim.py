@@ -63,20 +63,20 @@ def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", job.REPLICATED)
-def test_replicas_are_the_same_bits(answers: Answers, name: str) -> None:
+def test_replicas_stay_bit_identical(answers: Answers, name: str) -> None:
     one, other = (answer["replicas"][name] for answer in answers)
     assert different(one, other) == []
     start = {f"{n} weight": p.detach() for n, p in job.model().to(job.REPLICATED[name][1]).named_parameters()}
     assert not any(torch.equal(one[n], p) for n, p in start.items() if p.numel() > 1)
 
 
-def test_a_basis_that_drifted_is_named(answers: Answers) -> None:
+def test_basis_that_differs_between_ranks_is_reported(answers: Answers) -> None:
     for answer in answers:
         assert "ParallelError: the basis of 2.weight on rank 1 differs" in answer["replicas"]["nudged"]
 
 
 @pytest.mark.parametrize("kind", ["hooks", "linears", "ddp"])
-def test_ranks_that_average_projections_make_the_steps_of_one(answers: Answers, kind: str) -> None:
+def test_averaged_projections_match_a_single_process(answers: Answers, kind: str) -> None:
     net = job.model()
     optimizer = project_in_backward(job.warm(net.parameters()), accumulation=4)
     norms = job.train_projecting(net, optimizer, range(job.STEPS), job.cut(4), 0.05)
@@ -89,7 +89,7 @@ def test_ranks_that_average_projections_make_the_steps_of_one(answers: Answers, 
         assert different(found, {k: v for k, v in answers[0]["projections"][kind].items() if k != "norms"}) == []
 
 
-def test_they_send_projections(answers: Answers) -> None:
+def test_only_projected_gradients_are_communicated(answers: Answers) -> None:
     net = job.model()
     optimizer = job.warm(net.parameters())
     params = [*net.parameters()]
@@ -101,13 +101,13 @@ def test_they_send_projections(answers: Answers) -> None:
     assert sum(second) < sum(first) / 5
 
 
-def test_what_one_rank_lacks_moves_and_what_both_lack_stays(answers: Answers) -> None:
+def test_parameter_without_gradient_on_one_rank_is_updated(answers: Answers) -> None:
     one, other = (answer["projections"]["routes"] for answer in answers)
     assert different(one, other) == []
     assert [int(one[f"{i}.weight step"]) for i in range(3)] == [3, 3, 0]
 
 
-def test_what_would_drift_apart_is_refused(answers: Answers) -> None:
+def test_settings_that_would_diverge_between_ranks_are_refused(answers: Answers) -> None:
     for answer in answers:
         found = answer["projections"]
         assert "a gradient after those of the step were averaged" in found["late"]
@@ -116,7 +116,7 @@ def test_what_would_drift_apart_is_refused(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("name", job.ON_SHARDS)
-def test_shards_make_the_steps_of_one(answers: Answers, name: str) -> None:
+def test_sharded_optimizer_matches_a_single_process(answers: Answers, name: str) -> None:
     expected = alone(job.ON_SHARDS[name])
     for answer in answers:
         assert farthest(answer["shards"][name], expected) < 1e-5
@@ -125,13 +125,13 @@ def test_shards_make_the_steps_of_one(answers: Answers, name: str) -> None:
     assert different(answers[0]["shards"][name], answers[1]["shards"][name]) == []
 
 
-def test_shards_may_have_replicas(answers: Answers) -> None:
+def test_hybrid_sharding_matches_a_single_process(answers: Answers) -> None:
     expected = alone(job.warm)
     for answer in answers:
         assert farthest(answer["shards"]["replicas"], expected) < 1e-5
 
 
-def test_shards_project_in_backward(answers: Answers) -> None:
+def test_sharded_gradients_are_projected_in_backward(answers: Answers) -> None:
     net = job.model()
     optimizer = project_in_backward(job.warm(net.parameters()))
     norms = job.train_projecting(net, optimizer, range(job.STEPS), job.cut(1), 0.05)
@@ -141,13 +141,13 @@ def test_shards_project_in_backward(answers: Answers) -> None:
         assert farthest(found, job.everything(net, optimizer)) < 1e-5
 
 
-def test_state_is_shared_out_like_its_parameter_and_the_basis_is_everywhere(answers: Answers) -> None:
+def test_state_is_sharded_like_its_parameter_and_the_basis_replicated(answers: Answers) -> None:
     for answer in answers:
         split = {name for name, placements in answer["shards"]["placements"].items() if "Shard(dim=0)" in placements}
         assert split == {"exp_avg", "exp_avg_sq"}
 
 
-def test_galore_shards_what_has_the_rows_of_a_parameter(answers: Answers) -> None:
+def test_galore_state_with_parameter_rows_is_sharded(answers: Answers) -> None:
     rows = {"right": {"exp_avg", "exp_avg_sq"}, "left": {"ortho_matrix"}, "full": {"ortho_matrix_left"}}
     for answer in answers:
         for projection_type, found in answer["shards"]["galore placements"].items():
@@ -155,13 +155,13 @@ def test_galore_shards_what_has_the_rows_of_a_parameter(answers: Answers) -> Non
             assert split == rows[projection_type]
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(answers: Answers) -> None:
+def test_nonfinite_gradient_on_one_rank_skips_the_step_on_all(answers: Answers) -> None:
     for answer in answers:
         assert answer["shards"]["skipped"] == answer["shards"]["galore skipped"] == 1
         assert answer["shards"]["moved"] == []
 
 
-def test_what_shards_cannot_do_is_refused(answers: Answers) -> None:
+def test_unsupported_sharding_is_refused(answers: Answers) -> None:
     words = {
         "side": "OptimizerError: side = 'std' projects the rows .* use side = 'right'",
         "rule": "OptimizerError: rule = 'muon' needs all rows .* use rule = 'adamw', 'sgd' or 'lion'",
@@ -180,7 +180,7 @@ def test_what_shards_cannot_do_is_refused(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("name", MAKES)
-def test_checkpoints_are_shared_out_anew(run: Path, answers: Answers, name: str) -> None:
+def test_checkpoints_are_resharded(run: Path, answers: Answers, name: str) -> None:
     saved_by_one = alone(MAKES[name], HALF)
     for answer in answers:
         found = answer["checkpoints"]
@@ -201,7 +201,7 @@ def test_checkpoints_are_shared_out_anew(run: Path, answers: Answers, name: str)
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_a_state_dict_by_names_leaves_frozen_parameters_as_they_are(flat: bool) -> None:
+def test_named_state_dict_leaves_frozen_parameters_unchanged(flat: bool) -> None:
     net = job.model()
     net[0].weight.requires_grad_(False)
     optimizer, fresh = job.warm(net.parameters()), job.warm(net.parameters())

@@ -1,4 +1,4 @@
-"""FSDP2 over two gloo ranks with fp8 and fake-quantised linears: the losses and weights of one process."""
+"""FSDP2 over two gloo ranks with fp8 and fake-quantized linears matches a single process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("recipe", job.RECIPES)
-def test_shards_train_as_one_process(answers: list[dict[str, Any]], recipe: str) -> None:
+def test_sharded_training_matches_a_single_process(answers: list[dict[str, Any]], recipe: str) -> None:
     one, (first, second) = job.alone(recipe), (answer[recipe] for answer in answers)
     assert one.keys() == first.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,4 +1,4 @@
-"""Rows of a quantised weight on two ranks: shared out, multiplied by, gathered, as those of a plain one."""
+"""A quantized weight sharded by rows over two ranks: matmul and all-gather match an unquantized shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 RANKS = 2
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def random_tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -31,12 +31,12 @@ def work(rank: int, folder: Path, port: int) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     answers = {}
     for name in FORMATS:
-        weight = QuantizedWeight.quantize(drawn(64, 256), name)
+        weight = QuantizedWeight.quantize(random_tensor(64, 256), name)
         shared = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
         local = shared.to_local()
         assert isinstance(local, QuantizedWeight)
         answers[f"{name} local"] = local.dequantize()
-        x = DTensor.from_local(drawn(8, 256, seed=1), mesh, [Replicate()])
+        x = DTensor.from_local(random_tensor(8, 256, seed=1), mesh, [Replicate()])
         with torch.no_grad():
             answers[f"{name} product"] = torch.nn.functional.linear(x, shared).full_tensor()
         whole = shared.redistribute(mesh, [Replicate()]).to_local()
@@ -58,9 +58,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_on_two_ranks(answers: list[dict[str, Tensor]], name: str) -> None:
-    weight = QuantizedWeight.quantize(drawn(64, 256), name)
-    product = torch.nn.functional.linear(drawn(8, 256, seed=1), weight)
+def test_quantized_rows_are_sharded_and_gathered(answers: list[dict[str, Tensor]], name: str) -> None:
+    weight = QuantizedWeight.quantize(random_tensor(64, 256), name)
+    product = torch.nn.functional.linear(random_tensor(8, 256, seed=1), weight)
     for rank, found in enumerate(answers):
         assert torch.equal(found[f"{name} local"], weight.dequantize()[32 * rank : 32 * (rank + 1)])
         assert torch.equal(found[f"{name} gathered"], weight.dequantize())

@@ -1,4 +1,4 @@
-"""The fault lanes: every call of a save, and 200 corruptions; WHIMBREL_SOAK=1 makes that 2,000."""
+"""Fault injection: every system call of a save, and 200 random corruptions (2,000 with WHIMBREL_SOAK=1)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""One fault lane, in a process of its own under the shim: `python lane.py LANE FOLDER` prints what it found.
+"""One fault-injection lane, run as `python lane.py LANE FOLDER` with the shim preloaded; prints its findings as JSON.
 
-Every point is a forked child that saves while the shim waits for its n-th call; the parent looks at what is left.
+For each n, a forked child saves a checkpoint while the shim kills or fails its n-th system call. The parent then checks
+what is left on disk.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Model:
 
 
 class Values:
-    """Anything else."""
+    """Any other stateful object."""
 
     def __init__(self, value: float) -> None:
         self.state: Any = {"m": torch.full((500,), value), "value": value}
@@ -91,7 +92,7 @@ def parts(value: float) -> list[StateComponent]:
 
 
 def value_of(components: list[StateComponent]) -> float:
-    """The one value that all parts hold."""
+    """The value that all components have in common."""
     model, optimizer, trainer, _ = (component.stateful.state_dict() for component in components)
     found = {float(v) for state in (model, optimizer, trainer) for v in _numbers(state)}
     if len(found) != 1:
@@ -106,7 +107,7 @@ def _numbers(state: dict[str, Any]) -> Iterator[float]:
 
 
 def prepare(run: Path, *, damaged: bool) -> None:
-    """Checkpoints 1 and 2 and, if asked for, a damaged 3."""
+    """Write checkpoints 1 and 2, and optionally a damaged 3."""
     manager = CheckpointManager(run)
     for step in (1, 2, 3) if damaged else (1, 2):
         manager.save(step, parts(float(step)))
@@ -115,7 +116,7 @@ def prepare(run: Path, *, damaged: bool) -> None:
 
 
 def save(run: Path, *, asynchronous: bool) -> None:
-    """Go on from the newest whole checkpoint and save step 3."""
+    """Resume from the newest valid checkpoint and save step 3."""
     manager = CheckpointManager(run, keep=2, asynchronous=asynchronous)
     components = parts(0.0)
     manager.load(components)
@@ -125,8 +126,8 @@ def save(run: Path, *, asynchronous: bool) -> None:
     manager.close()
 
 
-def look(run: Path, allowed: set[float]) -> str | None:
-    """What is wrong with what is left, if anything is; afterwards the next save must set all right."""
+def check(run: Path, allowed: set[float]) -> str | None:
+    """Check what is left and that the next save succeeds. Returns an error message, or None."""
     manager, components = CheckpointManager(run, keep=2), parts(0.0)
     manager.load(components)
     if value_of(components) not in allowed:
@@ -141,7 +142,7 @@ def look(run: Path, allowed: set[float]) -> str | None:
 
 
 def points(base: Path, act: Callable[[Path], None], kinds: int = EVERY) -> Iterator[tuple[int, Path]]:
-    """Every call that `act` makes, each with a fresh copy of the run."""
+    """The number of every call that `act` makes, each with a fresh copy of the run."""
     run = base.with_name("work")
     shutil.copytree(base, run)
     arm(run, 0, COUNT, kinds=kinds)
@@ -171,11 +172,11 @@ def killed(base: Path, *, asynchronous: bool) -> Iterator[str | None]:
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
             yield f"call {at}: not killed but {status}"
             continue
-        yield _told(f"killed at call {at}", run, {2.0, 30.0})
+        yield _finding(f"killed at call {at}", run, {2.0, 30.0})
 
 
 def failing(base: Path, action: int, code: int, kinds: int) -> Iterator[str | None]:
-    """An error at the n-th call: alone, and the save works in the end; or at all from there on, and it cannot."""
+    """Fail the n-th call once, so that a retry succeeds, or every call from the n-th on, so that the save fails."""
 
     def act(run: Path) -> None:
         save(run, asynchronous=False)
@@ -188,25 +189,25 @@ def failing(base: Path, action: int, code: int, kinds: int) -> Iterator[str | No
         except WriteError as error:
             shim.fault_disarm()
             if action == FAIL_ONCE:
-                yield f"{what}: not tried again: {error}"
+                yield f"{what}: not retried: {error}"
                 continue
             if "\n" in str(error) or ".partial" in str(error) or os.strerror(code) not in str(error):
-                yield f"{what}: told as {error}"
+                yield f"{what}: reported as {error}"
                 continue
         shim.fault_disarm()
-        yield _told(what, run, {30.0} if action == FAIL_ONCE else {2.0, 30.0})
+        yield _finding(what, run, {30.0} if action == FAIL_ONCE else {2.0, 30.0})
 
 
-def _told(what: str, run: Path, allowed: set[float]) -> str | None:
+def _finding(what: str, run: Path, allowed: set[float]) -> str | None:
     try:
-        fault = look(run, allowed)
+        fault = check(run, allowed)
     except Exception as error:
         fault = f"{type(error).__name__}: {error}"
     return None if fault is None else f"{what}: {fault}"
 
 
 def notes(base: Path) -> Iterator[str | None]:
-    """What one save does, in order, for the test to judge."""
+    """The system calls of one save, in order."""
     arm(base, 0, COUNT)
     save(base, asynchronous=False)
     shim.fault_disarm()

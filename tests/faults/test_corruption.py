@@ -1,4 +1,4 @@
-"""Checkpoints damaged at random: each is found out before anything is loaded, and the one before it takes its place."""
+"""Randomly damaged checkpoints: damage is detected before anything is loaded, and the previous checkpoint is used."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""Every error that Whimbrel raises on purpose.
+"""All errors that Whimbrel raises deliberately.
 
 WhimbrelError
-├── ConfigError(ValueError)          a setting, flag or argument that cannot be used
-│   └── MissingExtraError(ImportError)   an optional package that the request needs
-├── DataError(ValueError)            a source, shard or manifest that is not what it claims
-├── CacheError(ValueError)           keys and values, or an operation, that a cache cannot take; nothing was changed
-│   └── CacheIndexError(IndexError)      a layer or a row that a cache does not have
-├── CheckpointError(RuntimeError)    a checkpoint or model directory that is damaged, foreign or incomplete
-├── ParallelError(RuntimeError)      ranks that disagree
-├── PrecisionError(ValueError)       a precision recipe that this model or machine cannot run
-├── OptimizerError(ValueError)       an optimizer setting or gradient that cannot be used
-│   └── NoSparseGradientError(RuntimeError)   a sparse gradient, which most optimizers cannot take
-├── RequestError(ValueError)         a generation or server request that cannot be served
-├── TrainingError(RuntimeError)      a run that cannot go on (a loss that is not finite)
-└── WriteError(OSError)              a file that could not be written (a full disk); nothing was left behind
+├── ConfigError(ValueError)          an invalid setting, flag or argument
+│   └── MissingExtraError(ImportError)   a missing optional package
+├── DataError(ValueError)            an invalid source, shard or manifest
+├── CacheError(ValueError)           keys and values, or an operation, that a cache does not support
+│   └── CacheIndexError(IndexError)      a layer or sequence that a cache does not have
+├── CheckpointError(RuntimeError)    a damaged, incompatible or incomplete checkpoint or model directory
+├── ParallelError(RuntimeError)      ranks that should agree but differ
+├── PrecisionError(ValueError)       a precision recipe that this model or machine does not support
+├── OptimizerError(ValueError)       an invalid optimizer setting or gradient
+│   └── NoSparseGradientError(RuntimeError)   a sparse gradient, which most optimizers do not support
+├── RequestError(ValueError)         an invalid generation or server request
+├── TrainingError(RuntimeError)      a run that cannot continue (the loss is not finite)
+└── WriteError(OSError)              a file that could not be written (a full disk)
 
-A message is one line: what was given, what is allowed, what to do. The command line prints it and exits with 2.
+A message is one line: what was expected, what was given, what to do. The command line prints it and exits with 2.
 """
 
 from __future__ import annotations
@@ -39,60 +39,60 @@ __all__ = [
 
 
 class WhimbrelError(Exception):
-    """Root of the tree: catch this to catch all of them."""
+    """Base class of all errors."""
 
 
 class ConfigError(WhimbrelError, ValueError):
-    """A setting, flag or argument that cannot be used."""
+    """An invalid setting, flag or argument."""
 
 
 class MissingExtraError(ConfigError, ImportError):
-    """An optional package that the request needs is not installed."""
+    """A package of an optional extra is not installed."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs the package '{package}': pip install 'whimbrel[{extra}]'")
 
 
 class DataError(WhimbrelError, ValueError):
-    """A source, shard or manifest that is not what it claims to be."""
+    """An invalid source, shard or manifest."""
 
 
 class CacheError(WhimbrelError, ValueError):
-    """Keys and values, or an operation, that a cache cannot take; nothing was changed."""
+    """Keys and values, or an operation, that a cache does not support. The cache is unchanged."""
 
 
 class CacheIndexError(CacheError, IndexError):
-    """A layer or a row that a cache does not have."""
+    """A layer or sequence that a cache does not have."""
 
 
 class CheckpointError(WhimbrelError, RuntimeError):
-    """A checkpoint or model directory that is damaged, foreign or incomplete."""
+    """A damaged, incompatible or incomplete checkpoint or model directory."""
 
 
 class ParallelError(WhimbrelError, RuntimeError):
-    """Ranks that disagree."""
+    """Ranks that should agree but differ."""
 
 
 class PrecisionError(WhimbrelError, ValueError):
-    """A precision recipe that this model or machine cannot run."""
+    """A precision recipe that this model or machine does not support."""
 
 
 class OptimizerError(WhimbrelError, ValueError):
-    """An optimizer setting or gradient that cannot be used."""
+    """An invalid optimizer setting or gradient."""
 
 
 class NoSparseGradientError(OptimizerError, RuntimeError):
-    """A sparse gradient was given to an optimizer that takes dense ones."""
+    """An optimizer that needs dense gradients got a sparse one."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(
-            f"{optimizer} takes dense gradients and was given a sparse one: build the embedding with sparse=False, "
-            "or move it by torch.optim.SparseAdam"
+            f"{optimizer} expected dense gradients, got a sparse one: create the embedding with sparse=False, or train "
+            "it with torch.optim.SparseAdam"
         )
 
 
 class RequestError(WhimbrelError, ValueError):
-    """A generation or server request that cannot be served; `field` is what of it is at fault, where that is one."""
+    """An invalid generation or server request; `field` is the invalid field of the request, if there is one."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -100,8 +100,8 @@ class RequestError(WhimbrelError, ValueError):
 
 
 class TrainingError(WhimbrelError, RuntimeError):
-    """A run that cannot go on."""
+    """A run that cannot continue."""
 
 
 class WriteError(WhimbrelError, OSError):
-    """A file that could not be written; nothing half-written was left behind."""
+    """A file that could not be written. No partial file is left."""

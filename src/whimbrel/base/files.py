@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent, never half-written."""
+"""Atomic files and directories: complete or absent, never partly written."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from pathlib import Path
 from typing import IO, Any
 
 from whimbrel.base.errors import WriteError
+from whimbrel.base.lock import is_alive
 
 __all__ = ["PARTIAL", "atomic_directory", "atomic_file", "parse_json", "remove_stale", "sha256_file"]
 
 PARTIAL = ".partial-"
-"""What the temporary name of an unfinished file or folder starts with."""
+"""Prefix of the temporary name of a partly written file or directory."""
 REPLACED = "-replaced"
-"""Suffix of the temporary name of a folder that is being replaced."""
+"""Suffix of the temporary name of a directory that is being replaced."""
 _swept: set[Path] = set()
-CHUNK = 4 * 2**20
-"""Bytes read at a time: few, so that a thread that hashes seldom asks for the interpreter."""
+HASH_CHUNK = 4 * 2**20
+"""Bytes hashed per call. Large, because a background thread needs the GIL between two calls."""
 
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open a temporary neighbour of `path` for writing; it takes the name `path` only once it is whole and on disk."""
+    """Open a temporary file next to `path` for writing. After the block it is fsynced and renamed to `path`.
+
+    Raises WriteError for any OSError, and leaves no partial file.
+    """
     target = Path(path)
     temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{_host()}-{target.name}")
     try:
-        _make_folder(target.parent)
+        _make_directory(target.parent)
         _sweep(target.parent)
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
@@ -44,30 +48,30 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
     except OSError as error:
         raise _write_error(target, error) from error
     finally:
-        with contextlib.suppress(OSError):  # the error that is on its way says more
+        with contextlib.suppress(OSError):  # the error being raised is more useful
             temporary.unlink()
 
 
 @contextlib.contextmanager
 def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder; when the block ends it is fsynced and takes the name `path`.
+    """Yield a temporary directory. After the block it is fsynced and renamed to `path`.
 
-    It replaces nothing, or, with `replace`, a folder that stays in its place until the new one is ready.
+    Raises WriteError if `path` exists and is not empty, unless `replace`: then it stays until the new one is complete.
     """
     target = Path(path)
     temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{_host()}-{target.name}")
     try:
         if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise WriteError(f"{target} exists and is not empty: name another directory or remove it first")
+            raise WriteError(f"{target} exists and is not empty: choose another directory or remove it first")
         if temporary.exists():
             shutil.rmtree(temporary)
-        _make_folder(target.parent)
+        _make_directory(target.parent)
         _sweep(target.parent)
         temporary.mkdir()
         yield temporary
         _fsync_tree(temporary)
-        _take_place(temporary, target)
-        for aside in _left_by_dead(target.parent, REPLACED):  # of older replacements, which this one supersedes
+        _replace_directory(temporary, target)
+        for aside in _partial_of_dead_processes(target.parent, REPLACED):  # left by earlier interrupted replacements
             if aside.name.endswith(f"-{_host()}-{target.name}{REPLACED}"):
                 shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
@@ -77,7 +81,7 @@ def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> 
 
 
 def remove_stale(folder: str | os.PathLike[str]) -> list[Path]:
-    """Delete what an interrupted write left in `folder`; say what was deleted."""
+    """Delete the partial files of interrupted writes in `folder`. Returns what was deleted."""
     stale = sorted(Path(folder).glob(f"{PARTIAL}*"))
     for path in stale:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -94,7 +98,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def sha256_file(path: str | os.PathLike[str]) -> str:
     """Hex digest of a file's bytes."""
-    digest, chunk = hashlib.sha256(), memoryview(bytearray(CHUNK))
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(HASH_CHUNK))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(chunk):
             digest.update(chunk[:count])
@@ -106,45 +110,35 @@ def _sweep(folder: Path) -> None:
     if folder in _swept:
         return
     _swept.add(folder)
-    for path in _left_by_dead(folder):
+    for path in _partial_of_dead_processes(folder):
         if not path.name.endswith(REPLACED):  # it may be the only complete copy
-            with contextlib.suppress(OSError):  # a leftover does no harm
+            with contextlib.suppress(OSError):  # harmless if it stays
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _left_by_dead(folder: Path, ending: str = "") -> list[Path]:
-    """Temporary files and folders in `folder` left by dead processes of this machine."""
+def _partial_of_dead_processes(folder: Path, ending: str = "") -> list[Path]:
+    """Partial files and directories in `folder` of processes of this machine that no longer run."""
     named = re.compile(rf"{re.escape(PARTIAL)}(\d{{1,10}})-{_host()}-.*{re.escape(ending)}", re.DOTALL)
     found = ((path, named.fullmatch(path.name)) for path in folder.iterdir())
-    return [path for path, match in found if match and not _runs(int(match[1]))]
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is running as another user
-        return True
-    return True
+    return [path for path, match in found if match and not is_alive(int(match[1]))]
 
 
 @functools.cache
 def _host() -> str:
-    """The machine's name in temporary file names: on a shared disk, pids of other hosts are meaningless here."""
+    """A hash of the host name for temporary names: on a shared disk, the pids of other hosts mean nothing here."""
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
-def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing, each of them to stay."""
+def _make_directory(folder: Path) -> None:
+    """Create a directory and its missing parents, and fsync each entry so that they survive a power loss."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
         _fsync_directory(path.parent)
 
 
-def _take_place(temporary: Path, target: Path) -> None:
-    """Rename a finished folder to `target`; what was there stays until then, and comes back where the rename fails."""
+def _replace_directory(temporary: Path, target: Path) -> None:
+    """Rename a complete directory to `target`. An existing `target` is moved aside first, and back on failure."""
     aside = temporary.with_name(f"{temporary.name}{REPLACED}")
     if target.is_dir() and any(target.iterdir()):
         shutil.rmtree(aside, ignore_errors=True)
@@ -180,4 +174,4 @@ def _fsync_directory(folder: Path) -> None:
 def _write_error(target: Path, error: OSError, temporary: Path | None = None) -> WriteError:
     if isinstance(error, WriteError):
         return WriteError(str(error) if temporary is None else str(error).replace(str(temporary), str(target)))
-    return WriteError(f"cannot write {target}: {error.strerror or error}; nothing was left behind")
+    return WriteError(f"cannot write {target}: {error.strerror or error}; no partial file is left")

@@ -102,29 +102,29 @@ class DirectoryLock:
                 raise OSError(errno.ENOTSUP, "this system has no flock")
             flock.flock(file, flock.LOCK_EX | flock.LOCK_NB)
         except BlockingIOError as error:
-            raise self._refusal(_wait_for_owner(self.path)) from error
+            raise self._in_use_error(_wait_for_owner(self.path)) from error
         except OSError as error:
-            self._go_by_owner(
+            self._check_owner_file(
                 f"{self.directory} cannot be locked ({error.strerror}): make sure that no other run uses it"
             )
         else:
             if _locks_are_local(self.directory):
-                self._go_by_owner(
+                self._check_owner_file(
                     f"locks in {self.directory} are not shared between hosts: make sure that no other host uses it"
                 )
 
-    def _go_by_owner(self, warning: str) -> None:
+    def _check_owner_file(self, warning: str) -> None:
         """Without reliable locks, rely on the owner in the lock file: raise if it may be alive, otherwise warn."""
         owner = lock_owner(self.directory)
         if owner is not None and (owner.get("host") != socket.gethostname() or is_alive(owner.get("pid"))):
-            raise ConfigError(f"{self._refusal(owner)}; if that process has ended, remove {self.path}")
+            raise ConfigError(f"{self._in_use_error(owner)}; if that process has ended, remove {self.path}")
         logger.warning(warning)
 
-    def _refusal(self, owner: dict[str, Any] | None) -> ConfigError:
+    def _in_use_error(self, owner: dict[str, Any] | None) -> ConfigError:
         who = "another process" if owner is None else f"process {owner.get('pid')} on {owner.get('host')}"
         return ConfigError(f"{self.directory} is in use by {who}: stop it first, or choose another output_dir")
 
-    def _forget(self) -> None:
+    def _drop_after_fork(self) -> None:
         """In a forked child: the lock stays with the parent."""
         file, self._file, self._count, self._guard = self._file, None, 0, threading.Lock()
         if file is not None:
@@ -136,7 +136,7 @@ _ALL: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for lock in list(_ALL):
-        lock._forget()
+        lock._drop_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
@@ -175,9 +175,9 @@ def is_alive(pid: object) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
+    except PermissionError:  # it runs as another user
         return True
     return True
 

@@ -1,4 +1,4 @@
-"""A directory has one user at a time, and a dead one does not keep it."""
+"""Directory locks: one process at a time, released when it dies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_second_holder_is_refused_by_pid_and_host(tmp_path: Path) -> None:
+def test_second_process_is_refused_with_pid_and_host(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with start(HOLDER, folder) as holder:
         try:
@@ -70,7 +70,7 @@ def test_two_instances_exclude_each_other_in_one_process(tmp_path: Path) -> None
         pass
 
 
-def test_holder_may_acquire_again_and_release_elsewhere(tmp_path: Path) -> None:
+def test_lock_is_reentrant_and_can_be_released_by_another_thread(tmp_path: Path) -> None:
     lock = DirectoryLock(tmp_path)
     lock.acquire()
     lock.acquire()
@@ -105,7 +105,7 @@ def no_flock(code: int) -> Any:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
-def test_file_system_without_locks_is_warned_about_and_the_owner_respected(
+def test_without_flock_the_owner_in_the_lock_file_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     monkeypatch.setattr(lock_module, "flock", no_flock(code))
@@ -120,16 +120,16 @@ def test_file_system_without_locks_is_warned_about_and_the_owner_respected(
         pass
 
 
-def test_locks_that_other_hosts_do_not_see_do_not_free_their_directories(
+def test_locks_local_to_a_host_respect_owners_on_other_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lock_module, "_locks_are_local", lambda directory: True)
     with DirectoryLock(tmp_path):
         assert "are not shared between hosts" in caplog.text
-    (tmp_path / ".lock").write_text(json.dumps({"pid": 7, "host": "elsewhere.example"}))
-    with pytest.raises(ConfigError, match=r"process 7 on elsewhere\.example.*remove"):
+    (tmp_path / ".lock").write_text(json.dumps({"pid": 7, "host": "other.example"}))
+    with pytest.raises(ConfigError, match=r"process 7 on other\.example.*remove"):
         DirectoryLock(tmp_path).acquire()
-    assert lock_owner(tmp_path) == {"pid": 7, "host": "elsewhere.example"}
+    assert lock_owner(tmp_path) == {"pid": 7, "host": "other.example"}
 
 
 def test_mount_options_are_those_of_the_innermost_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,13 +149,13 @@ def test_mount_options_are_those_of_the_innermost_mount(tmp_path: Path, monkeypa
     assert [lock_module._locks_are_local(tmp_path / name) for name in (".", "a b", "a b/c")] == [False, True, False]
 
 
-def test_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_directory_is_an_error_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WriteError, match=r"cannot write .*file"):
         DirectoryLock(tmp_path / "file").acquire()
 
 
-def test_full_disk_does_not_free_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_does_not_release_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

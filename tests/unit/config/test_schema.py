@@ -1,4 +1,4 @@
-"""Strict tables to dataclasses: every refusal names the setting, what was given and what is allowed."""
+"""Tables to dataclasses: strict types, overrides, TOML, and error messages with a suggestion."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Outer:
     """Parts."""
 
 
-def test_a_table_becomes_a_dataclass_and_back() -> None:
+def test_table_round_trips_through_a_dataclass() -> None:
     table = {"path": "a/b", "steps": 3, "names": ["x", "y"], "on": True, "inner": {"rate": 1, "kind": "cosine"}}
     value = build(Outer, table)
     assert value == Outer(path=Path("a/b"), steps=3, names=("x", "y"), on=True, inner=Inner(rate=1.0, kind="cosine"))
@@ -58,7 +58,7 @@ def test_a_table_becomes_a_dataclass_and_back() -> None:
     assert build(Outer, tomllib.loads(dump_toml(to_table(value)))) == value
 
 
-def test_an_array_of_tables_becomes_a_tuple_of_dataclasses_and_back() -> None:
+def test_array_of_tables_round_trips_through_a_tuple_of_dataclasses() -> None:
     text = 'path = "p"\n\n[[parts]]\nrate = 1\n\n[[parts]]\nkind = "cosine"\n'
     value = build(Outer, tomllib.loads(text))
     assert value.parts == (Inner(rate=1.0), Inner(kind="cosine"))
@@ -92,13 +92,13 @@ def test_an_array_of_tables_becomes_a_tuple_of_dataclasses_and_back() -> None:
         ({}, r"missing setting path: add it to the file or pass --path=VALUE"),
     ],
 )
-def test_bad_tables_are_refused_in_one_line(table: dict[str, object], message: str) -> None:
+def test_invalid_table_is_a_one_line_error(table: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         build(Outer, table)
     assert "\n" not in str(caught.value)
 
 
-def test_field_docs() -> None:
+def test_field_docs_include_inherited_fields() -> None:
     docs = field_docs(Outer)
     assert docs["steps"] == "How many steps."
     assert set(docs) == {"path", "steps", "names", "kinds", "on", "inner", "parts"}
@@ -124,11 +124,11 @@ def test_field_docs() -> None:
         ("--inner.kind=cosine", Outer(path=Path("p"), inner=Inner(kind="cosine"))),
     ],
 )
-def test_an_override_is_read_as_its_setting_is_typed(override: str, expected: Outer) -> None:
+def test_override_is_parsed_by_the_type_of_its_setting(override: str, expected: Outer) -> None:
     assert build(Outer, apply_overrides({"path": "p"}, [override])) == expected
 
 
-def test_an_override_of_the_wrong_type_is_refused_as_typed() -> None:
+def test_override_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(ConfigError, match="steps = 'many' must be an integer"):
         build(Outer, apply_overrides({"path": "p"}, ["--steps=many"]))
     with pytest.raises(ConfigError, match=r"inner.pair\[1\] = 'x' must be a number"):
@@ -139,7 +139,7 @@ def test_an_override_of_the_wrong_type_is_refused_as_typed() -> None:
         build(Outer, apply_overrides({"path": "p"}, ["--kinds=linear,cosin"]))
 
 
-def test_an_override_keeps_its_neighbours_and_the_original() -> None:
+def test_override_changes_only_its_setting() -> None:
     table = {"inner": {"rate": 1.0, "kind": "linear"}}
     assert apply_overrides(table, ["--inner.rate=2"]) == {"inner": {"rate": "2", "kind": "linear"}}
     assert apply_overrides(table, ["--inner.rate=none"]) == {"inner": {"kind": "linear"}}
@@ -148,17 +148,17 @@ def test_an_override_keeps_its_neighbours_and_the_original() -> None:
 
 
 @pytest.mark.parametrize("override", ["inner.rate=1", "--inner.rate", "--=1", "--a..b=1", "-x=1"])
-def test_what_is_no_override_is_refused(override: str) -> None:
+def test_malformed_override_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match="expected --section.name=value"):
         apply_overrides({}, [override])
 
 
-def test_an_override_under_a_single_value_is_refused() -> None:
+def test_override_below_a_scalar_is_refused() -> None:
     with pytest.raises(ConfigError, match="'steps' is a single value"):
         apply_overrides({"steps": 3}, ["--steps.x=1"])
 
 
-def test_broken_toml_names_the_file_and_line(tmp_path: Path) -> None:
+def test_toml_syntax_error_names_the_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("a = 1\nb = = 2\n")
     with pytest.raises(ConfigError, match=r"bad\.toml is not valid TOML: .*line 2"):
         load_toml(tmp_path / "bad.toml")
@@ -178,20 +178,20 @@ tables = st.recursive(
 
 
 @given(tables)
-def test_what_is_written_as_toml_is_read_back_the_same(table: dict[str, object]) -> None:
+def test_toml_round_trips(table: dict[str, object]) -> None:
     assert tomllib.loads(dump_toml(table)) == table
 
 
 @pytest.mark.parametrize(
     "text", ["a = " + "[" * 50_000, "a = " + "9" * 5000, "a = 'x", b"\xff"], ids=["deep", "digits", "open", "bytes"]
 )
-def test_unreadable_toml_is_one_clear_error(tmp_path: Path, text: str | bytes) -> None:
+def test_unreadable_toml_is_a_config_error(tmp_path: Path, text: str | bytes) -> None:
     file = tmp_path / "a.toml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=r"a\.toml is not valid TOML"):
         load_toml(file)
 
 
-def test_a_path_with_a_null_character_is_refused() -> None:
+def test_path_with_a_null_character_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be a path"):
         convert(Path, "a\0b", "output_dir")

@@ -1,4 +1,4 @@
-"""Activations computed again give the gradients that kept ones give, bit for bit."""
+"""Activation checkpointing and offload: gradients are bit-identical, and memory is saved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IDS = torch.arange(24).reshape(2, 12) % 64
 
 
 class Stack(nn.Module):
-    """A model of others: blocks in a ModuleList, with dropout, and a smaller list beside it."""
+    """A foreign model: blocks with dropout in a ModuleList, and a smaller ModuleList."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ def gpt_gradients(mode: str | None, *, compiled: bool = False) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def kept(model: nn.Module, run: Any) -> int:
-    """Bytes that a forward pass leaves behind for backward, weights aside."""
+def saved_bytes(model: nn.Module, run: Any) -> int:
+    """Bytes that a forward pass saves for backward, without weights."""
     weights = {p.data_ptr() for p in model.parameters()}
     sizes: dict[int, int] = {}
 
@@ -67,14 +67,14 @@ def kept(model: nn.Module, run: Any) -> int:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_gradients_of_a_gpt_are_bit_identical(mode: str) -> None:
+def test_gpt_gradients_are_bit_identical(mode: str) -> None:
     plain, again = gpt_gradients(None), gpt_gradients(mode)
     assert len(plain) == len(again)
     assert all(map(torch.equal, plain, again))
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_dropout_draws_the_same_again(mode: str) -> None:
+def test_recomputed_dropout_uses_the_same_mask(mode: str) -> None:
     torch.manual_seed(0)
     plain = Stack()
     again = copy.deepcopy(plain)
@@ -85,17 +85,17 @@ def test_dropout_draws_the_same_again(mode: str) -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
 
 
-def test_less_is_kept() -> None:
+def test_full_checkpointing_saves_memory() -> None:
     def size(mode: str | None) -> int:
         model = GPT(CONFIG)
         if mode is not None:
             apply_activation_checkpointing(model, mode)
-        return kept(model, lambda: model.hidden_states(IDS))
+        return saved_bytes(model, lambda: model.hidden_states(IDS))
 
     assert size("full") < size(None) / 3
 
 
-def test_blocks_keep_their_names_and_are_wrapped_once() -> None:
+def test_parameter_names_are_unchanged_and_blocks_wrapped_once() -> None:
     model = GPT(CONFIG)
     names = list(model.state_dict())
     apply_activation_checkpointing(model, "full")
@@ -110,7 +110,7 @@ def test_blocks_keep_their_names_and_are_wrapped_once() -> None:
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile on its inputs
-def test_compiled_blocks_share_one_graph_and_keep_their_gradients(mode: str) -> None:
+def test_compiled_blocks_share_one_graph(mode: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.testing.assert_close(gpt_gradients(mode, compiled=True), gpt_gradients(None))
@@ -133,7 +133,7 @@ def hf_model(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_stock_hugging_face_models_have_the_same_gradients(kind: str, mode: str) -> None:
+def test_transformers_models_have_the_same_gradients(kind: str, mode: str) -> None:
     plain, again = hf_model(kind), hf_model(kind)
     assert plain.config.use_cache
     apply_activation_checkpointing(again, mode)
@@ -146,7 +146,7 @@ def test_stock_hugging_face_models_have_the_same_gradients(kind: str, mode: str)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_selective_recompute_leaves_generation_with_its_cache(kind: str) -> None:
+def test_selective_checkpointing_does_not_affect_generation(kind: str) -> None:
     model = hf_model(kind).eval()
     apply_activation_checkpointing(model, "selective")
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_selective_recompute_leaves_generation_with_its_cache(kind: str) -> None
         model(input_ids=IDS[:, 8:], past_key_values=cache)
 
 
-def test_blocks_are_found_or_refused() -> None:
+def test_find_blocks() -> None:
     model = GPT(CONFIG)
     assert find_blocks(model) == list(model.blocks)
     stack = Stack()
@@ -168,7 +168,7 @@ def test_blocks_are_found_or_refused() -> None:
         apply_activation_checkpointing(nn.Linear(2, 2), "full")
 
 
-def test_a_budget_needs_the_compiler_and_holds_while_in_force() -> None:
+def test_memory_budget_needs_the_compiler() -> None:
     with pytest.raises(ConfigError, match="recompute = 0.5 needs torch.compile"):
         apply_activation_checkpointing(Stack(), 0.5)
     apply_activation_checkpointing(Stack(), 0.5, compiled=True)
@@ -180,7 +180,7 @@ def test_a_budget_needs_the_compiler_and_holds_while_in_force() -> None:
     assert functorch.activation_memory_budget == before
 
 
-def test_unknown_modes_are_refused() -> None:
+def test_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match="recompute = 'half' is not one of none, full, selective or a number"):
         apply_activation_checkpointing(Stack(), "half")
 
@@ -194,7 +194,7 @@ def test_offloaded_activations_give_the_same_gradients() -> None:
 
 
 @pytest.mark.gpu
-def test_offloaded_activations_leave_the_gpu() -> None:
+def test_offloaded_activations_free_gpu_memory() -> None:
     device = torch.device("cuda")
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8))).to(device)
     x = torch.ones(4096, 64, device=device)

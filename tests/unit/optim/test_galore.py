@@ -268,7 +268,7 @@ def test_sparse_gradients_are_refused_and_nothing_has_moved() -> None:
     optimizer = GaLore([matrix, table.weight], rank=2)
     (table(torch.tensor([1, 2])) @ matrix.T).sum().backward()
     before = matrix.detach().clone()
-    with pytest.raises(NoSparseGradientError, match="GaLore takes dense gradients") as refused:
+    with pytest.raises(NoSparseGradientError, match="GaLore expected dense gradients") as refused:
         optimizer.step()
     assert isinstance(refused.value, OptimizerError)
     assert isinstance(refused.value, RuntimeError)
