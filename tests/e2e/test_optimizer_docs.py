@@ -1,4 +1,4 @@
-"""The programs of docs/optimizers.md, run as a reader would, and its settings."""
+"""The examples of docs/optimizers.md run as shown."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def run(program: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_any_loop(root: Path, tmp_path: Path) -> None:
+def test_loop_with_low_rank_groups_learns(root: Path, tmp_path: Path) -> None:
     loss, words = run(blocks(root, "python")[0], tmp_path).split(" ", 1)
     assert float(loss) < 2.0  # of log(64) = 4.2 before the first step
     assert words == "warm rank 8, adamw 9252\n"
 
 
-def test_routing(root: Path, tmp_path: Path) -> None:
+def test_routing_assigns_rules_by_role_and_pattern(root: Path, tmp_path: Path) -> None:
     assert run(blocks(root, "python")[1], tmp_path).splitlines() == [
         "1 x *.weight (64, 32): adamw, 16400 bytes",
         "1 x *.weight (128, 32): random rank 8, adamw, apollo, 8212 bytes",
@@ -44,18 +44,18 @@ def test_routing(root: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_the_trainer_of_transformers(root: Path, tmp_path: Path) -> None:
+def test_transformers_trainer_accepts_galore(root: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run(blocks(root, "python")[2], tmp_path)
 
 
-def test_gradients_that_do_not_wait(root: Path, tmp_path: Path) -> None:
+def test_project_in_backward_skips_no_step(root: Path, tmp_path: Path) -> None:
     programs = blocks(root, "python")
     assert len(programs) == 4
     assert run(programs[3] + "print(optimizer.optimizer.skipped)", tmp_path) == "0\n"
 
 
-def test_the_settings(root: Path) -> None:
+def test_toml_groups_set_ranks(root: Path) -> None:
     (table,) = blocks(root, "toml")
     config = build(OptimConfig, tomllib.loads(table)["optim"], "optim")
     layers = [nn.ModuleDict({"attn": nn.Linear(520, 520), "mlp": nn.Linear(520, 520)}) for _ in range(2)]
