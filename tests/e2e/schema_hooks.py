@@ -1,9 +1,9 @@
-"""What schemathesis cannot read from the document: texts may be short here, and a bias is for tokens there are."""
+"""Schemathesis hooks: keep completions short, and use only token ids that exist in `logit_bias`."""
 
 import schemathesis
 
 VOCABULARY = 50257
-LENGTHS = ("max_tokens", "max_completion_tokens")
+MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens")
 
 
 @schemathesis.hook
@@ -11,7 +11,7 @@ def before_call(context, case, **options):
     body = case.body
     if not isinstance(body, dict):
         return
-    given = [name for name in LENGTHS if body.get(name) is not None]
+    given = [name for name in MAX_TOKENS_FIELDS if body.get(name) is not None]
     if not given:
         body["max_tokens"] = 2
     for name in given:

@@ -84,5 +84,5 @@ def test_64_clients_of_which_20_disconnect(server: Running):
     with server.client() as client:
         for number in random.Random(1).sample(sorted(set(range(64)) - disconnecting), 8):
             body = {"model": "tiny", "prompt": prompts[number], "temperature": 0, "max_tokens": lengths[number]}
-            alone = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-            assert responses[number][1] == alone
+            expected = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            assert responses[number][1] == expected

@@ -99,11 +99,11 @@ def test_samples_differ_and_a_seed_reproduces_them(client):
 
 
 def test_a_stop_string_ends_the_text_before_it(client, tokenizer, greedy):
-    words = [tokenizer.decode([token]) for token in greedy]
-    stop = words[5] + words[6]
-    before = "".join(words).split(stop)[0]
+    pieces = [tokenizer.decode([token]) for token in greedy]
+    stop = pieces[5] + pieces[6]
+    before = "".join(pieces).split(stop)[0]
     params = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-    for stops in (stop, [stop, "no such words"]):
+    for stops in (stop, [stop, "no such text"]):
         response = client.completions.create(**params, stop=stops, logprobs=0)
         assert (response.choices[0].text, response.choices[0].finish_reason) == (before, "stop")
         assert "".join(response.choices[0].logprobs.tokens) == before
@@ -208,8 +208,8 @@ def test_chat_logprobs(client):
     params = {"model": "tiny", "messages": messages, "max_tokens": 4, "n": 2, "seed": 3, "logprobs": True}
     response = client.chat.completions.create(**params, top_logprobs=2)
     for choice in response.choices:
-        spelled = bytes(byte for entry in choice.logprobs.content for byte in entry.bytes)
-        assert spelled.decode(errors="replace") == choice.message.content
+        content_bytes = bytes(byte for entry in choice.logprobs.content for byte in entry.bytes)
+        assert content_bytes.decode(errors="replace") == choice.message.content
         for entry in choice.logprobs.content:
             assert len(entry.top_logprobs) == 2
             assert entry.logprob <= entry.top_logprobs[0].logprob + 1e-6 < 1e-3

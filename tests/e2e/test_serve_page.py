@@ -91,6 +91,7 @@ def test_a_conversation_streams_and_survives_a_reload(page: Page, server: Runnin
     page.set("system", "Be brief.")
     page.send("Hello")
     page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+    assert page.find("status").text == "Stopped at the token limit."
     (_, sent), (_, first) = page.turns()
     assert sent == "Hello"
     assert page.browser.find_element(By.CSS_SELECTOR, "#turns .assistant p").is_displayed()
@@ -175,6 +176,7 @@ def test_the_docs_page_shows_every_route_and_field(page: Page, server: Running):
     assert {"POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models", "GET /health"} <= set(headings)
     fields = {field.text for field in page.browser.find_elements(By.CSS_SELECTOR, "section th")}
     assert {"prompt", "messages", "max_tokens", "stop", "seed", "logprobs", "stream_options"} <= fields
+    assert "number (> 0, ≤ 1)" in page.find("routes").text  # top_p
 
 
 def test_the_docs_page_says_where_to_enter_the_key(page: Page, server: Running):

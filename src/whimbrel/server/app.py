@@ -214,11 +214,11 @@ class Service:
         logprobs: int | None,
         prompt_logprobs: int | None = None,
     ) -> EngineRequest:
-        given = {name: value for name in SAMPLING_PARAMETERS if (value := getattr(body, name)) is not None}
+        sampling = {name: value for name in SAMPLING_PARAMETERS if (value := getattr(body, name)) is not None}
         return EngineRequest(
             prompt_ids=prompt.ids,
             max_new_tokens=min(max_new_tokens, self.worker.context_length),
-            sampling=SamplingParams(**{**self.model.sampling_defaults, **given}, logit_bias=body.logit_bias),
+            sampling=SamplingParams(**{**self.model.sampling_defaults, **sampling}, logit_bias=body.logit_bias),
             seed=body.seed,
             n=body.n or 1,
             stop_ids=self.model.eos_ids,

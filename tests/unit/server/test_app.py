@@ -52,10 +52,10 @@ def test_requests_over_the_limit_get_429(served: ServedModel):
 def test_a_slow_prompt_does_not_block_other_requests(served: ServedModel, monkeypatch: pytest.MonkeyPatch):
     started, unblock, read = threading.Event(), threading.Event(), ServedModel.encode_prompts
 
-    def slow_encode(*given):
+    def slow_encode(*arguments):
         started.set()
         unblock.wait(30)
-        return read(*given)
+        return read(*arguments)
 
     monkeypatch.setattr(ServedModel, "encode_prompts", slow_encode)
     with running(served) as run:
@@ -102,7 +102,7 @@ def test_prompts_are_encoded_by_a_bounded_number_of_threads(served: ServedModel,
     running_now, maximum, lock, read = [0], [0], threading.Lock(), ServedModel.encode_prompts
     full = threading.Event()
 
-    def slow_encode(*given):
+    def slow_encode(*arguments):
         with lock:
             running_now[0] += 1
             maximum[0] = max(running_now[0], maximum[0])
@@ -111,7 +111,7 @@ def test_prompts_are_encoded_by_a_bounded_number_of_threads(served: ServedModel,
         full.wait(30)
         with lock:
             running_now[0] -= 1
-        return read(*given)
+        return read(*arguments)
 
     monkeypatch.setattr(ServedModel, "encode_prompts", slow_encode)
     with running(served) as run:
@@ -130,9 +130,9 @@ def test_an_expensive_body_is_rejected_before_parsing(served: ServedModel, monke
     parsed: list[int] = []
     loads = json.loads
 
-    def note(text, *given, **named):
+    def note(text, *arguments, **named):
         parsed.append(len(text))
-        return loads(text, *given, **named)
+        return loads(text, *arguments, **named)
 
     monkeypatch.setattr(json, "loads", note)
     body = b'{"model": "tiny", "prompt": [' + b"[1]," * 830_000 + b"[1]]}"
@@ -232,7 +232,7 @@ def test_health_returns_503_while_the_engine_keeps_failing(served: ServedModel):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_non_finite_logits_fail_requests_and_health(served: ServedModel, value: float, caplog):
     weight = served.model.lm_head.weight
-    kept = weight.detach().clone()
+    original = weight.detach().clone()
     with running(served) as run, caplog.at_level(logging.ERROR):
         try:
             with torch.no_grad():
@@ -245,7 +245,7 @@ def test_non_finite_logits_fail_requests_and_health(served: ServedModel, value: 
                 assert caplog.text.count("the model produced non-finite logits") == failures + 1
         finally:
             with torch.no_grad():
-                weight.copy_(kept)
+                weight.copy_(original)
         assert error(run.client.get("/health")) == (503, "engine_failed")
         assert run.client.post(COMPLETIONS, json=COMPLETION_BODY).status_code == 200
         assert run.client.get("/health").status_code == 200

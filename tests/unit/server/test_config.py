@@ -23,7 +23,7 @@ def test_other_addresses_require_a_key(host: str):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"port": -1}, "expected port .* got -1"),
         ({"max_requests": 0}, "expected max_requests .* got 0"),
@@ -39,6 +39,6 @@ def test_other_addresses_require_a_key(host: str):
         ({"api_key": "a b"}, "without spaces"),
     ],
 )
-def test_invalid_settings_are_rejected(settings: dict, words: str):
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_settings_are_rejected(settings: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
         ServeConfig(**settings)

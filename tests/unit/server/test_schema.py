@@ -72,8 +72,8 @@ def test_unsupported_options_are_rejected_by_name(name: str, value):
 
 
 def test_values_without_effect_are_accepted():
-    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "audio": None}
-    assert chat(**nothing, temperature=None, stop=None) == chat()
+    neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "audio": None}
+    assert chat(**neutral, temperature=None, stop=None) == chat()
     assert completion(suffix=None, best_of=1, user=None) == completion()
 
 

@@ -17,13 +17,13 @@ from whimbrel.tokenization import Tokenizer, load_tokenizer
 
 @pytest.fixture(scope="module")
 def tokenizer_with_turns() -> Tokenizer:
-    """GPT-2's tokenizer with a special token that ends nothing, 50257."""
+    """GPT-2's tokenizer with a special token that does not end a sequence, 50257."""
     tokenizer = Tokenizer.from_json(load_tokenizer("gpt2").to_json())
     tokenizer.pipeline.add_special_tokens([AddedToken("<|turn|>", special=True)])
     return Tokenizer.from_json(tokenizer.to_json())
 
 
-def grow(
+def generate(
     served: ServedModel, text: str, *, stops=(), echo=False, finish="length", prompt="So"
 ) -> tuple[list[Delta], Choice]:
     ids = tuple(served.tokenizer.encode(prompt))
@@ -49,12 +49,12 @@ def concatenate(deltas: list[Delta]) -> Delta:
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("text", [" it goes", " naïve 北京 🙂!", "…🙂🙂"])
 def test_deltas_concatenate_to_the_text_and_offsets_match_the_tokens(served: ServedModel, text: str, echo: bool):
-    deltas, choice = grow(served, text, echo=echo)
+    deltas, choice = generate(served, text, echo=echo)
     total = concatenate(deltas)
     assert total.text == ("So" if echo else "") + text
     assert total.finish == choice.finish == "length"
-    spelled = b"".join(served.token_texts.to_bytes(entry.token) for entry in total.tokens)
-    assert spelled.decode() == total.text
+    joined_bytes = b"".join(served.token_texts.to_bytes(entry.token) for entry in total.tokens)
+    assert joined_bytes.decode() == total.text
     complete = "So" + text
     for entry in total.tokens:
         name = served.token_texts.to_text(entry.token)
@@ -62,7 +62,7 @@ def test_deltas_concatenate_to_the_text_and_offsets_match_the_tokens(served: Ser
 
 
 def test_a_logprob_is_sent_together_with_its_text(served: ServedModel):
-    deltas, _ = grow(served, " one two three four", stops=[" two three five"])
+    deltas, _ = generate(served, " one two three four", stops=[" two three five"])
     assert [(delta.text, len(delta.tokens)) for delta in deltas] == [
         (" one", 1),
         ("", 0),
@@ -72,7 +72,7 @@ def test_a_logprob_is_sent_together_with_its_text(served: ServedModel):
 
 
 def test_tokens_of_a_stop_string_are_left_out_of_text_and_logprobs(served: ServedModel):
-    deltas, choice = grow(served, " one two three four", stops=[" two thr"])
+    deltas, choice = generate(served, " one two three four", stops=[" two thr"])
     total = concatenate(deltas)
     assert (total.text, total.finish, len(total.tokens)) == (" one", "stop", 1)
     assert choice.num_tokens == 3

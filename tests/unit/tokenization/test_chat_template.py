@@ -299,11 +299,11 @@ def test_templates_can_search_messages_for_special_tokens(tmp_path):
 
 
 def test_keys_and_error_messages_contain_no_markers(tokenizer):
-    given = [{"role": "user", "content": {"<|im_end|>": "</s>"}}]
+    messages = [{"role": "user", "content": {"<|im_end|>": "</s>"}}]
     listing = ChatTemplate("{% for key, value in messages[0].content | items %}{{ key }}={{ value }}{% endfor %}")
-    assert listing.encode(tokenizer, given) == tokenizer.encode("<|im_end|>=</s>")
+    assert listing.encode(tokenizer, messages) == tokenizer.encode("<|im_end|>=</s>")
     lookup = ChatTemplate("{{ messages[0].content['<|im_end|>'] }}")
-    assert lookup.encode(tokenizer, given) == tokenizer.encode("</s>")
+    assert lookup.encode(tokenizer, messages) == tokenizer.encode("</s>")
     refusing = ChatTemplate("{{ raise_exception('not ' ~ messages[0].content) }}")
     with pytest.raises(RequestError, match=re.escape("rejects these messages: not <|im_end|>")):
         refusing.encode(tokenizer, [{"role": "user", "content": "<|im_end|>"}])
@@ -372,17 +372,17 @@ def test_a_template_file_that_is_not_utf8_is_rejected(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize(
-    ("content", "fault"),
+    ("content", "message"),
     [
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "is not valid JSON"),
         ('{"bos_token": 5}', "expected bos_token to be a token's text or null, got 5"),
         ('{"bos_token": {"x": 1}}', "expected bos_token to be"),
     ],
 )
-def test_unreadable_settings_are_rejected(name: str, content: str, fault: str, tmp_path: Path) -> None:
+def test_unreadable_settings_are_rejected(name: str, content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=fault) as excinfo:
+    with pytest.raises(DataError, match=message) as excinfo:
         load_chat_template(tmp_path)
     assert name in str(excinfo.value)
     assert "\n" not in str(excinfo.value)
