@@ -1,111 +1,112 @@
-"""`whimbrel VERB`: the verbs, and what becomes of an error."""
+"""`whimbrel COMMAND`: the commands, and how errors are printed.
+
+Only the module of the command that is run is imported (all of them for `--help`), and commands import torch when they
+need it: `whimbrel runs` should not take longer than `ls`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from whimbrel import __version__
 from whimbrel.base.errors import WhimbrelError
-from whimbrel.cli import (
-    chat,
-    compare,
-    control,
-    doctor,
-    export,
-    finalize,
-    generate,
-    memory,
-    plot,
-    prepare,
-    runs,
-    serve,
-    tokenizer,
-    train,
-    verify,
-)
-from whimbrel.cli import eval as evaluation
 from whimbrel.cli.terminal import escape_controls
 
-__all__ = ["app", "main"]
+__all__ = ["build_app", "main"]
 
-OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+COMMANDS = {
+    "prepare": "prepare",
+    "tokenizer": "app",
+    "verify": "verify",
+    "train": "train",
+    "memory": "memory",
+    "runs": "runs",
+    "control": "control",
+    "plot": "plot",
+    "compare": "compare",
+    "eval": "evaluate",
+    "finalize": "finalize",
+    "export": "export",
+    "generate": "generate",
+    "chat": "chat",
+    "serve": "serve",
+    "doctor": "doctor",
+}
+"""Commands in the order of the help page, each with the name of its function in `whimbrel.cli.COMMAND`."""
+WITH_OVERRIDES = {"train", "memory"}
+"""Commands that accept settings as `--section.name=value`."""
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    context_settings={
-        "token_normalize_func": lambda name: name.replace("_", "-"),
-        "help_option_names": ["-h", "--help"],
-    },
-)
+
+def build_app(command: str | None = None) -> typer.Typer:
+    """The command line with one command, or with all if `command` is None or unknown."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        context_settings={
+            "token_normalize_func": lambda name: name.replace("_", "-"),
+            "help_option_names": ["-h", "--help"],
+        },
+    )
+    app.callback()(_options)
+    for name in [command] if command in COMMANDS else COMMANDS:
+        function = getattr(importlib.import_module(f"whimbrel.cli.{name}"), COMMANDS[name])
+        if isinstance(function, typer.Typer):
+            app.add_typer(function, name=name)
+        else:
+            settings: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+            app.command(name, context_settings=settings if name in WITH_OVERRIDES else None)(function)
+    return app
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"whimbrel {__version__}")
         raise typer.Exit
 
 
-@app.callback()
-def options(
+def _options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_version, help="Say it and stop.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """From raw text to a trained language model, on the hardware you have."""
-    del version  # its callback has done all
-
-
-app.command()(prepare.prepare)
-app.add_typer(tokenizer.app, name="tokenizer")
-app.command()(verify.verify)
-app.command(context_settings=OVERRIDES)(train.train)
-app.command(context_settings=OVERRIDES)(memory.memory)
-app.command()(runs.runs)
-app.command()(control.control)
-app.command()(plot.plot)
-app.command()(compare.compare)
-app.command("eval")(evaluation.evaluate)
-app.command()(finalize.finalize)
-app.command()(export.export)
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(serve.serve)
-app.command()(doctor.doctor)
+    """Train, fine-tune, quantize and serve language models on the hardware you have."""
+    del version  # handled by its callback
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; a fault is one line on standard error and exit code 2 (`--trace` shows where it arose)."""
-    _wait_passively()
+    """Run the command line. An error is one line on standard error and exit code 2; `--trace` prints the traceback."""
+    _set_passive_waiting()
     given = list(sys.argv[1:] if arguments is None else arguments)
     trace = "--trace" in given
     given = [word for word in given if word != "--trace"]
-    if unreadable := next((word for word in given if not _is_utf8(word)), None):
-        typer.echo(f"whimbrel: expected UTF-8 arguments, got {unreadable!a}", err=True)
+    if invalid := next((word for word in given if not _is_utf8(word)), None):
+        typer.echo(f"whimbrel: expected UTF-8 arguments, got {invalid!a}", err=True)
         sys.exit(2)
     try:
-        code = app(given, prog_name="whimbrel", standalone_mode=False)
+        code = build_app(given[0] if given else None)(given, prog_name="whimbrel", standalone_mode=False)
     except (WhimbrelError, OSError, typer.TyperException) as error:
         if trace:
             raise
-        sys.exit(_complain(error))
+        _print_error(error)
+        sys.exit(2)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except Exception as error:
         if trace:
             raise
-        words = escape_controls(" ".join(str(error).split()))
-        typer.echo(f"whimbrel: unexpected {type(error).__name__}: {words} (--trace shows where)", err=True)
+        message = escape_controls(" ".join(str(error).split()))
+        typer.echo(f"whimbrel: unexpected {type(error).__name__}: {message} (--trace prints the traceback)", err=True)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _wait_passively() -> None:
+def _set_passive_waiting() -> None:
     """Let OpenMP threads sleep at barriers instead of spinning, unless the user chose otherwise.
 
     If another process occupies a core, spinning threads take CPU time from the very thread they wait for, and training
@@ -116,7 +117,7 @@ def _wait_passively() -> None:
 
 
 def _is_utf8(word: str) -> bool:
-    """False for bytes that the shell passed and Python could not decode; they arrive as lone surrogates."""
+    """False for arguments that Python could not decode: their bytes arrive as surrogates, which cannot be encoded."""
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -124,12 +125,10 @@ def _is_utf8(word: str) -> bool:
     return True
 
 
-def _complain(error: Exception) -> int:
-    """Print the one line and give the exit code."""
+def _print_error(error: Exception) -> None:
     text = error.format_message() if isinstance(error, typer.TyperException) else str(error)
     if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help page
         typer.echo(text)
-        return 2
-    verb = getattr(getattr(error, "ctx", None), "command_path", "whimbrel")
-    typer.echo(f"{verb}: {escape_controls(' '.join(text.split()))}", err=True)
-    return 2
+        return
+    command = getattr(getattr(error, "ctx", None), "command_path", "whimbrel")
+    typer.echo(f"{command}: {escape_controls(' '.join(text.split()))}", err=True)

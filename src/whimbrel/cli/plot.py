@@ -1,4 +1,4 @@
-"""`whimbrel plot RUN [RUN...]`: the curves of runs as a picture."""
+"""`whimbrel plot RUN [RUN...]`: plot the training curves of runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PANELS = {"loss": "loss", "lr": "learning rate", "norm": "gradient norm", "speed
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, or their log.jsonl files.")],
     out: Annotated[
-        Path | None, typer.Option(help="The picture, .png or .svg; not given: loss.png in the first run.")
+        Path | None, typer.Option(help="Output file, .png or .svg. (default: loss.png in the first run)")
     ] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Put tokens, not steps, on the x-axis.")] = False,
-    what: Annotated[str, typer.Option(help="Which panels, and in which order.")] = ",".join(PANELS),
+    tokens: Annotated[bool, typer.Option("--tokens", help="Use tokens instead of steps on the x-axis.")] = False,
+    what: Annotated[str, typer.Option(help="Panels to plot, in order.")] = ",".join(PANELS),
 ) -> None:
-    """Draw training and validation loss, learning rate, gradient norm and speed."""
+    """Plot training and validation loss, learning rate, gradient norm and speed."""
     from whimbrel.base.errors import ConfigError, DataError, MissingExtraError
     from whimbrel.base.files import atomic_file
     from whimbrel.train.log import log_of, read_log
@@ -33,14 +33,14 @@ def plot(
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter
     except ImportError as error:
-        raise MissingExtraError("a picture", "matplotlib", "plot") from error
+        raise MissingExtraError("whimbrel plot", "matplotlib", "plot") from error
 
     panels = [name.strip() for name in what.split(",")]
     if unknown := [name for name in panels if name not in PANELS]:
-        raise ConfigError(f"--what={what} names '{unknown[0]}': the panels are {', '.join(PANELS)}")
+        raise ConfigError(f"unknown panel '{unknown[0]}' in --what (choose from: {', '.join(PANELS)})")
     target = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "loss.png"
     if target.suffix not in (".png", ".svg"):
-        raise DataError(f"cannot draw {target}: the picture ends in .png or .svg")
+        raise ConfigError(f"expected --out to end in .png or .svg, got {target}")
     columns = 1 if len(panels) == 1 else 2
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(8, 4.5) if columns == 1 else (12, 3.5 * rows), layout="constrained")
@@ -49,13 +49,13 @@ def plot(
         log = log_of(run)
         lines = read_log(log)
         if not any(line["kind"] == "step" for line in lines):
-            raise DataError(f"{log} holds no steps: nothing to draw")
+            raise DataError(f"{log} has no steps to plot")
         name = log.parent.name if log.name == "log.jsonl" else log.stem
         begin = next(line["after"] - 1 for line in lines if line["kind"] == "step")
         if tokens and begin:
-            print(f"{log} begins after step {begin}: its tokens are counted from there")
+            print(f"{log} starts after step {begin}: its tokens are counted from there")
         for axes, panel in zip(grid, panels, strict=True):
-            _draw(axes, panel, lines, name, tokens=tokens)
+            _plot_panel(axes, panel, lines, name, tokens=tokens)
     for axes, panel in zip(grid, panels, strict=True):
         axes.set(xlabel="tokens" if tokens else "step", ylabel=PANELS[panel])
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -66,8 +66,8 @@ def plot(
     print(f"Wrote {target}")
 
 
-def _draw(axes: Axes, panel: str, lines: list[dict[str, Any]], name: str, *, tokens: bool) -> None:
-    """The curve of one run in one panel; a number that was not finite, null in the log, is a gap."""
+def _plot_panel(axes: Axes, panel: str, lines: list[dict[str, Any]], name: str, *, tokens: bool) -> None:
+    """Add the curve of one run to a panel. Values that are not finite (null in the log) become gaps."""
     from whimbrel.train.log import tokens_after
 
     seen = tokens_after(lines)

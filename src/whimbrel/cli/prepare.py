@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from whimbrel.cli.terminal import parse_escapes
-from whimbrel.data.manifest import SHARD_SIZE, SPLITS
 
 __all__ = ["prepare"]
+
+SHARD_SIZE = 100_000_000  # that of whimbrel.data.manifest, which --help should not import
 
 
 def prepare(
@@ -47,6 +48,7 @@ def prepare(
     """
     from whimbrel.base.errors import ConfigError
     from whimbrel.cli.terminal import ProgressBar
+    from whimbrel.data.manifest import SPLITS
     from whimbrel.data.prepare import available_cores, default_directory, encode_on_ray, encode_on_threads
     from whimbrel.data.prepare import prepare as write_shards
     from whimbrel.data.sources import FINEWEB, source_name

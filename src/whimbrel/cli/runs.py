@@ -1,4 +1,4 @@
-"""`whimbrel runs [FOLDER...]`: the runs there are, and how each is."""
+"""`whimbrel runs [DIRECTORY...]`: list runs and their state."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ import typer
 
 __all__ = ["runs"]
 
-DEPTH = ("log.jsonl", "*/log.jsonl", "*/*/log.jsonl")
-"""Where a run is looked for: the folder itself, and two levels below."""
+LOG_PATTERNS = ("log.jsonl", "*/log.jsonl", "*/*/log.jsonl")
+"""Where runs are searched: the directory itself, and two levels below."""
+STATES = {"elsewhere": "on another host", "foreign": "other user"}
+"""How states of `liveness` are displayed, where not by their own name."""
 
 
 def runs(
-    folders: Annotated[
-        list[Path] | None, typer.Argument(help="Folders that hold runs, or runs; not given: runs.")
+    directories: Annotated[
+        list[Path] | None, typer.Argument(help="Runs, or directories that contain runs. (default: runs)")
     ] = None,
 ) -> None:
-    """List runs: running, finished, stopped (the same command goes on) or dead (killed; it goes on as well).
+    """List runs: running, finished, stopped (rerun the same command to resume) or dead (killed; resumes as well).
 
-    One that runs on another machine is elsewhere, and one that another user has begun and not ended is not yours.
+    A run on another machine is "on another host"; an unfinished run of another user is "other user".
     """
     from whimbrel.base.errors import DataError
     from whimbrel.cli.terminal import print_table
 
-    given = folders or [Path("runs")]
-    for folder in given:
-        if not folder.is_dir():
-            raise DataError(f"no folder {folder}: name the folders that hold your runs")
-    found = sorted({log.parent for folder in given for depth in DEPTH for log in folder.glob(depth)})
+    given = directories or [Path("runs")]
+    for directory in given:
+        if not directory.is_dir():
+            raise DataError(f"no such directory: {directory}; give the directories that contain your runs")
+    found = sorted({log.parent for directory in given for pattern in LOG_PATTERNS for log in directory.glob(pattern)})
     if not found:
         print(f"no runs in {', '.join(map(str, given))}")
         return
@@ -46,19 +48,20 @@ def _row(run: Path) -> tuple[str, ...]:
     last = last_step(log) or {}
     step, total = last.get("after", 0), last.get("total")
     state: str = liveness(run)
-    if state == "foreign":
-        state = "not yours"
-    elif state == "ended":
+    if state == "ended":
         state = "finished" if step == total else "stopped"
     loss, newest = last.get("loss"), latest_checkpoint(run)
     return (
-        str(run), state, f"{step}/{'?' if total is None else total}", "-" if loss is None else f"{loss:.4f}",
-        "-" if newest is None else newest.name, _age(time.time() - log.stat().st_mtime),
-    )  # fmt: skip
+        str(run),
+        STATES.get(state, state),
+        f"{step}/{'?' if total is None else total}",
+        "-" if loss is None else f"{loss:.4f}",
+        "-" if newest is None else newest.name,
+        _format_age(time.time() - log.stat().st_mtime),
+    )
 
 
-def _age(seconds: float) -> str:
-    """How long ago, in the unit that a person would use."""
+def _format_age(seconds: float) -> str:
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

@@ -34,7 +34,7 @@ def cells(table: list[list[str]], name: str) -> list[str]:
     return row[1:]
 
 
-def test_runs_side_by_side(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_and_metrics_are_compared(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(Path("runs/a"), [4.0, 3.0, 2.0, 2.5])
     write_run(Path("runs/b"), [4.0, 3.5, 1.0], lr=2e-3, tokens=200)
     table = compare(capsys, "runs/a", "runs/b")
@@ -51,17 +51,17 @@ def test_runs_side_by_side(workdir: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cells(table, "time in steps") == ["2.0 s", "1.5 s"]
     assert cells(table, "train loss by 400 tokens") == ["2.5000", "3.5000"]
     assert cells(table, "validation loss by 400 tokens") == ["3.0000", "4.0000"]
-    assert cells(table, "losses beside the first run's") == ["-", "differ from step 1 on"]
+    assert cells(table, "losses compared with the first run") == ["-", "differ from step 1 on"]
 
 
-def test_equal_to_the_bit_or_not(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bit_identical_losses_are_recognized(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(Path("a"), [4.0, 0.3, float("nan")])
     write_run(Path("b"), [4.0, 0.3, float("nan")])
     write_run(Path("c"), [4.0, 0.1 + 0.2, 1.0])  # the next float after 0.3
     write_run(Path("d"), [4.0])
     table = compare(capsys, "a", "b", "c", "d")
-    same = ["the same in all 3 steps", "differ from step 1 on", "the same in all 1 steps"]
-    assert cells(table, "losses beside the first run's") == ["-", *same]
+    same = ["identical in all 3 steps", "differ from step 1 on", "identical in the only common step"]
+    assert cells(table, "losses compared with the first run") == ["-", *same]
     assert cells(table, "train loss, last") == ["not finite", "not finite", "1.0000", "4.0000"]
     assert cells(table, "train loss, best")[0] == "0.3000 after 2"
     assert not any(row and row[0].startswith("settings") for row in table)
@@ -69,7 +69,7 @@ def test_equal_to_the_bit_or_not(workdir: Path, capsys: pytest.CaptureFixture[st
 
 
 def fork(folder: Path, first: int, losses: list[float]) -> None:
-    """A run that went on from another's checkpoint, and was evaluated before its first step."""
+    """A run resumed from another run's checkpoint, and evaluated before its first step."""
     write_run(folder, [])
     lines = [log_line("validation", first, {"loss": 3.5})]
     for after, loss in enumerate(losses, start=first + 1):
@@ -79,20 +79,20 @@ def fork(folder: Path, first: int, losses: list[float]) -> None:
     (folder / "log.jsonl").write_text("".join(lines))
 
 
-def test_a_run_that_began_elsewhere(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_run_without_its_first_steps(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(Path("a"), [4.0, 3.0, 2.0, 2.5])
     fork(Path("b"), 2, [2.0, 2.25])
     table = compare(capsys, "a", "b")
     assert cells(table, "steps") == ["4", "4"]
     assert cells(table, "tokens") == ["400", "18 since step 2"]
     assert cells(table, "validation loss, best") == ["3.0000 after 4", "3.5000 after 2"]
-    assert cells(table, "losses beside the first run's") == ["-", "differ from step 3 on"]
+    assert cells(table, "losses compared with the first run") == ["-", "differ from step 3 on"]
     assert not any("tokens" in row[0] and "by" in row[0] for row in table if row)
     fork(Path("c"), 2, [2.0, 2.25, 2.0])
     assert cells(compare(capsys, "b", "c"), "validation loss by 18 tokens") == ["3.5000", "3.5000"]
 
 
-def test_a_long_table_is_not_cut_in_a_pipe(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wide_table_is_not_wrapped_in_a_pipe(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"runs/{'long' * 12}-{number}" for number in range(4)]
     for name in names:
         write_run(Path(name), [1.0])
@@ -102,12 +102,12 @@ def test_a_long_table_is_not_cut_in_a_pipe(workdir: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["a"], "compare needs two runs or more: only a was given"),
+        (["a"], "expected two or more runs, got only a"),
         (["a", "b"], "b is not a run: it has no log.jsonl"),
-        (["a", "empty"], "empty/log.jsonl holds no steps: nothing to compare"),
+        (["a", "empty"], "empty/log.jsonl has no steps to compare"),
     ],
 )
-def test_a_fault_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+def test_error_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
     write_run(Path("a"), [1.0])
     write_run(Path("empty"), [])
     with pytest.raises(SystemExit) as ended:

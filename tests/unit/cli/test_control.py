@@ -108,7 +108,7 @@ def test_the_two_other_ends(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["run", "die"], "'die' is nothing to ask of a run: status, save, stop, save-stop, abort are"),
+        (["run", "die"], "unknown action 'die' (choose from: status, save, stop, save-stop, abort)"),
         (["run", "stop"], "run is not running: it has no endpoint.json"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from whimbrel.cli.main import main
-from whimbrel.cli.plot import _draw
+from whimbrel.cli.plot import _plot_panel
 from whimbrel.train.log import log_line, read_log
 
 
@@ -37,7 +37,7 @@ def folder(workdir: Path) -> Path:
     return workdir
 
 
-def test_all_panels_of_all_runs(folder: Path) -> None:
+def test_all_panels_of_all_runs_are_plotted(folder: Path) -> None:
     assert run("a", "b/log.jsonl", "--out", "curves.svg") == 0
     text = (folder / "curves.svg").read_text()
     for words in ("loss", "learning rate", "gradient norm", "tokens/s", "a, train", "a, validation", "b, train"):
@@ -45,7 +45,7 @@ def test_all_panels_of_all_runs(folder: Path) -> None:
     assert text.count("<!-- step -->") == 4
 
 
-def test_some_panels_over_tokens(folder: Path) -> None:
+def test_panels_and_x_axis_can_be_chosen(folder: Path) -> None:
     assert run("a", "--what", "speed", "--tokens", "--out", "curves.svg") == 0
     text = (folder / "curves.svg").read_text()
     assert "<!-- tokens/s -->" in text
@@ -65,21 +65,21 @@ def fork(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "trained", "held_out"), [(False, [5, 6, 7], [4, 7]), (True, [100, 200, 300], [0, 300])]
 )
-def test_a_run_that_began_elsewhere_stands_at_its_steps(
+def test_resumed_run_is_plotted_at_its_own_steps(
     folder: Path, capsys: pytest.CaptureFixture[str], tokens: bool, trained: list[int], held_out: list[int]
 ) -> None:
     from matplotlib.figure import Figure
 
     fork(folder / "fork")
     axes = Figure().add_subplot()
-    _draw(axes, "loss", read_log(folder / "fork" / "log.jsonl"), "fork", tokens=tokens)
+    _plot_panel(axes, "loss", read_log(folder / "fork" / "log.jsonl"), "fork", tokens=tokens)
     assert [list(line.get_xdata()) for line in axes.get_lines()] == [trained, held_out]
     assert run("fork", "--out", "fork.svg", *["--tokens"] * tokens) == 0
-    said = "fork/log.jsonl begins after step 4: its tokens are counted from there" in capsys.readouterr().out
+    said = "fork/log.jsonl starts after step 4" in capsys.readouterr().out
     assert said == tokens
 
 
-def test_the_picture_of_a_run_lies_in_it(folder: Path) -> None:
+def test_default_output_is_in_the_run_directory(folder: Path) -> None:
     assert run("a") == 0
     assert (folder / "a" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -87,13 +87,13 @@ def test_the_picture_of_a_run_lies_in_it(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["a", "--what", "loss,weight"], "--what=loss,weight names 'weight': the panels are loss, lr, norm, speed"),
-        (["a", "--out", "a.gif"], "cannot draw a.gif: the picture ends in .png or .svg"),
+        (["a", "--what", "loss,weight"], "unknown panel 'weight' in --what (choose from: loss, lr, norm, speed)"),
+        (["a", "--out", "a.gif"], "expected --out to end in .png or .svg, got a.gif"),
         (["c"], "c is not a run: it has no log.jsonl"),
-        (["empty"], "empty/log.jsonl holds no steps: nothing to draw"),
+        (["empty"], "empty/log.jsonl has no steps to plot"),
     ],
 )
-def test_a_fault_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+def test_error_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
     write_run(folder / "empty", 0)
     assert run(*words) == 2
     assert capsys.readouterr().err == f"whimbrel: {line}\n"

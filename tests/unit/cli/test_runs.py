@@ -33,12 +33,12 @@ def rows(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]
     return {line[0]: line[1:] for line in lines[1:]}
 
 
-def test_every_state_a_run_can_be_in(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_state_of_a_run_is_listed(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, steps in {"done": 6, "stopped": 3, "new": 0, "killed": 2, "alive": 1, "far": 1}.items():
         write_run(workdir / "runs" / name, steps, total=6)
     log = workdir / "runs" / "done" / "log.jsonl"
     os.utime(log, (time.time() - 7300,) * 2)
-    Endpoint(host="elsewhere.example", port=9, token="t", pid=1).write(workdir / "runs" / "far")
+    Endpoint(host="other.example", port=9, token="t", pid=1).write(workdir / "runs" / "far")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     Endpoint(host=socket.gethostname(), port=port, token="t", pid=1).write(workdir / "runs" / "killed")
@@ -55,7 +55,7 @@ def test_every_state_a_run_can_be_in(workdir: Path, capsys: pytest.CaptureFixtur
         "runs/new": ("stopped", "0/?"),
         "runs/killed": ("dead", "2/6"),
         "runs/alive": ("running", "1/6"),
-        "runs/far": ("elsewhere", "1/6"),
+        "runs/far": ("on another host", "1/6"),
     }
 
 
@@ -76,7 +76,7 @@ def test_a_run_of_another_user_is_listed(
     found = rows(capsys)
     assert {name: row[:2] for name, row in found.items()} == {
         "runs/mine": ["stopped", "3/6"],
-        "runs/theirs": ["not yours", "3/6"],
+        "runs/theirs": ["other user", "3/6"],
     }
     with pytest.raises(SystemExit) as ended:
         main(["control", "runs/theirs", "status"])
@@ -84,14 +84,14 @@ def test_a_run_of_another_user_is_listed(
     assert capsys.readouterr().err == "whimbrel: runs/theirs is a run of another user: only that user can ask it\n"
 
 
-def test_folders_and_runs_may_be_named(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directories_and_runs_can_be_given(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(workdir / "a" / "one", 1, 1)
     write_run(workdir / "a" / "group" / "two", 1, 1)
     write_run(workdir / "b", 1, 1)
     assert rows(capsys, "a", "b", "a/one").keys() == {"a/one", "a/group/two", "b"}
 
 
-def test_no_runs_and_no_folder(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_and_missing_directories(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (workdir / "empty").mkdir()
     with pytest.raises(SystemExit) as ended:
         main(["runs", "empty"])
@@ -100,4 +100,4 @@ def test_no_runs_and_no_folder(workdir: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as ended:
         main(["runs"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "whimbrel: no folder runs: name the folders that hold your runs\n"
+    assert capsys.readouterr().err == "whimbrel: no such directory: runs; give the directories that contain your runs\n"

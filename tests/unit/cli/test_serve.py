@@ -11,7 +11,7 @@ from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
 
 from whimbrel.base.errors import CheckpointError, ConfigError, MissingExtraError
-from whimbrel.cli.main import app
+from whimbrel.cli.main import build_app
 from whimbrel.cli.serve import serve
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
@@ -37,7 +37,7 @@ def test_another_address_needs_a_key(tmp_path: Path):
 
 def test_an_empty_key_is_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WHIMBREL_API_KEY", "")
-    answer = CliRunner().invoke(app, ["serve", str(tmp_path)])
+    answer = CliRunner().invoke(build_app(), ["serve", str(tmp_path)])
     assert isinstance(answer.exception, ConfigError)
     assert "expected api_key to be non-empty" in str(answer.exception)
 
@@ -86,7 +86,7 @@ def test_every_option_reaches_the_engine_and_the_server(tmp_path: Path, monkeypa
     monkeypatch.setattr("whimbrel.cli.serve._run", lambda config, load, engine: given.extend((config, load, engine)))
     words = f"serve {tmp_path} --compile --cache int8 --max-batch 3 --pages 70 --port 0 --api-key k --allow-host a.b"
     words += " --max-requests 5 --max-connections 9 --max-prompt-tokens 6 --max-body-bytes 7 --drain-seconds 8"
-    answer = CliRunner().invoke(app, [*words.split(), *OTHERS], catch_exceptions=False)
+    answer = CliRunner().invoke(build_app(), [*words.split(), *OTHERS], catch_exceptions=False)
     assert answer.exit_code == 0
     config, load, engine = given
     assert engine == {"max_batch": 3, "num_blocks": 70, "cache": "int8", "compile": True}

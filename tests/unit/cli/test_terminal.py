@@ -63,7 +63,7 @@ def test_error_messages_escape_control_characters(monkeypatch, capsys):
     def fail(*given, **named):
         raise DataError(f"the template says {HOSTILE}")
 
-    monkeypatch.setattr("whimbrel.cli.main.app", fail)
+    monkeypatch.setattr("whimbrel.cli.main.build_app", fail)
     with pytest.raises(SystemExit):
         main(["doctor"])
     said = capsys.readouterr().err

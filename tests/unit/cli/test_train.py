@@ -158,7 +158,7 @@ def test_unexpected_error_is_one_line(
 
     monkeypatch.setattr("whimbrel.train.Trainer.train", broken)
     assert run("train", "recipe.toml") == 1
-    assert capsys.readouterr().err == "whimbrel: unexpected TypeError: two lines (--trace shows where)\n"
+    assert capsys.readouterr().err == "whimbrel: unexpected TypeError: two lines (--trace prints the traceback)\n"
     with pytest.raises(TypeError, match="two"):
         main(["train", "recipe.toml", "--trace"])
 
