@@ -21,7 +21,7 @@ OURS, THEIRS = "from whimbrel.train import Trainer", "from transformers import T
 @pytest.fixture(scope="module")
 def programs(root: Path) -> list[str]:
     found = re.findall(r"```python\n(.*?)```", (root / "docs" / "trainer.md").read_text(), re.DOTALL)
-    assert len(found) == 3
+    assert len(found) == 4
     return found
 
 
@@ -63,8 +63,13 @@ def test_a_transformers_script_runs_with_another_import(programs: list[str], pla
         assert len(AutoTokenizer.from_pretrained(folder)) == 1024
 
 
-def test_shards_and_gpt(programs: list[str], place: Path) -> None:
+def test_custom_objective(programs: list[str], place: Path) -> None:
     run(programs[1], place)
+    assert all(line["z"] > 0 for line in read_log(place / "runs/zloss/log.jsonl") if line["kind"] == "step")
+
+
+def test_shards_and_gpt(programs: list[str], place: Path) -> None:
+    run(programs[2], place)
     newest = list_checkpoints(place / "runs" / "shards")[20]
     assert load_model(newest / "model").config.num_layers == 2
     losses = [line["loss"] for line in read_log(place / "runs/shards/log.jsonl") if line["kind"] == "step"]
@@ -72,5 +77,5 @@ def test_shards_and_gpt(programs: list[str], place: Path) -> None:
 
 
 def test_a_plain_module(programs: list[str], place: Path) -> None:
-    last = run(programs[2], place).splitlines()[-1]
+    last = run(programs[3], place).splitlines()[-1]
     assert "StopRequest(callback='StopWhenGood', event='on_train_metrics', kind='stop')" in last

@@ -1,4 +1,4 @@
-"""The dispatcher: who is told what, and who asked for the end first."""
+"""Dispatching events to callbacks, and recording the first stop request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Named(Asks):
     name = "the named one"
 
 
-def test_every_handler_hears_its_event_with_keywords_only() -> None:
+def test_handlers_are_called_with_keywords() -> None:
     heard = []
 
     class All:
@@ -44,13 +44,13 @@ def test_every_handler_hears_its_event_with_keywords_only() -> None:
     assert heard == [(event, ["args", "control", "state"]) for event in EVENTS]
 
 
-def test_flags_set_on_an_old_control_survive_a_new_one() -> None:
+def test_stop_flags_survive_a_returned_control() -> None:
     callbacks = Callbacks([Asks(should_training_stop=True, should_log=True), Replaces()])
     control = callbacks.dispatch("on_step_end", TrainerControl())
     assert control == TrainerControl(should_training_stop=True, should_save=True)
 
 
-def test_a_control_of_theirs_is_understood() -> None:
+def test_a_transformers_control_is_accepted() -> None:
     class Theirs(TheirCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TheirControl:
             return TheirControl(should_epoch_stop=True)
@@ -59,7 +59,7 @@ def test_a_control_of_theirs_is_understood() -> None:
     assert control == TrainerControl(should_training_stop=True, should_epoch_stop=True)
 
 
-def test_the_first_to_ask_for_the_end_is_remembered() -> None:
+def test_the_first_stop_request_is_recorded() -> None:
     callbacks = Callbacks([Asks(), Asks(should_training_stop=True), Named(should_abort_without_save=True)])
     callbacks.dispatch("on_step_end", TrainerControl())
     assert callbacks.stopped_by == ("Asks", "on_step_end", "stop")
@@ -68,7 +68,7 @@ def test_the_first_to_ask_for_the_end_is_remembered() -> None:
     assert both.stopped_by == ("the named one", "on_step_end", "abort")
 
 
-def test_adding_and_removing_is_heard_at_once() -> None:
+def test_adding_and_removing_takes_effect_at_once() -> None:
     callbacks = Callbacks([Asks(should_save=True)])
     assert callbacks.dispatch("on_step_end", TrainerControl()).should_save
     own = Named(should_log=True)
@@ -84,7 +84,7 @@ def test_adding_and_removing_is_heard_at_once() -> None:
     assert callbacks.dispatch("on_step_end", TrainerControl()) == TrainerControl()
 
 
-def test_state_is_kept_by_name_not_by_place() -> None:
+def test_states_are_saved_by_name() -> None:
     class Counts(TrainerCallback):
         def __init__(self, count: int = 0, name: str | None = None) -> None:
             self.count = count

@@ -16,7 +16,7 @@ EPS = torch.finfo(torch.float32).eps
 
 
 class Gradients(TrainerCallback):
-    """Keeps the gradients that each step of the optimizer sees, and the norms that are reported."""
+    """Records the gradients of each optimizer step and the reported norms."""
 
     def __init__(self) -> None:
         self.steps: list[list[Tensor]] = []
@@ -35,7 +35,7 @@ def together(gradients: list[Tensor]) -> Tensor:
 
 @pytest.fixture
 def first_step(args: Make, fit: Make) -> Callable[..., tuple[Tensor, float]]:
-    """All gradients of the first step as one vector, and the norm that is reported of them."""
+    """All gradients of the first step as one vector, and their reported norm."""
 
     def run(**settings: Any) -> tuple[Tensor, float]:
         seen = Gradients()
@@ -45,7 +45,7 @@ def first_step(args: Make, fit: Make) -> Callable[..., tuple[Tensor, float]]:
     return run
 
 
-def test_long_gradient_is_scaled_to_the_limit_as_a_whole(first_step: Make) -> None:
+def test_gradients_above_the_limit_are_scaled_together(first_step: Make) -> None:
     plain, norm = first_step(max_grad_norm=0)
     clipped, reported = first_step(max_grad_norm=norm / 4)
     assert reported == norm == pytest.approx(float(plain.norm()), rel=8 * EPS)  # as it was before
@@ -54,7 +54,7 @@ def test_long_gradient_is_scaled_to_the_limit_as_a_whole(first_step: Make) -> No
     torch.testing.assert_close(clipped, plain * scale, rtol=8 * EPS, atol=0)
 
 
-def test_short_gradient_is_left_alone(first_step: Make) -> None:
+def test_gradients_below_the_limit_are_unchanged(first_step: Make) -> None:
     plain, norm = first_step(max_grad_norm=0)
     clipped, _ = first_step(max_grad_norm=2 * norm)
     assert torch.equal(clipped, plain)
@@ -67,7 +67,7 @@ def test_default_limit_is_one(first_step: Make, args: Make) -> None:
     assert float(clipped.norm()) == pytest.approx(min(norm, 1.0), rel=1e-5)
 
 
-def test_sum_of_the_micro_batches_is_clipped_not_each(first_step: Make) -> None:
+def test_the_accumulated_gradient_is_clipped(first_step: Make) -> None:
     _, norm = first_step(max_grad_norm=0, per_device_train_batch_size=8)
     whole, _ = first_step(max_grad_norm=norm / 2, per_device_train_batch_size=8)
     parts, reported = first_step(max_grad_norm=norm / 2, per_device_train_batch_size=2, gradient_accumulation_steps=4)
@@ -75,14 +75,14 @@ def test_sum_of_the_micro_batches_is_clipped_not_each(first_step: Make) -> None:
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6 * norm)
 
 
-def test_gradients_are_clipped_after_the_loss_scale_is_taken_out(first_step: Make) -> None:
+def test_gradients_are_clipped_after_unscaling(first_step: Make) -> None:
     _, norm = first_step(max_grad_norm=0)
     clipped, reported = first_step(max_grad_norm=norm / 4, mixed_precision="fp16")
     assert reported == pytest.approx(norm, rel=0.01)  # 10 bits of mantissa, and not times the scale of 65536
     assert float(clipped.norm()) == pytest.approx(norm / 4, rel=1e-4)
 
 
-def test_clipped_steps_are_those_of_a_plain_loop(args: Make, fit: Make, net: Make, data: Make) -> None:
+def test_clipped_steps_match_a_hand_written_loop(args: Make, fit: Make, net: Make, data: Make) -> None:
     rows, limit, model = data(4), 0.05, net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
     x, labels = torch.stack([row["x"] for row in rows]), torch.tensor([row["labels"] for row in rows])

@@ -1,4 +1,4 @@
-"""Means over held-out targets, and predictions that read their data once."""
+"""Evaluation losses weighted by targets, and predictions."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Steps(TrainerCallback):
 
 
 @pytest.mark.parametrize("compute", [mean, share, None])
-def test_a_loss_of_ones_own_is_weighted_by_targets(args: Make, net: Make, data: Make, compute: Any) -> None:
-    """Masked labels, a short last batch, and a batch in which none counts."""
+def test_a_custom_loss_is_weighted_by_targets(args: Make, net: Make, data: Make, compute: Any) -> None:
+    """Masked labels, a short last batch, and a batch without targets."""
     rows = data(10)
     for place in (0, 4, 5, 6, 7):
         rows[place]["labels"] = -100
@@ -48,7 +48,7 @@ def test_a_loss_of_ones_own_is_weighted_by_targets(args: Make, net: Make, data: 
     assert trainer.predict(rows).metrics["test_loss"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_predict_reads_its_data_once_and_all_of_it(args: Make, net: Make, data: Make) -> None:
+def test_predict_reads_all_data_once(args: Make, net: Make, data: Make) -> None:
     class Once:
         reads = 0
 
@@ -65,15 +65,15 @@ def test_predict_reads_its_data_once_and_all_of_it(args: Make, net: Make, data: 
     assert found.metrics["test_loss"] == pytest.approx(float(F.cross_entropy(found.predictions, found.label_ids)))
 
 
-def test_without_labels_there_is_no_loss(args: Make, net: Make, data: Make) -> None:
+def test_predictions_without_labels_have_no_loss(args: Make, net: Make, data: Make) -> None:
     found = BaseTrainer(args(), net()).predict([{"x": row["x"]} for row in data(5)])
     assert found.predictions.shape == (5, 3)
     assert found.label_ids is None
     assert found.metrics == {}
 
 
-def test_predictions_of_our_own_model_come_with_their_loss(args: Make) -> None:
-    """Its loss needs no logits, so they are asked for."""
+def test_predict_returns_the_loss_of_a_gpt(args: Make) -> None:
+    """GPT computes its loss without logits, so the trainer requests them."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=32, context_length=8, num_layers=1, embd_size=16, num_heads=2))
     ids = torch.randint(0, 32, (6, 9))

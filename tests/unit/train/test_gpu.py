@@ -18,7 +18,7 @@ DEVICE = "cuda"
 
 
 class Stop(TrainerCallback):
-    """Drains a run, as a signal does."""
+    """Stops a run with a save, as a signal does."""
 
     def __init__(self, after: int) -> None:
         self.after, self.drains = after, False
@@ -62,7 +62,7 @@ def test_a_resumed_run_is_bit_identical(make_run: MakeRun, tmp_path: Path, optim
     assert (paths[0] / "model/model.safetensors").read_bytes() == (paths[1] / "model/model.safetensors").read_bytes()
 
 
-def test_dropout_draws_the_same_numbers_after_a_resume(tmp_path: Path) -> None:
+def test_dropout_is_identical_after_a_resume(tmp_path: Path) -> None:
     def fit(name: str, stop: int = 0, resume: bool = False) -> BaseTrainer:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 2))
@@ -93,7 +93,7 @@ def test_steps_do_not_wait_for_the_device(make_run: MakeRun) -> None:
     class Strict(TrainerCallback):
         def on_step_begin(self, **event: Any) -> None:
             modes.append(event["state"].global_step)
-            if event["state"].global_step > 2:  # after the first steps have made their state
+            if event["state"].global_step > 2:  # after the first steps have created the optimizer state
                 torch.cuda.set_sync_debug_mode("error")
 
         def on_pre_optimizer_step(self, **event: Any) -> None:

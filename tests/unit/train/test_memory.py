@@ -284,7 +284,7 @@ def test_optimizers_that_do_not_support_backward_are_predicted_without_it(tmp_pa
     config = make(tmp_path, {}, {"name": "galore_warm", "rank": 8}, optimizer_in_backward=True)
     found = predict_memory(config, "cuda", ["galore_warm", "muon"])
     assert [(row.optimizer, row.in_backward) for row in found] == [("galore_warm", True), ("muon", False)]
-    with pytest.raises(ConfigError, match="does not go with 2 micro-batches"):
+    with pytest.raises(ConfigError, match="does not work with 2 micro-batches"):
         predict_memory(with_optimizer(config, "adamw"), "cuda", ["adamw"])
 
 

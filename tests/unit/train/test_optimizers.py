@@ -1,4 +1,4 @@
-"""Every optimizer in the trainer: chosen by name, saved and resumed exactly, under scaled gradients, and told of."""
+"""Every optimizer in the trainer: by name, saved and resumed exactly, under fp16, and in the summary."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ VARIANTS: dict[str, dict[str, Any]] = {name: {"name": name, **SMALL[name]} for n
     },
     "apollo_bf16": {**SMALL["apollo"], "name": "apollo", "store": "bf16"},
 }  # fmt: skip
-"""Settings under which a few steps see several bases."""
+"""Settings with which a few steps use several projection bases."""
 
 
 class Losses(TrainerCallback):
-    """Keeps every loss, exactly; asks for the end after so many steps."""
+    """Records every loss exactly; stops after the given number of steps."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.values: list[str] = []
@@ -67,7 +67,7 @@ def saved(directory: Path, component: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_stopped_and_resumed_is_bit_identical(make_run: MakeRun, tmp_path: Path, variant: str) -> None:
+def test_a_stopped_and_resumed_run_is_bit_identical(make_run: MakeRun, tmp_path: Path, variant: str) -> None:
     given = settings(VARIANTS[variant], train__clip=1.0, train__steps=5)
     whole = run(make_run(output_dir=tmp_path / "whole", **given))
     broken = make_run(output_dir=tmp_path / "broken", **given)
@@ -78,7 +78,7 @@ def test_stopped_and_resumed_is_bit_identical(make_run: MakeRun, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_trainer_takes_an_optimizer_by_name(name: str, fit: Any, args: Any) -> None:
+def test_optimizer_by_name(name: str, fit: Any, args: Any) -> None:
     trainer, losses = fit(args(learning_rate=0.01, weight_decay=0.1), optimizers=(name, "cosine"))
     expected = OPTIMIZERS[name]
     if isinstance(expected, type):
@@ -89,7 +89,7 @@ def test_a_trainer_takes_an_optimizer_by_name(name: str, fit: Any, args: Any) ->
     assert trainer.optimizer.param_groups[0]["lr"] < 1e-3
 
 
-def test_a_trainer_takes_an_optimizer_with_its_settings(fit: Any, args: Any) -> None:
+def test_optimizer_by_config(fit: Any, args: Any) -> None:
     config = OptimConfig(name="galore_warm", lr=0.02, rank=2, groups=(GroupConfig(pattern="layers.0", rank=3),))
     trainer, _ = fit(args(seed=7), optimizers=(config, None))
     ranks = {name: group["rank"] for group in trainer.optimizer.param_groups for name in group["names"]}
@@ -106,16 +106,16 @@ def test_a_trainer_takes_an_optimizer_with_its_settings(fit: Any, args: Any) -> 
     [
         ({"name": "galore_warm", "rank": 4}, {"name": "galore_warm", "rank": 8}, "is of rank = 4, and now it is 8"),
         ({"name": "galore_warm"}, {"name": "galore_warm", "store": "int8"}, "is of store = 'fp32', and now"),
-        ({"name": "apollo"}, {"name": "fira"}, "optimizer whimbrel:Apollo, and this run has whimbrel:Fira"),
+        ({"name": "apollo"}, {"name": "fira"}, "optimizer whimbrel:Fira, got whimbrel:Apollo"),
         (
             {"name": "galore"},
             {"name": "galore_warm"},
-            "optimizer whimbrel:GaLore, and this run has whimbrel:GaLoreWarm",
+            "optimizer whimbrel:GaLoreWarm, got whimbrel:GaLore",
         ),
-        ({"name": "adamw"}, {"name": "adamw8bit"}, "optimizer torch:AdamW, and this run has whimbrel:AdamW8bit"),
+        ({"name": "adamw"}, {"name": "adamw8bit"}, "optimizer whimbrel:AdamW8bit, got torch:AdamW"),
     ],
 )
-def test_a_checkpoint_of_another_optimizer_is_refused(
+def test_resuming_with_another_optimizer_raises(
     make_run: MakeRun, before: dict[str, Any], after: dict[str, Any], message: str
 ) -> None:
     run(make_run(**settings(before, train__steps=2)))
@@ -127,8 +127,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused(
     assert len(run(make_run(**settings(after, train__steps=3, resume__skip=["optimizer"])))) == 1
 
 
-def test_groups_may_change_on_resume(make_run: MakeRun) -> None:
-    """Other rates for some parameters cut the groups otherwise; every state finds its parameter again."""
+def test_parameter_groups_may_change_on_resume(make_run: MakeRun) -> None:
+    """Other learning rates split the groups differently; every state is matched to its parameter."""
     optim = {"name": "galore_warm", "rank": 4, "gap": 2}
     first = make_run(**settings(optim, train__steps=2))
     run(first)
@@ -149,8 +149,8 @@ def test_groups_may_change_on_resume(make_run: MakeRun) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("overflows", [False, True])
-def test_scaled_gradients(make_run: MakeRun, name: str, overflows: bool) -> None:
-    """fp16 multiplies the loss; a step whose gradients overflow is left out, and the optimizer hears nothing of it."""
+def test_fp16_skips_steps_whose_gradients_overflow(make_run: MakeRun, name: str, overflows: bool) -> None:
+    """fp16 scales the loss; a step whose gradients overflow is skipped without an optimizer step."""
     config = make_run(**settings(VARIANTS[name], train__precision="fp16", train__clip=1.0, train__steps=4))
     trainer = Trainer.from_config(config, callbacks=[losses := Losses()])
     scaler = trainer.precision.scaler
@@ -164,7 +164,7 @@ def test_scaled_gradients(make_run: MakeRun, name: str, overflows: bool) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_scale_changes_nothing(name: str) -> None:
+def test_the_loss_scale_does_not_change_the_update(name: str) -> None:
     results = []
     for scaled in (False, True):
         torch.manual_seed(0)
@@ -182,7 +182,7 @@ def test_a_scale_changes_nothing(name: str) -> None:
     assert torch.equal(*results)
 
 
-def test_reset_begins_anew_in_the_middle_of_a_run(make_run: MakeRun) -> None:
+def test_reset_clears_the_state_during_a_run(make_run: MakeRun) -> None:
     class Reset(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
             if event["state"].global_step == 2:
@@ -194,7 +194,7 @@ def test_reset_begins_anew_in_the_middle_of_a_run(make_run: MakeRun) -> None:
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {3}
 
 
-def test_the_head_of_a_run_says_who_got_what(make_run: MakeRun) -> None:
+def test_the_summary_lists_the_optimizer_of_each_parameter(make_run: MakeRun) -> None:
     lines = io.StringIO()
     config = make_run(**settings({"name": "galore_warm", "rank": 4, "weight_decay": 0.1}, train__steps=1))
     train(config, callbacks=[ProgressCallback(Console(file=lines), plain=True)])

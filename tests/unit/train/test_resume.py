@@ -1,4 +1,4 @@
-"""What a trainer saves, and that a run goes on from it to the bit."""
+"""Checkpoints of a trainer, and bit-identical resume from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Make = Callable[..., Any]
 def test_a_resumed_run_is_bit_identical_with_dropout_and_epochs(
     args: Make, fit: Make, net: Make, data: Make, tmp_path: Path, workers: int
 ) -> None:
-    """Broken in the middle of an epoch, twice; losses, weights, moments, log and every random number agree."""
+    """Interrupted twice within an epoch; losses, weights, moments, log and RNG states are equal."""
 
     def settings(name: str, **changes: Any) -> TrainingArguments:
         return args(
@@ -82,7 +82,7 @@ def test_resume_takes_true_latest_or_a_path(args: Make, fit: Make, tmp_path: Pat
         fit(args(output_dir=str(tmp_path / "none")), resume=str(tmp_path / "none" / "checkpoints"))
 
 
-def test_a_component_can_be_left_out(args: Make, fit: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_component_can_be_skipped(args: Make, fit: Make, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
     fit(args(**settings))
     folder = Path(args().output_dir or "") / "checkpoints" / "step-00000004"
@@ -97,7 +97,7 @@ def test_a_component_can_be_left_out(args: Make, fit: Make, caplog: pytest.LogCa
         fit(args(**settings), resume=str(folder))
 
 
-def test_components_are_those_of_one_device(args: Make, fit: Make) -> None:
+def test_checkpoint_components_of_one_device(args: Make, fit: Make) -> None:
     trainer, _ = fit(args(max_steps=1))
     parts = trainer.get_state_components()
     assert [part.key for part in parts] == ["model", "optimizer", "scheduler", "trainer", "dataset", "rng", "callbacks"]
@@ -112,7 +112,7 @@ def test_components_are_those_of_one_device(args: Make, fit: Make) -> None:
     assert (trainer.state.global_step, trainer.state.raw_epoch) == (5, 2)
 
 
-def test_the_best_checkpoint_is_kept_and_named(args: Make, net: Make, data: Make) -> None:
+def test_the_best_checkpoint_is_kept_and_reported(args: Make, net: Make, data: Make) -> None:
     values = iter([0.5, 0.0, 0.7, 0.3])
 
     class Scripted(BaseTrainer):
@@ -129,7 +129,7 @@ def test_the_best_checkpoint_is_kept_and_named(args: Make, net: Make, data: Make
     assert (trainer.state.best_model_checkpoint or "").endswith("step-00000004")
 
 
-def test_save_model_writes_weights_only_and_asks_before_it_replaces(args: Make, fit: Make, tmp_path: Path) -> None:
+def test_save_model_writes_only_weights_and_does_not_replace_files(args: Make, fit: Make, tmp_path: Path) -> None:
     trainer, _ = fit(args(max_steps=1))
     trainer.save_model(tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
@@ -139,17 +139,17 @@ def test_save_model_writes_weights_only_and_asks_before_it_replaces(args: Make, 
     assert (trainer.config.output_dir / "model.safetensors").exists()
 
 
-def test_asking_to_resume_beats_overwriting(args: Make, fit: Make) -> None:
+def test_an_explicit_resume_takes_precedence_over_overwrite(args: Make, fit: Make) -> None:
     settings = {"save_strategy": "steps", "save_steps": 4, "overwrite_output_dir": True}
     fit(args(**settings))
     again, losses = fit(args(**settings, max_steps=10), resume=True)
     assert again.resumed_from is not None
     assert len(losses.values) == 2
-    again.train()  # asked for once, and not for this time
+    again.train()  # an explicit resume applies to one call
     assert len(losses.values) == 12
 
 
-def test_overwriting_removes_what_a_run_wrote_and_nothing_else(args: Make, fit: Make) -> None:
+def test_overwrite_removes_only_files_of_the_run(args: Make, fit: Make) -> None:
     run = Path(args().output_dir)
     kept = [run / "runs" / "2024_my_results" / "thesis.txt", run / "checkpoints" / "notes.txt", run / "mine.txt"]
     for path in kept:
@@ -165,7 +165,7 @@ def test_overwriting_removes_what_a_run_wrote_and_nothing_else(args: Make, fit: 
     assert list(list_checkpoints(run)) == [8]
 
 
-def test_settings_are_written_down_and_changes_told(args: Make, fit: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_are_recorded_and_changes_are_logged(args: Make, fit: Make, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"save_strategy": "steps", "save_steps": 4}
     fit(args(**settings))
     recorded = Path(args().output_dir) / "config.toml"
@@ -177,14 +177,14 @@ def test_settings_are_written_down_and_changes_told(args: Make, fit: Make, caplo
     assert tomllib.loads(recorded.read_text())["optim"]["lr"] == 0.01
 
 
-def test_events_go_on_where_they_were(args: Make, fit: Make, tmp_path: Path) -> None:
+def test_tensorboard_events_continue_in_their_folder(args: Make, fit: Make, tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 4}
     fit(args(**settings, logging_dir=str(tmp_path / "events")))
     again, _ = fit(args(**settings, max_steps=10), resume=True)
     assert again.args.logging_dir == str(tmp_path / "events")
 
 
-def test_decay_may_be_turned_on_in_a_resumed_run(args: Make, fit: Make) -> None:
+def test_weight_decay_can_be_enabled_in_a_resumed_run(args: Make, fit: Make) -> None:
     settings = {"save_strategy": "steps", "save_steps": 8}
     fit(args(**settings))
     again, _ = fit(args(**settings, max_steps=9, weight_decay=0.1), resume=True)
@@ -193,7 +193,7 @@ def test_decay_may_be_turned_on_in_a_resumed_run(args: Make, fit: Make) -> None:
     assert {int(state["step"]) for state in again.optimizer.state.values()} == {9}
 
 
-def test_a_long_history_is_one_text_in_a_checkpoint(args: Make, fit: Make) -> None:
+def test_log_history_is_one_string_in_a_checkpoint(args: Make, fit: Make) -> None:
     trainer, _ = fit(args(logging_steps=1))
     state = trainer.state_dict()
     assert len(state["log_history"].splitlines()) == 8
@@ -212,12 +212,12 @@ def test_the_processing_class_is_saved_with_any_model(args: Make, fit: Make, tmp
         fit(args(), processing_class={})
 
 
-def test_nothing_to_resume_from_is_said(args: Make, fit: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_resuming_without_a_checkpoint_is_logged(args: Make, fit: Make, caplog: pytest.LogCaptureFixture) -> None:
     fit(args(), resume=True)
     assert "starting from scratch" in caplog.text
 
 
-def test_a_module_that_saves_itself_without_a_config_resumes(args: Make, data: Make, tmp_path: Path) -> None:
+def test_a_module_with_save_pretrained_but_no_config_resumes(args: Make, data: Make, tmp_path: Path) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""A run directory belongs to one run at a time, whatever its callbacks are and however it is started."""
+"""A run directory is locked by one run at a time, with any callbacks, from Python or the command line."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def wait_until(there: Callable[[], bool], process: subprocess.Popen[Any]) -> Non
         time.sleep(0.01)
 
 
-def test_second_run_is_refused_and_touches_nothing(
+def test_a_second_run_raises_and_changes_nothing(
     tmp_path: Path, args: Make, net: Make, data: Make, make_run: MakeRun
 ) -> None:
     run, go = tmp_path / "run", tmp_path / "go"
     first = subprocess.Popen([sys.executable, "-c", FIRST, str(run), str(go)])
     with first, contextlib.ExitStack() as stack:
-        stack.callback(go.touch)  # also where an assertion fails
+        stack.callback(go.touch)  # also if an assertion fails
         wait_until(lambda: 2 in list_checkpoints(run), first)
         time.sleep(0.2)  # the third step
         before = contents(run)
@@ -87,7 +87,7 @@ def test_second_run_is_refused_and_touches_nothing(
     assert lock_owner(run) is None
 
 
-def test_command_line_is_refused_while_a_library_run_holds_the_directory(make_run: MakeRun, tmp_path: Path) -> None:
+def test_the_command_line_fails_while_a_library_run_has_the_lock(make_run: MakeRun, tmp_path: Path) -> None:
     config = make_run(checkpoint__every=1, checkpoint__asynchronous=False)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(dump_toml(to_table(config)))
@@ -111,7 +111,7 @@ def test_command_line_is_refused_while_a_library_run_holds_the_directory(make_ru
     assert list(list_checkpoints(config.output_dir)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_lock_is_free_after_a_run_that_failed(args: Make, fit: Make) -> None:
+def test_the_lock_is_released_after_a_failed_run(args: Make, fit: Make) -> None:
     class Fails(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
             raise ValueError("no")
@@ -121,7 +121,7 @@ def test_lock_is_free_after_a_run_that_failed(args: Make, fit: Make) -> None:
     fit(args(max_steps=1))
 
 
-def test_save_outside_a_run_holds_the_lock_until_it_is_written(args: Make, fit: Make) -> None:
+def test_a_save_outside_a_run_locks_until_it_is_written(args: Make, fit: Make) -> None:
     trainer, _ = fit(args(max_steps=1))
     trainer.save_checkpoint()
     trainer.checkpoint_manager.wait()
@@ -130,8 +130,8 @@ def test_save_outside_a_run_holds_the_lock_until_it_is_written(args: Make, fit: 
     assert list(list_checkpoints(Path(trainer.config.output_dir))) == [1]
 
 
-def test_run_that_came_between_start_and_lock_is_noticed(make_run: MakeRun) -> None:
-    """Both chose their micro-batch before there was a checkpoint to say which."""
+def test_a_run_that_changed_the_directory_before_the_lock_is_detected(make_run: MakeRun) -> None:
+    """Both chose their micro-batch before there was a checkpoint with one."""
     late = Trainer.from_config(make_run(train__micro_batch=None, checkpoint__at_end=True))
     assert late.config.train.micro_batch != 4
     train(make_run(train__micro_batch=4))

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: finish the step, save, end; also during an evaluation, and whatever the callbacks are."""
+"""SIGTERM and SIGINT: finish the step, save and stop; also during an evaluation, with any callbacks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SignalAt:
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signal_finishes_the_step_and_saves(args: Make, fit: Make, number: signal.Signals) -> None:
     before = {own: signal.getsignal(own) for own in SIGNALS}
-    settings = args()  # which saves nothing otherwise
+    settings = args()  # with save_strategy="no"
     trainer, losses = fit(settings, callbacks=[SignalAt(2, number=number)])
     assert trainer.state.global_step == len(losses.values) == 3
     assert list(list_checkpoints(Path(settings.output_dir))) == [3]
@@ -50,7 +50,7 @@ def test_signal_finishes_the_step_and_saves(args: Make, fit: Make, number: signa
 
 
 @pytest.mark.parametrize("kind", [Trainer, "from_config"])
-def test_callbacks_add_to_the_defaults(
+def test_callbacks_are_added_to_the_defaults(
     kind: type[Trainer], args: Make, net: Make, data: Make, make_run: MakeRun
 ) -> None:
     own = TrainerCallback()
@@ -62,7 +62,7 @@ def test_callbacks_add_to_the_defaults(
     assert own in trainer.callbacks
 
 
-def test_given_callback_replaces_the_default_of_its_class(args: Make, net: Make, data: Make) -> None:
+def test_a_callback_replaces_the_default_of_its_class(args: Make, net: Make, data: Make) -> None:
     own = ProgressCallback(plain=True)
     trainer = Trainer(args(), net(), train_dataset=data(), callbacks=[own])
     assert [callback for callback in trainer.callbacks if isinstance(callback, ProgressCallback)] == [own]
@@ -70,7 +70,7 @@ def test_given_callback_replaces_the_default_of_its_class(args: Make, net: Make,
     assert not any(isinstance(callback, ProgressCallback) for callback in trainer.callbacks)
 
 
-def test_log_is_written_whatever_the_callbacks(args: Make, fit: Make) -> None:
+def test_the_log_is_written_without_callbacks(args: Make, fit: Make) -> None:
     settings = args(max_steps=3)
     trainer, losses = fit(settings)
     for callback in list(trainer.callbacks):
@@ -79,7 +79,7 @@ def test_log_is_written_whatever_the_callbacks(args: Make, fit: Make) -> None:
     assert [line["loss"] for line in lines if line["kind"] == "step"] == losses.values
 
 
-def test_signal_before_the_first_step_ends_the_run_at_once(args: Make, fit: Make) -> None:
+def test_a_signal_before_the_first_step_stops_the_run(args: Make, fit: Make) -> None:
     trainer, losses = fit(args(), callbacks=[SignalAt(0, "on_train_begin")])
     assert trainer.state.global_step == len(losses.values) == 0
     assert trainer.stopped_by == ("SIGTERM", "on_step_begin", "stop")
@@ -111,8 +111,8 @@ def test_signal_ends_an_evaluation_between_batches(args: Make, fit: Make, data: 
     assert list(list_checkpoints(Path(settings.output_dir))) == [3]
 
 
-def test_signal_is_ignored_by_an_evaluation_of_ones_own(args: Make, fit: Make, data: Make) -> None:
-    """A callback that evaluates gets its numbers; the run ends after that."""
+def test_a_signal_does_not_stop_a_direct_evaluate_call(args: Make, fit: Make, data: Make) -> None:
+    """A callback that evaluates gets its metrics; the run stops after that."""
     found = []
 
     class Own(TrainerCallback):
@@ -124,13 +124,13 @@ def test_signal_is_ignored_by_an_evaluation_of_ones_own(args: Make, fit: Make, d
 
 
 @pytest.mark.parametrize("step", [3, 5, 6])  # an evaluation due, a save and its evaluation due, the last step
-def test_interrupted_evaluation_is_done_by_the_resumed_run(make_run: MakeRun, tmp_path: Path, step: int) -> None:
+def test_the_resumed_run_repeats_an_interrupted_evaluation(make_run: MakeRun, tmp_path: Path, step: int) -> None:
     settings = {
         "validation__every": 3, "validation__micro_batch": 1, "checkpoint__every": 5, "checkpoint__best": 1,
         "checkpoint__keep": 1, "log__every": 2,
     }  # fmt: skip
 
-    class Draws(TrainerCallback):  # as the workers of a loader do when they start
+    class UsesRNG(TrainerCallback):  # as DataLoader workers do when they start
         def on_prediction_step(self, **event: Any) -> None:
             random.random()
 
@@ -138,11 +138,11 @@ def test_interrupted_evaluation_is_done_by_the_resumed_run(make_run: MakeRun, tm
     for name in ("whole", "interrupted"):
         config = make_run(output_dir=tmp_path / name, **settings)
         if name == "interrupted":
-            train(config, callbacks=[Draws(), SignalAt(step, "on_prediction_step")])
+            train(config, callbacks=[UsesRNG(), SignalAt(step, "on_prediction_step")])
             assert max(list_checkpoints(config.output_dir)) == step
             lines = read_log(config.output_dir / "log.jsonl")
             assert not any(line["kind"] == "validation" and line["after"] == step for line in lines)
-        train(config, callbacks=[Draws()])
+        train(config, callbacks=[UsesRNG()])
         lines = read_log(config.output_dir / "log.jsonl")
         last = list_checkpoints(config.output_dir)[6]
         state = read_component(last, "trainer")
@@ -168,7 +168,7 @@ def test_handlers_are_restored_when_a_run_fails(args: Make, fit: Make) -> None:
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_run_in_another_thread_leaves_the_handlers_alone(args: Make, fit: Make) -> None:
+def test_a_run_in_another_thread_installs_no_handlers(args: Make, fit: Make) -> None:
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     class Look(TrainerCallback):
@@ -181,7 +181,7 @@ def test_run_in_another_thread_leaves_the_handlers_alone(args: Make, fit: Make) 
     assert seen == [before]
 
 
-def test_second_signal_kills_at_once() -> None:
+def test_a_second_signal_kills_the_process() -> None:
     code = """
 import os, signal
 from whimbrel.train.signals import SignalHandler
@@ -195,7 +195,7 @@ with SignalHandler() as handler:
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "SIGINT\n"), done.stderr
 
 
-def test_handler_forgets_the_signal_of_an_earlier_run() -> None:
+def test_the_handler_is_reset_for_the_next_run() -> None:
     handler = SignalHandler()
     with handler:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The memory that a run will need is what it then needs."""
+"""The memory estimate before a run matches the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from whimbrel.train.summary import estimate_memory
         lambda params: Muon([{"params": list(params), "rule": "adam"}]),
     ],
 )
-def test_the_estimate_before_the_first_step_is_what_is_held_after_it(make: Callable[[Any], torch.optim.Optimizer]):
+def test_the_memory_estimate_matches_the_first_step(make: Callable[[Any], torch.optim.Optimizer]):
     model = nn.Linear(64, 32, bias=False)
     optimizer = make(model.parameters())
     before = estimate_memory(model, optimizer)
@@ -39,14 +39,14 @@ def test_the_estimate_before_the_first_step_is_what_is_held_after_it(make: Calla
     assert (before.weights, before.gradients, before.optimizer) == (8192, 8192, held)
 
 
-def test_frozen_parameters_have_no_gradients_and_buffers_are_held_too():
+def test_frozen_parameters_have_no_gradients_and_buffers_count_as_weights():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
     model[0].requires_grad_(False)
     memory = estimate_memory(model, torch.optim.SGD(model.parameters()))
     assert (memory.weights, memory.gradients, memory.optimizer) == (256 + 4 * 32 + 8, 64, 0)
 
 
-def test_an_optimizer_from_elsewhere_is_not_guessed_at():
+def test_the_state_of_an_unknown_optimizer_is_not_estimated():
     class Own(torch.optim.AdamW):
         pass
 
@@ -54,7 +54,7 @@ def test_an_optimizer_from_elsewhere_is_not_guessed_at():
     assert estimate_memory(model, Own(model.parameters())).optimizer is None
 
 
-def test_gradients_that_backward_frees_are_not_counted_whole() -> None:
+def test_gradients_freed_in_backward_are_not_counted() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16))
     whole = sum(p.numel() * 4 for p in model.parameters())
     plain = GaLoreWarm(model.parameters(), rank=4)
@@ -65,7 +65,7 @@ def test_gradients_that_backward_frees_are_not_counted_whole() -> None:
     assert estimate_memory(model, step_in_backward(plain)).gradients == 64 * 32 * 4
 
 
-def test_rows_that_pad_a_vocabulary_are_neither_parameters_nor_frozen(make_run: Callable[..., RunConfig]) -> None:
+def test_padding_rows_of_the_vocabulary_are_not_parameters(make_run: Callable[..., RunConfig]) -> None:
     seen = []
 
     class Look(TrainerCallback):

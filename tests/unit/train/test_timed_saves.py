@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +79,7 @@ def test_crashed_run_resumes_from_the_timed_save(make_run: MakeRun, tmp_path: Pa
     train(make_run(output_dir=tmp_path / "whole", checkpoint__every_minutes=None, **settings))
     broken = make_run(output_dir=tmp_path / "broken", checkpoint__every_minutes=ALWAYS, **settings)
     train(broken, callbacks=[Abort(5)])
-    assert list(list_checkpoints(broken.output_dir)) == [4]  # of each only the newest is kept
+    assert list(list_checkpoints(broken.output_dir)) == [4]  # only the newest is kept
     train(broken)
     assert list(list_checkpoints(broken.output_dir)) == list(list_checkpoints(tmp_path / "whole")) == [6]
     assert lines(broken.output_dir) == lines(tmp_path / "whole")
@@ -101,7 +102,9 @@ def test_timed_saves_do_not_affect_regular_checkpoints(make_run: MakeRun, tmp_pa
 
 def test_save_timer_restarts_after_every_save(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     now, saved = [0.0], []
-    monkeypatch.setattr("whimbrel.train.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        "whimbrel.train.trainer.time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    )
 
     class Minute(TrainerCallback):
         def on_step_begin(self, **event: Any) -> None:
@@ -118,7 +121,7 @@ def test_save_timer_restarts_after_every_save(make_run: MakeRun, monkeypatch: py
 
 
 def test_rollback_prefers_the_regular_checkpoint(args: Make, fit: Make) -> None:
-    """When a run is saved by the clock must not decide where it goes back to."""
+    """The time of a timed save must not determine where a run rolls back to."""
     calls, went = [0], []
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The trainer: what it takes, the mathematics of its loop, and whom it tells."""
+"""The trainer: its arguments, the arithmetic of its loop, and its events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from whimbrel.train.callback import EVENTS
 Make = Callable[..., Any]
 
 
-def test_a_plain_module_and_a_list_of_dicts(args: Make, fit: Make, data: Make) -> None:
+def test_trains_any_module_on_a_list_of_dicts(args: Make, fit: Make, data: Make) -> None:
     trainer, losses = fit(args(max_steps=40), eval_dataset=data(8))
     assert losses.values[-1] < 0.5 * losses.values[0]
     output = trainer.evaluate()
@@ -29,7 +29,7 @@ def test_a_plain_module_and_a_list_of_dicts(args: Make, fit: Make, data: Make) -
     assert trainer.state.epoch == pytest.approx(40 / 6)
 
 
-def test_train_returns_what_was_reached(args: Make, net: Make, data: Make) -> None:
+def test_train_returns_steps_loss_and_metrics(args: Make, net: Make, data: Make) -> None:
     trainer = BaseTrainer(args(logging_steps=1), net(), train_dataset=data(), callbacks=[])
     output = trainer.train()
     assert output.global_step == 8
@@ -63,7 +63,7 @@ def test_accumulation_equals_one_big_batch(
         assert torch.allclose(a, b, atol=1e-6)
 
 
-def test_leftover_micro_batches_make_a_step(args: Make, fit: Make, data: Make) -> None:
+def test_leftover_micro_batches_of_an_epoch_make_a_step(args: Make, fit: Make, data: Make) -> None:
     trainer, losses = fit(
         args(max_steps=-1, num_train_epochs=2, gradient_accumulation_steps=4, logging_strategy="no"),
         train_dataset=data(24),
@@ -84,7 +84,7 @@ def test_the_epoch_fraction_is_right_under_accumulation(args: Make, fit: Make, d
     assert seen == pytest.approx([4 / 6, 1.0, 1 + 4 / 6, 2.0, 2 + 4 / 6])
 
 
-def test_max_steps_overrides_epochs_and_an_epoch_can_be_ended(args: Make, fit: Make) -> None:
+def test_max_steps_overrides_epochs_and_should_epoch_stop_ends_one(args: Make, fit: Make) -> None:
     trainer, _ = fit(args(max_steps=3, num_train_epochs=100))
     assert trainer.state.global_step == 3
 
@@ -124,7 +124,7 @@ def test_evaluate_after_train_scores_the_trained_weights(args: Make, net: Make, 
     assert trainer.predict(data()).metrics["test_loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
 
 
-def test_predict_gives_logits_and_labels_in_order(args: Make, net: Make, data: Make) -> None:
+def test_predict_returns_logits_and_labels_in_order(args: Make, net: Make, data: Make) -> None:
     model, rows = net(), data(6)
     found = BaseTrainer(args(per_device_eval_batch_size=4), model).predict(rows)
     assert torch.allclose(found.predictions, model(torch.stack([row["x"] for row in rows])))
@@ -176,11 +176,11 @@ def test_optimizer_and_scheduler_by_name_or_object(args: Make, fit: Make, net: M
     assert own.param_groups[0]["lr"] == pytest.approx(0.025)
     named, _ = fit(args(output_dir=args().output_dir + "b"), optimizers=("muon", "linear"))
     assert type(named.optimizer).__name__ == "Muon"
-    assert not named.optimizer.skip_nonfinite  # the loop sees to it
+    assert not named.optimizer.skip_nonfinite  # the loop checks instead
     model = net()
     careful = GaLoreWarm(model.parameters(), rank=2)
     fit(args(output_dir=args().output_dir + "d"), model, optimizers=(careful, None))
-    assert careful.skip_nonfinite  # whoever made it decides
+    assert careful.skip_nonfinite  # an object keeps its setting
     made, _ = fit(args(output_dir=args().output_dir + "c"), optimizers=(lambda ps: torch.optim.SGD(ps, lr=0.1), None))
     assert isinstance(made.optimizer, torch.optim.SGD)
 
@@ -194,7 +194,7 @@ def test_the_optimizer_can_step_in_backward(args: Make, fit: Make, tmp_path: Pat
         fit(args(max_grad_norm=1.0, optimizer_in_backward=True, output_dir=str(tmp_path / "c")))
 
 
-def test_what_a_trainer_cannot_do_is_said(args: Make, net: Make) -> None:
+def test_wrong_constructor_arguments_raise(args: Make, net: Make) -> None:
     with pytest.raises(ConfigError, match=r"Trainer\(args, model\)"):
         BaseTrainer(net(), args())
     with pytest.raises(ConfigError, match=r"expected .* got transformers\.TrainingArguments"):
@@ -213,14 +213,14 @@ def test_what_a_trainer_cannot_do_is_said(args: Make, net: Make) -> None:
         args(gradient_accumulation_steps=0)
 
 
-def test_given_callbacks_add_to_the_default_ones(args: Make, net: Make) -> None:
+def test_callbacks_are_added_to_the_defaults(args: Make, net: Make) -> None:
     assert BaseTrainer.default_callbacks() == []
     names = [type(callback).__name__ for callback in Trainer(args(), net()).callbacks]
     assert names == [type(callback).__name__ for callback in Trainer.default_callbacks()] != []
     assert len(Trainer(args(), net(), callbacks=[]).callbacks) == len(names)
 
 
-def test_another_dataset_does_not_take_the_place_of_the_own_one(args: Make, net: Make, data: Make) -> None:
+def test_evaluating_another_dataset_keeps_the_trainers_own(args: Make, net: Make, data: Make) -> None:
     trainer = BaseTrainer(args(), net(), eval_dataset=data(4))
     own = trainer.evaluate()["eval_loss"]
     other = trainer.evaluate(data(12))["eval_loss"]
@@ -229,7 +229,7 @@ def test_another_dataset_does_not_take_the_place_of_the_own_one(args: Make, net:
     assert trainer.state.best_metric is None  # only a run compares
 
 
-def test_a_run_that_ends_within_a_pass_ends_that_pass(args: Make, fit: Make) -> None:
+def test_on_epoch_end_is_dispatched_when_a_run_ends_within_an_epoch(args: Make, fit: Make) -> None:
     events = []
 
     class Passes(TrainerCallback):
@@ -243,7 +243,7 @@ def test_a_run_that_ends_within_a_pass_ends_that_pass(args: Make, fit: Make) -> 
     assert events == ["begin", "end"] * 2
 
 
-def test_a_trainer_can_train_twice(args: Make, fit: Make) -> None:
+def test_train_can_be_called_twice(args: Make, fit: Make) -> None:
     plain, first = fit(args(max_grad_norm=0.0))
     plain.train()
     inside, second = fit(args(max_grad_norm=0.0, optimizer_in_backward=True, output_dir=args().output_dir + "b"))
@@ -252,7 +252,7 @@ def test_a_trainer_can_train_twice(args: Make, fit: Make) -> None:
     assert len(first.hex) == 16
 
 
-def test_a_model_that_is_given_has_its_dtype(args: Make, net: Make, fit: Make) -> None:
+def test_default_dtype_applies_only_to_model_init(args: Make, net: Make, fit: Make) -> None:
     with pytest.raises(ConfigError, match="default_dtype = float64 .* model_init"):
         BaseTrainer(args(default_dtype="float64"), net())
 
@@ -268,13 +268,13 @@ def test_a_model_that_is_given_has_its_dtype(args: Make, net: Make, fit: Make) -
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_scheduler_of_another_optimizer_is_refused(args: Make, fit: Make, net: Make) -> None:
+def test_a_scheduler_of_another_optimizer_raises(args: Make, fit: Make, net: Make) -> None:
     other = torch.optim.SGD(net().parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="expected a scheduler of this optimizer"):
         fit(args(), optimizers=(None, torch.optim.lr_scheduler.StepLR(other, 2)))
 
 
-def test_a_scheduler_that_needs_a_metric_is_refused(args: Make, fit: Make, net: Make) -> None:
+def test_reduce_lr_on_plateau_raises(args: Make, fit: Make, net: Make) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
@@ -282,7 +282,7 @@ def test_a_scheduler_that_needs_a_metric_is_refused(args: Make, fit: Make, net: 
         fit(args(), model, optimizers=(optimizer, plateau))
 
 
-def test_what_torch_would_not_compile_is_refused(args: Make, fit: Make) -> None:
+def test_compiling_a_torch_nn_class_raises(args: Make, fit: Make) -> None:
     with pytest.raises(ConfigError, match="expected a module of your own .* got Sequential"):
         fit(
             args(torch_compile=True, compile_scope="model", torch_compile_backend="eager"),
@@ -290,7 +290,7 @@ def test_what_torch_would_not_compile_is_refused(args: Make, fit: Make) -> None:
         )
 
 
-def test_anything_can_be_logged_and_saved(args: Make, fit: Make) -> None:
+def test_tensors_and_numpy_values_can_be_logged_and_saved(args: Make, fit: Make) -> None:
     class Odd(TrainerCallback):
         def on_log_step(self, **event: Any) -> None:
             event["logs"] |= {"tensor": torch.tensor(1.5), "path": Path("a"), "many": torch.arange(2), "text": "b"}

@@ -1,4 +1,4 @@
-"""What models return, and that a step's loss is one mean over its targets."""
+"""Objectives: model outputs, target counts, and a step loss that is one mean over its targets."""
 
 from __future__ import annotations
 
@@ -22,27 +22,36 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from whimbrel.base.errors import DataError
-from whimbrel.train import BaseTrainer, logits_from_outputs, loss_and_logits_from_outputs, loss_from_outputs
+from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.train import (
+    BaseTrainer,
+    LossOutput,
+    Objective,
+    TrainerCallback,
+    logits_from_outputs,
+    loss_and_logits_from_outputs,
+    loss_from_outputs,
+    read_log,
+)
 from whimbrel.train.objectives import ModelObjective
 
 LOSS, LOGITS = torch.tensor(1.5), torch.randn(2, 3)
 
 
 @pytest.mark.parametrize("outputs", [LOGITS, (LOSS, LOGITS), SimpleNamespace(logits=LOGITS), {"logits": LOGITS}])
-def test_logits_are_found(outputs: Any) -> None:
+def test_logits_from_outputs_accepts_tensors_pairs_attributes_and_keys(outputs: Any) -> None:
     assert logits_from_outputs(outputs) is LOGITS
 
 
 @pytest.mark.parametrize("outputs", [(LOSS,), (LOSS, LOGITS), (LOSS, LOGITS, 3), SimpleNamespace(loss=LOSS)])
-def test_the_loss_is_found(outputs: Any) -> None:
+def test_loss_from_outputs_accepts_tuples_and_attributes(outputs: Any) -> None:
     assert loss_from_outputs(outputs) is LOSS
 
 
 @pytest.mark.parametrize(
     "outputs", [(LOSS, LOGITS), SimpleNamespace(loss=LOSS, logits=LOGITS), {"loss": LOSS, "logits": LOGITS}]
 )
-def test_both_are_found(outputs: Any) -> None:
+def test_loss_and_logits_from_outputs_accepts_pairs_attributes_and_keys(outputs: Any) -> None:
     assert loss_and_logits_from_outputs(outputs) == (LOSS, LOGITS)
 
 
@@ -59,7 +68,7 @@ def test_both_are_found(outputs: Any) -> None:
         (loss_and_logits_from_outputs, (LOSS, LOGITS, 3)),
     ],
 )
-def test_what_is_not_there_is_refused(find: Any, outputs: Any) -> None:
+def test_missing_loss_or_logits_raises(find: Any, outputs: Any) -> None:
     with pytest.raises(DataError, match="expected .* in the model outputs"):
         find(outputs)
 
@@ -76,7 +85,7 @@ class Tagger(nn.Module):
 
 
 class Mean(Tagger):
-    """Returns the mean of its own shifted loss, as models of transformers do, and says so as they do."""
+    """Returns the mean of its shifted loss and declares it, as transformers models do."""
 
     loss_type = "ForCausalLM"
 
@@ -93,14 +102,14 @@ def batches() -> list[dict[str, Tensor]]:
     ids = torch.randint(0, 11, (4, 6), generator=generator)
     labels = ids.clone()
     labels[0, 2:] = -100
-    labels[3] = -100  # nothing of this row counts
+    labels[3] = -100  # no target in this row
     return [{"input_ids": ids[i : i + 1], "labels": labels[i : i + 1]} for i in range(4)]
 
 
 @pytest.mark.parametrize("kind", [Tagger, Mean])
 @pytest.mark.parametrize("compute", [False, True])
-def test_parts_add_up_to_one_big_batch(kind: type[Tagger], compute: bool) -> None:
-    """With masked targets, and with a micro-batch in which none counts."""
+def test_micro_batch_losses_add_up_to_one_large_batch(kind: type[Tagger], compute: bool) -> None:
+    """Also with masked targets, and with a micro-batch without targets."""
 
     def own(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         logits = logits_from_outputs(outputs)[:, :-1]
@@ -132,7 +141,7 @@ def test_parts_add_up_to_one_big_batch(kind: type[Tagger], compute: bool) -> Non
 
 
 class Scored(Tagger):
-    """A label for each token: its own loss is the mean over those that are not masked, unshifted."""
+    """Token classification: the mean loss over labels that are not masked, unshifted."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
         logits = self.table(input_ids)
@@ -140,7 +149,7 @@ class Scored(Tagger):
 
 
 class Column(nn.Module):
-    """A classifier whose labels are a column."""
+    """A classifier with labels of shape (batch, 1)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,14 +161,14 @@ class Column(nn.Module):
 
 
 class ColumnLogits(Column):
-    """The same without a loss: sequences of one."""
+    """The same without a loss: sequences of length one."""
 
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         return self.layer(x).unsqueeze(1)
 
 
 @pytest.mark.parametrize("kind", [Scored, Column, ColumnLogits])
-def test_labels_count_as_they_are_where_nothing_shifts(args: Any, fit: Any, kind: type[nn.Module]) -> None:
+def test_accumulation_is_exact_for_unshifted_labels(args: Any, fit: Any, kind: type[nn.Module]) -> None:
     """Eight steps over four micro-batches of two give the losses and weights of eight over one batch of eight."""
     generator = torch.Generator().manual_seed(0)
     rows = []
@@ -183,8 +192,8 @@ def test_labels_count_as_they_are_where_nothing_shifts(args: Any, fit: Any, kind
 
 
 @pytest.mark.parametrize(("kind", "shift"), [(None, 1), ("ForCausalLM", 1), ("ForTokenClassification", 0)])
-def test_sequences_without_a_loss_are_scored_by_the_next_token(kind: str | None, shift: int) -> None:
-    """Also where the model takes labels and returns logits alone; it runs once."""
+def test_logits_of_sequences_are_scored_against_the_next_token(kind: str | None, shift: int) -> None:
+    """Also if the model accepts labels and returns only logits; it runs once."""
 
     class Silent(Tagger):
         loss_type, calls = kind, 0
@@ -203,7 +212,7 @@ def test_sequences_without_a_loss_are_scored_by_the_next_token(kind: str | None,
 
 
 class Normed(nn.Module):
-    """A classifier whose statistics move with each forward in train mode."""
+    """A classifier with batch norm, whose statistics change with each forward in train mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +226,7 @@ class Normed(nn.Module):
         return F.cross_entropy(logits, labels), logits
 
 
-def test_every_micro_batch_is_run_once(args: Any, data: Any) -> None:
+def test_each_micro_batch_runs_through_the_model_once(args: Any, data: Any) -> None:
     model = Normed()
     settings = args(max_steps=3, gradient_accumulation_steps=2, per_device_eval_batch_size=4)
     trainer = BaseTrainer(settings, model, train_dataset=data(), eval_dataset=data(8))
@@ -230,8 +239,8 @@ def test_every_micro_batch_is_run_once(args: Any, data: Any) -> None:
     assert (model.calls, model.training_calls) == (10, 6)
 
 
-def test_batch_norm_and_dropout_resume_to_the_bit(args: Any, fit: Any, data: Any, tmp_path: Path) -> None:
-    """Statistics, weights, losses and the evaluated loss."""
+def test_batch_norm_and_dropout_resume_bit_identically(args: Any, fit: Any, data: Any, tmp_path: Path) -> None:
+    """Batch norm statistics, weights, losses and the evaluation loss."""
     found = []
     for name, stops in (("whole", (8,)), ("broken", (3, 5, 8))):
         losses: list[str] = []
@@ -249,8 +258,8 @@ def test_batch_norm_and_dropout_resume_to_the_bit(args: Any, fit: Any, data: Any
     assert all(torch.equal(tensor, found[1][2][name]) for name, tensor in found[0][2].items())
 
 
-def test_a_model_that_needs_autocast_trains_under_it(args: Any, fit: Any, data: Any) -> None:
-    """Weights of two dtypes: without autocast their product is an error."""
+def test_the_first_forward_runs_under_autocast(args: Any, fit: Any, data: Any) -> None:
+    """Weights of two dtypes: without autocast their matmul raises."""
 
     class Mixed(Normed):
         def __init__(self) -> None:
@@ -279,7 +288,7 @@ class Autoencoder(nn.Module):
 
 
 def test_batches_without_labels_are_weighted_by_samples(args: Any, fit: Any, data: Any) -> None:
-    """A short last batch counts for less, in evaluation and in a step of several micro-batches."""
+    """A short last batch has less weight, in evaluation and in a step of several micro-batches."""
     rows = [{"x": row["x"] * (1 + i)} for i, row in enumerate(data(5))]
     found = []
     for size in (5, 4):
@@ -300,7 +309,7 @@ TINY: dict[str, Any] = {
 
 
 class Wrapped(GPT2LMHeadModel):  # type: ignore[misc]
-    """A user's subclass: how its forward gets at the loss is its own business."""
+    """A user's subclass with its own forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
@@ -319,8 +328,8 @@ TINY_GPT2 = GPT2Config(vocab_size=11, n_positions=16, n_embd=8, n_layer=1, n_hea
         (BertForTokenClassification(BertConfig(**TINY, num_labels=11)), 0),
     ],
 )
-def test_labels_of_transformers_count_as_their_loss_scores_them(model: nn.Module, shift: int) -> None:
-    """The mean that the model returns, times our count, is the sum over the targets that it scored."""
+def test_target_counts_match_the_losses_of_transformers_models(model: nn.Module, shift: int) -> None:
+    """The model's mean loss times our count equals the sum over its targets."""
     model.eval()
     batch = {"input_ids": torch.arange(12).reshape(2, 6) % 11, "labels": torch.arange(12).reshape(2, 6) % 11}
     batch["labels"][0, 3:] = -100
@@ -344,7 +353,7 @@ def test_labels_of_an_encoder_decoder_are_not_shifted() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_batch_of_other_than_two_parts_is_refused(parts: int) -> None:
+def test_tuples_other_than_pairs_raise(parts: int) -> None:
     batch: Any = (torch.zeros(1, 2, dtype=torch.int64),) * parts
     with pytest.raises(DataError, match=f"expected .* got a tuple of {parts} parts"):
         ModelObjective().count(Tagger(), batch)
@@ -352,7 +361,7 @@ def test_a_batch_of_other_than_two_parts_is_refused(parts: int) -> None:
         ModelObjective().count(Tagger(), batch[0])
 
 
-def test_labels_of_a_class_are_not_shifted() -> None:
+def test_class_labels_are_not_shifted() -> None:
     model = nn.Linear(3, 5)
 
     class Classifier(nn.Module):
@@ -368,9 +377,54 @@ def test_labels_of_a_class_are_not_shifted() -> None:
     assert torch.allclose(objective(wrapped, batch, torch.tensor(3)).loss, expected)
 
 
-def test_a_batch_that_does_not_fit_is_named() -> None:
+def test_unknown_inputs_and_missing_labels_raise() -> None:
     objective = ModelObjective()
     with pytest.raises(DataError, match="input_ids.* got 'tokens'"):
         objective(Tagger(), {"tokens": torch.zeros(1, 2, dtype=torch.int64)}, torch.tensor(1))
     with pytest.raises(DataError, match="without labels"):
         objective(Tagger(), {"input_ids": torch.zeros(1, 2, dtype=torch.int64)}, torch.tensor(1))
+
+
+class Margin(Objective):
+    """Twice the cross-entropy, and the accuracy as a metric."""
+
+    def __call__(self, model: nn.Module, batch: Any, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:
+        outputs = model(batch["x"])
+        loss = 2 * F.cross_entropy(outputs, batch["labels"], reduction="sum") / num_items
+        correct = (outputs.argmax(-1) == batch["labels"]).sum() / num_items
+        return LossOutput(loss, outputs, {"accuracy": correct})
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_custom_objective_is_trained_evaluated_and_its_metrics_logged(
+    args: Any, net: Any, data: Any, accumulation: int
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Seen(TrainerCallback):
+        def on_train_metrics(self, **event: Any) -> None:
+            seen.append(event["metrics"])
+
+    model, rows = net(), data(12)
+    x, labels = torch.stack([row["x"] for row in rows]), torch.tensor([row["labels"] for row in rows])
+    logits = model(x)
+    loss, accuracy = 2 * F.cross_entropy(logits, labels), (logits.argmax(-1) == labels).double().mean()
+    settings = args(
+        max_steps=2, per_device_train_batch_size=12 // accumulation, gradient_accumulation_steps=accumulation
+    )
+    trainer = BaseTrainer(
+        settings, model, train_dataset=rows, eval_dataset=rows, objective=Margin(), callbacks=[Seen()]
+    )
+    trainer.train()
+    assert seen[0]["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert seen[0]["accuracy"] == pytest.approx(accuracy.item(), abs=1e-6)
+    assert trainer.state.log_history[-1]["accuracy"] == seen[-1]["accuracy"]
+    assert read_log(Path(settings.output_dir) / "log.jsonl")[0]["accuracy"] == seen[0]["accuracy"]
+    expected = 2 * F.cross_entropy(model(x), labels)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), abs=1e-6)
+    assert trainer.predict(rows).metrics["test_loss"] == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_objective_and_compute_loss_func_exclude_each_other(args: Any, net: Any, data: Any) -> None:
+    with pytest.raises(ConfigError, match="objective or compute_loss_func, got both"):
+        BaseTrainer(args(), net(), train_dataset=data(), objective=Margin(), compute_loss_func=lambda *_: None)

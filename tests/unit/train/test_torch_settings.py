@@ -1,4 +1,4 @@
-"""Attention kernels, precision of products, offloaded activations and anomaly mode: for a run, and no longer."""
+"""Attention kernels, matmul precision, activation offloading and anomaly mode apply only during a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SWITCHES: dict[str, Any] = {
 
 
 def switches() -> dict[str, Any]:
-    """What the settings of a run act on; the last is whether what is kept for backward goes through hooks."""
+    """The global torch settings; the last is whether saved tensors go through hooks."""
     return {
         "kernels": _cur_sdpa_kernel_backends(with_priority=True),
         "matmul": (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision),
@@ -35,7 +35,7 @@ def switches() -> dict[str, Any]:
 
 
 class Looking(nn.Module):
-    """A model that looks at the switches in each forward pass, and fails in the one that it is told to."""
+    """A model that records the settings in each forward pass, and fails in the given one."""
 
     def __init__(self, net: nn.Module, fails: bool) -> None:
         super().__init__()
@@ -50,7 +50,9 @@ class Looking(nn.Module):
 
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
-def test_all_hold_in_a_run_and_none_after_it(args: Make, net: Make, data: Make, verb: str, fails: bool) -> None:
+def test_settings_apply_during_a_run_and_are_restored_after_it(
+    args: Make, net: Make, data: Make, verb: str, fails: bool
+) -> None:
     before, model = switches(), Looking(net(), fails)
     trainer = BaseTrainer(args(max_steps=1, **SWITCHES), model, train_dataset=data(), eval_dataset=data())
     work = trainer.train if verb == "train" else lambda: getattr(trainer, verb)(data())
@@ -68,10 +70,10 @@ def test_all_hold_in_a_run_and_none_after_it(args: Make, net: Make, data: Make, 
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in SqrtBackward0")  # torch's, with the line that called it
-def test_anomaly_mode_names_the_operation_before_weights_are_touched(args: Make, fit: Make, net: Make) -> None:
+def test_anomaly_mode_names_the_operation_before_the_update(args: Make, fit: Make, net: Make) -> None:
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         zeros = outputs[1] - outputs[1].detach()
-        return (zeros.sqrt() * 0).sum()  # 0 times infinity, backwards
+        return (zeros.sqrt() * 0).sum()  # 0 * inf in backward
 
     model = net()
     weights = [parameter.clone() for parameter in model.parameters()]
@@ -81,15 +83,15 @@ def test_anomaly_mode_names_the_operation_before_weights_are_touched(args: Make,
     assert not torch.is_anomaly_enabled()
 
 
-def test_a_run_whose_kernels_cannot_take_its_attention_says_so(make_run: Callable[..., RunConfig]) -> None:
+def test_unavailable_attention_kernels_raise(make_run: Callable[..., RunConfig]) -> None:
     before = switches()
     with pytest.raises(PrecisionError, match="sdpa_backend = efficient does not support this attention"):
-        train(make_run(train__sdpa_backend="efficient"))  # on a CPU, which has none of that name
+        train(make_run(train__sdpa_backend="efficient"))  # not available on a CPU
     assert switches() == before
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile, looking at its inputs
-def test_what_compiled_blocks_keep_goes_through_the_host_too(
+def test_activations_of_compiled_blocks_are_offloaded(
     make_run: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: list[int] = []
@@ -106,5 +108,5 @@ def test_what_compiled_blocks_keep_goes_through_the_host_too(
     assert packed == []
     run = make_run(**settings, train__activation_offloading=True, output_dir=tmp_path / "offloaded")
     assert train(run).training_loss == plain
-    mlp = 4 * 32 * 128  # rows, tokens and width of what the MLP of a block keeps
+    mlp = 4 * 32 * 128  # batch, tokens and width of the MLP activations of a block
     assert packed.count(mlp) >= 2 * 2 * 2  # blocks, micro-batches, steps

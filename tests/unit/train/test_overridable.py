@@ -1,4 +1,4 @@
-"""Subclasses that override methods of `transformers.Trainer`: each override is called by the loop, or refused."""
+"""Subclasses that override methods of `transformers.Trainer`: each override is called by the loop, or rejected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def their_methods() -> list[str]:
 
 
 @pytest.mark.parametrize("name", their_methods())
-def test_every_method_of_transformers_is_honored_or_refused(name: str, args: Make, net: Make) -> None:
+def test_every_method_of_transformers_is_supported_or_rejected(name: str, args: Make, net: Make) -> None:
     assert (name in SUPPORTED_OVERRIDES) != (name in UNSUPPORTED_OVERRIDES), (
         f"decide whether overriding {name} is honored or refused"
     )
@@ -45,17 +45,17 @@ def test_every_method_of_transformers_is_honored_or_refused(name: str, args: Mak
 
 
 @pytest.mark.parametrize("name", sorted(SUPPORTED_OVERRIDES - {"__init__"}))
-def test_honored_methods_take_the_arguments_of_transformers(name: str) -> None:
+def test_supported_methods_have_the_signatures_of_transformers(name: str) -> None:
     theirs = pytest.importorskip("transformers").Trainer
     if not hasattr(theirs, name):
-        return  # an attribute there
+        return  # an attribute in ours
     ours = inspect.signature(getattr(BaseTrainer, name)).parameters
     wanted = [key for key in inspect.signature(getattr(theirs, name)).parameters if not key.startswith("_")]
     assert [key for key in wanted if key not in ours] == []
     assert [key for key in ours if key in wanted] == wanted  # in that order
 
 
-def test_a_mixin_and_an_assigned_method_are_found(args: Make, net: Make, data: Make) -> None:
+def test_overrides_in_mixins_and_instance_attributes_are_found(args: Make, net: Make, data: Make) -> None:
     class Mixin:
         def _get_train_sampler(self) -> None: ...
 
@@ -89,7 +89,7 @@ class Halved(BaseTrainer):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_compute_loss_is_what_is_trained_and_evaluated(
+def test_compute_loss_is_used_in_training_and_evaluation(
     accumulation: int, args: Make, net: Make, data: Make, fit: Make
 ) -> None:
     settings = args(
@@ -132,7 +132,7 @@ def ragged_rows() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["mean", "sum"])
-def test_a_loss_that_is_a_mean_and_one_that_divides_by_num_items_weigh_targets_alike(kind: str, args: Make) -> None:
+def test_compute_loss_may_return_a_mean_or_divide_by_num_items(kind: str, args: Make) -> None:
     """Four micro-batches with unequal numbers of targets are the step over one large batch."""
     calls: list[int] = []
 
@@ -158,7 +158,7 @@ def test_a_loss_that_is_a_mean_and_one_that_divides_by_num_items_weigh_targets_a
     assert len(calls) == 3 * 1 + 3 * 4
 
 
-def test_compute_loss_may_call_that_of_the_trainer(args: Make, net: Make, data: Make, fit: Make) -> None:
+def test_compute_loss_may_call_super(args: Make, net: Make, data: Make, fit: Make) -> None:
     seen: list[int] = []
 
     class Child(BaseTrainer):
@@ -187,7 +187,7 @@ def test_compute_loss_must_return_a_scalar(args: Make, net: Make, data: Make) ->
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_training_step_does_forward_and_backward(own: bool, args: Make, net: Make, data: Make, fit: Make) -> None:
+def test_training_step_runs_forward_and_backward(own: bool, args: Make, net: Make, data: Make, fit: Make) -> None:
     calls: list[Any] = []
 
     class Child(BaseTrainer):
@@ -210,7 +210,7 @@ def test_training_step_does_forward_and_backward(own: bool, args: Make, net: Mak
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_training_step_that_bypasses_the_loss_scale_is_refused(args: Make, net: Make, data: Make) -> None:
+def test_training_step_that_bypasses_the_loss_scale_raises(args: Make, net: Make, data: Make) -> None:
     class Child(BaseTrainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
             loss = F.cross_entropy(model(inputs["x"]).float(), inputs["labels"])
@@ -242,7 +242,7 @@ def test_create_optimizer_and_scheduler_are_used(returns: bool, args: Make, net:
     assert isinstance(trainer.optimizer, torch.optim.SGD)
     assert [line["learning_rate"] for line in trainer.state.log_history] == [0.25, 0.1875, 0.125, 0.0625]
     trainer.args.overwrite_output_dir = True
-    trainer.train()  # made anew
+    trainer.train()  # created again
     assert trainer.state.global_step == 4
     with pytest.raises(ConfigError, match="create_optimizer is overridden, but optimizers is given too"):
         Child(args(), net(), optimizers=("adamw", None))
@@ -265,7 +265,7 @@ def test_create_optimizer_and_scheduler_in_one(args: Make, net: Make, data: Make
         Empty(args(), net(), train_dataset=data()).train()
 
 
-def test_dataloaders_of_a_subclass_are_read(args: Make, net: Make, data: Make) -> None:
+def test_overridden_dataloaders_are_used(args: Make, net: Make, data: Make) -> None:
     class Child(BaseTrainer):
         def get_train_dataloader(self) -> DataLoader[Any]:
             return DataLoader(data(6), batch_size=3)  # type: ignore[arg-type]
@@ -290,7 +290,7 @@ def test_dataloaders_of_a_subclass_are_read(args: Make, net: Make, data: Make) -
     assert trainer.predict(data(8)).predictions.shape == (5, 3)
 
 
-def test_prediction_step_gives_loss_logits_and_labels(args: Make, net: Make, data: Make) -> None:
+def test_prediction_step_returns_loss_logits_and_labels(args: Make, net: Make, data: Make) -> None:
     class Child(BaseTrainer):
         def prediction_step(
             self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -303,7 +303,7 @@ def test_prediction_step_gives_loss_logits_and_labels(args: Make, net: Make, dat
     assert torch.equal(child.predict(data(10)).predictions, -plain.predict(data(10)).predictions)
 
 
-def test_log_evaluate_and_compute_metrics_of_a_subclass_are_called(args: Make, net: Make, data: Make) -> None:
+def test_overridden_log_evaluate_and_compute_metrics_are_called(args: Make, net: Make, data: Make) -> None:
     class Child(BaseTrainer):
         def log(self, logs: dict[str, Any], start_time: float | None = None) -> Any:
             return super().log({**logs, "extra": 1}, start_time)
@@ -322,7 +322,7 @@ def test_log_evaluate_and_compute_metrics_of_a_subclass_are_called(args: Make, n
     assert {"eval_loss", "eval_accuracy", "eval_mine"} == set(trainer.evaluate())
 
 
-def test_call_model_init_makes_the_model(args: Make, net: Make, data: Make) -> None:
+def test_overridden_call_model_init_creates_the_model(args: Make, net: Make, data: Make) -> None:
     class Child(BaseTrainer):
         def call_model_init(self, trial: Any = None) -> nn.Module:
             return net(0.25)
@@ -332,9 +332,7 @@ def test_call_model_init_makes_the_model(args: Make, net: Make, data: Make) -> N
     assert trainer.model.layers[2].p == 0.25
 
 
-def test_save_model_of_a_subclass_is_called_for_checkpoints_too(
-    args: Make, net: Make, data: Make, tmp_path: Path
-) -> None:
+def test_overridden_save_model_is_called_for_checkpoints(args: Make, net: Make, data: Make, tmp_path: Path) -> None:
     class Child(BaseTrainer):
         def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
             super().save_model(output_dir, _internal_call)

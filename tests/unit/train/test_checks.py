@@ -1,4 +1,4 @@
-"""Several processes, and models spread over several devices, are refused: each would train the same data."""
+"""Several processes and models wrapped for several devices raise an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MakeRun = Callable[..., RunConfig]
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of one."""
+    """A process group with one process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         yield
@@ -32,7 +32,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", [BaseTrainer, Trainer, None])
-def test_one_of_several_processes_is_refused(
+def test_several_processes_raise(
     kind: type, args: Make, net: Make, data: Make, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build() -> None:
@@ -50,7 +50,7 @@ def test_one_of_several_processes_is_refused(
         build()
 
 
-def test_torchrun_of_two_is_refused_in_one_line_each(make_run: MakeRun, tmp_path: Path) -> None:
+def test_torchrun_with_two_processes_fails_with_one_line_each(make_run: MakeRun, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(dump_toml(to_table(make_run())))
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
@@ -88,7 +88,7 @@ def wrapped(kind: str, net: nn.Module) -> nn.Module:
 )
 @pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:.*NO_SHARD")
 @pytest.mark.usefixtures("group")
-def test_wrapped_or_sharded_model_is_refused(kind: str, args: Make, net: Make, data: Make) -> None:
+def test_wrapped_or_sharded_models_raise(kind: str, args: Make, net: Make, data: Make) -> None:
     model = wrapped(kind, net())
     with pytest.raises(ConfigError, match=f"distributed training is not supported yet: expected .* got a {kind}"):
         Trainer(args(), nn.Sequential(model), train_dataset=data())

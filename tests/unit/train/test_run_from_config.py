@@ -1,4 +1,4 @@
-"""A run: its loss, its log, its checkpoints, and that stopping anywhere changes nothing."""
+"""Runs from a configuration: losses, log, checkpoints, exact resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MakeRun = Callable[..., RunConfig]
 
 
 class Seen(TrainerCallback):
-    """Keeps what a run says; with `stop_after`, asks for the end after so many steps."""
+    """Records the metrics of a run; with `stop_after`, stops it after that many steps."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.records: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ def timeless(log: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_stopped_and_resumed_is_bit_identical(make_run: MakeRun, tmp_path: Path, optimizer: str) -> None:
+def test_a_stopped_and_resumed_run_is_bit_identical(make_run: MakeRun, tmp_path: Path, optimizer: str) -> None:
     settings = {"optim__name": optimizer, "train__clip": 1.0, "validation__every": 3, "checkpoint__every": 2}
     whole = run(make_run(output_dir=tmp_path / "whole", **settings))
     broken = make_run(output_dir=tmp_path / "broken", **settings)
@@ -94,7 +94,9 @@ def test_stopped_and_resumed_is_bit_identical(make_run: MakeRun, tmp_path: Path,
         assert all(torch.equal(tensor, states[1][index][name]) for name, tensor in state.items())
 
 
-def test_a_crash_between_checkpoints_repeats_its_steps_and_mends_the_log(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_run_that_crashed_between_checkpoints_repeats_its_steps_and_log_lines(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
     settings = {"checkpoint__every": 2, "validation__every": 2}
     run(make_run(output_dir=tmp_path / "whole", **settings))
 
@@ -114,8 +116,8 @@ def test_a_crash_between_checkpoints_repeats_its_steps_and_mends_the_log(make_ru
 
 
 @pytest.mark.parametrize("documents", ["join", "mask", "pack"])
-def test_accumulation_changes_nothing(make_run: MakeRun, tmp_path: Path, documents: str) -> None:
-    """Also where rows end early and targets are masked: losses are weighted by tokens, not by batches."""
+def test_accumulation_does_not_change_the_losses(make_run: MakeRun, tmp_path: Path, documents: str) -> None:
+    """Also with masked targets: losses are weighted by tokens, not by batches."""
     losses = []
     for micro_batch in (1, 2, 8):
         config = make_run(
@@ -130,7 +132,7 @@ def test_accumulation_changes_nothing(make_run: MakeRun, tmp_path: Path, documen
     assert losses[2] == pytest.approx(losses[0], abs=1e-5)
 
 
-def test_the_loss_falls_and_validation_agrees(make_run: MakeRun) -> None:
+def test_training_and_validation_loss_decrease(make_run: MakeRun) -> None:
     seen = run(make_run(train__steps=60, optim__lr=1e-2, validation__every=30))
     assert seen.records[0]["loss"] == pytest.approx(math.log(300), abs=0.2)
     assert seen.records[-1]["loss"] < 4.2
@@ -153,7 +155,7 @@ def test_validation_does_not_depend_on_the_batch_size(make_run: MakeRun, tmp_pat
         run(make_run(output_dir=tmp_path / "none", validation__tokens=31))
 
 
-def test_the_log_holds_every_number(make_run: MakeRun) -> None:
+def test_the_log_has_every_metric_of_every_step(make_run: MakeRun) -> None:
     config = make_run(train__clip=1.0, validation__every=3)
     seen = run(config)
     lines = read_log(config.output_dir / "log.jsonl")
@@ -166,7 +168,7 @@ def test_the_log_holds_every_number(make_run: MakeRun) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.125])
-def test_clipping_bounds_what_the_optimizer_sees(
+def test_clipping_bounds_the_gradients_of_the_optimizer(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, clip: float | None
 ) -> None:
     norms = []
@@ -184,7 +186,7 @@ def test_clipping_bounds_what_the_optimizer_sees(
     assert norms == pytest.approx([0.125] * 6 if clip else reported, rel=1e-4)
 
 
-def test_the_resolved_configuration_runs_again(make_run: MakeRun) -> None:
+def test_the_recorded_config_reproduces_the_run(make_run: MakeRun) -> None:
     from whimbrel.train.config import run_config
 
     config = make_run()
@@ -198,7 +200,7 @@ def test_the_resolved_configuration_runs_again(make_run: MakeRun) -> None:
     assert recorded.train.micro_batch == 8
 
 
-def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on(make_run: MakeRun) -> None:
+def test_a_finished_run_does_nothing_and_a_longer_one_resumes(make_run: MakeRun) -> None:
     run(make_run(schedule__name="constant"))
     written = (make_run().output_dir / "config.toml").read_text()
     assert run(make_run(schedule__name="constant", train__steps=3, optim__lr=1.0)).losses == []
@@ -213,7 +215,7 @@ def test_only_the_newest_checkpoints_are_kept(make_run: MakeRun) -> None:
     assert list(list_checkpoints(config.output_dir)) == [5, 6]
 
 
-def test_a_checkpoint_holds_a_whole_model_directory(make_run: MakeRun, shards: Path) -> None:
+def test_a_checkpoint_contains_a_complete_model_directory(make_run: MakeRun, shards: Path) -> None:
     config = make_run()
     run(config)
     newest = latest_checkpoint(config.output_dir)
@@ -233,20 +235,20 @@ def test_samples_come_from_the_model_in_training(make_run: MakeRun) -> None:
         run(make_run(sample__every=3, output_dir=Path("unused")))
 
 
-def test_a_loss_that_is_not_finite_stops_before_anything_is_saved(make_run: MakeRun) -> None:
+def test_a_non_finite_loss_stops_before_a_save(make_run: MakeRun) -> None:
     config = make_run(optim__lr=1e30, train__steps=20, schedule__name="constant", checkpoint__every=20)
     with pytest.raises(TrainingError, match=r"step \d+: loss \S+, gradient norm (nan|inf)"):
         run(config)
     assert list_checkpoints(config.output_dir) == {}
 
 
-def test_another_model_is_not_resumed(make_run: MakeRun) -> None:
+def test_resuming_with_another_model_raises(make_run: MakeRun) -> None:
     run(make_run())
     with pytest.raises(CheckpointError, match="num_layers"):
         run(make_run(model__num_layers=3))
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
     make_run: MakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(make_run(output_dir=tmp_path / "whole"))
@@ -270,14 +272,14 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
         run(config)
 
 
-def test_a_vocabulary_too_small_is_refused_before_anything_is_written(make_run: MakeRun, shards: Path) -> None:
+def test_a_vocabulary_too_small_raises_before_anything_is_written(make_run: MakeRun, shards: Path) -> None:
     config = make_run(model__vocab_size=299)
     with pytest.raises(ConfigError, match=r"vocabulary of 300 tokens and model\.vocab_size is 299: set --model"):
         run(config)
     assert not config.output_dir.exists()
 
 
-def test_shards_with_another_tokenizer_beside_them_are_refused(make_run: MakeRun, shards: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_match_the_shards_raises(make_run: MakeRun, shards: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(shards, copy)
     load_tokenizer("gpt2").save(copy)
@@ -295,7 +297,7 @@ def test_a_stop_during_validation_is_saved(make_run: MakeRun) -> None:
     assert list(list_checkpoints(config.output_dir)) == [2]
 
 
-def test_a_resumed_run_obeys_its_new_optimizer_settings(make_run: MakeRun) -> None:
+def test_a_resumed_run_uses_its_new_optimizer_settings(make_run: MakeRun) -> None:
     run(make_run(schedule__name="constant", optim__lr=1e-3))
     changed = make_run(schedule__name="constant", optim__lr=1e-5, optim__weight_decay=0.5, train__steps=8)
     trainer, seen = Trainer.from_config(changed, callbacks=[]), Seen()
@@ -307,13 +309,13 @@ def test_a_resumed_run_obeys_its_new_optimizer_settings(make_run: MakeRun) -> No
     assert [record["lr"] for record in seen.records] == [1e-5] * 2
 
 
-def test_the_state_of_another_optimizer_is_refused(make_run: MakeRun) -> None:
+def test_resuming_with_another_optimizer_raises(make_run: MakeRun) -> None:
     run(make_run())
     with pytest.raises(CheckpointError, match="expected .* whimbrel:Muon, got torch:AdamW"):
         run(make_run(optim__name="muon", train__steps=8))
 
 
-def test_a_resumed_run_keeps_the_micro_batch_it_chose(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_its_automatic_micro_batch(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def free(steps: int) -> RunConfig:
         config = make_run(train__steps=steps, schedule__name="constant")
         return replace(config, train=replace(config.train, micro_batch=None))
@@ -330,8 +332,8 @@ def test_a_resumed_run_keeps_the_micro_batch_it_chose(make_run: MakeRun, monkeyp
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiling_ahead_moves_no_weight(make_run: MakeRun) -> None:
-    """Also where backward itself moves them."""
+def test_compiling_ahead_does_not_change_the_weights(make_run: MakeRun) -> None:
+    """Also if the optimizer steps in backward."""
     config = make_run(train__compile=True, train__compile_backend="eager", train__optimizer_in_backward=True,
                       train__tokens_per_step=128)  # fmt: skip
     trainer = Trainer.from_config(config, callbacks=[])
@@ -344,18 +346,18 @@ def test_compiling_ahead_moves_no_weight(make_run: MakeRun) -> None:
 
 @inductor.patch({"cpp.cxx": "no-such-compiler"})
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_blocks_that_torch_could_not_compile_are_refused_before_the_first_step(make_run: MakeRun) -> None:
+def test_a_missing_compiler_raises_before_the_first_step(make_run: MakeRun) -> None:
     with pytest.raises(ConfigError, match=r"^train.compile \(torch_compile\) needs a C\+\+ compiler"):
         run(make_run(train__compile=True, train__steps=1))
     run(make_run(train__compile=True, train__compile_backend="eager", train__steps=1))
 
 
-def test_the_seed_decides_the_weights(make_run: MakeRun, tmp_path: Path) -> None:
+def test_the_seed_determines_the_initial_weights(make_run: MakeRun, tmp_path: Path) -> None:
     losses = [run(make_run(output_dir=tmp_path / str(i), train__seed=seed)).losses for i, seed in enumerate((0, 0, 1))]
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_bf16_follows_fp32(make_run: MakeRun, tmp_path: Path) -> None:
+def test_bf16_losses_are_close_to_fp32(make_run: MakeRun, tmp_path: Path) -> None:
     fp32 = run(make_run(output_dir=tmp_path / "fp32"))
     bf16 = run(make_run(output_dir=tmp_path / "bf16", train__precision="bf16"))
     assert fp32.losses != bf16.losses
@@ -364,13 +366,13 @@ def test_bf16_follows_fp32(make_run: MakeRun, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_blocks_give_the_same_curve_and_stay_on_disk(
+def test_compiled_blocks_give_the_same_losses_and_are_cached_on_disk(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "put back after the test")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    torch.compiler.reset()  # what an earlier test has compiled in this process would not be written again
+    torch.compiler.reset()  # code that an earlier test compiled would not be written again
     clear_inductor_caches()
     compiled = run(make_run(output_dir=tmp_path / "compiled", train__steps=3, train__compile=True))
     plain = run(make_run(output_dir=tmp_path / "plain", train__steps=3))
@@ -381,12 +383,12 @@ def test_compiled_blocks_give_the_same_curve_and_stay_on_disk(
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
 
 
-def test_a_step_far_beyond_the_corpus_is_refused_at_once(make_run: MakeRun) -> None:
+def test_tokens_per_step_far_beyond_the_corpus_raises(make_run: MakeRun) -> None:
     with pytest.raises(ConfigError, match=r"tokens_per_step = .* over 16 epochs"):
         train(make_run(train__tokens_per_step=2**40, train__micro_batch=None))
 
 
-def test_a_model_larger_than_memory_is_refused_before_it_is_built(make_run: MakeRun) -> None:
+def test_a_model_larger_than_memory_raises_before_it_is_built(make_run: MakeRun) -> None:
     config = make_run()
     config = replace(config, model=replace(config.model, embd_size=2**20, num_layers=1000))
     with pytest.raises(ConfigError, match="more than this machine's memory"):

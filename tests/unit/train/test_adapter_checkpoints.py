@@ -1,4 +1,4 @@
-"""Models under PEFT adapters: trained, checkpointed, resumed to the bit, and opened by PEFT."""
+"""Models with PEFT adapters: training, checkpoints, exact resume, and loading by PEFT."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def adapted(seed: int = 0, **changes: Any) -> Any:
 
 
 def prompted() -> Any:
-    """Its adapter file holds the prompt that an encoder computes, not the encoder."""
+    """The adapter file has the prompt that an encoder computes, not the encoder."""
     model = base()
     torch.manual_seed(1)
     settings = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
@@ -43,7 +43,7 @@ def prompted() -> Any:
 
 
 def added() -> Any:
-    """An adapter inside of a model of transformers."""
+    """An adapter added to a transformers model."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))
     model.add_adapter(peft.LoraConfig(r=2, lora_dropout=0.1, fan_in_fan_out=True, target_modules=["c_attn"]))
@@ -65,7 +65,7 @@ def settings(args: Make, tmp_path: Path) -> Callable[..., TrainingArguments]:
 
 
 @pytest.mark.parametrize("make", [adapted, prompted, added, lambda: adapted(modules_to_save=["lm_head"])])
-def test_a_model_with_adapters_resumes_to_the_bit(settings: Make, fit: Make, rows: Any, make: Make) -> None:
+def test_a_model_with_adapters_resumes_bit_identically(settings: Make, fit: Make, rows: Any, make: Make) -> None:
     found = []
     for name, stops in (("whole", (6,)), ("broken", (2, 4, 6))):
         losses: list[str] = []
@@ -78,7 +78,7 @@ def test_a_model_with_adapters_resumes_to_the_bit(settings: Make, fit: Make, row
     assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())
 
 
-def test_peft_opens_the_model_of_a_checkpoint(settings: Make, fit: Make, rows: Any) -> None:
+def test_peft_loads_the_model_of_a_checkpoint(settings: Make, fit: Make, rows: Any) -> None:
     """The frozen base model is not in it."""
     trainer, _ = fit(settings("run", 2), adapted(), train_dataset=rows)
     folder = trainer.checkpoint_manager.newest() / "model"
@@ -101,7 +101,7 @@ def test_peft_opens_the_model_of_a_checkpoint(settings: Make, fit: Make, rows: A
         (prompted, "has an adapter with "),
     ],
 )
-def test_another_adapter_or_base_is_refused(settings: Make, fit: Make, rows: Any, other: Make, message: str) -> None:
+def test_another_adapter_or_base_model_raises(settings: Make, fit: Make, rows: Any, other: Make, message: str) -> None:
     fit(settings("run", 2), adapted(), train_dataset=rows)
     with pytest.raises(CheckpointError, match=message) as refused:
         fit(settings("run", 4), other(), train_dataset=rows, resume=True)

@@ -1,4 +1,4 @@
-"""What a process that was killed leaves behind, and how the next one on the same run deals with it."""
+"""Files that a killed process leaves behind, and how the next run handles them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(config: RunConfig) -> None:
     train(config)
 
 
-def test_pruning_that_was_cut_short_after_the_last_save_is_finished(make_run: MakeRun) -> None:
+def test_interrupted_pruning_is_finished_by_the_next_run(make_run: MakeRun) -> None:
     config = make_run(checkpoint__every=1, checkpoint__keep=2)
     run(config)
     folder = config.output_dir / "checkpoints"
@@ -41,7 +41,7 @@ def test_pruning_that_was_cut_short_after_the_last_save_is_finished(make_run: Ma
     assert names(folder) == expected
 
 
-def test_files_that_were_being_written_are_cleared_away(make_run: MakeRun) -> None:
+def test_partial_files_are_removed(make_run: MakeRun) -> None:
     config = make_run()
     run(config)
     expected = names(config.output_dir)
@@ -53,7 +53,7 @@ def test_files_that_were_being_written_are_cleared_away(make_run: MakeRun) -> No
     assert names(config.output_dir / "checkpoints") == ["step-00000006"]
 
 
-def test_the_mean_of_the_weights_that_was_being_written_is_written_again(make_run: MakeRun) -> None:
+def test_a_partial_ema_directory_is_written_again(make_run: MakeRun) -> None:
     config = make_run(ema__decay=0.9)
     run(config)
     folder = config.output_dir / "ema"
@@ -64,7 +64,7 @@ def test_the_mean_of_the_weights_that_was_being_written_is_written_again(make_ru
     assert (folder / "step-00000006" / "model.safetensors").read_bytes() == weights
 
 
-def test_a_new_model_directory_is_whole_or_absent(
+def test_a_new_model_directory_is_complete_or_absent(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer.from_config(make_run(), callbacks=[])
@@ -82,8 +82,8 @@ def test_a_new_model_directory_is_whole_or_absent(
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_a_checkpoint_knows_that_it_is_the_best(make_run: MakeRun) -> None:
-    """Otherwise a run that goes on from it would not, and differ from one that was never broken."""
+def test_the_best_checkpoint_is_recorded_in_itself(make_run: MakeRun) -> None:
+    """A resumed run needs it to match an uninterrupted one."""
     config = make_run(validation__every=2, checkpoint__every=2)
     run(config)
     for step, path in list_checkpoints(config.output_dir).items():
@@ -92,7 +92,7 @@ def test_a_checkpoint_knows_that_it_is_the_best(make_run: MakeRun) -> None:
 
 
 class Pause(TrainerCallback):
-    """Asks for a save and the end after a step, as a signal does."""
+    """Requests a save and a stop after a step, as a signal does."""
 
     def __init__(self, step: int) -> None:
         self.step, self.drains = step, False
@@ -103,7 +103,7 @@ class Pause(TrainerCallback):
 
 
 @pytest.mark.parametrize("step", [3, 4, 6])  # nothing else due, a save due, the last one
-def test_a_pause_leaves_no_trace(make_run: MakeRun, tmp_path: Path, step: int) -> None:
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(make_run: MakeRun, tmp_path: Path, step: int) -> None:
     settings = {"checkpoint__every": 4, "checkpoint__best": 1, "log__every": 5, "validation__every": 5}
     logs = []
     for name in ("whole", "paused"):

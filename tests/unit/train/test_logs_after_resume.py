@@ -1,4 +1,4 @@
-"""The callbacks in a real run: broken and resumed, all they wrote is what an unbroken run writes."""
+"""Logging callbacks in a run that is interrupted and resumed write what an uninterrupted run writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMED = {"seconds", "peak_memory"}
 
 
 class StopAt(TrainerCallback):
-    """Asks for a stop after a step, or for an abort, as a crash would leave it: past the last save."""
+    """Requests a stop after a step, or an abort, which like a crash ends after the last save."""
 
     def __init__(self, step: int, *, abort: bool) -> None:
         self.step, self.abort = step, abort
@@ -27,7 +27,7 @@ class StopAt(TrainerCallback):
             event["control"].should_training_stop = True
 
 
-def sit(config: RunConfig, *own: TrainerCallback) -> None:
+def run_session(config: RunConfig, *own: TrainerCallback) -> None:
     train(config, callbacks=own, sampler=lambda model, tokenizer, step: f"after {step}: {model.training}")
 
 
@@ -35,17 +35,17 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in TIMED} for line in read_log(folder / "log.jsonl")]
 
 
-def test_two_resumes_leave_the_logs_and_the_mean_of_an_unbroken_run(make_run: Any, tmp_path: Path) -> None:
+def test_logs_and_ema_after_two_resumes_match_an_uninterrupted_run(make_run: Any, tmp_path: Path) -> None:
     settings = {
         "train__steps": 12, "validation__every": 3, "sample__every": 2, "checkpoint__every": 4, "log__every": 2,
         "log__norms": 3, "ema__decay": 0.9, "ema__every": 2, "early_stopping__patience": 50,
         "divergence__action": "stop", "divergence__detector": "window",
     }  # fmt: skip
-    sit(make_run(output_dir=tmp_path / "whole", **settings))
+    run_session(make_run(output_dir=tmp_path / "whole", **settings))
     broken = make_run(output_dir=tmp_path / "broken", **settings)
-    sit(broken, StopAt(6, abort=True))  # goes on from step 4
-    sit(broken, StopAt(11, abort=True))  # goes on from step 8
-    sit(broken)
+    run_session(broken, StopAt(6, abort=True))  # resumes from step 4
+    run_session(broken, StopAt(11, abort=True))  # resumes from step 8
+    run_session(broken)
     whole = lines(tmp_path / "whole")
     assert lines(tmp_path / "broken") == whole
     kinds = [line["kind"] for line in whole]
@@ -61,14 +61,14 @@ def test_two_resumes_leave_the_logs_and_the_mean_of_an_unbroken_run(make_run: An
     assert not all(trained[name].equal(models[0][name]) for name in trained)
 
 
-def test_tensorboard_shows_one_curve_of_a_run_that_was_broken_twice(make_run: Any, tmp_path: Path) -> None:
+def test_tensorboard_shows_one_curve_after_two_resumes(make_run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = make_run(train__steps=12, checkpoint__every=4, validation__every=3, log__tensorboard=True)
-    sit(config, StopAt(6, abort=True))
-    sit(config, StopAt(11, abort=True))
-    sit(config)
+    run_session(config, StopAt(6, abort=True))
+    run_session(config, StopAt(11, abort=True))
+    run_session(config)
     (folder,) = (config.output_dir / "runs").iterdir()
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
@@ -78,18 +78,18 @@ def test_tensorboard_shows_one_curve_of_a_run_that_was_broken_twice(make_run: An
     assert {event.step: event.value for event in events.Scalars("train/loss")} == pytest.approx(logged, rel=1e-6)
 
 
-def test_early_stopping_and_divergence_end_a_run(make_run: Any, tmp_path: Path) -> None:
+def test_early_stopping_and_divergence_stop_a_run(make_run: Any, tmp_path: Path) -> None:
     patient = make_run(
         output_dir=tmp_path / "a", train__steps=20, validation__every=1, early_stopping__patience=2,
         early_stopping__threshold=100.0,
     )  # fmt: skip
-    sit(patient)
+    run_session(patient)
     assert [line["after"] for line in lines(tmp_path / "a") if line["kind"] == "step"] == [1, 2, 3]
     wild = make_run(
         output_dir=tmp_path / "b", train__steps=60, optim__lr=3.0, schedule__name="constant", schedule__warmup_steps=0,
         divergence__action="abort", divergence__threshold=5.0, divergence__fast=0.5,
     )  # fmt: skip
-    sit(wild)
+    run_session(wild)
     steps = [line for line in lines(tmp_path / "b") if line["kind"] == "step"]
     assert len(steps) < 60
     assert not (tmp_path / "b" / "checkpoints").exists()

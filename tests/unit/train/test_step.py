@@ -1,4 +1,4 @@
-"""The order of work inside a step."""
+"""The order of operations in an optimizer step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from whimbrel.train.device import Stopwatch
 from whimbrel.train.memory import dry_run
 
 
-def test_numbers_leave_before_the_mark_that_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads them waits for the mark: a copy that came after it might not have arrived on a busy device."""
+def test_metrics_are_copied_before_the_end_of_step_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers wait for the mark: a copy after it might not have arrived yet on a busy device."""
     order: list[str] = []
 
     class Watch(Stopwatch):

@@ -1,4 +1,4 @@
-"""Optimizer and scheduler objects on resume: which settings apply, and which objects are refused."""
+"""Optimizer and scheduler objects on resume: which settings apply, and which objects raise."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def run(args: Make, fit: Make, net: Make) -> Make:
     return train
 
 
-def test_changed_settings_of_a_given_optimizer_apply_on_resume(run: Make) -> None:
-    """Moments are restored all the same."""
+def test_changed_settings_of_an_optimizer_object_apply_on_resume(run: Make) -> None:
+    """Moments are restored, too."""
     first = run(2, lambda ps: (AdamW(ps, lr=0.05, weight_decay=0.1, betas=(0.8, 0.9)), None))
     again = run(3, lambda ps: (AdamW(ps, lr=0.01, weight_decay=0.3, betas=(0.8, 0.9)), None))
     (group,) = again.optimizer.param_groups
@@ -40,7 +40,7 @@ def test_changed_settings_of_a_given_optimizer_apply_on_resume(run: Make) -> Non
 
 
 def test_counters_in_groups_are_restored(run: Make) -> None:
-    """As optimizers without a schedule have them: they are no settings, though they are stored as such."""
+    """Schedule-free optimizers store counters in their parameter groups."""
 
     class Counting(SGD):
         def __init__(self, params: Any, lr: float) -> None:
@@ -59,7 +59,7 @@ def test_counters_in_groups_are_restored(run: Make) -> None:
         assert (group["k"], group["lr"]) == (steps, lr)
 
 
-def test_a_given_scheduler_keeps_the_settings_of_the_checkpoint_and_says_so(
+def test_a_scheduler_object_keeps_the_settings_of_the_checkpoint(
     run: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def pair(lr: float, last: int) -> Callable[[Any], tuple[Optimizer, Any]]:
@@ -76,8 +76,8 @@ def test_a_given_scheduler_keeps_the_settings_of_the_checkpoint_and_says_so(
     assert "does not apply" not in caplog.text
     assert same.lr_scheduler.last_epoch == 4
     again = run(6, pair(0.5, 20), output_dir=str(tmp_path / "broken"))
-    assert "T_max = 20 of the given scheduler does not apply: 8 of the checkpoint does" in caplog.text
-    assert "initial_lr = 0.5 of the given optimizer does not apply" in caplog.text
+    assert "T_max = 20 of the scheduler passed in does not apply: the checkpoint has 8" in caplog.text
+    assert "initial_lr = 0.5 of the optimizer passed in does not apply" in caplog.text
     for a, b in zip(whole.unwrapped_model().parameters(), again.unwrapped_model().parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -85,24 +85,24 @@ def test_a_given_scheduler_keeps_the_settings_of_the_checkpoint_and_says_so(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda ps: (SGD(ps, lr=0.1), None), "optimizer torch:AdamW, and this run has torch:SGD"),
-        (lambda ps: ("adamw8bit", None), "optimizer torch:AdamW, and this run has whimbrel:AdamW8bit"),
+        (lambda ps: (SGD(ps, lr=0.1), None), "optimizer torch:SGD, got torch:AdamW"),
+        (lambda ps: ("adamw8bit", None), "optimizer whimbrel:AdamW8bit, got torch:AdamW"),
         (
             lambda ps: (own := AdamW(ps, lr=0.1), LinearLR(own)),
-            "scheduler whimbrel:Schedule, and this run has torch:LinearLR",
+            "scheduler torch:LinearLR, got whimbrel:Schedule",
         ),
     ],
 )
-def test_another_class_is_refused_by_name(run: Make, make: Any, message: str) -> None:
+def test_another_optimizer_class_raises(run: Make, make: Any, message: str) -> None:
     run(2, lambda ps: (AdamW(ps, lr=0.1), None))
     with pytest.raises(CheckpointError, match=message) as refused:
         run(3, make)
     assert "\n" not in str(refused.value)
 
 
-def test_another_torch_scheduler_is_refused(run: Make) -> None:
+def test_another_scheduler_class_raises(run: Make) -> None:
     run(2, lambda ps: (own := SGD(ps, lr=0.1), StepLR(own, 2)))
-    with pytest.raises(CheckpointError, match="scheduler torch:StepLR, and this run has torch:LinearLR"):
+    with pytest.raises(CheckpointError, match="scheduler torch:LinearLR, got torch:StepLR"):
         run(3, lambda ps: (own := SGD(ps, lr=0.1), LinearLR(own)))
-    with pytest.raises(CheckpointError, match="scheduler torch:StepLR, and this run has whimbrel:Schedule"):
+    with pytest.raises(CheckpointError, match="scheduler whimbrel:Schedule, got torch:StepLR"):
         run(3, lambda ps: (SGD(ps, lr=0.1), None))

@@ -1,4 +1,4 @@
-"""Runs whose linear layers are not plain: fp8, rounded as they will be, or stored in 8 bits."""
+"""Runs with fp8, fake-quantized (QAT) or int8 linear layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECIPES = {
 
 
 class Break(TrainerCallback):
-    """Ends a run before the step after `at`, as a signal that nobody handles would."""
+    """Ends a run before the step after `at`, as an unhandled signal would."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -57,7 +57,7 @@ def losses_of(config: RunConfig, *callbacks: Any) -> tuple[Trainer, list[str]]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_killed_run_goes_on_to_the_bit(make_run: Make, tmp_path: Path, name: str) -> None:
+def test_a_killed_run_resumes_bit_identically(make_run: Make, tmp_path: Path, name: str) -> None:
     settings = SIZE | RECIPES[name]
     whole, reference = losses_of(make_run(**settings, output_dir=tmp_path / "whole"))
     broken = make_run(**settings, output_dir=tmp_path / "broken")
@@ -72,8 +72,8 @@ def test_a_killed_run_goes_on_to_the_bit(make_run: Make, tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "int8-dynamic-act-int4-weight"])
-def test_checkpoints_hold_plain_weights(make_run: Make, tmp_path: Path, name: str) -> None:
-    """They open as any other, and end as what the run's own model ends as."""
+def test_checkpoints_contain_unquantized_weights(make_run: Make, tmp_path: Path, name: str) -> None:
+    """They load like any other, and finalize to the same model as the run's own."""
     trainer, _ = losses_of(make_run(**SIZE | RECIPES[name]))
     saved, own = load_model(tmp_path / "run"), trainer.unwrapped_model()
     assert all(type(module).__module__.startswith(("torch.nn", "whimbrel")) for module in saved.modules())
@@ -85,7 +85,7 @@ def test_checkpoints_hold_plain_weights(make_run: Make, tmp_path: Path, name: st
     assert torch.equal(saved(x).logits, own(x).logits)
 
 
-def test_8_bit_weights_are_written_as_what_they_are(make_run: Make, tmp_path: Path) -> None:
+def test_int8_weights_are_saved_as_int8(make_run: Make, tmp_path: Path) -> None:
     trainer, _ = losses_of(make_run(**SIZE | RECIPES["int8"]))
     saved, own = load_model(tmp_path / "run"), trainer.unwrapped_model()
     held = [type(parameter) for parameter in own.parameters()]
@@ -101,8 +101,8 @@ def test_8_bit_weights_are_written_as_what_they_are(make_run: Make, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["rowwise_with_gw_hp", "int8-dynamic-act-int4-weight", "int8"])
-def test_whoever_watches_a_run_sees_plain_numbers(make_run: Make, tmp_path: Path, name: str) -> None:
-    """Samples, norms, validation and a mean of the weights, which is written as a model of its own."""
+def test_callbacks_see_unquantized_values(make_run: Make, tmp_path: Path, name: str) -> None:
+    """Samples, norms, validation and EMA, which is saved as a model."""
     watched = {
         "ema__decay": 0.5,
         "log__norms": 2,
@@ -150,8 +150,8 @@ def test_arguments_reach_the_linears(args: Make, fit: Make, data: Make, caplog: 
 
 
 @pytest.mark.parametrize("recipe", [{"fp8_recipe": "rowwise_with_gw_hp"}, {"qat_recipe": "int4-weight-only"}])
-def test_a_model_of_transformers(args: Make, tmp_path: Path, recipe: dict[str, str]) -> None:
-    """Its checkpoint opens there, plain; under autocast its norms hand fp32 to linears."""
+def test_transformers_models_train_with_the_recipe(args: Make, tmp_path: Path, recipe: dict[str, str]) -> None:
+    """transformers loads its checkpoint; under autocast its norms pass fp32 to linears."""
     transformers = pytest.importorskip("transformers")
     shape = transformers.LlamaConfig(
         vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
@@ -168,12 +168,10 @@ def test_a_model_of_transformers(args: Make, tmp_path: Path, recipe: dict[str, s
     assert all(torch.equal(weights[name], own) for name, own in model.named_parameters())
 
 
-def test_codes_that_a_checkpoint_could_not_hold_are_refused_before_training(args: Make, fit: Make, net: Make) -> None:
+def test_quantized_weights_that_cannot_be_saved_raise_before_training(args: Make, fit: Make, net: Make) -> None:
     model = net()
     prepare(model, "int8")
-    with pytest.raises(
-        PrecisionError, match=r"layers.0.weight is stored as int8 codes, and a checkpoint of a Net holds"
-    ):
+    with pytest.raises(PrecisionError, match=r"expected unquantized weights in a Net, got int8 for layers\.0\.weight"):
         fit(args(), model)
 
 
@@ -181,10 +179,8 @@ def test_codes_that_a_checkpoint_could_not_hold_are_refused_before_training(args
     "settings", [{"recompute": "full"}, {"recompute": "selective"}, {"optimizer_in_backward": True}]
 )
 @pytest.mark.parametrize("name", ["tensorwise", "int4-weight-only", "int8"])
-def test_recipes_go_with_what_else_a_run_does(
-    make_run: Make, tmp_path: Path, name: str, settings: dict[str, Any]
-) -> None:
-    """Recomputing, and moving weights in backward, give the losses of doing neither."""
+def test_recipes_work_with_other_features(make_run: Make, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    """Activation checkpointing and stepping in backward do not change the losses."""
     recipe = SIZE | RECIPES[name] | {"train__steps": 3, "train__micro_batch": 8}
     _, reference = losses_of(make_run(**recipe, output_dir=tmp_path / "a"))
     more = {f"train__{key}": value for key, value in settings.items()}
@@ -222,25 +218,27 @@ def test_recipes_go_with_what_else_a_run_does(
         ),
     ],
 )
-def test_settings_that_exclude_each_other(make_run: Make, changes: dict[str, Any], message: str) -> None:
+def test_conflicting_recipes_raise(make_run: Make, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_run(**changes)
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "int4-weight-only"])
-def test_memory_is_not_predicted_wrongly(make_run: Make, name: str) -> None:
+def test_memory_prediction_rejects_recipes_it_cannot_simulate(make_run: Make, name: str) -> None:
     with pytest.raises(ConfigError, match=f"memory is not predicted for linear layers .* as by {name}: leave that out"):
         predict_memory(make_run(**SIZE | RECIPES[name]))
 
 
-def test_a_run_writes_down_its_recipe(make_run: Make, tmp_path: Path) -> None:
+def test_the_recipe_is_recorded_in_the_config(make_run: Make, tmp_path: Path) -> None:
     trainer, _ = losses_of(make_run(**SIZE | RECIPES["int4-weight-only"] | {"train__steps": 1}))
     written = load_run_config(tmp_path / "run" / "config.toml")
     assert written.train.qat_recipe == "int4-weight-only"
     assert "QAT int4-weight-only" in trainer._summary().features
 
 
-def test_without_torchao_no_run_begins(make_run: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_torchao_raises_before_the_run(
+    make_run: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(MissingExtraError, match="qat_recipe = int4-weight-only needs the package 'torchao'"):
         losses_of(make_run(**SIZE | RECIPES["int4-weight-only"]))

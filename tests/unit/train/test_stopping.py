@@ -1,4 +1,4 @@
-"""How runs end: stops and aborts, steps that are not finite, and what is put back afterwards."""
+"""How runs end: stops, aborts, non-finite steps, and restored torch settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whimbrel.train import TrainerCallback
 Make = Callable[..., Any]
 
 
-def test_an_abort_saves_and_logs_nothing(args: Make, fit: Make, data: Make) -> None:
+def test_abort_neither_saves_nor_logs(args: Make, fit: Make, data: Make) -> None:
     class Abort(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
             event["control"].should_abort_without_save = event["state"].global_step == 3
@@ -30,7 +30,7 @@ def test_an_abort_saves_and_logs_nothing(args: Make, fit: Make, data: Make) -> N
     assert trainer.stopped_by == ("Abort", "on_step_end", "abort")
 
 
-def test_a_stop_ends_with_log_evaluation_and_save(args: Make, fit: Make, data: Make) -> None:
+def test_stop_logs_evaluates_and_saves(args: Make, fit: Make, data: Make) -> None:
     class Stop(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
             event["control"].should_training_stop = event["state"].global_step == 3
@@ -41,7 +41,7 @@ def test_a_stop_ends_with_log_evaluation_and_save(args: Make, fit: Make, data: M
     assert {"loss", "eval_loss"} <= {key for line in trainer.state.log_history for key in line}
 
 
-def test_callbacks_can_call_off_what_is_due(args: Make, fit: Make) -> None:
+def test_callbacks_can_cancel_due_actions(args: Make, fit: Make) -> None:
     class CallOff(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
             if event["state"].global_step == 4:
@@ -72,7 +72,7 @@ def test_nonfinite_stop_names_the_step_and_saves_nothing(args: Make, fit: Make) 
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [2]
 
 
-def test_nonfinite_skip_leaves_the_weights_alone(args: Make, fit: Make) -> None:
+def test_nonfinite_skip_keeps_the_weights(args: Make, fit: Make) -> None:
     weights: dict[int, Tensor] = {}
 
     class Keep(TrainerCallback):
@@ -87,7 +87,7 @@ def test_nonfinite_skip_leaves_the_weights_alone(args: Make, fit: Make) -> None:
     assert torch.tensor([line["loss"] for line in trainer.state.log_history if "loss" in line]).isfinite().all()
 
 
-def test_nonfinite_rollback_goes_back_and_on_with_other_data(args: Make, fit: Make) -> None:
+def test_nonfinite_rollback_restores_a_checkpoint_and_continues_with_new_data(args: Make, fit: Make) -> None:
     went: list[int] = []
 
     class Rewound(TrainerCallback):
@@ -108,7 +108,7 @@ def test_nonfinite_rollback_goes_back_and_on_with_other_data(args: Make, fit: Ma
 
 
 def test_fp16_overflow_is_a_skip_and_the_scale_is_saved(args: Make, fit: Make) -> None:
-    """The scale begins so high that the first gradients overflow: they are skipped, and the schedule waits."""
+    """The initial scale makes the first gradients overflow: these steps are skipped, and the schedule waits."""
     stepped: list[int] = []
 
     class Watch(TrainerCallback):
@@ -139,12 +139,12 @@ def test_fp16_overflow_is_a_skip_and_the_scale_is_saved(args: Make, fit: Make) -
     assert again.precision.scaler.get_scale() == scale
 
 
-def test_a_run_that_skips_every_step_is_given_up(args: Make, fit: Make) -> None:
+def test_a_run_that_skips_every_step_fails(args: Make, fit: Make) -> None:
     with pytest.raises(TrainingError, match="100 skipped steps in a row: lower the learning rate"):
         fit(args(on_nonfinite="skip", max_steps=200), compute_loss_func=poisoned(*range(5, 300)))
 
 
-def test_torch_switches_are_put_back(args: Make, fit: Make) -> None:
+def test_torch_switches_are_restored(args: Make, fit: Make) -> None:
     seen = []
 
     class Look(TrainerCallback):
@@ -156,7 +156,7 @@ def test_torch_switches_are_put_back(args: Make, fit: Make) -> None:
     assert (torch.get_float32_matmul_precision(), torch.is_anomaly_enabled()) == ("highest", False)
 
 
-def test_two_jobs_do_not_share_a_directory(args: Make, fit: Make) -> None:
+def test_two_runs_cannot_share_a_directory(args: Make, fit: Make) -> None:
     class Second(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
             with pytest.raises(ConfigError, match="is in use by process .* choose another output_dir"):
@@ -182,7 +182,7 @@ def test_an_abort_from_any_event_saves_nothing(args: Make, fit: Make, data: Make
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [1, 2]
 
 
-def test_no_callback_takes_back_anothers_stop(args: Make, fit: Make) -> None:
+def test_a_callback_cannot_withdraw_the_stop_of_another(args: Make, fit: Make) -> None:
     class Stop(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
             if event["state"].global_step == 3:
@@ -199,7 +199,7 @@ def test_no_callback_takes_back_anothers_stop(args: Make, fit: Make) -> None:
     assert trainer.state.global_step == 3
 
 
-def test_a_save_of_a_callbacks_own_waits_for_the_numbers(args: Make, fit: Make) -> None:
+def test_save_checkpoint_from_a_callback_waits_for_the_metrics(args: Make, fit: Make) -> None:
     class Save(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
             event["trainer"].save_checkpoint()
@@ -210,7 +210,7 @@ def test_a_save_of_a_callbacks_own_waits_for_the_numbers(args: Make, fit: Make) 
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [1, 2]
 
 
-def test_everyone_is_told_of_the_end_whoever_fails(args: Make, fit: Make) -> None:
+def test_on_train_end_reaches_all_callbacks_when_one_fails(args: Make, fit: Make) -> None:
     told = []
 
     class Fails(TrainerCallback):
@@ -226,13 +226,13 @@ def test_everyone_is_told_of_the_end_whoever_fails(args: Make, fit: Make) -> Non
     assert len(told) == 1
 
 
-def test_evaluations_need_something_to_evaluate_on(args: Make, fit: Make) -> None:
+def test_evaluations_without_eval_data_raise(args: Make, fit: Make) -> None:
     for given in ({"eval_strategy": "steps"}, {"preserve_best_model": True}, {"eval_on_save": True}):
         with pytest.raises(ConfigError, match="pass eval_dataset"):
             fit(args(**given))
 
 
-def test_a_rollback_stays_on_the_course_that_was_resumed(args: Make, fit: Make) -> None:
+def test_a_rollback_without_new_checkpoints_loads_the_resumed_one(args: Make, fit: Make) -> None:
     went: list[int] = []
 
     class Rewound(TrainerCallback):
@@ -247,8 +247,8 @@ def test_a_rollback_stays_on_the_course_that_was_resumed(args: Make, fit: Make) 
     assert trainer.state.global_step == 9
 
 
-def test_a_rollback_at_the_end_of_a_pass_goes_on_with_the_next(args: Make, fit: Make) -> None:
-    """The checkpoint is that of the step before, so the pass that goes on has no batch left."""
+def test_a_rollback_at_the_end_of_an_epoch_continues_with_the_next(args: Make, fit: Make) -> None:
+    """The checkpoint is of the previous step, so the current epoch has no batch left."""
 
     class Settle(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
@@ -259,10 +259,10 @@ def test_a_rollback_at_the_end_of_a_pass_goes_on_with_the_next(args: Make, fit: 
     assert trainer.state.global_step == 14
 
 
-def test_a_pass_can_be_ended_when_it_begins(args: Make, fit: Make) -> None:
+def test_an_epoch_can_be_stopped_when_it_begins(args: Make, fit: Make) -> None:
     class EndAtOnce(TrainerCallback):
         def on_epoch_begin(self, **event: Any) -> None:
             event["control"].should_epoch_stop = True
 
     trainer, _ = fit(args(max_steps=3), callbacks=[EndAtOnce()])
-    assert trainer.state.raw_epoch == 3  # a pass of one step each
+    assert trainer.state.raw_epoch == 3  # epochs of one step each

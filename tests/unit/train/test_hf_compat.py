@@ -1,4 +1,4 @@
-"""Arguments, datasets, metrics and ends as `transformers.Trainer` has them."""
+"""Arguments, datasets, metrics and saves compatible with `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def accuracy(found: Any) -> dict[str, Any]:
     return {"accuracy": np.mean(predictions.argmax(-1) == labels)}
 
 
-def test_every_constructor_argument_of_transformers_is_taken(args: Make, net: Make) -> None:
+def test_every_constructor_argument_of_transformers_is_accepted(args: Make, net: Make) -> None:
     theirs = pytest.importorskip("transformers").Trainer
     ours = inspect.signature(BaseTrainer).parameters
     assert [name for name in inspect.signature(theirs.__init__).parameters if name not in (*ours, "self")] == []
@@ -68,7 +68,7 @@ def test_compute_metrics_sees_all_predictions_and_labels(args: Make, net: Make, 
     assert trainer.state.log_history[0]["eval_accuracy"] == pytest.approx(expected)
 
 
-def test_logits_are_preprocessed_before_they_are_kept(args: Make, net: Make, data: Make) -> None:
+def test_logits_are_preprocessed_before_they_are_gathered(args: Make, net: Make, data: Make) -> None:
     shapes: list[Any] = []
 
     def argmax(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_logits_are_preprocessed_before_they_are_kept(args: Make, net: Make, dat
     assert shapes == [((4, 3), (4,)), ((2, 3), (2,))]
 
 
-def test_metrics_without_labels_are_refused(args: Make, net: Make, data: Make) -> None:
+def test_compute_metrics_without_labels_raises(args: Make, net: Make, data: Make) -> None:
     class Autoencoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -97,7 +97,7 @@ def test_metrics_without_labels_are_refused(args: Make, net: Make, data: Make) -
         trainer.evaluate([{"x": row["x"]} for row in data(4)])
 
 
-def test_several_eval_datasets_have_their_names_in_the_metrics(args: Make, net: Make, data: Make) -> None:
+def test_metrics_of_several_eval_datasets_include_their_names(args: Make, net: Make, data: Make) -> None:
     sets = {"near": data(6), "far": data(9)}
     settings = args(eval_strategy="steps", eval_steps=4, metric_for_best_model="far_loss", load_best_model_at_end=True,
                     save_strategy="steps", save_steps=4)  # fmt: skip
@@ -114,7 +114,7 @@ def test_several_eval_datasets_have_their_names_in_the_metrics(args: Make, net: 
         trainer.evaluate("fra")
     plain = BaseTrainer(args(eval_strategy="epoch", output_dir=str(Path(args().output_dir) / "b")), net(),
                         train_dataset=data(), eval_dataset=sets)  # fmt: skip
-    plain.train()  # nothing asks for the best
+    plain.train()  # the best model is not needed
     with pytest.raises(
         ConfigError, match=r"= 'loss': expected one of the evaluation metrics \(eval_near_loss, eval_far_loss"
     ):
@@ -122,7 +122,7 @@ def test_several_eval_datasets_have_their_names_in_the_metrics(args: Make, net: 
 
 
 @pytest.mark.parametrize("asked", [{"best_model_metric": "accuracy"}, {"metric_for_best_model": "eval_accuracy"}])
-def test_a_metric_that_no_evaluation_gives_is_refused_at_construction(
+def test_an_unknown_best_model_metric_raises_in_the_constructor(
     asked: dict[str, Any], args: Make, net: Make, data: Make
 ) -> None:
     settings = args(eval_strategy="steps", eval_steps=4, **asked)
@@ -174,7 +174,7 @@ def test_batch_size_reported_for_a_ready_dataloader_is_its_own(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("own_generator", [False, True])
-def test_a_ready_dataloader_is_trained_on_and_resumed_exactly(
+def test_a_dataloader_is_trained_on_and_resumed_exactly(
     own_generator: bool, args: Make, net: Make, data: Make, fit: Make
 ) -> None:
     def loader() -> DataLoader[Any]:
@@ -192,7 +192,7 @@ def test_a_ready_dataloader_is_trained_on_and_resumed_exactly(
     _, first = fit(broken, net(0.2), train_dataset=loader(), eval_dataset=loader(), callbacks=[Stop()])
     trainer, second = fit(broken, net(0.2), train_dataset=loader(), eval_dataset=loader(), resume=True)
     assert first.hex + second.hex == whole.hex
-    assert len(set(whole.hex)) > 6  # orders differ between passes
+    assert len(set(whole.hex)) > 6  # orders differ between epochs
     assert trainer.state.epoch == pytest.approx(8 / 3)
     with pytest.raises(ConfigError, match="batch size 4.* got 5"):
         fit(args(per_device_train_batch_size=5, overwrite_output_dir=True), train_dataset=loader())
@@ -209,7 +209,7 @@ def test_a_ready_dataloader_is_trained_on_and_resumed_exactly(
         Once(args(overwrite_output_dir=True), net()).train()
 
 
-def test_data_seed_and_sampling_strategy_decide_the_order(args: Make, fit: Make) -> None:
+def test_data_seed_and_sampling_strategy_determine_the_order(args: Make, fit: Make) -> None:
     def losses(**changes: Any) -> list[str]:
         folder = str(Path(args().output_dir) / json.dumps(changes).replace('"', ""))
         return fit(args(output_dir=folder, max_steps=4, **changes))[1].hex
@@ -244,7 +244,7 @@ def test_label_names_are_gathered_as_labels(args: Make, data: Make) -> None:
     assert len(trainer.evaluate(rows)["eval_shapes"]) == 5
 
 
-def test_unused_columns_stay_where_they_are_asked_to(args: Make, net: Make) -> None:
+def test_remove_unused_columns_can_be_disabled(args: Make, net: Make) -> None:
     dataset = pytest.importorskip("datasets").Dataset.from_dict(
         {"x": [[0.0] * 4] * 4, "labels": [0] * 4, "weight": [1.0] * 4}
     )
@@ -259,7 +259,7 @@ def test_unused_columns_stay_where_they_are_asked_to(args: Make, net: Make) -> N
     assert seen == [["labels", "x"], ["labels", "weight", "x"]]
 
 
-def test_report_to_and_disable_tqdm_choose_callbacks(args: Make, net: Make) -> None:
+def test_report_to_and_disable_tqdm_select_callbacks(args: Make, net: Make) -> None:
     pytest.importorskip("tensorboard")
 
     def kinds(**changes: Any) -> set[type]:
@@ -288,7 +288,7 @@ def test_process_flags_are_attributes_and_methods(args: Make, net: Make) -> None
     assert trainer.is_world_process_zero == True  # noqa: E712
 
 
-def test_train_takes_the_keywords_of_transformers(args: Make, net: Make, data: Make) -> None:
+def test_train_accepts_the_keywords_of_transformers(args: Make, net: Make, data: Make) -> None:
     seen: list[Any] = []
 
     class Child(BaseTrainer):
@@ -304,7 +304,7 @@ def test_train_takes_the_keywords_of_transformers(args: Make, net: Make, data: M
         trainer.train(trial=object())
 
 
-def test_epochs_that_are_stopped_early_are_not_made_up_for(args: Make, fit: Make) -> None:
+def test_epochs_that_stop_early_are_not_repeated(args: Make, fit: Make) -> None:
     class EndEpoch(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
             event["control"].should_epoch_stop = event["state"].global_step % 2 == 0
@@ -314,7 +314,7 @@ def test_epochs_that_are_stopped_early_are_not_made_up_for(args: Make, fit: Make
 
 
 class Saves:
-    """A callback that does not derive from ours, as those written for transformers."""
+    """A callback that does not derive from ours, like those written for transformers."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, str, Any]] = []
@@ -332,7 +332,7 @@ class OwnSaves(Saves, TrainerCallback):
 def test_on_save_has_the_state_of_the_saved_step(
     kind: type[Saves], args: Make, fit: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer is held back until two further steps are done, unless someone waits for it."""
+    """The writer is blocked until two more steps are done, unless the trainer waits for it."""
     saves, finished = kind(), CheckpointManager.finished
     held: list[Any] = []
 
@@ -372,7 +372,7 @@ def test_a_checkpoint_is_found_by_the_name_it_has_in_transformers(args: Make, fi
     assert trainer.resumed_from.name == "step-00000004"
 
 
-def test_a_model_of_the_same_shapes_with_other_settings_is_not_resumed(args: Make) -> None:
+def test_resuming_with_the_same_shapes_but_another_config_raises(args: Make) -> None:
     def fit(heads: int, **changes: Any) -> None:
         shape = GPTConfig(vocab_size=32, context_length=8, num_layers=1, embd_size=16, num_heads=heads)
         ids = torch.randint(0, 32, (8, 9), generator=torch.Generator().manual_seed(0))
@@ -386,7 +386,7 @@ def test_a_model_of_the_same_shapes_with_other_settings_is_not_resumed(args: Mak
     fit(2, resume_from_checkpoint=True)
 
 
-def test_other_examples_of_the_same_number_are_not_resumed(args: Make, fit: Make, data: Make) -> None:
+def test_resuming_with_other_examples_raises(args: Make, fit: Make, data: Make) -> None:
     settings = {"save_strategy": "steps", "save_steps": 4}
     fit(args(**settings))
     other = data()
@@ -408,7 +408,7 @@ def test_resume_allows_datasets_with_random_augmentation(args: Make, fit: Make, 
     assert trainer.state.global_step == 9
 
 
-def test_a_checkpoint_that_vanishes_while_it_is_loaded_is_passed_over(
+def test_a_checkpoint_that_disappears_while_loading_is_skipped(
     args: Make, fit: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import shutil
@@ -430,7 +430,7 @@ def test_a_checkpoint_that_vanishes_while_it_is_loaded_is_passed_over(
     shutil.rmtree(newest.with_name("step-00000009"), ignore_errors=True)
 
 
-def test_float_labels_of_a_model_that_returns_logits_are_refused(args: Make, fit: Make, data: Make) -> None:
+def test_float_labels_for_a_model_that_returns_logits_raise(args: Make, fit: Make, data: Make) -> None:
     class Logits(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -446,7 +446,7 @@ def test_float_labels_of_a_model_that_returns_logits_are_refused(args: Make, fit
         fit(args(), Logits(), train_dataset=rows)
 
 
-def test_divergence_callback_takes_keywords() -> None:
+def test_divergence_callback_accepts_keywords() -> None:
     callback = DivergenceCallback(action="abort", detector="window", window=3)
     control = SimpleNamespace(should_abort_without_save=False, should_training_stop=False)
     callback.on_train_metrics(metrics={"step": 1, "loss": float("nan")}, control=control)
@@ -456,7 +456,7 @@ def test_divergence_callback_takes_keywords() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokens", "tokenizer"])
-def test_shards_of_another_tokenizer_or_text_are_not_resumed(
+def test_resuming_with_other_shards_raises(
     kind: str, make_run: Make, shards: Path, shakespeare: str, tmp_path: Path
 ) -> None:
     def refuse(folder: Path, words: str) -> None:
