@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from rich.console import Console
 from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
+from whimbrel import inference
 from whimbrel.base.errors import DataError
 from whimbrel.cli import terminal as terminal_output
 from whimbrel.cli.chat import chat
@@ -21,7 +21,6 @@ from whimbrel.cli.terminal import ProgressBar, escape_controls
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 
-GENERATE = importlib.import_module("whimbrel.inference")  # as an attribute of the package it is the function
 HOSTILE = "\x1b]0;title\x07\x1b[2Jhidden\rshown\x9b31m\u202eno\x00\x08"
 HARMLESS = "Tab\tand\nnewline, naïve 北京 👩\u200d🚀"
 
@@ -42,7 +41,7 @@ def test_control_characters_are_escaped():
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_generate_escapes_control_characters_only_on_a_terminal(model, terminal, monkeypatch, capsys):
-    monkeypatch.setattr(GENERATE, "stream_text", lambda *given: [HOSTILE, HARMLESS])
+    monkeypatch.setattr(inference.LLM, "stream", lambda *args, **kwargs: [HOSTILE, HARMLESS])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     generate(model, "a", max_new_tokens=1, temperature=0, device="cpu")
     written = escape_controls(HOSTILE) if terminal else HOSTILE
@@ -53,7 +52,7 @@ def test_generate_escapes_control_characters_only_on_a_terminal(model, terminal,
 def test_chat_escapes_control_characters_only_on_a_terminal(model, terminal, monkeypatch, capsys):
     lines = iter(["hello", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    monkeypatch.setattr(GENERATE.Conversation, "ask", lambda *given: ((piece for piece in [HOSTILE]), 0))
+    monkeypatch.setattr(inference.Conversation, "ask", lambda *given: ((piece for piece in [HOSTILE]), 0))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     chat(model, device="cpu")
     assert capsys.readouterr().out == f"{escape_controls(HOSTILE) if terminal else HOSTILE}\n\n"
