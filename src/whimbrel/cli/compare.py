@@ -50,7 +50,7 @@ class Curve:
         return cls(steps, [line for line in lines if line["kind"] == "validation"], tokens_after(lines))
 
     @property
-    def begin(self) -> int:
+    def start(self) -> int:
         """Number of steps before the first one in the log."""
         return int(self.steps[0]["after"]) - 1
 
@@ -77,7 +77,7 @@ def _metric_rows(curves: list[Curve]) -> list[tuple[str, ...]]:
     """One row per metric."""
     rows = [
         ("steps", *(f"{curve.steps[-1]['after']:,}" for curve in curves)),
-        ("tokens", *(f"{curve.total:,}{f' since step {curve.begin:,}' * (curve.begin > 0)}" for curve in curves)),
+        ("tokens", *(f"{curve.total:,}{f' since step {curve.start:,}' * (curve.start > 0)}" for curve in curves)),
         ("train loss, last", *(_last(curve.steps) for curve in curves)),
         ("train loss, best", *(_best(curve.steps) for curve in curves)),
         ("validation loss, last", *(_last(curve.validations) for curve in curves)),
@@ -86,7 +86,7 @@ def _metric_rows(curves: list[Curve]) -> list[tuple[str, ...]]:
         ("time in steps", *(f"{curve.seconds:.1f} s" for curve in curves)),
     ]
     shortest = min(curve.total for curve in curves)
-    comparable = all(curve.begin == curves[0].begin for curve in curves)  # otherwise token counts start differently
+    comparable = all(curve.start == curves[0].start for curve in curves)  # otherwise token counts start differently
     if comparable and any(curve.total != shortest for curve in curves):
         short = [curve.up_to(shortest) for curve in curves]
         rows.append((f"train loss by {shortest:,} tokens", *(_last(curve.steps) for curve in short)))

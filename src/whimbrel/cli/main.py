@@ -1,7 +1,7 @@
 """`whimbrel COMMAND`: the commands, and how errors are printed.
 
 Only the module of the command that is run is imported (all of them for `--help`), and commands import torch when they
-need it: `whimbrel runs` should not take longer than `ls`.
+need it, so that `whimbrel runs` and `--help` answer at once.
 """
 
 from __future__ import annotations

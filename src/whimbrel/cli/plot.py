@@ -51,9 +51,9 @@ def plot(
         if not any(line["kind"] == "step" for line in lines):
             raise DataError(f"{log} has no steps to plot")
         name = log.parent.name if log.name == "log.jsonl" else log.stem
-        begin = next(line["after"] - 1 for line in lines if line["kind"] == "step")
-        if tokens and begin:
-            print(f"{log} starts after step {begin}: its tokens are counted from there")
+        start = next(line["after"] - 1 for line in lines if line["kind"] == "step")
+        if tokens and start:
+            print(f"{log} starts after step {start}: its tokens are counted from there")
         for axes, panel in zip(grid, panels, strict=True):
             _plot_panel(axes, panel, lines, name, tokens=tokens)
     for axes, panel in zip(grid, panels, strict=True):

@@ -162,7 +162,7 @@ def _warn_without_documents(stream: TokenStream, eot_id: int) -> None:
         )  # fmt: skip
 
 
-# Sequences: which T tokens of the stream a position stands for.
+# Sequences: which T tokens of the stream a position refers to.
 
 
 class Sequences(Protocol):
