@@ -1,1 +1,1 @@
-"""The front door: one file per verb. The only room that prints or exits."""
+"""The command line: one module per command or group of commands. Only this package prints or exits."""

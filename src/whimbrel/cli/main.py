@@ -21,24 +21,24 @@ from whimbrel.cli.terminal import escape_controls
 __all__ = ["build_app", "main"]
 
 COMMANDS = {
-    "prepare": "prepare",
-    "tokenizer": "app",
-    "verify": "verify",
-    "train": "train",
-    "memory": "memory",
-    "runs": "runs",
-    "control": "control",
-    "plot": "plot",
-    "compare": "compare",
-    "eval": "evaluate",
-    "finalize": "finalize",
-    "export": "export",
-    "generate": "generate",
-    "chat": "chat",
-    "serve": "serve",
-    "doctor": "doctor",
+    "prepare": "prepare:prepare",
+    "tokenizer": "prepare:tokenizer_app",
+    "verify": "verify:verify",
+    "train": "train:train",
+    "memory": "memory:memory",
+    "runs": "runs:runs",
+    "control": "runs:control",
+    "plot": "plot:plot",
+    "compare": "compare:compare",
+    "eval": "eval:evaluate",
+    "finalize": "finalize:finalize",
+    "export": "export:export",
+    "generate": "generate:generate",
+    "chat": "chat:chat",
+    "serve": "serve:serve",
+    "doctor": "doctor:doctor",
 }
-"""Commands in the order of the help page, each with the name of its function in `whimbrel.cli.COMMAND`."""
+"""Commands in the order of the help page, each as MODULE:FUNCTION below `whimbrel.cli`."""
 WITH_OVERRIDES = {"train", "memory"}
 """Commands that accept settings as `--section.name=value`."""
 
@@ -55,7 +55,8 @@ def build_app(command: str | None = None) -> typer.Typer:
     )
     app.callback()(_options)
     for name in [command] if command in COMMANDS else COMMANDS:
-        function = getattr(importlib.import_module(f"whimbrel.cli.{name}"), COMMANDS[name])
+        module, _, attribute = COMMANDS[name].partition(":")
+        function = getattr(importlib.import_module(f"whimbrel.cli.{module}"), attribute)
         if isinstance(function, typer.Typer):
             app.add_typer(function, name=name)
         else:

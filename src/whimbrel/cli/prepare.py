@@ -1,4 +1,4 @@
-"""`whimbrel prepare [SOURCE...]`: tokenize text into shards."""
+"""`whimbrel prepare [SOURCE...]` and `whimbrel tokenizer train|show`: tokenize text, train and inspect tokenizers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ import typer
 
 from whimbrel.cli.terminal import parse_escapes
 
-__all__ = ["prepare"]
+__all__ = ["prepare", "tokenizer_app"]
 
 SHARD_SIZE = 100_000_000  # that of whimbrel.data.manifest, which --help should not import
+
+Separator = Annotated[
+    str | None,
+    typer.Option(
+        parser=parse_escapes, metavar="TEXT", help="Separator between documents in text files; \\n is a newline."
+    ),
+]
+TextKey = Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) of the text.")]
+
+tokenizer_app = typer.Typer(help="Train a tokenizer, or inspect one.", no_args_is_help=True)
 
 
 def prepare(
@@ -30,13 +40,8 @@ def prepare(
         int, typer.Option(help="Tokens to hold out of SOURCE for validation, as complete documents chosen by hash.")
     ] = 0,
     tokenizer: Annotated[str, typer.Option(help="gpt2, a tokenizer.json, or a directory with one.")] = "gpt2",
-    text_key: Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) of the text.")] = "text",
-    separator: Annotated[
-        str | None,
-        typer.Option(
-            parser=parse_escapes, metavar="TEXT", help="Separator between documents in text files; \\n is a newline."
-        ),
-    ] = None,
+    text_key: TextKey = "text",
+    separator: Separator = None,
     name: Annotated[str | None, typer.Option(help="Prefix of the shard file names. (default: from SOURCE)")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Tokenizer threads. (default: all cores)")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Tokenize on a Ray cluster instead (extra `ray`).")] = False,
@@ -80,3 +85,39 @@ def prepare(
         if shards := manifest.of_split(split):
             count = "1 shard" if len(shards) == 1 else f"{len(shards)} shards"
             print(f"{split}: {manifest.tokens(split):,} tokens in {count}")
+
+
+@tokenizer_app.command("train")
+def train_bpe(
+    source: Annotated[list[str], typer.Argument(help="Files, directories, globs, or owner/dataset[:config].")],
+    out_dir: Annotated[Path, typer.Option(help="Output directory for tokenizer.json and tokenizer_config.json.")],
+    vocab_size: Annotated[int, typer.Option(help="Number of ids, including the 256 bytes and end-of-text.")] = 32_768,
+    min_frequency: Annotated[int, typer.Option(help="Minimum count of a pair to be merged.")] = 2,
+    text_key: TextKey = "text",
+    separator: Separator = None,
+) -> None:
+    """Train a byte-level BPE tokenizer and save it in Hugging Face format, which `transformers` loads too."""
+    from whimbrel.data.sources import documents
+    from whimbrel.tokenization import train_tokenizer
+
+    tokenizer = train_tokenizer(documents(source, text_key, separator), vocab_size, min_frequency=min_frequency)
+    tokenizer.save(out_dir)
+    print(f"wrote {out_dir / 'tokenizer.json'}: {tokenizer.vocab_size:,} ids")
+
+
+@tokenizer_app.command("show")
+def show_tokenizer(
+    tokenizer: Annotated[str, typer.Argument(help="gpt2, a tokenizer.json, or a directory with one.")] = "gpt2",
+    text: Annotated[str | None, typer.Option(help="Show the tokens of this text.")] = None,
+) -> None:
+    """Show a tokenizer's vocabulary size and special tokens, and how it splits a text."""
+    from whimbrel.tokenization import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    print(f"vocabulary: {loaded.vocab_size:,} ids, stored as {loaded.dtype}")
+    print(f"end-of-text: {loaded.eot_token} ({loaded.eot_id})")
+    print(f"encoder: {loaded.backend}")
+    print(f"fingerprint: {loaded.fingerprint}")
+    if text is not None:
+        for index in loaded.encode(text):
+            print(f"{index:>8} {loaded.decode([index])!r}")
