@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whimbrel.cache.block_manager import NULL_BLOCK, BlockManager
 from whimbrel.cache.codec import find_codec
-from whimbrel.ops import View, store
+from whimbrel.ops import View, write_blocks
 from whimbrel.ops.lowbit import GroupCodec
 
 __all__ = ["BlockPool", "ContiguousCache", "PagedBatch", "Shape"]
@@ -96,8 +96,8 @@ class BlockPool(BlockManager):
         keys, values = key_states.to(self.dtype), value_states.to(self.dtype)
         if self.codec is not None:
             (keys, key_scales), (values, value_scales) = self.codec.encode(keys), self.codec.encode(values)
-            store(layer[_scales_of("keys")], layer[_scales_of("values")], key_scales, value_scales, slots)
-        store(layer["keys"], layer["values"], keys, values, slots)
+            write_blocks(layer[_scales_of("keys")], layer[_scales_of("values")], key_scales, value_scales, slots)
+        write_blocks(layer["keys"], layer["values"], keys, values, slots)
 
     def view(self, layer_idx: int, tables: Tensor, lengths: Tensor) -> View:
         """What sequences with these block tables and lengths may read of a layer."""
@@ -106,7 +106,7 @@ class BlockPool(BlockManager):
             layer["keys"],
             layer["values"],
             lengths=lengths,
-            pages=tables,
+            block_tables=tables,
             key_scales=layer.get(_scales_of("keys")),
             value_scales=layer.get(_scales_of("values")),
             codec=self.codec,

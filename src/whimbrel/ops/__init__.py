@@ -1,17 +1,15 @@
-"""Pure tensor functions: a plain reference first, then the fast path behind the same name."""
+"""Tensor functions: a reference implementation in torch, and a fast path behind the same name."""
 
-from whimbrel.ops.attention import View, attend, attend_reference, store
+from whimbrel.ops.attention import View, attend, attend_reference, write_blocks
 from whimbrel.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from whimbrel.ops.kernels import kernels_of
-from whimbrel.ops.orthogonal import orthogonalise
+from whimbrel.ops.orthogonalize import orthogonalize
 
 __all__ = [
     "View",
     "attend",
     "attend_reference",
-    "kernels_of",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
-    "orthogonalise",
-    "store",
+    "orthogonalize",
+    "write_blocks",
 ]

@@ -1,4 +1,4 @@
-"""Attention over a key-value cache: what may be read of it (`View`), reading it (`attend`), writing pages (`store`)."""
+"""Attention over a KV cache: what may be read (`View`), reading it (`attend`), writing blocks of a paged cache."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch.nn import functional as F
 
 from whimbrel.ops.lowbit import GroupCodec
 
-__all__ = ["View", "attend", "attend_reference", "store"]
+__all__ = ["View", "attend", "attend_reference", "write_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What attention may read of one layer of a cache, the newest tokens included.
+    """What attention may read of one layer of a cache, including the newest tokens.
 
-    Without `pages`, slot i of S holds the token that `key_positions` says; where that is None, the S newest tokens lie
-    in order. With `pages`, the token at position p of row b lies in page `pages[b, p // page size]`.
+    Contiguous cache: slot i has the token at position `key_positions[i]`; if that is None, the slots are the newest
+    tokens in order. Paged cache: the token at position p of sequence b is in block `block_tables[b, p // block size]`.
     """
 
     keys: Tensor
-    """(batch, kv heads, slots, head size), or (pages, page size, kv heads, head size); codes where there is a codec."""
+    """(batch, kv heads, slots, head size), or (blocks, block size, kv heads, head size); with a codec, codes."""
     values: Tensor
     """As `keys`."""
     key_positions: Tensor | None = None
-    """(slots,) or (batch, slots): the position of the token in each slot, negative where there is none to see."""
+    """(slots,) or (batch, slots): the position of the token in each slot, negative if the slot is not visible."""
     lengths: Tensor | None = None
-    """(batch,), with pages: how many tokens each row holds."""
-    pages: Tensor | None = None
-    """(batch, pages of a row): where the tokens of each row lie."""
+    """(batch,), paged only: tokens of each sequence."""
+    block_tables: Tensor | None = None
+    """(batch, blocks per sequence): the blocks of each sequence, in order."""
     key_scales: Tensor | None = None
-    """Scales of the codes in `keys`, laid out as they are."""
+    """Scales of the codes in `keys`, in the same layout."""
     value_scales: Tensor | None = None
     """Scales of the codes in `values`."""
     codec: GroupCodec | None = None
-    """Turns codes into numbers; None where keys and values are numbers."""
+    """Decodes keys and values; None if they are not quantized."""
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values as numbers, (batch, kv heads, slots, head size)."""
+        """Decoded keys and values, (batch, kv heads, slots, head size)."""
         return self._dense(self.keys, self.key_scales, dtype), self._dense(self.values, self.value_scales, dtype)
 
     def _dense(self, stored: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -49,61 +49,61 @@ class View:
         return self.codec.decode(stored, self._gather(scales), dtype)
 
     def _gather(self, stored: Tensor) -> Tensor:
-        if self.pages is None:
+        if self.block_tables is None:
             return stored
-        return stored[self.pages.long()].flatten(1, 2).transpose(1, 2)
+        return stored[self.block_tables.long()].flatten(1, 2).transpose(1, 2)
 
 
-def store(keys: Tensor, values: Tensor, new_keys_THX: Tensor, new_values_THX: Tensor, slots_T: Tensor) -> None:
-    """Write what is kept of tokens to their slots of pages (pages, page size, kv heads, ...), page by page counted."""
+def write_blocks(keys: Tensor, values: Tensor, new_keys_THX: Tensor, new_values_THX: Tensor, slots_T: Tensor) -> None:
+    """Write tokens to their slots in blocks (blocks, block size, kv heads, ...); slot = block * block size + offset."""
     if keys.is_cuda:
-        from whimbrel.ops.attention_triton import store_pages
+        from whimbrel.ops.attention_triton import write_blocks_cuda
 
-        store_pages(keys, values, new_keys_THX, new_values_THX, slots_T)
+        write_blocks_cuda(keys, values, new_keys_THX, new_values_THX, slots_T)
         return
-    for pages, new in ((keys, new_keys_THX), (values, new_values_THX)):
-        pages.flatten(0, 1)[slots_T] = new
+    for blocks, new in ((keys, new_keys_THX), (values, new_values_THX)):
+        blocks.flatten(0, 1)[slots_T] = new
 
 
 def attend(q_BHTD: Tensor, view: View, positions: Tensor, *, window: int | None = None) -> Tensor:
-    """Attend the queries at `positions`, (T,) or (batch, T), over what `view` shows.
+    """Attention of queries at `positions`, (T,) or (batch, T), over the keys and values of `view`.
 
-    A query at position q sees keys at positions 0 to q, at most `window` of them.
+    A query at position q attends to keys at positions 0 to q, to at most `window` of them.
     """
-    one_by_one = q_BHTD.size(2) == 1 and view.codec is None and q_BHTD.is_cuda
-    if one_by_one and view.pages is not None and view.lengths is not None:
-        from whimbrel.ops.attention_triton import attend_pages
+    decoding = q_BHTD.size(2) == 1 and view.codec is None and q_BHTD.is_cuda
+    if decoding and view.block_tables is not None and view.lengths is not None:
+        from whimbrel.ops.attention_triton import paged_attention
 
-        found: Tensor = attend_pages(q_BHTD, view.keys, view.values, view.pages, view.lengths, window)
-        return found
+        y_BHTD: Tensor = paged_attention(q_BHTD, view.keys, view.values, view.block_tables, view.lengths, window)
+        return y_BHTD
     return attend_reference(q_BHTD, view, positions, window=window)
 
 
 def attend_reference(q_BHTD: Tensor, view: View, positions: Tensor, *, window: int | None = None) -> Tensor:
-    """`attend` in plain torch: pages are gathered, codes decoded."""
+    """`attend` in torch: gathers blocks, decodes codes, and calls scaled_dot_product_attention."""
     k, v = view.dense(q_BHTD.dtype)
     tokens, slots = q_BHTD.size(2), k.size(2)
-    in_order = view.pages is None and view.key_positions is None
+    in_order = view.block_tables is None and view.key_positions is None
     mask = None
     if not in_order or tokens not in (1, slots) or (window is not None and window < slots):
         mask = _mask(view, positions, slots, window)
     causal = mask is None
-    if tokens == 1:  # a branch: where lengths vary, `and` would give torch.compile a symbol, which attention refuses
+    if tokens == 1:  # not `and`: with dynamic shapes torch.compile would pass a symbolic bool, which is not accepted
         causal = False
     return F.scaled_dot_product_attention(q_BHTD, k, v, mask, is_causal=causal, enable_gqa=q_BHTD.size(1) != k.size(1))
 
 
 def _mask(view: View, positions: Tensor, slots: int, window: int | None) -> Tensor:
-    """True where a query may look: (T, slots) or (batch, 1, T, slots)."""
+    """True where a query may attend: (T, slots) or (batch, 1, T, slots)."""
     keys = view.key_positions
     if keys is None:
         keys = torch.arange(slots, device=positions.device)
-        if view.pages is None:
+        if view.block_tables is None:
             keys = keys + (positions[..., -1:] + 1 - slots)
     distance = positions[..., :, None] - keys[..., None, :]
     mask = (distance >= 0) & (keys >= 0)[..., None, :]
     if window is not None:
         mask &= distance < window
-    # A query that stands nowhere (padding) would see nothing and come out as NaN: let it see everything instead.
+    # A padding query would attend to nothing, which gives NaN: let it attend to everything.
     mask |= (positions < 0)[..., :, None]
     return mask if mask.dim() == 2 else mask[:, None]

@@ -1,11 +1,11 @@
-"""Pages of keys and values: writing new tokens to them, and one query a row over them, read where they lie.
+"""Triton kernels of the paged KV cache: writing new tokens to blocks, and decoding attention without gathering them.
 
-The tokens of a row are split among programs, so that a few long rows still fill a GPU; each keeps a running softmax
-over its part, and a second kernel puts the parts together. Lengths and page tables are read on the device: a captured
-graph serves rows of every length.
+The tokens of a sequence are split among programs, so that a few long sequences still fill a GPU (as flash-decoding
+does); each computes an online softmax over its part, and a second kernel combines the parts. Lengths and block tables
+are read on the device: a captured CUDA graph works for sequences of any length.
 
-Both are operators of their own, which say what they write to: of a plain kernel, compiled code cannot tell, and it
-would copy all pages before each.
+Both are custom operators that declare which tensors they mutate: torch.compile cannot know that of a Triton kernel, and
+would copy all blocks before each call.
 """
 
 from __future__ import annotations
@@ -15,64 +15,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["attend_pages", "store_pages"]
+__all__ = ["paged_attention", "write_blocks_cuda"]
 
 BLOCK = 32
-"""Tokens that a program reads at a time."""
+"""Tokens per tile of a program."""
 PROGRAMS = 256
-"""How many programs keep a large GPU busy."""
-MOST_SPLITS = 16
-"""Programs that share the tokens of one row and head, at most."""
+"""Programs that keep a large GPU busy."""
+MAX_SPLITS = 16
+"""Maximum number of programs per sequence and KV head."""
 LOG2_E = 1.4426950408889634
 
 
-@torch.library.custom_op("whimbrel::store_pages", mutates_args=("keys", "values"), device_types="cuda")
-def store_pages(keys: Tensor, values: Tensor, new_keys_THD: Tensor, new_values_THD: Tensor, slots_T: Tensor) -> None:
-    """Write the keys and values of tokens to their slots of pages (pages, page size, kv heads, head size)."""
+@torch.library.custom_op("whimbrel::write_blocks", mutates_args=("keys", "values"), device_types="cuda")
+def write_blocks_cuda(
+    keys: Tensor, values: Tensor, new_keys_THD: Tensor, new_values_THD: Tensor, slots_T: Tensor
+) -> None:
+    """Write keys and values of tokens to their slots in blocks (blocks, block size, kv heads, head size)."""
     heads, width = keys.shape[2:]
     new_keys, new_values = (x if x.stride(2) == 1 else x.contiguous() for x in (new_keys_THD, new_values_THD))
     block = min(1024, triton.next_power_of_2(heads * width))
-    _store_rows[(len(slots_T), triton.cdiv(heads * width, block))](
+    _write_tokens_kernel[(len(slots_T), triton.cdiv(heads * width, block))](
         keys, values, new_keys, new_values, slots_T,
         new_keys.stride(0), new_keys.stride(1), new_values.stride(0), new_values.stride(1),
         HEADS=heads, WIDTH=width, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
-@torch.library.custom_op("whimbrel::attend_pages", mutates_args=(), device_types="cuda")
-def attend_pages(
-    q_BHTD: Tensor, keys: Tensor, values: Tensor, pages_BP: Tensor, lengths_B: Tensor, window: int | None = None
+@torch.library.custom_op("whimbrel::paged_attention", mutates_args=(), device_types="cuda")
+def paged_attention(
+    q_BHTD: Tensor, keys: Tensor, values: Tensor, block_tables_BP: Tensor, lengths_B: Tensor, window: int | None = None
 ) -> Tensor:
-    """Attention of the newest token of each row; keys and values are (pages, page size, kv heads, head size)."""
+    """Attention of the newest token of each sequence; keys and values are (blocks, block size, kv heads, head size)."""
     batch, heads, _, width = q_BHTD.shape
     page_size, kv_heads = keys.shape[1:3]
     group = heads // kv_heads
-    splits = max(1, min(MOST_SPLITS, PROGRAMS // (batch * kv_heads)))
+    splits = max(1, min(MAX_SPLITS, PROGRAMS // (batch * kv_heads)))
     parts = q_BHTD.new_empty((batch, heads, splits, width), dtype=torch.float32)
     peaks, sums = (q_BHTD.new_empty((batch, heads, splits), dtype=torch.float32) for _ in range(2))
     padded_width = max(16, triton.next_power_of_2(width))
-    _attend_part[(batch, kv_heads, splits)](
-        q_BHTD, keys, values, pages_BP, lengths_B, parts, peaks, sums,
-        q_BHTD.stride(0), q_BHTD.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), pages_BP.stride(0),
+    _attention_split_kernel[(batch, kv_heads, splits)](
+        q_BHTD, keys, values, block_tables_BP, lengths_B, parts, peaks, sums,
+        q_BHTD.stride(0), q_BHTD.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), block_tables_BP.stride(0),
         0 if window is None else window, SCALE=width**-0.5 * LOG2_E,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), WIDTH=width, PADDED=padded_width,
         PAGE=page_size, SPLITS=splits, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     y_BHTD = torch.empty_like(q_BHTD, memory_format=torch.contiguous_format)
-    _join_parts[(batch * heads,)](
+    _combine_splits_kernel[(batch * heads,)](
         parts, peaks, sums, y_BHTD, WIDTH=width, PADDED=padded_width, SPLITS=splits,
         PADDED_SPLITS=triton.next_power_of_2(splits), num_warps=1,
     )  # fmt: skip
     return y_BHTD
 
 
-@attend_pages.register_fake
+@paged_attention.register_fake
 def _(q_BHTD: Tensor, *_: Tensor | int | None) -> Tensor:
     return torch.empty_like(q_BHTD, memory_format=torch.contiguous_format)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_rows(  # type: ignore[no-untyped-def]
+def _write_tokens_kernel(  # type: ignore[no-untyped-def]
     keys, values, new_keys, new_values, slots, key_token, key_head, value_token, value_head,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +88,7 @@ def _store_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend_part(  # type: ignore[no-untyped-def]
+def _attention_split_kernel(  # type: ignore[no-untyped-def]
     q, keys, values, pages, lengths, parts, peaks, sums,
     q_row, q_head, page_stride, token_stride, head_stride, table_row, window,
     SCALE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
@@ -128,14 +130,14 @@ def _attend_part(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _join_parts(  # type: ignore[no-untyped-def]
+def _combine_splits_kernel(  # type: ignore[no-untyped-def]
     parts, peaks, sums, y, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr
 ):  # fmt: skip
     head = tl.program_id(0)
     split, dims = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED)
     there = split < SPLITS
     peak = tl.load(peaks + head * SPLITS + split, mask=there, other=-float("inf"))
-    # A row without tokens (one that pads the batch) has no peak; it comes out as zero.
+    # A sequence without tokens (padding of the batch) has no maximum: return zeros.
     weight = tl.where(peak > -float("inf"), tl.exp2(peak - tl.max(peak, 0)), 0.0)
     total = tl.sum(weight * tl.load(sums + head * SPLITS + split, mask=there, other=0.0), 0)
     within = there[:, None] & (dims < WIDTH)[None, :]

@@ -1,4 +1,4 @@
-"""What `torch.compile` needs of a machine. torch itself is asked, before it would fail in the midst of something."""
+"""Whether `torch.compile` has the compiler it needs, checked before it would fail in the middle of a run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["check_compiler", "find_compiler", "missing_compiler"]
 
 
 def check_compiler(device: torch.device, setting: str) -> None:
-    """Refuse a setting that compiles for a device for which torch could not."""
+    """Raise if `setting` needs a compiler for `device` that torch does not find."""
     missing = missing_compiler(device.type)
     if missing is not None:
-        raise ConfigError(f"{setting} needs {missing}, which torch does not find: install it, or leave {setting} out")
+        raise ConfigError(f"{setting} needs {missing}, which was not found: install it, or remove {setting}")
 
 
 def missing_compiler(kind: str) -> str | None:
-    """What torch would compile with for a kind of device and does not find, and how to install it."""
+    """The missing compiler for a device type and how to install it; None if nothing is missing."""
     if kind == "cpu" and find_compiler() is None:
-        return "a C++ compiler that runs (Debian: apt install g++; macOS: xcode-select --install; CXX names another)"
+        return "a working C++ compiler (Debian: apt install g++; macOS: xcode-select --install; or set CXX)"
     if kind == "cuda":
         from torch.utils._triton import has_triton_package
 
@@ -28,11 +28,11 @@ def missing_compiler(kind: str) -> str | None:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler that torch would call: what CXX names, else a usual one; None if it does not run."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second: only where it is needed
+    """The C++ compiler that torch would use: CXX, else a default one; None if it does not run."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second to import
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         return get_cpp_compiler()
-    except (InvalidCxxCompiler, OSError):  # OSError: a file that may not be run
+    except (InvalidCxxCompiler, OSError):  # OSError: not an executable file
         return None

@@ -1,8 +1,8 @@
-"""Head and loss in one: cross-entropy of `hidden @ weight.T` without ever holding all logits.
+"""Fused output layer and loss: cross-entropy of `hidden @ weight.T` without materializing all logits.
 
-The tokens are taken a chunk at a time. A chunk's logits are made, turned into its loss and, in place, into the gradient
-of that loss, and spent at once on the gradients of `hidden` and `weight`; so memory is one chunk of logits and no
-product is computed twice. Backward only scales what forward has already found.
+Tokens are processed in chunks. The logits of a chunk are computed, reduced to the loss, overwritten by the gradient of
+the loss, and multiplied into the gradients of `hidden` and `weight` at once. So memory is one chunk of logits, and no
+product is computed twice. Backward only scales the gradients that forward has computed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from whimbrel.base.errors import DataError
 __all__ = ["fused_loss_and_gradient_", "linear_cross_entropy", "linear_cross_entropy_reference"]
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**20, "mps": 2**27}
-"""How many bytes of logits exist at a time, by device type; on a CPU, what stays in its cache."""
-FEWEST_ROWS = 64
-"""Tokens in a chunk at least, so that its products are worth starting."""
+"""Bytes of logits per chunk, by device type; on a CPU they fit in its cache."""
+MIN_CHUNK_TOKENS = 64
+"""Minimum tokens per chunk, for efficient matrix products."""
 
 
 def linear_cross_entropy_reference(
@@ -33,7 +33,7 @@ def linear_cross_entropy_reference(
     softcap: float | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """What `linear_cross_entropy` computes, said plainly: the summed loss from all logits at once, in fp32."""
+    """Reference for `linear_cross_entropy`: the summed loss from all logits at once, in fp32."""
     logits_NV = torch.nn.functional.linear(hidden_NC, weight_VC).float()[:, :vocab_size]
     if softcap is not None:
         logits_NV = softcap * torch.tanh(logits_NV / softcap)
@@ -51,23 +51,23 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of the cross-entropy over the targets that are not `ignore_index`, a 0-d fp32 tensor.
 
-    Rows of `weight` from `vocab_size` on are padding: they take no part. Under autocast the products are in its dtype.
-    Targets outside the vocabulary raise `DataError` on a CPU; on a GPU they fail a device-side assertion, as in
-    `torch.nn.functional.cross_entropy`, so that nothing waits for the device.
+    Rows of `weight` from `vocab_size` on are padding and ignored. Under autocast, products use its dtype. Targets
+    outside the vocabulary raise `DataError` on a CPU; on a GPU they fail a device-side assertion, as in
+    `torch.nn.functional.cross_entropy`, to avoid a synchronization.
     """
     _check_targets(targets_N, vocab_size, ignore_index)
     device = hidden_NC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
-    wanted = torch.is_grad_enabled()
-    wants = (wanted and hidden_NC.requires_grad, wanted and weight_VC.requires_grad)
+    grad_enabled = torch.is_grad_enabled()
+    needs_grad = (grad_enabled and hidden_NC.requires_grad, grad_enabled and weight_VC.requires_grad)
     loss = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_NC, weight_VC, targets_N, vocab_size, softcap, ignore_index, dtype, wants
+        hidden_NC, weight_VC, targets_N, vocab_size, softcap, ignore_index, dtype, needs_grad
     )
     return cast(Tensor, loss)
 
 
 def _check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Refuse ids that have no logit: the padding's would give an infinite loss, and those beyond it any number."""
+    """Raise for ids without a logit: those of the padding have infinite loss, those beyond it undefined loss."""
     if targets.is_meta or getattr(targets, "fake_mode", None) is not None:
         return
     wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))
@@ -92,23 +92,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float | None,
         ignore_index: int,
         dtype: torch.dtype,
-        wants: tuple[bool, bool],
+        needs_grad: tuple[bool, bool],
     ) -> Tensor:
         device = hidden.device.type
         with torch.autocast(device, enabled=False):
             hidden_c, weight_c = hidden.to(dtype), weight.to(dtype)
-            grad_hidden = torch.empty_like(hidden_c) if wants[0] else None
+            grad_hidden = torch.empty_like(hidden_c) if needs_grad[0] else None
             losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-            rows = max(FEWEST_ROWS, _chunk_bytes(hidden) // (weight.shape[0] * dtype.itemsize))
-            rows = rows // FEWEST_ROWS * FEWEST_ROWS
-            # The sum over chunks is kept in fp32; one chunk alone has no sum, and large vocabularies little room.
-            kept = weight.dtype if rows >= hidden.shape[0] else torch.promote_types(weight.dtype, torch.float32)
-            grad_weight = torch.zeros_like(weight, dtype=kept) if wants[1] else None
+            rows = max(MIN_CHUNK_TOKENS, _chunk_bytes(hidden) // (weight.shape[0] * dtype.itemsize))
+            rows = rows // MIN_CHUNK_TOKENS * MIN_CHUNK_TOKENS
+            # Several chunks are accumulated in fp32. One chunk needs no accumulation, which saves memory.
+            grad_dtype = weight.dtype if rows >= hidden.shape[0] else torch.promote_types(weight.dtype, torch.float32)
+            grad_weight = torch.zeros_like(weight, dtype=grad_dtype) if needs_grad[1] else None
             for start in range(0, hidden.shape[0], rows):
                 chunk = slice(start, start + rows)
                 logits = hidden_c[chunk] @ weight_c.T
                 losses[chunk] = _loss_and_gradient_(
-                    logits, targets[chunk], vocab_size, softcap, ignore_index, any(wants)
+                    logits, targets[chunk], vocab_size, softcap, ignore_index, any(needs_grad)
                 )
                 if grad_hidden is not None:
                     torch.mm(logits, weight_c, out=grad_hidden[chunk])
@@ -135,7 +135,7 @@ def _chunk_bytes(hidden: Tensor) -> int:
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, with the sum kept in fp32 whatever the factors are."""
+    """`total += left @ right`, accumulated in the dtype of `total`."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -157,7 +157,7 @@ def fused_loss_and_gradient_(
 def _loss_and_gradient_(
     logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
 ) -> Tensor:
-    """Each row's loss; with `gradient`, `logits` is overwritten by the gradient of the summed loss."""
+    """The loss of each row; with `gradient`, overwrites `logits` with the gradient of the summed loss."""
     if logits.is_cuda:
         return fused_loss_and_gradient_(logits, targets, vocab_size, softcap, ignore_index, gradient)
     z = logits.float()

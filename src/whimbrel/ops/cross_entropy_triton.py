@@ -1,4 +1,4 @@
-"""The CUDA path of `linear_cross_entropy`: one program a row, logits read once, gradient written in place."""
+"""Triton kernel of `linear_cross_entropy`: one program per row of logits, gradient written in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["loss_and_gradient_"]
 
 BLOCK, WARPS = 2048, 4
-"""Columns a program reads at a time, and how many warps do it."""
+"""Columns per tile of a program, and its warps."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -31,8 +31,8 @@ def _row_kernel(  # type: ignore[no-untyped-def]
                 at = start + columns
                 tl.store(base + at, tl.zeros([BLOCK], dtype=logits_ptr.dtype.element_ty), mask=at < width)
         return
-    # Loads reach into the padding, whose edge is round, so that they stay wide; its columns are masked after.
-    # One running maximum for the row, a sum of exponentials for each lane; the lanes are joined once at the end.
+    # Online softmax: one running maximum per row, and a sum of exponentials per lane; lanes are summed once at the end.
+    # Loads include the padding of the vocabulary, whose aligned width keeps them vectorized; it is masked afterwards.
     peak = -1e30
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, vocab_size, BLOCK):
@@ -67,7 +67,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
 def loss_and_gradient_(
     logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
 ) -> Tensor:
-    """Each row's loss; with `gradient`, `logits` is overwritten by the gradient of the summed loss."""
+    """The loss of each row; with `gradient`, overwrites `logits` with the gradient of the summed loss."""
     rows, width = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     kernel: Any = _row_kernel

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whimbrel.base.errors import ConfigError, OptimizerError
-from whimbrel.ops import kernels_of
 from whimbrel.optim.config import DENSE_ONLY, OPTIONS_BY_OPTIMIZER, GroupConfig, OptimConfig
 from whimbrel.optim.galore import GaLore, matrix_shape
 from whimbrel.optim.lowrank import LowRankOptimizer, rename_saved_options
@@ -104,7 +103,7 @@ def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter], 
 def _adamw(params: Iterable[dict[str, Any]], **options: Any) -> Optimizer:
     groups = list(params)
     parameters = [parameter for group in groups for parameter in group["params"]]
-    fused = all(kernels_of(p) == "cuda" and not isinstance(p, QuantizedParameter) for p in parameters)
+    fused = all(p.is_cuda and not isinstance(p, QuantizedParameter) for p in parameters)
     return torch.optim.AdamW(groups, fused=fused or None, **options)
 
 

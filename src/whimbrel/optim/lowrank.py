@@ -17,7 +17,6 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.config import did_you_mean, not_one_of
-from whimbrel.ops import kernels_of
 from whimbrel.optim.base import MAX_GRAD, BaseOptimizer, check_numbers, lr_of, run_eagerly
 from whimbrel.optim.param_state import ON_HOST, ParamState, State, adapt_gaps, is_refresh_due, refresh
 from whimbrel.optim.rules import RULES
@@ -419,7 +418,7 @@ def rename_saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _batch_elements(param: ParamState) -> int:
     """How many elements are updated together, of this parameter and others like it."""
-    if kernels_of(param.parameter) == "cpu" and param.rule.rowwise:
+    if param.parameter.device.type == "cpu" and not param.parameter.is_cuda and param.rule.rowwise:
         return min(BATCH_ELEMENTS, CACHE_ELEMENTS)
     return BATCH_ELEMENTS
 

@@ -2,7 +2,7 @@
 
 For a matrix W (m x n) with gradient G (Jordan et al., 2024):
     M <- b M + (1 - b) G;   U = (1 - b) G + b M;   W <- (1 - lr wd) W - lr sqrt(max(1, m/n)) polar(U)
-Matrices of one shape are stacked and orthogonalised in one batch of products; fused q, k, v are split first.
+Matrices of one shape are stacked and orthogonalized in one batch of products; fused q, k, v are split first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.ops import kernels_of
 from whimbrel.optim.base import BaseOptimizer, check_numbers, lr_of
 from whimbrel.optim.rules import MIN_EPS, muon_batches, muon_directions, muon_scale
 from whimbrel.optim.store import QuantizedParameter
@@ -100,7 +99,7 @@ class Muon(BaseOptimizer):
             for piece in zip(*(t.split(list(rows)) if rows else (t,) for t in (p, grad, buffer)), strict=True)
             if piece[0].numel()
         ]
-        dtype = torch.bfloat16 if kernels_of(params[0][0]) == "cuda" else torch.float32
+        dtype = torch.bfloat16 if params[0][0].is_cuda else torch.float32
         for batch in muon_batches([weight.shape for weight, _, _ in pieces]):
             weights, own, means = zip(*(pieces[i] for i in batch), strict=True)
             factors = muon_directions(own, means, momentum, dtype)
@@ -115,11 +114,11 @@ class Muon(BaseOptimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p] = _new_state(p, group["rule"])
-            if kernels_of(p) == "cuda":  # the fused kernel needs it there, also after a state dict was loaded
+            if p.is_cuda:  # the fused kernel needs it there, also after a state dict was loaded
                 self.state[p]["step"] = self.state[p]["step"].to(p.device)
         states = [self.state[p] for p in params]
         mixed = any(p.dtype == torch.float16 for p in params)  # fused and foreach need moments of the same dtype
-        fused = not mixed and all(kernels_of(p) == "cuda" for p in params)
+        fused = not mixed and all(p.is_cuda for p in params)
         grads = [cast(Tensor, p.grad).to(s["exp_avg"].dtype) for p, s in zip(params, states, strict=True)]
         adamw(
             params, grads, [s["exp_avg"] for s in states],

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from whimbrel.ops import orthogonalise
+from whimbrel.ops import orthogonalize
 
 __all__ = [
     "MIN_EPS",
@@ -29,7 +29,7 @@ __all__ = [
 MIN_EPS = 1e-22
 """Lower bound of eps, so that eps = 0 does not divide zero by zero: about the root of the smallest square in fp32."""
 MAX_MUON_ELEMENTS = 1 << 28
-"""Elements that are orthogonalised in one batch, which takes several times their bytes."""
+"""Elements that are orthogonalized in one batch, which takes several times their bytes."""
 
 Moments = Mapping[str, list[Tensor]]
 Update = Callable[[list[Tensor], Moments, Sequence[int], Mapping[str, Any]], list[Tensor]]
@@ -104,7 +104,7 @@ def _lion(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: 
 
 
 def muon_batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
-    """Indices of matrices that are orthogonalised together: of one shape, and not too many elements."""
+    """Indices of matrices that are orthogonalized together: of one shape, and not too many elements."""
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
     for index, shape in enumerate(shapes):
         by_shape[shape].append(index)
@@ -120,7 +120,7 @@ def muon_directions(
 ) -> Tensor:
     """Polar factors of (1 - b) g + b m, as one stack in `dtype`, for matrices of one shape; m includes g already."""
     updates = torch._foreach_lerp(list(grads), list(momenta), momentum)
-    return orthogonalise(torch.stack([update.to(dtype) for update in updates]))
+    return orthogonalize(torch.stack([update.to(dtype) for update in updates]))
 
 
 def muon_scale(shape: Sequence[int]) -> float:

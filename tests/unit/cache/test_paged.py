@@ -95,7 +95,7 @@ def test_a_view_says_how_many_tokens_each_row_holds():
     paged = batch(BlockPool(GPTConfig(**SMALL), 10, 4), [9, 0, 0], [2, 3, 0])
     view = paged.append(*torch.randn(2, 3, 4, 3, 8), 0)
     assert view.lengths.tolist() == [11, 3, 1]
-    assert view.pages is paged.tables
+    assert view.block_tables is paged.tables
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])

@@ -247,7 +247,7 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 
 @inductor.patch({"cpp.cxx": "no-such-compiler"})
 def test_a_step_that_torch_could_not_compile_is_refused_when_the_engine_is_built():
-    with pytest.raises(ConfigError, match=r"^compile needs a C\+\+ compiler .* leave compile out$"):
+    with pytest.raises(ConfigError, match=r"compile needs a working C\+\+ compiler"):
         Engine(MODEL, EngineConfig(compile=True))
     Engine(MODEL)
 

@@ -1,4 +1,4 @@
-"""Attention over a cache, against attention over everything that a query may see, one query at a time."""
+"""Attention over contiguous and paged caches, against a query-by-query reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from whimbrel.ops import View, attend, attend_reference, store
+from whimbrel.ops import View, attend, attend_reference, write_blocks
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, position: int, key_positions: list[int], window: int | None) -> Tensor:
@@ -40,7 +40,7 @@ def test_keys_in_order(tokens: int, slots: int, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_slots_in_any_order_with_empty_ones_and_rows_of_their_own(window: int | None) -> None:
+def test_slots_in_any_order_per_sequence_and_empty_slots(window: int | None) -> None:
     q, k, v = states(2, 4, 2, 8), states(2, 2, 6, 8), states(2, 2, 6, 8) + 1
     places = [[4, 5, -1, 1, 2, 3], [-2, -1, 0, 3, 2, 1]]
     positions = torch.tensor([[4, 5], [2, 3]])
@@ -51,34 +51,34 @@ def test_slots_in_any_order_with_empty_ones_and_rows_of_their_own(window: int | 
             torch.testing.assert_close(got[b, :, t], wanted)
 
 
-def test_a_padding_query_is_a_number() -> None:
+def test_a_padding_query_is_finite() -> None:
     view = View(states(1, 1, 3, 4), states(1, 1, 3, 4), key_positions=torch.tensor([[-1, 0, 1]]))
     got = attend(states(1, 1, 3, 4), view, torch.tensor([[-1, 0, 1]]))
     assert got.isfinite().all()
 
 
 def paged(
-    lengths: list[int], page_size: int, kv_heads: int, width: int, room: int, device: str = "cpu"
+    lengths: list[int], block_size: int, kv_heads: int, width: int, capacity: int, device: str = "cpu"
 ) -> tuple[View, Tensor, Tensor]:
-    """A pool whose pages lie in disorder, and the same keys and values row by row (batch, kv heads, room, width)."""
-    pages = -(-room // page_size)
-    order = torch.randperm(len(lengths) * pages, generator=torch.Generator().manual_seed(1)) + 1
-    table = order.view(len(lengths), pages).int().to(device)
-    shape = (len(lengths), pages * page_size, kv_heads, width)
+    """Blocks in random order, and the same keys and values contiguously (batch, kv heads, capacity, width)."""
+    blocks = -(-capacity // block_size)
+    order = torch.randperm(len(lengths) * blocks, generator=torch.Generator().manual_seed(1)) + 1
+    table = order.view(len(lengths), blocks).int().to(device)
+    shape = (len(lengths), blocks * block_size, kv_heads, width)
     k, v = states(*shape, device=device), states(*shape, device=device) + 1
     pools = [
-        torch.full((len(order) + 1, page_size, kv_heads, width), 1e4, dtype=x.dtype, device=device) for x in (k, v)
+        torch.full((len(order) + 1, block_size, kv_heads, width), 1e4, dtype=x.dtype, device=device) for x in (k, v)
     ]
     for pool, rows in zip(pools, (k, v), strict=True):
-        pool[table.long()] = rows.unflatten(1, (pages, page_size))
-    view = View(*pools, lengths=torch.tensor(lengths, device=device), pages=table)
+        pool[table.long()] = rows.unflatten(1, (blocks, block_size))
+    view = View(*pools, lengths=torch.tensor(lengths, device=device), block_tables=table)
     return view, k.transpose(1, 2), v.transpose(1, 2)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 21), min_size=1, max_size=4), st.sampled_from([1, 4, 16]), st.sampled_from([None, 1, 5]))
-def test_pages(lengths: list[int], page_size: int, window: int | None) -> None:
-    view, k, v = paged(lengths, page_size, 2, 8, 24)
+def test_paged_attention(lengths: list[int], block_size: int, window: int | None) -> None:
+    view, k, v = paged(lengths, block_size, 2, 8, 24)
     q = states(len(lengths), 4, 1, 8)
     got = attend(q, view, torch.tensor(lengths)[:, None] - 1, window=window)
     for b, length in enumerate(lengths):
@@ -91,11 +91,11 @@ def test_pages(lengths: list[int], page_size: int, window: int | None) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width"), [(12, 12, 64), (8, 2, 128), (3, 1, 80), (32, 32, 128), (9, 3, 64)]
 )
-def test_pages_by_kernel(dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> None:
+def test_the_paged_attention_kernel(dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> None:
     for lengths in ([1], [5, 900, 33, 0, 512], [700] * 70):
         for window in (None, 40):
-            held, _, _ = paged(lengths, 16, kv_heads, width, 912, "cuda")
-            view = replace(held, keys=held.keys.to(dtype), values=held.values.to(dtype))
+            view, _, _ = paged(lengths, 16, kv_heads, width, 912, "cuda")
+            view = replace(view, keys=view.keys.to(dtype), values=view.values.to(dtype))
             q = states(len(lengths), 1, heads, width, device="cuda").transpose(1, 2).to(dtype)  # strided, as in a model
             positions = view.lengths[:, None] - 1
             got, wanted = attend(q, view, positions, window=window), attend_reference(q, view, positions, window=window)
@@ -111,14 +111,14 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.uint8])
 @pytest.mark.parametrize(("heads", "width"), [(1, 1), (3, 80), (32, 128)])
-def test_store(device: str, dtype: torch.dtype, heads: int, width: int) -> None:
-    made = (states(5, 3 * heads, width, device=device) * 50).to(dtype)  # strided, as a model has it
+def test_write_blocks(device: str, dtype: torch.dtype, heads: int, width: int) -> None:
+    made = (states(5, 3 * heads, width, device=device) * 50).to(dtype)  # strided, as in a model
     _, new_keys, new_values = made.split(heads, dim=1)
     slots = torch.tensor([7, 0, 39, 16, 8], device=device)
     keys, values = (torch.full((10, 4, heads, width), fill, dtype=dtype, device=device) for fill in (1, 2))
-    store(keys, values, new_keys, new_values, slots)
-    for pages, new, fill in ((keys, new_keys, 1), (values, new_values, 2)):
+    write_blocks(keys, values, new_keys, new_values, slots)
+    for blocks, new, fill in ((keys, new_keys, 1), (values, new_values, 2)):
         wanted = torch.full((40, heads, width), fill, dtype=dtype, device=device)
         for slot, row in zip(slots.tolist(), new, strict=True):
             wanted[slot] = row
-        assert torch.equal(pages, wanted.view_as(pages))
+        assert torch.equal(blocks, wanted.view_as(blocks))

@@ -1,4 +1,4 @@
-"""What `torch.compile` lacks is told before it fails."""
+"""A missing compiler is reported before torch.compile fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.ops.compiler import check_compiler, find_compiler
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-REFUSED = r"^compile needs a C\+\+ compiler .* which torch does not find: install it, or leave compile out$"
+MISSING = r"compile needs a working C\+\+ compiler .* not found"
 
 
 def script(path: Path, text: str, mode: int = 0o755) -> str:
@@ -24,7 +24,7 @@ def script(path: Path, text: str, mode: int = 0o755) -> str:
     return str(path)
 
 
-def test_a_compiler_that_runs_is_found(tmp_path: Path):
+def test_a_working_compiler_is_found(tmp_path: Path):
     works = script(tmp_path / "works", "exit 0")
     with inductor.patch({"cpp.cxx": (None, works)}):
         assert find_compiler() == works
@@ -32,8 +32,8 @@ def test_a_compiler_that_runs_is_found(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("text", "mode"), [("exit 1", 0o755), ("exit 0", 0o644)], ids=["fails", "may not run"])
-def test_one_that_does_not_run_is_refused(tmp_path: Path, text: str, mode: int):
-    with inductor.patch({"cpp.cxx": script(tmp_path / "cxx", text, mode)}), pytest.raises(ConfigError, match=REFUSED):
+def test_a_broken_compiler_is_rejected(tmp_path: Path, text: str, mode: int):
+    with inductor.patch({"cpp.cxx": script(tmp_path / "cxx", text, mode)}), pytest.raises(ConfigError, match=MISSING):
         check_compiler(CPU, "compile")
 
 
@@ -47,12 +47,12 @@ def no_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_triton")
 @inductor.patch({"cpp.cxx": "no-such-compiler"})
-def test_a_gpu_is_compiled_for_by_triton():
-    with pytest.raises(ConfigError, match=r"^compile needs triton \(pip install triton\), which torch does not find"):
+def test_a_gpu_needs_triton():
+    with pytest.raises(ConfigError, match=r"compile needs triton \(pip install triton\), which was not found"):
         check_compiler(CUDA, "compile")
 
 
 @pytest.mark.gpu
 @inductor.patch({"cpp.cxx": "no-such-compiler"})
-def test_a_gpu_needs_nothing_else():
+def test_a_gpu_with_triton_needs_nothing_else():
     check_compiler(CUDA, "compile")

@@ -1,4 +1,4 @@
-"""Head and loss in chunks against the plain reference."""
+"""The fused output layer and loss against the reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def case(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Tenso
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("rows", [1, 64, 130, 1000])
-def test_loss_and_gradients_equal_the_reference(
+def test_loss_and_gradients_match_the_reference(
     softcap: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", rows * PADDED * 4)
@@ -54,7 +54,7 @@ def test_fp64_products_stay_fp64() -> None:
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
-def test_the_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_logits_are_never_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", 64 * PADDED * 4)
     largest = 0
 
@@ -72,7 +72,7 @@ def test_the_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -
     assert largest <= 64 * PADDED < N * PADDED
 
 
-def test_without_gradients_nothing_is_kept() -> None:
+def test_without_gradients_nothing_is_saved() -> None:
     hidden, weight, targets = case()
     with torch.no_grad():
         loss = linear_cross_entropy(hidden, weight, targets, vocab_size=V)
@@ -90,7 +90,7 @@ def test_all_targets_ignored_gives_zero() -> None:
 
 
 @pytest.mark.parametrize("target", [V, PADDED - 1, PADDED, -1])
-def test_targets_outside_the_vocabulary_are_refused(target: int) -> None:
+def test_targets_outside_the_vocabulary_are_rejected(target: int) -> None:
     hidden, weight, targets = case()
     targets[3] = target
     with pytest.raises(DataError, match=f"expected target ids from 0 to vocab_size - 1 = {V - 1}, .* got {target}"):
@@ -98,7 +98,7 @@ def test_targets_outside_the_vocabulary_are_refused(target: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # dynamo does it
-def test_compiled_loss_refuses_targets_outside_the_vocabulary() -> None:
+def test_the_compiled_loss_rejects_targets_outside_the_vocabulary() -> None:
     """Without a graph break."""
     hidden, weight, targets = case()
     loss = torch.compile(
@@ -130,7 +130,7 @@ def test_targets_outside_the_vocabulary_fail_on_the_device() -> None:
     assert "device-side assert" in done.stderr
 
 
-def test_autocast_keeps_weights_gradients_in_fp32() -> None:
+def test_weight_gradients_are_fp32_under_autocast() -> None:
     hidden, weight, targets = case()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = linear_cross_entropy(hidden, weight, targets, vocab_size=V)
@@ -145,7 +145,7 @@ def test_autocast_keeps_weights_gradients_in_fp32() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("softcap", [None, 15.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_equals_the_reference(softcap: float | None, dtype: torch.dtype) -> None:
+def test_the_kernel_matches_the_reference(softcap: float | None, dtype: torch.dtype) -> None:
     hidden, weight, targets = case("cuda", dtype)
     reference = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     expected = linear_cross_entropy_reference(*reference, targets, vocab_size=V, softcap=softcap)

@@ -33,7 +33,7 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 8])
-def test_nibbles_come_back_and_the_even_one_is_in_the_low_half(width: int) -> None:
+def test_nibbles_round_trip_with_the_even_one_in_the_low_half(width: int) -> None:
     codes = torch.randint(0, 16, (3, width), dtype=torch.uint8)
     packed = pack_nibbles(codes, fill=8)
     assert packed.shape == (3, (width + 1) // 2)
@@ -68,7 +68,7 @@ def test_a_symmetric_codec_restores_integer_multiples_of_its_scale(code_type) ->
     assert torch.equal(decoded[:, 4:], x[:, 4:])
 
 
-def test_an_odd_number_of_int4_values_is_refused() -> None:
+def test_an_odd_number_of_int4_values_is_rejected() -> None:
     with pytest.raises(ConfigError, match="expected an even head size, got 7"):
         SymmetricCodec(INT4).encode(randn(2, 7))
 
@@ -114,7 +114,7 @@ def test_fp16_is_rounded_to_one_of_the_two_neighbors() -> None:
     assert ((rounded.float() - x).abs() <= x.abs() * 2.0**-10).all()
 
 
-def test_stochastic_rounding_to_other_dtypes_is_refused() -> None:
+def test_stochastic_rounding_to_other_dtypes_is_rejected() -> None:
     with pytest.raises(ValueError, match="expected bfloat16 or float16"):
         stochastic_round(randn(3), torch.float64)
 

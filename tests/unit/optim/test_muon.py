@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from whimbrel.base.errors import ConfigError, OptimizerError
-from whimbrel.ops import orthogonalise
+from whimbrel.ops import orthogonalize
 from whimbrel.optim import Muon, OptimConfig, RoutedParameter, build_optimizer
 
 
@@ -25,7 +25,7 @@ def test_two_steps_follow_the_equation() -> None:
     for g in gradients:
         momentum = b * momentum + (1 - b) * g
         update = (1 - b) * g + b * momentum
-        expected = (1 - lr * wd) * expected - lr * (24 / 8) ** 0.5 * orthogonalise(update)
+        expected = (1 - lr * wd) * expected - lr * (24 / 8) ** 0.5 * orthogonalize(update)
         p.grad = g.clone()
         optimizer.step()
     torch.testing.assert_close(p.detach(), expected, atol=1e-6, rtol=1e-5)

@@ -1,11 +1,11 @@
-"""The nearest matrix with orthonormal rows or columns (the polar factor), by products alone."""
+"""Orthogonalization of matrices for Muon: the polar factor by a Newton-Schulz-like iteration."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["orthogonalise", "orthogonalise_reference"]
+__all__ = ["orthogonalize", "orthogonalize_reference"]
 
 POLYNOMIALS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -14,13 +14,14 @@ POLYNOMIALS = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 )
-"""Polar Express (Amsel et al., 2025): x (a + b x^2 + c x^4), the best for each step in turn, on [1e-3, 1]."""
+"""Polar Express (Amsel et al., 2025): x (a + b x^2 + c x^4), optimal coefficients for each step on [1e-3, 1]."""
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
-    """Polar factors of a stack of matrices `[..., m, n]`: singular values end between 0.87 and 1.13.
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Nearest semi-orthogonal matrices of (..., m, n): the result has singular values between 0.87 and 1.13.
 
-    Five quintic steps map every singular value alike, so the factor is reached by products alone; bf16 is enough.
+    An odd polynomial of a matrix applies it to the singular values and keeps the singular vectors, so five quintic
+    steps that drive every singular value towards 1 need only matrix products; bf16 is precise enough.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x: Tensor = matrices.mT if tall else matrices
@@ -34,8 +35,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return factors.mT if tall else factors
 
 
-def orthogonalise_reference(matrices: Tensor) -> Tensor:
-    """What `orthogonalise` approximates, by SVD in fp64."""
+def orthogonalize_reference(matrices: Tensor) -> Tensor:
+    """Exact, by SVD in fp64."""
     u, _, vh = torch.linalg.svd(matrices.double(), full_matrices=False)
     factors: Tensor = (u @ vh).to(matrices.dtype)
     return factors
