@@ -21,23 +21,23 @@ Lane = Callable[[str], list[str | None]]
 
 @pytest.fixture(scope="session")
 def corruptions() -> int:
-    """How many checkpoints are damaged."""
+    """Number of corruptions to test."""
     return 2000 if SOAK else 200
 
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that counts, kills and fails."""
+    """The preloaded library that counts, kills or fails system calls."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or not sys.platform.startswith("linux"):
-        pytest.skip("the fault lanes need Linux and a C compiler (cc)")
+        pytest.skip("fault injection needs Linux and a C compiler (cc)")
     library = tmp_path_factory.mktemp("shim") / "shim.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, HERE / "shim.c", "-ldl"], check=True)
     return library
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The counts, for docs/reliability.md."""
+    """Print the counts for docs/reliability.md."""
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
             if name == "faults":
@@ -46,7 +46,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture
 def run_lane(shim: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> Lane:
-    """Run a lane in a process under the shim: for each point None, or what went wrong."""
+    """Run a lane in a process with the shim preloaded. Returns an error message or None for each point."""
 
     def run(lane: str) -> list[str | None]:
         environment = os.environ | {"LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1"}

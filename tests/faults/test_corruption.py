@@ -20,7 +20,7 @@ OPTIONAL = "optimizer"
 
 
 class Spy:
-    """A part that remembers what it was given."""
+    """A stateful object that records what it loads."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -59,68 +59,68 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def change(edit: Callable[[bytearray, random.Random], bytearray | bytes]) -> Callable[[Path, random.Random], None]:
-    def act(run: Path, dice: random.Random) -> None:
-        file = _any_file(_any_step(run, dice), dice)
-        file.write_bytes(edit(bytearray(file.read_bytes()), dice))
+    def act(run: Path, rng: random.Random) -> None:
+        file = _any_file(_any_step(run, rng), rng)
+        file.write_bytes(edit(bytearray(file.read_bytes()), rng))
 
     return act
 
 
-def _any_step(run: Path, dice: random.Random) -> Path:
-    return checkpoint_path(run, dice.choice((*STEPS, *STEPS[-1:] * 3)))  # the newest most often
+def _any_step(run: Path, rng: random.Random) -> Path:
+    return checkpoint_path(run, rng.choice((*STEPS, *STEPS[-1:] * 3)))  # the newest more often
 
 
-def _any_file(path: Path, dice: random.Random) -> Path:
-    return dice.choice([file for file in sorted(path.rglob("*")) if file.is_file()])
+def _any_file(path: Path, rng: random.Random) -> Path:
+    return rng.choice([file for file in sorted(path.rglob("*")) if file.is_file()])
 
 
-def flip(content: bytearray, dice: random.Random) -> bytearray:
-    content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+def flip(content: bytearray, rng: random.Random) -> bytearray:
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     return content
 
 
-def clear(content: bytearray, dice: random.Random) -> bytearray:
-    start = dice.randrange(len(content))
-    content[start : start + dice.randint(1, 64)] = bytes(len(content[start : start + 64]))
+def clear(content: bytearray, rng: random.Random) -> bytearray:
+    start = rng.randrange(len(content))
+    content[start : start + rng.randint(1, 64)] = bytes(len(content[start : start + 64]))
     return content
 
 
-def swap(run: Path, dice: random.Random) -> None:
-    one, other = (checkpoint_path(run, step) for step in dice.sample(STEPS, 2))
-    name = _any_file(one, dice).relative_to(one)
-    kept = (one / name).read_bytes()
+def swap(run: Path, rng: random.Random) -> None:
+    one, other = (checkpoint_path(run, step) for step in rng.sample(STEPS, 2))
+    name = _any_file(one, rng).relative_to(one)
+    content = (one / name).read_bytes()
     (one / name).write_bytes((other / name).read_bytes())
-    (other / name).write_bytes(kept)
+    (other / name).write_bytes(content)
 
 
-def swap_manifests(run: Path, dice: random.Random) -> None:
-    one, other = (checkpoint_path(run, step) / "manifest.json" for step in dice.sample(STEPS, 2))
-    kept = one.read_bytes()
+def swap_manifests(run: Path, rng: random.Random) -> None:
+    one, other = (checkpoint_path(run, step) / "manifest.json" for step in rng.sample(STEPS, 2))
+    content = one.read_bytes()
     one.write_bytes(other.read_bytes())
-    other.write_bytes(kept)
+    other.write_bytes(content)
 
 
-def rename(run: Path, dice: random.Random) -> None:
-    _any_step(run, dice).rename(checkpoint_path(run, dice.choice((5, 15, 25, 31, 99_999_999))))
+def rename(run: Path, rng: random.Random) -> None:
+    _any_step(run, rng).rename(checkpoint_path(run, rng.choice((5, 15, 25, 31, 99_999_999))))
 
 
-def exchange(run: Path, dice: random.Random) -> None:
-    one, other = (checkpoint_path(run, step) for step in dice.sample(STEPS, 2))
+def exchange(run: Path, rng: random.Random) -> None:
+    one, other = (checkpoint_path(run, step) for step in rng.sample(STEPS, 2))
     aside = one.rename(one.with_name("aside"))
     other.rename(one)
     aside.rename(other)
 
 
-def copy_as_newer(run: Path, dice: random.Random) -> None:
-    shutil.copytree(_any_step(run, dice), checkpoint_path(run, 40))
+def copy_as_newer(run: Path, rng: random.Random) -> None:
+    shutil.copytree(_any_step(run, rng), checkpoint_path(run, 40))
 
 
 DAMAGE: dict[str, Callable[[Path, random.Random], Any]] = {
-    "truncate": change(lambda content, dice: content[: dice.randrange(len(content))]),
+    "truncate": change(lambda content, rng: content[: rng.randrange(len(content))]),
     "flip": change(flip),
-    "append": change(lambda content, dice: content + dice.randbytes(dice.randint(1, 9))),
+    "append": change(lambda content, rng: content + rng.randbytes(rng.randint(1, 9))),
     "clear": change(clear),
-    "remove": lambda run, dice: _any_file(_any_step(run, dice), dice).unlink(),
+    "remove": lambda run, rng: _any_file(_any_step(run, rng), rng).unlink(),
     "swap": swap,
     "swap manifests": swap_manifests,
     "rename": rename,
@@ -130,14 +130,18 @@ DAMAGE: dict[str, Callable[[Path, random.Random], Any]] = {
 
 
 def expected(run: Path, pristine: dict[str, dict[str, bytes]]) -> tuple[int, bool]:
-    """The newest step whose folder is as it was, and whether its optional part is there; found byte by byte."""
+    """The newest step whose directory is unchanged, and whether its optional component is complete."""
     for path in sorted((run / "checkpoints").iterdir(), reverse=True):
         was, now = pristine.get(path.name), contents(path)
         lost = set(was or ()) - set(now)
-        spared = all(name.startswith(f"{OPTIONAL}.") for name in lost)
-        if was is not None and spared and now == {name: content for name, content in was.items() if name not in lost}:
+        only_optional = all(name.startswith(f"{OPTIONAL}.") for name in lost)
+        if (
+            was is not None
+            and only_optional
+            and now == {name: content for name, content in was.items() if name not in lost}
+        ):
             return int(path.name.removeprefix("step-")), not lost
-    raise LookupError("nothing whole is left")
+    raise LookupError("no valid checkpoint is left")
 
 
 @pytest.mark.timeout(1800)
@@ -150,10 +154,10 @@ def test_damaged_checkpoint_is_never_loaded(
     pristine = {path.name: contents(path) for path in (base / "checkpoints").iterdir()}
     seen = dict.fromkeys(DAMAGE, 0)
     for number in range(corruptions):
-        dice = random.Random(number)
+        rng = random.Random(number)
         how = list(DAMAGE)[number % len(DAMAGE)]
         shutil.copytree(base, run)
-        DAMAGE[how](run, dice)
+        DAMAGE[how](run, rng)
         step, with_optional = expected(run, pristine)
         _check(run, step, with_optional, caplog, f"{how}, seed {number}")
         seen[how] += step != STEPS[-1] or not with_optional

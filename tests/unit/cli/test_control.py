@@ -1,4 +1,4 @@
-"""`whimbrel control` with a real training in another process."""
+"""`whimbrel control` of a training in another process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def control(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_training_is_watched_saved_and_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_running_training_reports_its_status_saves_and_stops(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, log = folder / "run", folder / "run" / "log.jsonl"
     job = start()
     wait_until(job, lambda: Endpoint.read(run) is not None and last_step(log) is not None)
@@ -91,7 +91,7 @@ def test_a_training_is_watched_saved_and_stopped(folder: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(("verb", "validated", "saved"), [("stop", True, True), ("abort", False, False)])
-def test_the_two_other_ends(
+def test_stop_evaluates_and_saves_and_abort_does_neither(
     folder: Path, capsys: pytest.CaptureFixture[str], verb: str, validated: bool, saved: bool
 ) -> None:
     run, log = folder / "run", folder / "run" / "log.jsonl"
@@ -112,7 +112,7 @@ def test_the_two_other_ends(
         (["run", "stop"], "run is not running: it has no endpoint.json"),
     ],
 )
-def test_a_fault_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+def test_error_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["control", *words])
     assert ended.value.code == 2

@@ -59,7 +59,7 @@ def test_every_state_of_a_run_is_listed(workdir: Path, capsys: pytest.CaptureFix
     }
 
 
-def test_a_run_of_another_user_is_listed(
+def test_run_of_another_user_is_listed(
     workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("theirs", "mine"):
