@@ -113,9 +113,9 @@ class Callbacks(Sequence[Any]):
             self.add(callback)
 
     @classmethod
-    def with_defaults(cls, defaults: Iterable[object], given: Iterable[object]) -> Callbacks:
-        """The defaults followed by `given`; a given callback of the same class as a default replaces it."""
-        added = list(cls(given))
+    def with_defaults(cls, defaults: Iterable[object], added: Iterable[object]) -> Callbacks:
+        """The defaults followed by `added`; an added callback of the same class as a default replaces it."""
+        added = list(cls(added))
         kinds = {type(callback) for callback in added}
         return cls([*(callback for callback in defaults if type(callback) not in kinds), *added])
 

@@ -1,4 +1,4 @@
-"""Checks of what a trainer is constructed with and asked to do: each raises ConfigError with a remedy."""
+"""Checks of a trainer's arguments, data and environment: each raises ConfigError with a remedy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def refuse_wrapped_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if _torch_class(type(parameter.data), {"DTensor"}) or _torch_class(type(parameter), {"DTensor"}):
             raise ConfigError(
-                f"distributed training is not supported yet: expected plain parameters, got a DTensor for '{name}'"
+                f"distributed training is not supported yet: expected regular parameters, got a DTensor for '{name}'"
             )
 
 
@@ -102,18 +102,18 @@ def check_collator(data_collator: object, *datasets: object) -> None:
 
 
 def chosen_optimizers(
-    trainer: object, optimizers: tuple[Any, Any], given: tuple[Any, dict[str, Any]] | None
+    trainer: object, optimizers: tuple[Any, Any], class_and_kwargs: tuple[Any, dict[str, Any]] | None
 ) -> tuple[Any, Any]:
-    """The chosen optimizer and scheduler; raises if they are given in two ways."""
+    """The chosen optimizer and scheduler; raises if they are passed in two ways."""
     optimizer, scheduler = optimizers
-    if given is not None and optimizer is not None:
+    if class_and_kwargs is not None and optimizer is not None:
         raise ConfigError("expected optimizers or optimizer_cls_and_kwargs, got both: leave one out")
-    for method, choice in {"create_optimizer": optimizer or given, "create_scheduler": scheduler}.items():
+    for method, choice in {"create_optimizer": optimizer or class_and_kwargs, "create_scheduler": scheduler}.items():
         if choice is not None and overrides(trainer, method, "create_optimizer_and_scheduler"):
-            raise ConfigError(f"{method} is overridden, but optimizers is given too: leave one out")
-    if given is None:
+            raise ConfigError(f"{method} is overridden, but optimizers are passed, too: leave one out")
+    if class_and_kwargs is None:
         return optimizer, scheduler
-    kind, keywords = given
+    kind, keywords = class_and_kwargs
     return lambda parameters: kind(parameters, **keywords), scheduler
 
 

@@ -162,9 +162,9 @@ def has_metric(metrics: Container[str], name: str) -> bool:
     return name in metrics or f"eval_{name}" in metrics
 
 
-def greater_is_better(name: str, given: bool | None = None) -> bool:
-    """`given` if it is not None; otherwise false for names that contain loss or perplexity."""
-    return given if given is not None else not any(word in name for word in ("loss", "perplexity"))
+def greater_is_better(name: str, setting: bool | None = None) -> bool:
+    """`setting` if it is not None; otherwise false for names that contain loss or perplexity."""
+    return setting if setting is not None else not any(part in name for part in ("loss", "perplexity"))
 
 
 def _may_return_mean(objective: Objective) -> bool:

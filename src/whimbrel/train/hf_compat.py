@@ -214,19 +214,19 @@ SUPPORTED_OVERRIDES = frozenset({
 _BATCHES = "shape the batches in data_collator, or override get_train_dataloader and get_eval_dataloader"
 _CHECKPOINT = "override get_state_components to save more, or use an on_save callback"
 _CLIP = "set max_grad_norm, or use an on_pre_optimizer_step callback"
-_COLUMNS = "set remove_unused_columns=False, or drop columns from the dataset before it is given"
+_COLUMNS = "set remove_unused_columns=False, or drop columns from the dataset before passing it"
 _DEVICE = "this trainer runs on one device: leave it out"
-_EVALUATION = "override prediction_step or evaluate, or give compute_metrics"
+_EVALUATION = "override prediction_step or evaluate, or pass compute_metrics"
 _HUB = "upload the directory that save_model writes with huggingface_hub"
 _OVERRIDE_LOOP = "override training_step or compute_loss, or use a callback"
-_OVERRIDE_OPTIMIZER = "override create_optimizer, or give optimizers=(OptimConfig(...), None)"
+_OVERRIDE_OPTIMIZER = "override create_optimizer, or pass optimizers=(OptimConfig(...), None)"
 _MIXED_PRECISION = "set mixed_precision"
 _PROCESS = "read the attribute is_world_process_zero"
 _RESUME = "override get_state_components, or use train(resume_from_checkpoint=...)"
 _SEARCH = "construct and train one Trainer for each trial"
 _STATE = "read trainer.state, or use a callback"
 _METRICS = "override log, or use an on_log or on_evaluate callback"
-_MODEL = "wrap the model before it is given, or override call_model_init"
+_MODEL = "wrap the model before passing it, or override call_model_init"
 
 UNSUPPORTED_OVERRIDES = {
     **dict.fromkeys(

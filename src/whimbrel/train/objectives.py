@@ -2,7 +2,7 @@
 
 The loss of an optimizer step is one mean over all targets of its micro-batches, so micro-batches are weighted by their
 targets. An objective therefore does two things: `count` the targets of a micro-batch, and compute its `loss`, divided
-by the number of targets in the whole step (`num_items`). With `num_items = 1` the loss is the sum over the targets.
+by the number of targets in the optimizer step (`num_items`). With `num_items = 1` the loss is the sum over the targets.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Objective:
         return _count_targets(targets, batch, model)
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:
-        """The loss of a micro-batch, divided by `num_items`, the number of targets in the whole step.
+        """The loss of a micro-batch, divided by `num_items`, the number of targets in the optimizer step.
 
         `with_logits`: the caller needs logits, which a model may omit to save memory.
         """
@@ -74,11 +74,11 @@ class ModelObjective(Objective):
     """The default objective: the model's own loss, or the token cross-entropy of its logits.
 
     A pair is `(idx, targets)`, targets already shifted. A mapping is passed as keywords. `loss_func` replaces the
-    model's own loss. A model that returns no loss gets token cross-entropy, shifted by one where `labels` are
+    model's own loss. A model that returns no loss gets token cross-entropy, shifted by one if `labels` are
     sequences.
 
     A step is weighted by targets, so the objective has to know which labels the model's own loss averages over: those
-    that are not -100, all but the first of a sequence where the loss predicts the next token. A model declares that
+    that are not -100, without the first of a sequence if the loss predicts the next token. A model declares that
     with `loss_type = "ForCausalLM"`; generative decoder-only models of transformers are recognized by `can_generate()`.
     For any other model it depends on whether the model returns a loss, which its first forward pass shows.
     """
@@ -209,7 +209,7 @@ class ModelObjective(Objective):
         return {"return_logits": True} if "return_logits" in self._parameters else {}
 
     def _targets(self, labels: Tensor | None) -> Tensor | None:
-        """The labels that count, aligned with the logits: shifted by one where the loss is that of the next token."""
+        """The labels that count, aligned with the logits: shifted by one if the loss is that of the next token."""
         if labels is None:
             return None
         shifted_here = (

@@ -129,7 +129,7 @@ class OverridableMethods:
         An override returns a mean over the targets of `inputs`, or a sum divided by `num_items_in_batch`, the number of
         these targets: the trainer itself weights the micro-batches of a step.
         """
-        objective = self._plain_objective()
+        objective = self._model_objective()
         count = objective.count(model, inputs)
         total = count.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).to(count)
         found = objective(model, inputs, total, with_logits=return_outputs)
@@ -138,7 +138,7 @@ class OverridableMethods:
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Forward and backward pass of a micro-batch; returns its share of the step's loss.
 
-        `num_items_in_batch` counts the targets of the whole step. An override runs its own backward pass with
+        `num_items_in_batch` counts the targets of the optimizer step. An override runs its own backward pass with
         `self.accelerator.backward(loss)`, which scales the loss under fp16.
         """
         del num_items_in_batch  # an override may not pass it on, so it is taken from the current step
@@ -162,7 +162,7 @@ class OverridableMethods:
         with torch.no_grad():
             num_items = objective.count(model, inputs).clamp(min=1)
             if labels is None and self.objective is None:
-                found = self._plain_objective().predict(model, inputs, num_items)
+                found = self._model_objective().predict(model, inputs, num_items)
             else:
                 found = objective(model, inputs, num_items, with_logits=True)
         if prediction_loss_only:
@@ -190,7 +190,7 @@ class OverridableMethods:
             self._default_objective = ModelObjective(self.loss_fn)
         return self._current_objective()
 
-    def _plain_objective(self) -> ModelObjective:
+    def _model_objective(self) -> ModelObjective:
         if self._default_objective is None:
             self._default_objective = ModelObjective(self.loss_fn)
         return self._default_objective
@@ -199,7 +199,7 @@ class OverridableMethods:
         if self.objective is not None:
             return self.objective
         if not overrides(self, "compute_loss"):
-            return self._plain_objective()
+            return self._model_objective()
 
         def compute_loss(model: nn.Module, inputs: Any, **keywords: Any) -> Any:
             return self.compute_loss(model, inputs, **accepted_keywords(self.compute_loss, keywords))

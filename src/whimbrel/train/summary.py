@@ -34,7 +34,7 @@ class RunSummary:
     parameters: int
     frozen_parameters: int
     memory: MemoryEstimate
-    moved: tuple[ParameterRow, ...] = ()
+    optimizer_table: tuple[ParameterRow, ...] = ()
     """Optimizer and settings of each parameter."""
     samples_per_step: int
     tokens_per_step: int | None = None
@@ -80,9 +80,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def features(config: TrainerConfig) -> tuple[str, ...]:
-    """The enabled features, each as a word or two."""
+    """Names of the enabled features."""
     train, checkpoint = config.train, config.checkpoint
-    words = {
+    enabled = {
         train.precision: train.precision != "fp32",
         f"fp8 {train.fp8_recipe}": train.fp8_recipe is not None,
         f"QAT {train.qat_recipe}": train.qat_recipe is not None,
@@ -101,4 +101,4 @@ def features(config: TrainerConfig) -> tuple[str, ...]:
         f"divergence: {config.divergence.action}": config.divergence.action is not None,
         "TensorBoard": config.log.tensorboard,
     }
-    return tuple(word for word, on in words.items() if on)
+    return tuple(name for name, on in enabled.items() if on)

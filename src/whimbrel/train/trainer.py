@@ -718,7 +718,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
             parameters=model.num_parameters() if isinstance(model, GPT) else sum(p.numel() for p in model.parameters()),
             frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             memory=estimate_memory(model, self.optimizer),
-            moved=() if self.optimizer is None else parameter_table(model, self.optimizer),
+            optimizer_table=() if self.optimizer is None else parameter_table(model, self.optimizer),
             samples_per_step=samples,
             tokens_per_step=samples * length or None,
             tokens_per_micro_batch=samples * length // accumulation or None,

@@ -136,7 +136,7 @@ def _head(summary: RunSummary) -> Iterator[str]:
         length += f" ({summary.total_steps * summary.tokens_per_step:,} tokens)"
     yield length
     yield f"Memory: {_memory(summary.memory)}; activations come on top"
-    yield from _moved(summary.moved)
+    yield from _moved(summary.optimizer_table)
     if summary.peak_flops is not None and summary.flops_per_token is not None:
         yield (
             f"MFU: {summary.flops_per_token:,.0f} operations a token (6 per parameter + attention, causality not "
