@@ -2,19 +2,22 @@
 
     python bench/decode.py --device cuda --model gpt2 --batch 1 --batch 64 --out decode-gpt2.json
     python bench/decode.py --device cuda --model llama2-7b --batch 1 --new 128
-    python bench/decode.py --device cpu --model demo --batch 1
+    python bench/decode.py --device cpu --model demo --rounds 20 --clock cpu
 
-Ours is the engine of `whimbrel serve`, as it is and with its step compiled; theirs is a growing cache, and a static
-cache with a compiled step. All read the same prompts of random tokens, and reading the prompt is part of the time.
+Ours is `LLM.generate`, eager (CUDA graphs on a GPU) and compiled; theirs is a dynamic cache, and a static cache with a
+compiled step. All get the same prompts of random tokens, and prefill is part of the time. Contenders are interleaved.
+`--clock cpu` measures the CPU time of the process, for machines that are shared with other work.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -26,7 +29,7 @@ import whimbrel
 import whimbrel.hf
 from record import record
 from timing import init_model, now
-from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams
+from whimbrel.inference import LLM, SamplingParams
 from whimbrel.models import GPTConfig, preset
 
 DEMO = Path(__file__).parent.parent / "configs" / "shakespeare-cpu.toml"
@@ -37,7 +40,7 @@ Leg = Callable[[list[list[int]]], list[list[int]]]
 
 
 def config_of(name: str) -> GPTConfig:
-    """A preset, or the model of `make demo`."""
+    """The config of a preset, or of `make demo`."""
     if name != "demo":
         return preset(name)
     settings = tomllib.loads(DEMO.read_text(encoding="utf-8"))["model"]
@@ -45,22 +48,13 @@ def config_of(name: str) -> GPTConfig:
 
 
 def ours(model: Any, batch: int, prompt: int, new: int, *, compiled: bool) -> Leg:
-    """The engine; its prefix cache is off, as prompts are not to be read twice for free in any leg."""
-    chunk = prompt * batch  # all prompts at once, as the others read them
-    engine = Engine(model, EngineConfig(max_batch=batch, prefix_cache=False, compile=compiled, prefill_chunk=chunk))
+    """`LLM.generate` without a prefix cache: no contender gets a prompt for free."""
+    chunk = prompt * batch  # prefill all prompts at once, as the others do
+    llm = LLM(model, max_batch=batch, prefix_cache=False, compile=compiled, prefill_chunk=chunk)
+    greedy = SamplingParams(temperature=0)
 
     def run(prompts: list[list[int]]) -> list[list[int]]:
-        greedy = SamplingParams(temperature=0)
-        numbers = [
-            engine.add_request(Request(prompt_ids=tuple(prompt), max_new_tokens=new, sampling=greedy))
-            for prompt in prompts
-        ]
-        drawn: dict[int, list[int]] = {number: [] for number in numbers}
-        while engine.busy:
-            for event in engine.step():
-                if event.token is not None:
-                    drawn[event.request].append(event.token)
-        return [drawn[number] for number in numbers]
+        return [output.outputs[0].tokens for output in llm.generate(prompts, greedy, max_new_tokens=new)]
 
     return run
 
@@ -81,15 +75,18 @@ def theirs(model: Any, new: int, *, static: bool) -> Leg:
 
 
 def peer_of(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The same weights in `transformers`; their files go to memory where there is such a folder."""
+    """The same weights in `transformers`, passed through files in memory if possible."""
     with TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as folder:
         whimbrel.save_model(model, folder)
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
 
 
 def measure(legs: dict[str, Leg], device: torch.device, args: argparse.Namespace, batch: int) -> dict[str, Any]:
-    """Best of a few rounds for each leg, which take turns; the first run of each warms it up and is not timed."""
+    """Seconds of each contender in each round; the first run of each is a warm-up."""
     generator = torch.Generator().manual_seed(0)
+
+    def clock() -> float:
+        return time.process_time() if args.clock == "cpu" else now(device)
 
     def prompts() -> list[list[int]]:
         drawn: list[list[int]] = torch.randint(0, 4000, (batch, args.prompt), generator=generator).tolist()
@@ -98,18 +95,18 @@ def measure(legs: dict[str, Leg], device: torch.device, args: argparse.Namespace
     results: dict[str, Any] = {}
     for name, leg in legs.items():
         given = prompts()
-        start = now(device)
+        start = clock()
         leg(given)
-        results[name] = {"first_seconds": now(device) - start, "seconds": []}
+        results[name] = {"first_seconds": clock() - start, "seconds": []}
     compiled_before = dict(counters["stats"])
     for _ in range(args.rounds):
         given = prompts()
         texts = {}
         for name, leg in legs.items():
             before = torch.cuda.memory_stats()["num_device_alloc"] if device.type == "cuda" else 0
-            start = now(device)
+            start = clock()
             texts[name] = leg(given)
-            results[name]["seconds"].append(now(device) - start)
+            results[name]["seconds"].append(clock() - start)
             if device.type == "cuda":
                 results[name]["device_allocations"] = torch.cuda.memory_stats()["num_device_alloc"] - before
         first = texts["whimbrel"]
@@ -117,12 +114,14 @@ def measure(legs: dict[str, Leg], device: torch.device, args: argparse.Namespace
             same = sum(a == b for one, other in zip(first, text, strict=True) for a, b in zip(one, other, strict=True))
             results[name]["same_tokens"] = same / (batch * args.new)
     for found in results.values():
-        found["tokens_per_second"] = batch * args.new / min(found["seconds"])
+        found["tokens_per_second"] = batch * args.new / median(found["seconds"])
+        if "transformers" in results:
+            found["speedup"] = median(results["transformers"]["seconds"]) / median(found["seconds"])
     return {"legs": results, "recompiled": dict(counters["stats"]) != compiled_before}
 
 
 def main() -> None:
-    """Measure what the command line says."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="demo", help="demo, or a preset: gpt2, llama2-7b")
@@ -130,7 +129,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-peer", action="store_true", help="ours alone")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--no-peer", action="store_true", help="without transformers")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -155,8 +155,8 @@ def main() -> None:
         found = measure(legs, device, args, batch)
         for name, leg in found["legs"].items():
             print(
-                f"batch {batch:3} {name:30} {leg['tokens_per_second']:10.1f} tok/s, first {leg['first_seconds']:.1f} s",
-                leg.get("same_tokens"),
+                f"batch {batch:3} {name:30} {leg['tokens_per_second']:10.1f} tok/s, {leg.get('speedup', 1):5.2f}x, "
+                f"first {leg['first_seconds']:.1f} s, same tokens {leg['same_tokens']:.3f}"
             )
         results[f"batch {batch}"] = found
         record("decode", results, args.out)
