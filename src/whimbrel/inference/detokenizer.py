@@ -1,4 +1,4 @@
-"""The text to go on from to tokens, and tokens to text as they come."""
+"""Prompts to tokens, and tokens to text as they are generated: complete characters only, up to stop strings."""
 
 from __future__ import annotations
 
@@ -13,143 +13,195 @@ from whimbrel.tokenization.bpe import BYTE_DECODER
 
 __all__ = ["Detokenizer", "StopStrings", "TextStream", "encode_prompt", "stream_text"]
 
-BETWEEN_TEXTS = "\n\n"
-"""What stands for an end-of-text token after which another text follows."""
+TEXT_SEPARATOR = "\n\n"
+"""Replaces an end-of-text token in the middle of the output."""
 
-NO_CHARACTER = "\ufffd"
-"""What a decoder writes for bytes that are no character, or not one yet."""
+REPLACEMENT = "\ufffd"
+"""What a decoder emits for bytes that are not, or not yet, valid UTF-8."""
 
-LONGEST_CHARACTER = 4
-"""Bytes of a character at most, so also tokens."""
+MAX_UTF8_BYTES = 4
+"""Maximum bytes, and so tokens, of a character."""
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""How tokenizers that spell tokens in characters spell one that is a byte."""
+"""Spelling of byte tokens in SentencePiece vocabularies."""
+
+MAX_CACHED_TOKENS = 2**16
 
 
 def encode_prompt(
     tokenizer: Tokenizer, text: str, *, parse_special: bool = True, bos_id: int | None = None
 ) -> list[int]:
-    """The ids of a raw text prompt, as transformers' `tokenizer(text)` gives them.
+    """Token ids of a text prompt, as from transformers' `tokenizer(text)`.
 
     Special tokens in the text are parsed (`<|im_start|>` is one token) unless `parse_special` is false. An empty prompt
-    is `bos_id`, or the tokenizer's own where that is not given.
+    is `bos_id`, by default the tokenizer's.
     """
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # how Python holds the bytes of a command line that are no text
-        raise RequestError(f"the text is not valid UTF-8 at character {error.start}: give valid Unicode") from error
+    except UnicodeEncodeError as error:  # Python represents invalid bytes of a command line as surrogates
+        raise RequestError(f"expected valid UTF-8, got an invalid character at index {error.start}") from error
     ids = tokenizer.encode_prompt(text, parse_special=parse_special).ids
     return ids or [tokenizer.bos_id if bos_id is None else bos_id]
 
 
 class Detokenizer:
-    """Tokens to characters, each as soon as it is whole, and where in the text each token stands.
+    """Incremental decoding: each character as soon as it is complete, and the span of each token in the text.
 
-    The tokenizer's decoder says what a token adds after the one before it, spaces above all. It cannot say which bytes
-    are a character's first and which are none, so tokens that hold such bytes are read byte by byte.
-    `tokenizers.decoders.DecodeStream` fails at bytes that are no text where bytes are tokens, and models do write them.
+    The tokenizer's decoder determines what a token adds after the one before it, such as a space. It cannot tell bytes
+    that start a character from invalid ones, so tokens with such bytes are decoded byte by byte.
+    `tokenizers.decoders.DecodeStream` fails on invalid UTF-8 from byte tokens, which models do generate.
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), *, specials: bool = False) -> None:
-        """Go on after the tokens `before`; special ones are left out unless `specials` are to be spelled."""
-        added = {} if specials else tokenizer.pipeline.get_added_tokens_decoder()
-        self._left_out = {token for token, content in added.items() if content.special}
-        self._pipeline, self._specials = tokenizer.pipeline, specials
-        self._reader = codecs.getincrementaldecoder("utf-8")("replace")
-        self._last: list[int] = []
-        for token in self._last_texts(before):
-            self._reader.decode(self.added_by(token))
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), *, keep_special: bool = False) -> None:
+        """Continue after the tokens `before`. Special tokens are skipped unless `keep_special`."""
+        added = {} if keep_special else tokenizer.pipeline.get_added_tokens_decoder()
+        self._skipped = {token for token, content in added.items() if content.special}
+        self._pipeline, self._keep_special = tokenizer.pipeline, keep_special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._last: list[int] = []  # the previous token with text
+        self._token_bytes: dict[tuple[int, ...], bytes] = {}  # by previous token and token
+        for token in self._last_text_tokens(before):
+            self._utf8.decode(self.token_bytes(token))
             self._last = [token]
-        self._begun_before = self._unfinished
-        self._written = 0
+        self._started_before = self._is_incomplete
+        self._length = 0
         self.span = (0, 0)
-        """Where the last token's text begins and ends; a character that is not whole yet counts as one."""
+        """Start and end of the last token's text; an incomplete character counts as one."""
 
     def push(self, token: int) -> str:
-        """Take one more token; the characters that are whole now."""
-        added = self.added_by(token)
-        if self._is_text(token):
+        """Add a token; returns the characters that are complete now."""
+        added = self.token_bytes(token)
+        if self._has_text(token):
             self._last = [token]
         if not added:
-            self.span = (self._written, self._written)
+            self.span = (self._length, self._length)
             return ""
-        text = self._reader.decode(added[:1])
-        broken = len(text) - (not self._unfinished)  # 1 where that byte does not go on with the character under way
-        text += self._reader.decode(added[1:])
-        if self._begun_before:
-            text, broken, self._begun_before = text[broken:], 0, False
-        start = self._written + broken
-        self._written += len(text)
-        self.span = (start, self._written + self._unfinished)
+        text = self._utf8.decode(added[:1])
+        broken = len(text) - (not self._is_incomplete)  # 1 if the byte does not continue the incomplete character
+        text += self._utf8.decode(added[1:])
+        if self._started_before:
+            text, broken, self._started_before = text[broken:], 0, False
+        start = self._length + broken
+        self._length += len(text)
+        self.span = (start, self._length + self._is_incomplete)
         return text
 
     def insert(self, text: str) -> str:
-        """Write something else in place of a token: a character that is not whole yet will not be."""
-        self._reader.reset()
-        start, self._written = self._written, self._written + len(text)
-        self.span = (start, self._written)
+        """Write other text in place of a token; an incomplete character is dropped."""
+        self._utf8.reset()
+        start, self._length = self._length, self._length + len(text)
+        self.span = (start, self._length)
         return text
 
-    def added_by(self, token: int) -> bytes:
-        """What a token would add to the text."""
-        alone, spelled = self._decoded([token]), self._pipeline.id_to_token(token) or ""
-        if alone != spelled and (byte := BYTE_TOKEN.fullmatch(spelled)):
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token would add to the text."""
+        key = (*self._last, token)
+        if key not in self._token_bytes:
+            if len(self._token_bytes) == MAX_CACHED_TOKENS:
+                self._token_bytes.clear()
+            self._token_bytes[key] = self._decode_bytes(token)
+        return self._token_bytes[key]
+
+    def _decode_bytes(self, token: int) -> bytes:
+        alone, spelling = self._decode([token]), self._pipeline.id_to_token(token) or ""
+        if alone != spelling and (byte := BYTE_TOKEN.fullmatch(spelling)):
             return bytes.fromhex(byte[1])
-        if NO_CHARACTER in alone and BYTE_DECODER.keys() >= set(spelled):
-            return bytes(BYTE_DECODER[character] for character in spelled)
-        return self._decoded([*self._last, token])[len(self._decoded(self._last)) :].encode()
+        if REPLACEMENT in alone and BYTE_DECODER.keys() >= set(spelling):
+            return bytes(BYTE_DECODER[character] for character in spelling)
+        return self._decode([*self._last, token])[len(self._decode(self._last)) :].encode()
 
     @property
-    def _unfinished(self) -> bool:
-        return bool(self._reader.getstate()[0])
+    def _is_incomplete(self) -> bool:
+        """Whether the bytes so far end within a character."""
+        return bool(self._utf8.getstate()[0])
 
-    def _last_texts(self, ids: Sequence[int]) -> list[int]:
-        """As many of the last tokens as may hold a character between them, of those that are text at all."""
-        texts = (token for token in reversed(ids) if self._is_text(token))
-        return [*itertools.islice(texts, LONGEST_CHARACTER)][::-1]
+    def _last_text_tokens(self, ids: Sequence[int]) -> list[int]:
+        """The last tokens with text, as many as a character can have."""
+        tokens = (token for token in reversed(ids) if self._has_text(token))
+        return [*itertools.islice(tokens, MAX_UTF8_BYTES)][::-1]
 
-    def _is_text(self, token: int) -> bool:
-        return token not in self._left_out and self._pipeline.id_to_token(token) is not None
+    def _has_text(self, token: int) -> bool:
+        return token not in self._skipped and self._pipeline.id_to_token(token) is not None
 
-    def _decoded(self, ids: list[int]) -> str:
-        return str(self._pipeline.decode(ids, skip_special_tokens=not self._specials))
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._pipeline.decode(ids, skip_special_tokens=not self._keep_special))
+
+
+class StopStrings:
+    """Passes text through in pieces, up to the first stop string; text that may become one is held back.
+
+    The stop string that ends first counts, so the result does not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        if isinstance(stops, str) or not all(stops):
+            raise RequestError(f"stop: expected a list of non-empty strings, got {stops!r}")
+        self.found = False
+        self._stops = tuple(stops)
+        self._held_back = ""
+
+    def push(self, piece: str) -> str:
+        """The text that certainly comes before a stop string."""
+        if self.found:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held_back + piece
+        matches = [(index + len(stop), index) for stop in self._stops if (index := text.find(stop)) >= 0]
+        if matches:
+            self.found, self._held_back = True, ""
+            return text[: min(matches)[1]]
+        safe = len(text) - max(_overlap(text, stop) for stop in self._stops)
+        self._held_back = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """What was held back, after the last piece."""
+        held_back, self._held_back = self._held_back, ""
+        return held_back
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class TextStream:
-    """Tokens to text, in pieces that can be shown at once: whole characters, and no beginning of a stop string.
+    """Tokens to text that can be shown at once: complete characters, nothing from the first stop string on.
 
-    The prompt settles how the first piece is spaced.
+    The prompt determines the spacing of the first piece.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str] = ()) -> None:
         self._eot_id = tokenizer.eot_id
-        self._characters = Detokenizer(tokenizer, prompt_ids)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._stops = StopStrings(stops)
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was met: the text before it has been handed out, and no more comes."""
-        return self._stops.met
+        """Whether a stop string was found: all text before it has been returned."""
+        return self._stops.found
 
     @property
     def span(self) -> tuple[int, int]:
-        """From where to where in the text that of the last token goes, were there no stop strings."""
-        return self._characters.span
+        """Start and end of the last token's text, as if there were no stop strings."""
+        return self._detokenizer.span
 
     def push(self, token: int) -> str:
-        """Take one more token; the text that can be shown now."""
-        ends = token == self._eot_id
-        return self._stops.push(self._characters.insert(BETWEEN_TEXTS) if ends else self._characters.push(token))
+        """Add a token; returns the text that can be shown now."""
+        if token == self._eot_id:
+            return self._stops.push(self._detokenizer.insert(TEXT_SEPARATOR))
+        return self._stops.push(self._detokenizer.push(token))
 
     def flush(self) -> str:
-        """What was held back for the rest of a stop string, once there are no more tokens."""
+        """What was held back for a stop string, after the last token."""
         return self._stops.flush()
 
 
 def stream_text(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], tokens: Iterable[int], stops: Sequence[str] = ()
 ) -> Iterator[str]:
-    """The text of `tokens` in pieces of whole characters, up to the first of `stops`, which are checked at once."""
+    """The text of `tokens` in pieces of complete characters, up to the first of `stops`, which are checked at once."""
     return _pieces(TextStream(tokenizer, prompt_ids, stops), tokens)
 
 
@@ -161,40 +213,3 @@ def _pieces(text: TextStream, tokens: Iterable[int]) -> Iterator[str]:
             return
     if rest := text.flush():
         yield rest
-
-
-class StopStrings:
-    """Lets text through in pieces, but for what may yet become a stop string, and nothing from the first one on.
-
-    The stop string that ends first is the one met, so it does not matter how the text is cut into pieces.
-    """
-
-    def __init__(self, stops: Sequence[str] = ()) -> None:
-        if isinstance(stops, str) or not all(stops):
-            raise RequestError(f"stop strings {stops!r} must be a list of texts, none of them empty")
-        self.met = False
-        self._stops = tuple(stops)
-        self._held = ""
-
-    def push(self, piece: str) -> str:
-        """The text that is certain to come before a stop string."""
-        if self.met:
-            return ""
-        text = self._held + piece
-        places = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
-            self.met, self._held = True, ""
-            return text[: min(places)[1]]
-        safe = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[safe:]
-        return text[:safe]
-
-    def flush(self) -> str:
-        """What was held back, once no more text comes."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the beginning of `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

@@ -29,8 +29,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         # The context of one token keeps the leading space that some tokenizers drop at the start of a text.
-        characters = Detokenizer(tokenizer, [tokenizer.eot_id], specials=True)
-        self.to_bytes = functools.lru_cache(maxsize=None)(characters.added_by)  # bounded by the vocabulary
+        characters = Detokenizer(tokenizer, [tokenizer.eot_id], keep_special=True)
+        self.to_bytes = functools.lru_cache(maxsize=None)(characters.token_bytes)  # bounded by the vocabulary
         self.max_bytes = max(map(len, map(self.to_bytes, set(tokenizer.pipeline.get_vocab().values()))))
         """Length of the longest token in bytes."""
         normalizes = tokenizer.pipeline.normalizer is not None

@@ -91,7 +91,7 @@ class PromptContext:
 
 def _decoded_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, ...]:
     """The offset of each token in the decoded text, with special tokens included."""
-    characters, offsets = Detokenizer(tokenizer, specials=True), []
+    characters, offsets = Detokenizer(tokenizer, keep_special=True), []
     for token in ids:
         characters.push(token)
         offsets.append(characters.span[0])

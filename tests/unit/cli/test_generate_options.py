@@ -129,7 +129,7 @@ def test_a_draft_changes_no_word(directory, written, draft):
         ({"beams": 2, "seed": None, "n": 3}, "--n 3 texts of --beams 2"),
         ({"beams": 0, "seed": None, "n": 1}, "--n 1 texts of --beams 0|beams = 0"),
         ({"cache": "int3"}, "int3"),
-        ({"stop": [""]}, "none of them empty"),
+        ({"stop": [""]}, "non-empty strings"),
     ],
 )
 def test_options_that_contradict_or_mean_nothing_are_refused(written, capsys, options, message):

@@ -184,7 +184,7 @@ def test_seeds_settle_a_conversation_and_turns_differ(model, tokenizer):
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens: expected .* got 0"),
-        ({"stop": [""]}, "none of them empty"),
+        ({"stop": [""]}, "non-empty strings"),
         ({"seed": -1}, "seed: expected .* got -1"),
         (
             {"system": "x" * 99},

@@ -137,7 +137,7 @@ def test_tokens_that_are_no_text_hold_nothing_up(tokenizer):
 
 
 def test_special_tokens_can_be_spelled(sentencepiece):
-    characters = Detokenizer(sentencepiece, specials=True)
+    characters = Detokenizer(sentencepiece, keep_special=True)
     ids = [1, *sentencepiece.encode("the end"), 2]
     assert "".join(map(characters.push, ids)) == sentencepiece.decode(ids) == "<s> the end</s>"
 

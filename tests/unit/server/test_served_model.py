@@ -165,8 +165,8 @@ def test_unused_ids_are_not_decoded(monkeypatch: pytest.MonkeyPatch):
     content = json.loads(train_tokenizer(["a b"], 257).to_json())
     content["model"]["vocab"]["zz"] = 100_000
     calls = []
-    added_by = Detokenizer.added_by
-    monkeypatch.setattr(Detokenizer, "added_by", lambda self, token: calls.append(token) or added_by(self, token))
+    token_bytes = Detokenizer.token_bytes
+    monkeypatch.setattr(Detokenizer, "token_bytes", lambda self, token: calls.append(token) or token_bytes(self, token))
     tokenizer = Tokenizer.from_json(json.dumps(content))
     TokenTexts(tokenizer)
     assert tokenizer.vocab_size == 100_001

@@ -13,7 +13,7 @@ from whimbrel.inference.detokenizer import StopStrings
 def passed(pieces: list[str], stops: list[str]) -> tuple[list[str], bool]:
     through = StopStrings(stops)
     shown = [through.push(piece) for piece in pieces]
-    return [*shown, through.flush()], through.met
+    return [*shown, through.flush()], through.found
 
 
 def first_to_end(text: str, stops: list[str]) -> str | None:
@@ -42,7 +42,7 @@ def test_no_beginning_of_a_stop_string_is_shown_and_nothing_else_is_held(text, s
     through, shown = StopStrings([stop]), ""
     for end, letter in enumerate(text, 1):
         shown += through.push(letter)
-        if through.met:
+        if through.found:
             break
         held = text[len(shown) : end]
         assert stop.startswith(held)
@@ -61,5 +61,5 @@ def test_nothing_follows_a_stop_string():
 
 @pytest.mark.parametrize("stops", ["end", [""], ["end", ""]])
 def test_stops_that_stop_nothing_are_refused(stops):
-    with pytest.raises(RequestError, match="must be a list of texts, none of them empty"):
+    with pytest.raises(RequestError, match="non-empty strings"):
         StopStrings(stops)
