@@ -7,6 +7,7 @@ need it, so that `whimbrel runs` and `--help` answer at once.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -61,7 +62,11 @@ def build_app(command: str | None = None) -> typer.Typer:
             app.add_typer(function, name=name)
         else:
             settings: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
-            app.command(name, context_settings=settings if name in WITH_OVERRIDES else None)(function)
+            # Typer keeps the line breaks of a docstring; without them, paragraphs wrap to the width of the terminal.
+            paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(function.__doc__).split("\n\n")]
+            app.command(
+                name, help="\n\n".join(paragraphs), context_settings=settings if name in WITH_OVERRIDES else None
+            )(function)
     return app
 
 

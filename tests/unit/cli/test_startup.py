@@ -75,6 +75,16 @@ def test_only_the_command_that_is_run_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_help_paragraphs_wrap_to_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    assert (
+        "Prints one line per shard or checkpoint. Errors go to standard error and make the exit code 2. A directory"
+        in (capsys.readouterr().out)
+    )
+
+
 def test_an_unknown_command_is_an_error_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["generat"])
