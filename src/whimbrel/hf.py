@@ -1,6 +1,6 @@
-"""`import whimbrel.hf` teaches `transformers` the model type `whimbrel`, and quantised weights in models of any type.
+"""`import whimbrel.hf` registers the model type `whimbrel` and our quantized weights with transformers.
 
-`AutoConfig` and `AutoModelForCausalLM` then open every directory that `whimbrel` writes.
+`AutoConfig` and `AutoModelForCausalLM` then load every directory that whimbrel saves.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ __all__ = ["CrossAttentionCache", "WhimbrelConfig", "WhimbrelForCausalLM", "Whim
 class CrossAttentionCache(EncoderDecoderCache):
     """Two of our caches as the `past_key_values` of an encoder-decoder model.
 
-    `EncoderDecoderCache` itself takes only caches of `transformers`. Models read the keys of the encoder from the
-    layers of `cross_attention_cache` as they are stored, so these can have no codec.
+    `EncoderDecoderCache` accepts only caches of transformers. Models read the stored encoder keys directly from the
+    layers of `cross_attention_cache`, so these cannot be quantized.
     """
 
     def __init__(self, self_attention_cache: Cache, cross_attention_cache: Cache) -> None:
@@ -63,47 +63,47 @@ class CrossAttentionCache(EncoderDecoderCache):
         }
 
     def check_dynamic_cache(self, method: str) -> None:
-        """Our caches refuse by themselves what they cannot do."""
+        """Do nothing: our caches raise errors for unsupported operations themselves."""
 
 
 class WhimbrelConfig(PretrainedConfig):
-    """A `GPTConfig` inside a `transformers` configuration, under the key `gpt`."""
+    """A transformers config with our `GPTConfig` under the key `gpt`."""
 
     model_type = "whimbrel"
 
     def __init__(self, gpt: dict[str, Any] | None = None, **settings: Any) -> None:
         self.gpt = to_table(GPTConfig()) if gpt is None else gpt
-        shape = self.shape
-        self.vocab_size, self.hidden_size = shape.vocab_size, shape.embd_size
-        self.num_hidden_layers, self.num_attention_heads = shape.num_layers, shape.num_heads
-        self.num_key_value_heads, self.head_dim = shape.kv_heads, shape.head_width
-        self.max_position_embeddings = shape.context_length
-        super().__init__(**settings | {"tie_word_embeddings": shape.tied_head})
+        gpt_config = self.gpt_config
+        self.vocab_size, self.hidden_size = gpt_config.vocab_size, gpt_config.embd_size
+        self.num_hidden_layers, self.num_attention_heads = gpt_config.num_layers, gpt_config.num_heads
+        self.num_key_value_heads, self.head_dim = gpt_config.kv_heads, gpt_config.head_width
+        self.max_position_embeddings = gpt_config.context_length
+        super().__init__(**settings | {"tie_word_embeddings": gpt_config.tied_head})
 
     @property
-    def shape(self) -> GPTConfig:
-        """The shape of the decoder, as we spell it."""
+    def gpt_config(self) -> GPTConfig:
+        """The architecture as a `GPTConfig`."""
         return build(GPTConfig, self.gpt, "gpt")
 
 
 class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):
-    """`GPT` with the calling convention of `transformers`; its tensors have the names that our files give them."""
+    """`GPT` as a transformers model; parameter names are those in our files."""
 
     config_class = WhimbrelConfig
     base_model_prefix = "transformer"
-    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012 (the name and kind transformers asks for)
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012 (transformers reads this attribute)
     _supports_sdpa = True
-    accepts_loss_kwargs = True  # so `Trainer` hands over `num_items_in_batch`
+    accepts_loss_kwargs = True  # transformers.Trainer then passes `num_items_in_batch`
 
     def __init__(self, config: WhimbrelConfig) -> None:
         super().__init__(config)
-        decoder = GPT(replace(config.shape, vocab_multiple=1))
+        decoder = GPT(replace(config.gpt_config, vocab_multiple=1))
         self.transformer, self.lm_head = decoder.transformer, decoder.lm_head
-        self._decoder = (decoder,)  # in a tuple, so that its tensors are registered once, under our names
+        self._decoder = (decoder,)  # in a tuple, so that its parameters are not registered twice
         self.post_init()  # type: ignore[no-untyped-call]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: `GPT` has drawn its own weights."""
+        """Do nothing: `GPT` initializes its own weights."""
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
@@ -131,7 +131,7 @@ class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):
         `attention_mask` and the cache.
         """
         if output_attentions or output_hidden_states:
-            raise RequestError("output_attentions and output_hidden_states are not supported: leave them out")
+            raise RequestError("output_attentions and output_hidden_states are not supported: omit them")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         tokens, stored = input_ids.size(1), 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -166,13 +166,11 @@ def _equal_positions(given: Tensor, expected: Tensor) -> bool:
 
 @register_quantization_config(METHOD)
 class WhimbrelQuantization(QuantizationConfigMixin):
-    """The `quantization_config` of our directories."""
+    """The `quantization_config` in our directories."""
 
     def __init__(self, **table: Any) -> None:
         if stored_format({QUANTIZATION: table}) is None:
-            raise ConfigError(
-                f"quant_method = {table.get('quant_method')!r} is not {METHOD!r}: open another class for it"
-            )
+            raise ConfigError(f"expected quant_method = {METHOD!r}, got {table.get('quant_method')!r}")
         self.quant_method: Any = METHOD
         self.version, self.recipe, self.format = table["version"], table["recipe"], table["format"]
 
@@ -186,55 +184,55 @@ class WhimbrelQuantization(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class WhimbrelQuantizer(HfQuantizer):
-    """Puts codes and scales together as they are read: the linears of a model stay what they are, with our weights."""
+    """Joins codes and scales while loading: linear layers keep their class and get quantized weights."""
 
-    requires_calibration = True  # what their word for it means: directories that are quantised already, no others
+    requires_calibration = True  # only directories that are already quantized can be loaded
     quantization_config: WhimbrelQuantization
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """Two stored tensors to one parameter."""
+        """Join two stored tensors to one parameter."""
         return [WeightConverter([f"weight{CODES}", f"weight{SCALES}"], "weight", [_Join(self)])]
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Let the weights be found under their usual names: without us, this entry makes `transformers` refuse them.
+        """Remove the config entry that makes transformers reject the directory without this quantizer.
 
-        Of what transformers asks a quantizer, this comes before it looks for files and is given the config.
+        Of all quantizer methods, this is the one that transformers calls with the config before it locates the files.
         """
         if getattr(config, WEIGHTS_FILE, None) is not None:
             setattr(config, WEIGHTS_FILE, None)
         return config
 
     def update_tp_plan(self, config: Any) -> Any:
-        """The same for versions of transformers that do not ask for the attention yet."""
+        """The same, for older versions of transformers, which do not call `update_attn_implementation`."""
         return self.update_attn_implementation(config)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        """Layers that are quantised stay so, whatever is loaded into them later."""
+        """Keep quantized layers quantized when other weights are loaded into them later."""
         for module in model.modules():
             if isinstance(getattr(module, "weight", None), QuantizedWeight):
                 keep_quantized(module)
         return model
 
     def is_serializable(self) -> bool:
-        """No: the directory that was opened is what there is to keep."""
+        """False: `save_pretrained` does not support our format."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """No: quantised weights stay as they are."""
+        """False: quantized weights are frozen."""
         return False
 
     @property
     def is_compileable(self) -> bool:
-        """Yes."""
+        """True: the quantized product works with torch.compile."""
         return True
 
 
 class _Join(ConversionOps):
-    """Codes and scales to a quantised weight; of GPT-2's layers, which hold theirs transposed, to its transpose."""
+    """Codes and scales to a quantized weight, transposed for the Conv1D layers of GPT-2."""
 
     def __init__(self, hf_quantizer: WhimbrelQuantizer) -> None:
-        self.hf_quantizer = hf_quantizer  # the name by which the loader knows to leave dtypes to us
+        self.hf_quantizer = hf_quantizer  # with this attribute the loader does not convert dtypes
 
     def convert(
         self,
@@ -246,7 +244,7 @@ class _Join(ConversionOps):
         model: Any = None,
         **_: Any,
     ) -> dict[str, Any]:
-        """One weight, in the dtype that the model is to have."""
+        """Return the weight in the dtype of the model."""
         codes, scales = (input_dict[name][0] for name in source_patterns)
         module = model.get_submodule(full_layer_name.rpartition(".")[0])
         form, dtype = self.hf_quantizer.quantization_config.form, module.weight.dtype

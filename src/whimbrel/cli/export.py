@@ -19,31 +19,33 @@ def export(
     out: Annotated[Path, typer.Argument(help="A new directory (hf), or a new file that ends in .gguf (gguf).")],
     form: Annotated[
         Literal["hf", "gguf"] | None,
-        typer.Option("--format", help="gguf where OUT ends in .gguf, otherwise hf, when not given."),
+        typer.Option("--format", help="(default: gguf if OUT ends in .gguf, else hf)"),
     ] = None,
     dtype: Annotated[
-        Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Of the weights; as they are stored when not given.")
+        Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of the weights. (default: as stored)")
     ] = None,
 ) -> None:
-    """Write a model for other tools: `transformers` and vLLM open the directory, llama.cpp and Ollama the GGUF file.
+    """Export a model: a directory for `transformers` and vLLM, or a GGUF file for llama.cpp and Ollama.
 
-    Quantised weights become the numbers that they stand for. A GGUF needs the extra `gguf`.
+    Quantized weights are dequantized. GGUF needs the extra `gguf`.
     """
     if form is not None and (form == "gguf") != (out.suffix == GGUF):
-        raise ConfigError(f"--format {form} and {out} do not fit: a GGUF file, and nothing else, ends in {GGUF}")
+        raise ConfigError(
+            f"--format {form} does not match {out}: a GGUF file name ends in {GGUF}, a directory name does not"
+        )
     import torch
 
     from whimbrel.base.progress import format_bytes
 
-    number = {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    torch_dtype = {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     if out.suffix == GGUF:
         from whimbrel.model_io.gguf import export_gguf
 
-        export_gguf(source, out, dtype=number)
+        export_gguf(source, out, dtype=torch_dtype)
         size = out.stat().st_size
     else:
         from whimbrel.model_io import export_hf
 
-        export_hf(source, out, dtype=number)
+        export_hf(source, out, dtype=torch_dtype)
         size = sum(file.stat().st_size for file in out.iterdir())
     print(f"{out}: {format_bytes(size)}")

@@ -73,7 +73,7 @@ def test_gguf_suffix_selects_the_format(run, tmp_path, capsys):
 @pytest.mark.parametrize(("form", "name"), [("gguf", "model"), ("hf", "model.gguf")])
 def test_format_and_suffix_must_agree(run, tmp_path, capsys, form, name):
     assert whimbrel("export", run, tmp_path / name, "--format", form) == 2
-    assert "ends in .gguf" in capsys.readouterr().err
+    assert "GGUF file name ends in .gguf" in capsys.readouterr().err
     assert not (tmp_path / name).exists()
 
 
