@@ -134,7 +134,7 @@ def answers(files, trained, llama_cpp) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
-def test_llama_cpp_writes_our_text(answers, trained, family, dtype):
+def test_llama_cpp_generates_equal_text(answers, trained, family, dtype):
     tokenizer = load_tokenizer(trained[family].directory)
     answer = answers[family, dtype]
     assert answer["ids"] == [tokenizer.encode(trained[family].prompt)]
@@ -143,7 +143,7 @@ def test_llama_cpp_writes_our_text(answers, trained, family, dtype):
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
-def test_transformers_writes_our_text(files, trained, family, dtype):
+def test_transformers_generates_equal_text(files, trained, family, dtype):
     path, (directory, prompt, continuation) = files[family, dtype], trained[family]
     opened = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     config = {"config": transformers.AutoConfig.from_pretrained(directory)} if family in UNREAD else {}
@@ -157,7 +157,7 @@ def test_transformers_writes_our_text(files, trained, family, dtype):
     assert tokenizer.decode(written) == prompt + load_tokenizer(directory).decode(continuation)
 
 
-def test_a_plain_copy_of_quantised_weights_opens_in_transformers(trained, tmp_path):
+def test_transformers_loads_a_dequantized_export(trained, tmp_path):
     directory, prompt, continuation = trained["llama"]
     tokenizer = load_tokenizer(directory)
     whimbrel.save_model(whimbrel.load_model(directory, quantize="int8"), tmp_path / "int8", tokenizer)
@@ -232,13 +232,13 @@ def split_ids(tokenizers, llama_cpp) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", [*SPLITS, "gpt-2, all of it"])
-def test_llama_cpp_gives_our_ids(tokenizers, split_ids, name):
+def test_llama_cpp_tokenizes_equally(tokenizers, split_ids, name):
     ours = load_tokenizer(tokenizers[name].with_suffix(""))
     assert split_ids[name] == [ours.encode(text) for text in TEXTS]
 
 
 @pytest.mark.parametrize("name", [*SPLITS, "gpt-2, all of it"])
-def test_transformers_gives_our_ids(tokenizers, name):
+def test_transformers_tokenizes_equally(tokenizers, name):
     path = tokenizers[name]
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     ours = load_tokenizer(path.with_suffix(""))
@@ -246,7 +246,7 @@ def test_transformers_gives_our_ids(tokenizers, name):
         assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
 
 
-def test_llama_cpp_opens_a_text_as_the_tokenizer_does(tmp_path, llama_cpp, shakespeare):
+def test_llama_cpp_adds_the_same_bos_token(tmp_path, llama_cpp, shakespeare):
     pipeline = pipeline_of(shakespeare[:20_000], BYTES)
     opener = pipeline.token_to_id("<|endoftext|>")
     pipeline.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", opener)])

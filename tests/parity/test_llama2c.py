@@ -48,7 +48,7 @@ def write_llama2c(model: transformers.LlamaForCausalLM, path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_a_file_gives_the_logits_of_the_llama_it_was_made_from(tied, kv_heads, ids, logits, tmp_path):
+def test_logits_equal_those_of_the_exported_llama(tied, kv_heads, ids, logits, tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=99, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
@@ -63,7 +63,7 @@ def test_a_file_gives_the_logits_of_the_llama_it_was_made_from(tied, kv_heads, i
     assert whimbrel.load_model(tmp_path / "model.bin", dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
 
 
-def test_a_real_model_writes_its_known_text(shared_data, tmp_path):
+def test_real_model_generates_its_known_text(shared_data, tmp_path):
     known = json.loads((shared_data / "models" / "aidreams_greedy_fixture.json").read_text())
     model = whimbrel.load_model(shared_data / "models" / known["model"])
     first, *rest = known["greedy_ids"]
