@@ -522,11 +522,11 @@ def _model_table(given: dict[str, Any]) -> dict[str, Any]:
     own = {key: value for key, value in given.items() if key != "path"}
     if "preset" in own:
         raise ConfigError("expected model.path or model.preset, got both: leave one out")
-    built = build(GPTConfig, own, "model")
     if not path.exists() and {"num_layers", "embd_size", "vocab_size"} <= own.keys():
         return given  # the config.toml of a run that is resumed after its source was removed
     source = resolve_model(path)
     found = read_llama2c_config(source) if source.is_file() else read_config(source).config
+    built = build(GPTConfig, to_table(found) | own, "model")
     for name in own:
         if getattr(built, name) != getattr(found, name):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A small real corpus as shards, and a run on it that takes a second."""
+"""Token shards of a small corpus, a run on them that takes a second, and a small classifier with data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeRun = Callable[..., RunConfig]
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
-    """About 20,000 tokens of Shakespeare, a vocabulary of 300, every speech a document."""
+    """About 20,000 tokens of Shakespeare with a vocabulary of 300; every speech is a document."""
     folder = tmp_path_factory.mktemp("shards")
     text = shakespeare[:40_000]
     (folder / "text.txt").write_text(text)
@@ -31,7 +31,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
 
 @pytest.fixture
 def make_run(shards: Path, tmp_path: Path) -> MakeRun:
-    """A `RunConfig` with a tiny model; keywords replace whole sections' values, `section__name=value`."""
+    """A `RunConfig` with a tiny model; `section__name=value` changes a setting."""
 
     def make(**changes: object) -> RunConfig:
         table: dict[str, dict[str, object]] = {
@@ -51,7 +51,7 @@ def make_run(shards: Path, tmp_path: Path) -> MakeRun:
 
 
 class Net(nn.Module):
-    """A small classifier; with dropout, every random number counts."""
+    """A small classifier, optionally with dropout."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 
 class Losses(TrainerCallback):
-    """Keeps the loss of every step."""
+    """Records the loss of every step."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -78,7 +78,7 @@ class Losses(TrainerCallback):
 
 @pytest.fixture
 def net() -> Callable[..., nn.Module]:
-    """The classifier, always with the same weights."""
+    """Creates the classifier, always with the same weights."""
 
     def make(dropout: float = 0.0) -> nn.Module:
         torch.manual_seed(0)
@@ -89,7 +89,7 @@ def net() -> Callable[..., nn.Module]:
 
 @pytest.fixture
 def data() -> Callable[..., list[dict[str, Any]]]:
-    """Rows for it, always the same."""
+    """Creates examples for the classifier, always the same."""
 
     def make(count: int = 24) -> list[dict[str, Any]]:
         rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(3))
@@ -115,7 +115,7 @@ def args(tmp_path: Path) -> Callable[..., TrainingArguments]:
 
 @pytest.fixture
 def fit(net: Callable[..., nn.Module], data: Callable[..., Any]) -> Callable[..., tuple[BaseTrainer, Losses]]:
-    """Train the classifier, or another model, and give the trainer and the losses."""
+    """Trains the classifier, or another model; returns the trainer and the losses."""
 
     def run(args: TrainingArguments, model: nn.Module | None = None, **keywords: Any) -> tuple[BaseTrainer, Losses]:
         losses, resume = Losses(), keywords.pop("resume", None)

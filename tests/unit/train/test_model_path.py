@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from whimbrel.base.errors import CheckpointError, ConfigError
-from whimbrel.config import to_table
+from whimbrel.config import dump_toml, to_table
 from whimbrel.data import TokenDataLoader
 from whimbrel.model_io import load_model
 from whimbrel.train import RunConfig, Trainer, TrainerCallback, TrainingArguments, load_run_config, read_log, train
@@ -113,7 +113,7 @@ def test_a_missing_directory_is_an_error(make: MakeRun, directory: Path) -> None
 
 
 def test_settings_that_contradict_the_directory_are_refused(make: MakeRun) -> None:
-    assert make(model__num_layers=2).model.num_layers == 2
+    assert make(model__num_layers=2, model__embd_size=32).model.num_layers == 2
     with pytest.raises(ConfigError, match=r"model\.num_layers = 3 contradicts model\.path .* has 2"):
         make(model__num_layers=3)
     with pytest.raises(ConfigError, match=r"model\.path or model\.preset, got both"):
@@ -161,3 +161,10 @@ def test_our_model_trains_on_rows_with_input_ids_and_labels(tmp_path: Path, accu
         found.append([*losses.values, trainer.evaluate()["eval_loss"], prediction.metrics["test_loss"]])
         assert tuple(prediction.predictions.shape) == (8, 16, 300)
     assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+def test_the_path_can_be_set_on_the_command_line(make_run: MakeRun, directory: Path, tmp_path: Path) -> None:
+    table = {name: value for name, value in to_table(make_run()).items() if name != "model"}
+    (tmp_path / "run.toml").write_text(dump_toml(table))
+    config = load_run_config(tmp_path / "run.toml", [f"--model.path={directory}"])
+    assert (config.model.path, config.model.num_layers) == (directory, 2)
