@@ -1,4 +1,4 @@
-"""GaLore beside the paper authors' own, beside torch's AdamW, and inside `transformers.Trainer`."""
+"""GaLore against galore-torch, torch's AdamW, and in `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pairs(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], list[
     return ours, theirs
 
 
-def give(ours: list[nn.Parameter], theirs: list[nn.Parameter], step: int) -> None:
+def set_gradients(ours: list[nn.Parameter], theirs: list[nn.Parameter], step: int) -> None:
     """The same gradients to both."""
     for place, (p, q) in enumerate(zip(ours, theirs, strict=True)):
         p.grad, q.grad = (random(tuple(p.shape), 1000 + 10 * step + place, p.dtype) for _ in range(2))
@@ -42,7 +42,7 @@ def galore_torch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("projection_type", ["std", "reverse_std", "right", "left", "full"])
 @pytest.mark.parametrize("rank", [1, 4])
-def test_steps_equal_those_of_galore_torch(galore_torch: ModuleType, rank: int, projection_type: str) -> None:
+def test_steps_equal_galore_torch(galore_torch: ModuleType, rank: int, projection_type: str) -> None:
     """In fp64, and without weight decay, which galore-torch applies after the update.
 
     Directly after a refresh, U^T G V is diagonal but for rounding errors, and Adam divides each element by its own
@@ -56,7 +56,7 @@ def test_steps_equal_those_of_galore_torch(galore_torch: ModuleType, rank: int, 
     their = galore_torch.GaLoreAdamW(groups, lr=1e-2, no_deprecation_warning=True)
     own = GaLore(ours, lr=1e-2, projection_type=projection_type, **settings)
     for step in range(10):
-        give(ours, theirs, step)
+        set_gradients(ours, theirs, step)
         own.step()
         their.step()
         for p, q in zip(ours, theirs, strict=True):
@@ -65,12 +65,12 @@ def test_steps_equal_those_of_galore_torch(galore_torch: ModuleType, rank: int, 
 
 @pytest.mark.parametrize(("eps", "bar"), [(1e-6, 1e-3), (1e-12, 1e-6)])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_without_a_rank_it_is_adamw(eps: float, bar: float, maximize: bool) -> None:
+def test_galore_without_a_rank_equals_adamw(eps: float, bar: float, maximize: bool) -> None:
     ours, theirs = pairs()
     own = GaLore(ours, lr=1e-2, betas=(0.9, 0.99), eps=eps, weight_decay=0.1, maximize=maximize)
     their = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.99), eps=eps, weight_decay=0.1, maximize=maximize)
     for step in range(20):
-        give(ours, theirs, step)
+        set_gradients(ours, theirs, step)
         own.step()
         their.step()
         for p, q in zip(ours, theirs, strict=True):
@@ -78,11 +78,11 @@ def test_without_a_rank_it_is_adamw(eps: float, bar: float, maximize: bool) -> N
 
 
 def test_full_rank_is_not_adamw() -> None:
-    """Adam is not rotation-invariant: in another basis it goes another way."""
+    """Adam is not rotation-invariant, so its updates depend on the basis."""
     ours, theirs = pairs()
     own, their = GaLore(ours[:1], lr=1e-2, rank=24, scale=1.0), torch.optim.AdamW(theirs[:1], lr=1e-2, weight_decay=0.0)
     for step in range(5):
-        give(ours, theirs, step)
+        set_gradients(ours, theirs, step)
         own.step()
         their.step()
     assert (ours[0] - theirs[0]).norm() > 1e-2 * (theirs[0] - random(SHAPES[0], 0)).norm()
@@ -109,7 +109,7 @@ def trainer(folder: Path, trained: GPT2LMHeadModel, steps: int) -> Trainer:
     return Trainer(trained, arguments, train_dataset=rows, optimizers=(GaLore(groups, lr=1e-2), None))
 
 
-def test_in_the_trainer_of_transformers_with_a_save_and_a_resume(tmp_path: Path) -> None:
+def test_transformers_trainer_saves_and_resumes_galore(tmp_path: Path) -> None:
     through, resumed = model(), model()
     straight = trainer(tmp_path / "through", through, 8)
     straight.train()

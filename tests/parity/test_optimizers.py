@@ -1,4 +1,4 @@
-"""Low-rank optimizers beside those of other packages, on the same gradients or the same text."""
+"""Optimizers against those of other packages, on the same gradients or the same text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pytorch_optimizer() -> ModuleType:
 
 
 class NextLetter:
-    """A network that guesses the next letter of a text from eight, and the text in batches."""
+    """A network that predicts the next letter of a text from eight."""
 
     def __init__(self, text: str) -> None:
         letters = sorted(set(text))
@@ -40,7 +40,7 @@ class NextLetter:
         return functional.cross_entropy(hidden @ second.mT, windows[:, 8])
 
     def train(self, build: Callable[[list[nn.Parameter]], Any], steps: int) -> tuple[Tensor, float]:
-        """Where the weights go, and the mean loss on texts that were not seen."""
+        """The change of the weights, and the mean loss on held-out text."""
         start = [p.detach().clone() for p in self.params]
         optimizer = build(self.params)
         for step in range(steps):
@@ -53,8 +53,8 @@ class NextLetter:
         return torch.cat(moved), float(unseen)
 
 
-def test_adamw8bit_beside_torchao(torchao: ModuleType, shakespeare: str) -> None:
-    """Both stay near AdamW in fp32 on a text, ours as near as theirs at least; it is theirs in eager mode."""
+def test_adamw8bit_is_as_close_to_adamw_as_torchao(torchao: ModuleType, shakespeare: str) -> None:
+    """Both stay close to AdamW in fp32, ours at least as close; torchao runs in eager mode."""
     text, steps = shakespeare[:40_000], 100
     settings: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.01}
     exact, loss = NextLetter(text).train(lambda params: torch.optim.AdamW(params, **settings), steps)
@@ -70,10 +70,10 @@ def test_adamw8bit_beside_torchao(torchao: ModuleType, shakespeare: str) -> None
 
 
 @pytest.mark.parametrize("shape", [(24, 16), (16, 24), (20, 20)])
-def test_fira_beside_pytorch_optimizer(pytorch_optimizer: ModuleType, shape: tuple[int, ...]) -> None:
-    """Step for step at scale 1 (theirs scales what it takes from the gradient, too), while nothing is limited.
+def test_fira_equals_pytorch_optimizer(pytorch_optimizer: ModuleType, shape: tuple[int, ...]) -> None:
+    """At scale 1 (theirs scales the residual too), while the limiter is inactive.
 
-    Its limiter looks at lengths before, ours after the correction of Adam's bias, so what a basis leaves out shrinks.
+    Its limiter compares norms before the bias correction of Adam, ours after it, so the residual shrinks here.
     """
     ours, theirs = (nn.Parameter(random(shape, 0)) for _ in range(2))
     settings: dict[str, Any] = {"rank": 4, "scale": 1.0}
@@ -92,7 +92,7 @@ def test_fira_beside_pytorch_optimizer(pytorch_optimizer: ModuleType, shape: tup
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
 
 
-def test_lion_beside_pytorch_optimizer(pytorch_optimizer: ModuleType) -> None:
+def test_lion_equals_pytorch_optimizer(pytorch_optimizer: ModuleType) -> None:
     ours, theirs = (nn.Parameter(random((24, 16), 0)) for _ in range(2))
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.97), "weight_decay": 0.1}
     mine, peer = LowRankOptimizer([ours], rule="lion", **settings), pytorch_optimizer.Lion([theirs], **settings)

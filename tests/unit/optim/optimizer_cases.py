@@ -1,4 +1,4 @@
-"""The optimizers of the table of invariants, and what the invariants are tried on."""
+"""The optimizers that the invariant tests run on, and their shapes, gradients and a small training problem."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whimbrel import optim
 from whimbrel.optim import GaLore, LowRankOptimizer, Muon
 
 SHAPES: dict[str, tuple[int, ...]] = {
-    "large": (72, 60),  # the only one with numbers enough to be stored in 8 bits
+    "large": (72, 60),  # the only one large enough for 8-bit state
     "tall": (24, 16),
     "wide": (16, 24),
     "vector": (5,),
@@ -25,8 +25,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 @dataclass(frozen=True)
-class Entry:
-    """An optimizer: how it is built, a learning rate that suits it, and the bytes of its state for a shape."""
+class Case:
+    """An optimizer class with options, a suitable learning rate, and the bytes of its state for a shape."""
 
     kind: type[torch.optim.Optimizer]
     lr: float
@@ -34,7 +34,7 @@ class Entry:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, params: Sequence[Tensor], **settings: Any) -> Any:
-        """One over `params`, with `settings` beside its own; of Muon's, all but matrices are moved by Adam."""
+        """Build it over `params`; Muon updates only the matrices, its Adam group the others."""
         settings = {"lr": self.lr} | self.settings | settings
         if self.kind is not Muon:
             return self.kind(params, **settings)
@@ -49,14 +49,14 @@ class Entry:
 
 
 def matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """How many matrices a shape is, their rows and their columns."""
+    """The number of matrices of a shape, their rows and columns."""
     if len(shape) > 3:
         return 1, shape[0], math.prod(shape[1:])
     return (shape[0] if len(shape) == 3 else 1), shape[-2], shape[-1]
 
 
 def int8(rows: int, width: int) -> int:
-    """Codes, and a scale for every 256 of a row."""
+    """Codes, and one scale per 256 of a row."""
     return rows * (width + 4 * math.ceil(width / 256))
 
 
@@ -72,8 +72,8 @@ def bf16(rows: int, width: int) -> int:
     return 2 * rows * width
 
 
-def whole(shape: tuple[int, ...], *moments: Callable[[int, int], int]) -> int:
-    """A step, a seed and moments of the shape itself."""
+def full_size(shape: tuple[int, ...], *moments: Callable[[int, int], int]) -> int:
+    """Bytes of step, seed and full-size moments."""
     small = math.prod(shape) < 4096
     width = shape[-1] if shape else 1
     return 16 + sum((fp32 if small else moment)(math.prod(shape) // width, width) for moment in moments)
@@ -87,9 +87,9 @@ def low(
     rank: int = 4,
     more: Callable[[int, int, int], int] = lambda count, rows, columns: 0,
 ) -> int:
-    """A step and a seed, moments and a basis in the subspace (with due, gap and failures), and what there is more."""
+    """Bytes of step, seed, low-rank moments, basis (with due, gap and failures), and `more`."""
     if len(shape) < 2:
-        return whole(shape, *moments)
+        return full_size(shape, *moments)
     small = math.prod(shape) < 4096
     count, rows, columns = matrices(shape)
     if side == "left" or (side == "std" and rows < columns):
@@ -102,7 +102,7 @@ def low(
 
 
 def galore(shape: tuple[int, ...]) -> int:
-    """As `low`, but for a step of four bytes and neither seed nor due, gap and failures."""
+    """As `low`, with a step of four bytes and without seed, due, gap and failures."""
     if len(shape) < 2:
         return 4 + 8 * math.prod(shape)
     return low(shape, "std") - 28 - 4 * matrices(shape)[0]
@@ -121,7 +121,7 @@ def error(count: int, rows: int, columns: int) -> int:
 
 
 def lion(shape: tuple[int, ...]) -> int:
-    """`cheapest` keeps the shorter side where a moment of 2 bytes meets a basis of 1, at equal rank."""
+    """`cheapest` is the smaller of both sides: a moment of 2 bytes and a basis of 1."""
     options = [low(shape, side, (bf16,), int8) for side in ("right", "left")]
     return min(options)
 
@@ -129,63 +129,63 @@ def lion(shape: tuple[int, ...]) -> int:
 def factored(shape: tuple[int, ...], rank: int | None, store: Callable[[int, int], int]) -> int:
     """Adafactor's means over columns and over rows; vectors have the moments of AdamW."""
     if len(shape) < 2:
-        return whole(shape, store, store)
+        return full_size(shape, store, store)
     store = fp32 if math.prod(shape) < 4096 else store
     count, rows, columns = matrices(shape)
     return 16 + store(count, rows) + store(count, columns if rank is None else rank)
 
 
 def polar(shape: tuple[int, ...]) -> int:
-    return whole(shape, fp32, fp32) if len(shape) < 2 else low(shape, "std", (fp32,))
+    return full_size(shape, fp32, fp32) if len(shape) < 2 else low(shape, "std", (fp32,))
 
 
 LOW = {"rank": 4, "gap": 5}
-ENTRIES: dict[str, Entry] = {
-    "galore": Entry(GaLore, 0.02, galore, {"rank": 4, "update_proj_gap": 5, "scale": 1.0}),
-    "adamw8bit": Entry(optim.AdamW8bit, 0.02, lambda shape: whole(shape, int8, int8), {"weight_decay": 0.0}),
-    "galore_warm": Entry(optim.GaLoreWarm, 0.02, lambda shape: low(shape, "right"), LOW),
-    "qgalore": Entry(optim.QGaLore, 0.02, lambda shape: low(shape, "std", (int8, int8), int4), LOW | {"scale": 1.0}),
-    "apollo": Entry(optim.Apollo, 0.02, lambda shape: low(shape, "std", basis=None, more=length), LOW),
-    "apollo_mini": Entry(
+CASES: dict[str, Case] = {
+    "galore": Case(GaLore, 0.02, galore, {"rank": 4, "update_proj_gap": 5, "scale": 1.0}),
+    "adamw8bit": Case(optim.AdamW8bit, 0.02, lambda shape: full_size(shape, int8, int8), {"weight_decay": 0.0}),
+    "galore_warm": Case(optim.GaLoreWarm, 0.02, lambda shape: low(shape, "right"), LOW),
+    "qgalore": Case(optim.QGaLore, 0.02, lambda shape: low(shape, "std", (int8, int8), int4), LOW | {"scale": 1.0}),
+    "apollo": Case(optim.Apollo, 0.02, lambda shape: low(shape, "std", basis=None, more=length), LOW),
+    "apollo_mini": Case(
         optim.ApolloMini, 0.02, lambda shape: low(shape, "std", basis=None, rank=1, more=length),
         {"gap": 5, "scale": 1.0},
     ),
-    "fira": Entry(optim.Fira, 0.02, lambda shape: low(shape, "std", more=length), LOW | {"scale": 1.0}),
-    "ldadam": Entry(optim.LDAdam, 0.02, lambda shape: low(shape, "std", more=error), {"rank": 4}),
-    "muon": Entry(Muon, 0.05, muon),
-    "adamw, bf16": Entry(LowRankOptimizer, 0.02, lambda shape: whole(shape, bf16, bf16), {"store": "bf16"}),
-    "warm adamw, int8, int4": Entry(
+    "fira": Case(optim.Fira, 0.02, lambda shape: low(shape, "std", more=length), LOW | {"scale": 1.0}),
+    "ldadam": Case(optim.LDAdam, 0.02, lambda shape: low(shape, "std", more=error), {"rank": 4}),
+    "muon": Case(Muon, 0.05, muon),
+    "adamw, bf16": Case(LowRankOptimizer, 0.02, lambda shape: full_size(shape, bf16, bf16), {"store": "bf16"}),
+    "warm adamw, int8, int4": Case(
         LowRankOptimizer, 0.02, lambda shape: low(shape, "right", (int8, int8), int4),
         LOW | {"store": "int8", "basis_store": "int4", "start": "random", "lazy": True, "moment_transfer": "align"},
     ),
-    "svd sgd, transported": Entry(
+    "svd sgd, both moments": Case(
         LowRankOptimizer, 0.1, lambda shape: low(shape, "left", (fp32,)),
         LOW | {"rule": "sgd", "subspace": "svd", "side": "left", "moment_transfer": "both"},
     ),
-    "warm lion, bf16, int8": Entry(
+    "warm lion, bf16, int8": Case(
         LowRankOptimizer, 0.01, lion,
         LOW | {"rule": "lion", "store": "bf16", "basis_store": "int8", "side": "cheapest", "moment_transfer": "align"},
     ),
-    "warm muon": Entry(
+    "warm muon": Case(
         LowRankOptimizer, 0.05, polar, LOW | {"rule": "muon", "side": "std", "moment_transfer": "first"}
     ),
-    "warm adamw, fed back": Entry(
+    "warm adamw, error feedback": Case(
         LowRankOptimizer, 0.02, lambda shape: low(shape, "right", more=error), LOW | {"error_feedback": True}
     ),
-    "random adafactor": Entry(
+    "random adafactor": Case(
         LowRankOptimizer, 0.01, lambda shape: factored(shape, 4, fp32),
         LOW | {"rule": "adafactor", "subspace": "random"},
     ),
-    "adafactor, int8": Entry(
+    "adafactor, int8": Case(
         LowRankOptimizer, 0.05, lambda shape: factored(shape, None, int8), {"rule": "adafactor", "store": "int8"}
     ),
-    "random sgd, apollo": Entry(
+    "random sgd, apollo": Case(
         LowRankOptimizer, 0.05, lambda shape: low(shape, "right", (fp32,), None, more=length),
         LOW | {"rule": "sgd", "subspace": "random", "back_projection": "apollo"},
     ),
 }  # fmt: skip
-"""Every preset, and some of the other choices of each axis."""
-LOW_RANK = {name: entry for name, entry in ENTRIES.items() if entry.low_rank}
+"""Every preset, and other combinations that cover each option."""
+LOW_RANK = {name: entry for name, entry in CASES.items() if entry.low_rank}
 
 
 def random(shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -193,7 +193,7 @@ def random(shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """One of each shape, the same every time; matrices first, as Muon's groups have them."""
+    """One parameter of each shape, always the same; matrices first, as in the groups of Muon."""
     return [nn.Parameter(random(shape, seed, dtype)) for seed, shape in enumerate(SHAPES.values())]
 
 
@@ -201,15 +201,15 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def move(optimizer: torch.optim.Optimizer, steps: range, size: float = 1.0) -> None:
-    """Steps by gradients of the step and the parameter's place alone."""
+def run_steps(optimizer: torch.optim.Optimizer, steps: range, size: float = 1.0) -> None:
+    """Step with gradients that depend only on the step and the index of the parameter."""
     for step in steps:
         for place, p in enumerate(params_of(optimizer)):
             p.grad = (random(p.shape, 100 * step + place) * size).to(p.dtype)
         optimizer.step()
 
 
-def everything(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """A copy of all parameters and all state, by name."""
     found = {f"{i}": p.detach().clone() for i, p in enumerate(params_of(optimizer))}
     for i, p in enumerate(params_of(optimizer)):
@@ -218,7 +218,7 @@ def everything(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names under which two copies are not the same bits."""
+    """Names of tensors that are not bit-identical."""
     return [
         name
         for name in sorted(one.keys() | other.keys())
@@ -230,7 +230,7 @@ def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 class Teacher:
-    """A small problem: a network of two layers learns another's answers."""
+    """A small regression problem: a two-layer network learns the outputs of another."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
         self.x = random((96, 60), seed + 1)
@@ -239,7 +239,7 @@ class Teacher:
         self.params = [nn.Parameter(w.to(dtype)) for w in (first, torch.zeros(72), second, torch.zeros(8))]
 
     def loss(self) -> Tensor:
-        """Mean squared error, after its gradients were taken."""
+        """Mean squared error; computes the gradients too."""
         for p in self.params:
             p.grad = None
         w1, b1, w2, b2 = (p.float() for p in self.params)
@@ -248,7 +248,7 @@ class Teacher:
         return loss.detach()
 
     def fit(self, optimizer: torch.optim.Optimizer, steps: int) -> tuple[float, float]:
-        """Losses before and after."""
+        """The loss before and after training."""
         before = float(self.loss())
         for _ in range(steps):
             optimizer.step()

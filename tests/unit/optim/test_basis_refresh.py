@@ -1,4 +1,4 @@
-"""When bases are sought, and what becomes of moments."""
+"""Basis refreshes: when they happen, gaps, and the transfer of moments."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.optimizer_cases import move, random
+from tests.unit.optim.optimizer_cases import random, run_steps
 from torch import Tensor, nn
 
 from whimbrel.optim import GaLoreWarm, LowRankOptimizer
 from whimbrel.optim.param_state import planned_refreshes
 
 
-def sought(optimizer: LowRankOptimizer, steps: int, grad: Tensor | None = None) -> list[list[int]]:
-    """Which parameters, by place, got a new basis in each step."""
+def refreshed(optimizer: LowRankOptimizer, steps: int, grad: Tensor | None = None) -> list[list[int]]:
+    """Indices of the parameters that got a new basis in each step."""
     found = []
     params = optimizer.param_groups[0]["params"]
     for step in range(steps):
@@ -28,63 +28,63 @@ def sought(optimizer: LowRankOptimizer, steps: int, grad: Tensor | None = None) 
 
 
 @pytest.mark.parametrize("gap", [1, 2, 7])
-def test_a_basis_is_kept_for_a_gap(gap: int) -> None:
-    """From the second on; until then it is by the parameter's place."""
+def test_refreshes_are_one_gap_apart(gap: int) -> None:
+    """From the second refresh on; the first gap depends on the index of the parameter."""
     optimizer = LowRankOptimizer([nn.Parameter(random((8, 6)))], rank=2, gap=gap)
-    steps = [step for step, places in enumerate(sought(optimizer, 5 * gap + 2)) if places]
+    steps = [step for step, places in enumerate(refreshed(optimizer, 5 * gap + 2)) if places]
     assert steps[0] == 0
     assert max(1, gap // 2) <= steps[1] <= max(1, 2 * gap)
     assert {b - a for a, b in pairwise(steps[1:])} == {gap}
 
 
 @pytest.mark.parametrize(("count", "most"), [(40, 3), (7, 1), (100, 7)])
-def test_no_step_after_the_first_seeks_many_bases(count: int, most: int) -> None:
+def test_refreshes_are_staggered_after_the_first_step(count: int, most: int) -> None:
     optimizer = LowRankOptimizer([nn.Parameter(random((4, 3), i)) for i in range(count)], rank=1, gap=20)
-    steps = sought(optimizer, 80)
+    steps = refreshed(optimizer, 80)
     assert len(steps[0]) == count
     assert max(len(places) for places in steps[1:]) <= most
     assert set(Counter(place for places in steps[31:71] for place in places).values()) == {2}
 
 
-def test_no_step_seeks_many_where_bases_start_at_random() -> None:
+def test_first_refreshes_are_staggered_with_random_start() -> None:
     optimizer = LowRankOptimizer([nn.Parameter(random((4, 3), i)) for i in range(40)], rank=1, gap=20, start="random")
-    steps = sought(optimizer, 80)
+    steps = refreshed(optimizer, 80)
     assert max(len(places) for places in steps) <= 5
     assert {place for places in steps[:20] for place in places} == set(range(40))
 
 
 @pytest.mark.parametrize("subspace", ["warm", "svd"])
-def test_a_gap_grows_while_bases_stay_alike(subspace: str) -> None:
-    """Doubled each time, to eight times what was asked."""
+def test_lazy_gap_doubles_while_the_basis_is_stable(subspace: str) -> None:
+    """Up to eight times the option."""
     optimizer = LowRankOptimizer([nn.Parameter(random((8, 6)))], rank=2, gap=4, lazy=True, subspace=subspace)
     grad = torch.diag(torch.tensor([9.0, 8, 0.1, 0.1, 0.1, 0.1])) @ random((6, 6))
     grad = torch.cat((grad, torch.zeros(2, 6)))
-    steps = [step for step, places in enumerate(sought(optimizer, 120, grad)) if places]
+    steps = [step for step, places in enumerate(refreshed(optimizer, 120, grad)) if places]
     assert [b - a for a, b in pairwise(steps[1:])] == [8, 16, 32, 32]
 
 
-def test_a_gap_shrinks_while_bases_move() -> None:
-    """Halved each time, to an eighth of what was asked: bases of noise have little in common."""
+def test_lazy_gap_halves_while_the_basis_changes() -> None:
+    """Down to an eighth of the option: bases of noise hardly overlap."""
     optimizer = LowRankOptimizer([nn.Parameter(random((8, 64)))], rank=2, gap=16, lazy=True)
-    steps = [step for step, places in enumerate(sought(optimizer, 40)) if places]
+    steps = [step for step, places in enumerate(refreshed(optimizer, 40)) if places]
     assert [b - a for a, b in pairwise(steps[1:])][:5] == [8, 4, 2, 2, 2]
 
 
-def test_a_gap_stays_where_it_was_not_asked_to_be_lazy() -> None:
+def test_gap_is_constant_without_lazy() -> None:
     optimizer = LowRankOptimizer([nn.Parameter(random((64, 64)))], rank=2, gap=4)
-    sought(optimizer, 20)
+    refreshed(optimizer, 20)
     assert all(int(state["gap"]) == 4 for state in optimizer.state.values())
 
 
-def test_a_basis_that_is_not_found_is_counted_and_sought_again() -> None:
+def test_failed_refresh_is_counted_and_retried() -> None:
     p = nn.Parameter(random((8, 6)))
     optimizer = GaLoreWarm([p], rank=2, gap=3)
-    assert sought(optimizer, 2, torch.zeros(8, 6)) == [[0], [0]]
+    assert refreshed(optimizer, 2, torch.zeros(8, 6)) == [[0], [0]]
     assert int(optimizer.state[p]["failures"]) == 2
-    assert sought(optimizer, 2) == [[0], []]
+    assert refreshed(optimizer, 2) == [[0], []]
     basis = optimizer.basis(p).clone()
     assert int(optimizer.state[p]["step"]) == 2
-    sought(optimizer, 6, torch.zeros(8, 6))
+    refreshed(optimizer, 6, torch.zeros(8, 6))
     assert int(optimizer.state[p]["failures"]) > 2
     assert torch.equal(optimizer.basis(p), basis)
 
@@ -98,8 +98,8 @@ def transported(m: Tensor, v: Tensor, turn: Tensor, betas: tuple[float, float], 
 
 @pytest.mark.parametrize("subspace", ["warm", "svd"])
 @pytest.mark.parametrize("shape", [(24, 16), (3, 10, 8)])
-def test_moments_are_transported_as_the_equation_says(subspace: str, shape: tuple[int, ...]) -> None:
-    """Into the second basis; the moments of the step itself are then made from the transported ones."""
+def test_transfer_of_both_moments_matches_the_equation(subspace: str, shape: tuple[int, ...]) -> None:
+    """The moments of the step are computed from the transferred ones."""
     p, (b1, b2) = nn.Parameter(random(shape)), (0.8, 0.95)
     settings: dict[str, Any] = {"subspace": subspace, "betas": (b1, b2), "moment_transfer": "both", "gap": 4}
     optimizer = LowRankOptimizer([p], rank=4, **settings)
@@ -130,8 +130,8 @@ def test_moments_are_transported_as_the_equation_says(subspace: str, shape: tupl
     ],
     ids=str,
 )
-def test_full_rank_sgd_in_a_subspace_is_sgd(settings: dict[str, Any]) -> None:
-    """It does not depend on the basis, as Adam does; so a change of basis must leave no trace."""
+def test_full_rank_sgd_in_a_subspace_equals_sgd(settings: dict[str, Any]) -> None:
+    """Unlike Adam, SGD is rotation-invariant, so a change of basis must have no effect."""
     side = (16, 24) if settings.get("side") == "left" else (24, 16)
     ours, theirs = (nn.Parameter(random(side)) for _ in range(2))
     mine = LowRankOptimizer([ours], lr=0.1, rule="sgd", rank=16, gap=3, **settings)
@@ -143,22 +143,22 @@ def test_full_rank_sgd_in_a_subspace_is_sgd(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
 
 
-def test_the_first_basis_from_a_gradient_empties_what_a_random_one_had() -> None:
+def test_first_basis_from_a_gradient_resets_moments_of_the_random_one() -> None:
     optimizer = LowRankOptimizer([nn.Parameter(random((8, 6), i)) for i in range(3)], rank=2, gap=8, start="random")
     waiting = optimizer.param_groups[0]["params"][1]
     state, before = optimizer.state[waiting], int(optimizer.state[waiting]["due"])
     assert before > 1
     torch.testing.assert_close(optimizer.basis(waiting).mT @ optimizer.basis(waiting), torch.eye(2), atol=1e-6, rtol=0)
-    move(optimizer, range(before))
+    run_steps(optimizer, range(before))
     assert int(state["step"]) == before
     assert state["exp_avg"].abs().max() > 0
-    move(optimizer, range(before, before + 1))
+    run_steps(optimizer, range(before, before + 1))
     assert int(state["step"]) == 1
     low = waiting.grad @ optimizer.basis(waiting)
     torch.testing.assert_close(state["exp_avg"], 0.1 * low, atol=1e-6, rtol=1e-5)
 
 
-def test_a_gap_that_changed_on_resume_holds() -> None:
+def test_gap_changed_on_resume_takes_effect() -> None:
     def warm(gap: int) -> GaLoreWarm:
         torch.manual_seed(0)
         return GaLoreWarm([nn.Parameter(torch.randn(12, 8))], rank=2, gap=gap)
@@ -181,7 +181,7 @@ def test_a_gap_that_changed_on_resume_holds() -> None:
 
 
 @pytest.mark.parametrize("subspace", ["warm", "svd"])
-def test_a_basis_that_was_not_found_moves_no_gap(subspace: str) -> None:
+def test_failed_refresh_does_not_adapt_the_gap(subspace: str) -> None:
     p = nn.Parameter(torch.randn(12, 8))
     optimizer = LowRankOptimizer([p], rank=2, gap=4, lazy=True, subspace=subspace)
     p.grad = torch.randn(12, 8)
@@ -194,7 +194,7 @@ def test_a_basis_that_was_not_found_moves_no_gap(subspace: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
-def test_bases_are_found_for_gradients_of_any_size(size: float) -> None:
+def test_refresh_succeeds_for_gradients_of_any_scale(size: float) -> None:
     p = nn.Parameter(torch.randn(24, 16))
     optimizer = GaLoreWarm([p], rank=4, gap=2)
     for seed in range(8):
@@ -204,15 +204,15 @@ def test_bases_are_found_for_gradients_of_any_size(size: float) -> None:
 
 
 @pytest.mark.parametrize("start", ["random", "gradient"])
-def test_bases_are_sought_when_it_was_planned(start: str) -> None:
+def test_refreshes_happen_at_the_planned_steps(start: str) -> None:
     params = [nn.Parameter(random((12, 8), seed)) for seed in range(5)]
     optimizer = GaLoreWarm(params, rank=2, gap=7, start=start)
-    sought: list[list[int]] = [[] for _ in params]
+    refreshed: list[list[int]] = [[] for _ in params]
     for step in range(40):
         for place, p in enumerate(params):
             if optimizer.is_refresh_due(p):
-                sought[place].append(step)
+                refreshed[place].append(step)
             p.grad = random((12, 8), 100 * step + place)
         optimizer.step()
-    assert sought == [planned_refreshes(optimizer.param_state(p), 40) for p in params]
-    assert len({tuple(steps) for steps in sought}) == 5
+    assert refreshed == [planned_refreshes(optimizer.param_state(p), 40) for p in params]
+    assert len({tuple(steps) for steps in refreshed}) == 5

@@ -1,4 +1,4 @@
-"""Which parameter an optimizer gets, and with which settings."""
+"""Routing of parameters, parameter groups, and restoring saved state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, floa
     return {name: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for name in g["names"]}
 
 
-def test_roles_of_any_model() -> None:
+def test_route_parameters_assigns_roles() -> None:
     roles = {item.name: item.role for item in route_parameters(Net(tied=False))}
     assert roles == {
         "table.weight": "embedding", "inner.weight": "hidden", "inner.bias": "scalar", "norm.weight": "scalar",
@@ -52,7 +52,7 @@ def test_roles_of_any_model() -> None:
     }  # fmt: skip
 
 
-def test_tied_parameters_come_once_and_frozen_ones_not_at_all() -> None:
+def test_route_parameters_lists_tied_parameters_once_and_skips_frozen_ones() -> None:
     net = Net(tied=True)
     net.inner.requires_grad_(False)
     roles = {item.name: item.role for item in route_parameters(net)}
@@ -61,12 +61,12 @@ def test_tied_parameters_come_once_and_frozen_ones_not_at_all() -> None:
         route_parameters(net.requires_grad_(False))
 
 
-def test_splits_are_given_by_name() -> None:
+def test_route_parameters_assigns_splits_by_name() -> None:
     routed = {item.name: item.splits for item in route_parameters(Net(tied=True), {"inner.weight": (2, 2)})}
     assert (routed["inner.weight"], routed["table.weight"]) == ((2, 2), ())
 
 
-def test_a_hugging_face_model_is_routed() -> None:
+def test_route_parameters_of_a_hugging_face_model() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
@@ -76,7 +76,7 @@ def test_a_hugging_face_model_is_routed() -> None:
     assert (roles["model.layers.0.mlp.up_proj.weight"], roles["model.norm.weight"]) == ("hidden", "scalar")
 
 
-def test_groups_by_pattern() -> None:
+def test_groups_match_parameters_by_pattern() -> None:
     groups = (
         GroupConfig(pattern=r"^inner\.", lr=0.5),
         GroupConfig(pattern=r"weight$", weight_decay=0.25),
@@ -89,7 +89,7 @@ def test_groups_by_pattern() -> None:
     assert all(group["peak_lr"] == group["lr"] for group in optimizer.param_groups)
 
 
-def test_groups_come_from_tables() -> None:
+def test_groups_are_read_from_tables() -> None:
     config = build(OptimConfig, {"groups": [{"pattern": "bias", "lr": 1}]}, "optim")
     assert config.groups == (GroupConfig(pattern="bias", lr=1.0),)
     with pytest.raises(ConfigError, match=r"unknown setting 'optim.groups\[0\].patern': did you mean 'pattern'\?"):
@@ -106,18 +106,18 @@ def test_groups_come_from_tables() -> None:
         ({"pattern": "x", "rank": 4, "subspace": False}, "rank = 4 contradicts subspace"),
     ],
 )
-def test_bad_groups_are_refused(group: dict[str, object], message: str) -> None:
+def test_invalid_groups_are_rejected(group: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GroupConfig(**group)  # type: ignore[arg-type]
 
 
-def test_a_pattern_without_parameters_is_refused() -> None:
+def test_pattern_that_matches_nothing_is_rejected() -> None:
     config = OptimConfig(groups=(GroupConfig(pattern="wte", lr=1.0),))
     with pytest.raises(ConfigError, match="'wte': no parameter name matches"):
         build_optimizer(config, route_parameters(Net(tied=True)))
 
 
-def test_optimizers_and_schedules_by_name() -> None:
+def test_with_name_changes_only_the_name() -> None:
     assert OptimConfig(lr=0.1).with_name("muon") == OptimConfig(name="muon", lr=0.1)
     assert ScheduleConfig(warmup_steps=3).with_name("cosine") == ScheduleConfig(name="cosine", warmup_steps=3)
     with pytest.raises(ConfigError, match=r"optim.name = 'adam' is not one of adamw, .*, muon: did you mean 'adamw'\?"):
@@ -148,7 +148,7 @@ def kinds(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", LOW)
-def test_hidden_matrices_move_in_a_subspace_and_the_rest_by_adam(name: str) -> None:
+def test_hidden_matrices_get_a_subspace_and_the_rest_adamw(name: str) -> None:
     optimizer = build_optimizer(OptimConfig(name=name), route_parameters(Net(tied=False)))  # type: ignore[arg-type]
     default = 1 if name == "apollo_mini" else 128
     assert kinds(optimizer) == {
@@ -169,7 +169,7 @@ def moved(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor:
     raise KeyError(name)
 
 
-def test_patterns_give_other_ranks_and_take_subspaces_away() -> None:
+def test_groups_set_ranks_and_disable_subspaces() -> None:
     groups = (
         GroupConfig(pattern="inner", subspace=False),
         GroupConfig(pattern="table", rank=3),
@@ -206,20 +206,20 @@ def test_patterns_give_other_ranks_and_take_subspaces_away() -> None:
         ({"name": "muon", "groups": [{"pattern": "x", "subspace": False}]}, "optim.groups.subspace = False needs"),
     ],
 )
-def test_what_an_optimizer_would_not_hear_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_options_without_effect_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(OptimConfig, settings, "optim")
 
 
 @pytest.mark.parametrize("name", ["galore_warm", "apollo", "fira"])
-def test_a_store_holds_for_parameters_without_a_subspace_too(name: str) -> None:
+def test_store_applies_to_parameters_without_a_subspace(name: str) -> None:
     config = OptimConfig(name=name, rank=64, store="int8")  # type: ignore[arg-type]
     model = nn.ModuleDict({"table": nn.Embedding(128, 64), "inner": nn.Linear(64, 64)})
     optimizer = build_optimizer(config, route_parameters(model))
     assert {name: moved(optimizer, f"{name}.weight").dtype for name in model} == dict.fromkeys(model, torch.int8)
 
 
-def test_the_seed_is_the_one_that_is_given() -> None:
+def test_seed_reaches_the_optimizer() -> None:
     optimizers = [
         build_optimizer(OptimConfig(name="apollo"), route_parameters(Net(True)), seed=seed)
         for seed in (0, 1, 2**63 - 1)
@@ -235,8 +235,8 @@ def gradients(model: nn.Module, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_state_is_taken_over_by_name_in_whatever_groups(name: str) -> None:
-    """Groups that are cut otherwise than when the state was saved, and in another order, change nothing."""
+def test_restore_matches_parameters_by_name_across_groups(name: str) -> None:
+    """The groups of the saved state were different and in another order."""
     torch.manual_seed(0)
     first, second = Net(tied=False), Net(tied=False)
     config = OptimConfig(name=name, lr=0.1, **SMALL[name])  # type: ignore[arg-type]
@@ -295,9 +295,7 @@ def test_a_state_is_taken_over_by_name_in_whatever_groups(name: str) -> None:
         ({"name": "muon"}, {}, "is of another kind of optimizer"),
     ],
 )
-def test_a_state_that_means_something_else_is_refused(
-    saved: dict[str, Any], asked: dict[str, Any], message: str
-) -> None:
+def test_restore_rejects_state_of_other_options(saved: dict[str, Any], asked: dict[str, Any], message: str) -> None:
     before, after = (
         build_optimizer(OptimConfig(**settings), route_parameters(Net(False))) for settings in (saved, asked)
     )
@@ -309,7 +307,7 @@ def test_a_state_that_means_something_else_is_refused(
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("adamw", "muon")])
-def test_reset_forgets_all(name: str) -> None:
+def test_reset_restores_the_initial_state(name: str) -> None:
     torch.manual_seed(0)
     net = Net(tied=True)
     optimizer = build_optimizer(OptimConfig(name=name, **SMALL[name]), route_parameters(net))  # type: ignore[arg-type]
@@ -324,7 +322,7 @@ def test_reset_forgets_all(name: str) -> None:
         assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
-def test_a_rank_that_is_no_subspace_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_rank_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.ModuleDict({"a": nn.Linear(64, 96), "b": nn.Linear(200, 300)})
     for rank, warnings in ((None, 1), (64, 1), (32, 0)):
         caplog.clear()
@@ -333,7 +331,7 @@ def test_a_rank_that_is_no_subspace_is_told_of(caplog: pytest.LogCaptureFixture)
         assert all(f"rank {rank or 128} is the full rank of 1 parameters" in r.getMessage() for r in caplog.records)
 
 
-def test_full_rank_of_an_expert_stack_is_that_of_its_matrices(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_rank_of_an_expert_stack_is_the_rank_of_its_matrices(caplog: pytest.LogCaptureFixture) -> None:
     """Eight experts of 16 x 4 have rank 4; as a matrix of 8 x 64 the stack would have rank 8."""
     stack = RoutedParameter("experts", nn.Parameter(torch.zeros(8, 16, 4)), "hidden")
     build_optimizer(OptimConfig(name="galore", rank=4), [stack])
@@ -354,12 +352,12 @@ def test_full_rank_of_an_expert_stack_is_that_of_its_matrices(caplog: pytest.Log
         (lambda: ScheduleConfig(name="cosin"), r"schedule.name = 'cosin' .*: did you mean 'cosine'\?"),
     ],
 )
-def test_unknown_choices_are_refused_by_the_constructor(make: Callable[[], object], message: str) -> None:
+def test_unknown_choices_are_rejected_by_the_constructor(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_restored_state_keeps_the_count_of_skipped_steps() -> None:
+def test_restore_includes_the_count_of_skipped_steps() -> None:
     first, second = (build_optimizer(OptimConfig(name="galore", rank=2), route_parameters(Net(True))) for _ in range(2))
     assert isinstance(first, GaLore)
     assert isinstance(second, GaLore)
@@ -383,3 +381,51 @@ def test_state_saved_under_former_option_names_is_restored() -> None:
         assert second.param_groups[0]["moment_transfer"] == "first"
         for own, other in zip(second.state.values(), first.state.values(), strict=True):
             assert all(torch.equal(value, own[key]) for key, value in other.items())
+
+
+def routed() -> list[RoutedParameter]:
+    return [
+        RoutedParameter("block.weight", nn.Parameter(torch.ones(4, 4)), "hidden"),
+        RoutedParameter("block.bias", nn.Parameter(torch.ones(4)), "scalar"),
+        RoutedParameter("wte.weight", nn.Parameter(torch.ones(8, 4)), "embedding"),
+        RoutedParameter("lm_head.weight", nn.Parameter(torch.ones(8, 4)), "head"),
+    ]
+
+
+def test_build_assigns_learning_rates_decay_and_rules() -> None:
+    config = OptimConfig(
+        name="muon", lr=0.02, embedding_lr=0.3, head_lr=0.004, scalar_lr=0.01, weight_decay=0.05, decay="hidden"
+    )
+    optimizer = build_optimizer(config, routed())
+    groups = {group["names"][0]: group for group in optimizer.param_groups}
+    assert {name: (g["rule"], g["lr"], g["weight_decay"]) for name, g in groups.items()} == {
+        "block.weight": ("muon", 0.02, 0.05),
+        "block.bias": ("adam", 0.01, 0.0),
+        "wte.weight": ("adam", 0.3, 0.0),
+        "lm_head.weight": ("adam", 0.004, 0.0),
+    }
+
+
+@pytest.mark.parametrize(("decay", "decayed"), [("all", 4), ("matrices", 3), ("hidden", 1)])
+def test_decay_option_selects_parameters(decay: str, decayed: int) -> None:
+    optimizer = build_optimizer(OptimConfig(decay=decay), routed())  # type: ignore[arg-type]
+    assert type(optimizer) is torch.optim.AdamW
+    assert sum(len(g["params"]) for g in optimizer.param_groups if g["weight_decay"] > 0) == decayed
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": -1.0},
+        {"betas": (0.9, 1.0)},
+        {"momentum": 1.0},
+        {"momentum_start": 0.5},
+        {"momentum_warmup": 5},
+        {"eps": -1e-8},
+        {"momentum": 0.9},
+        {"momentum_start": 0.5, "momentum_warmup": 5},
+    ],
+)
+def test_invalid_optim_config_is_rejected(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="optim\\."):
+        OptimConfig(**settings)  # type: ignore[arg-type]

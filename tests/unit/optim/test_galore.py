@@ -1,4 +1,4 @@
-"""GaLore against its equation, its state, what it refuses, and what a public implementation gets wrong."""
+"""GaLore: its equation, state and errors, and what a public implementation gets wrong."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(random(shape, seed, dtype)) for seed, shape in enumerate(SHAPES)]
 
 
-def move(optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Steps by gradients that depend on the step and the place of the parameter alone."""
+def run_steps(optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Step with gradients that depend only on the step and the index of the parameter."""
     for step in steps:
         for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             p.grad = random(tuple(p.shape), 100 * step + place, p.dtype)
@@ -47,7 +47,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("projection_type", TYPES)
 @pytest.mark.parametrize("shape", [(8, 5), (5, 8), (3, 6, 4), (4, 3, 2, 2)])
-def test_steps_follow_the_equation(shape: tuple[int, ...], projection_type: str) -> None:
+def test_steps_match_the_equation(shape: tuple[int, ...], projection_type: str) -> None:
     p = nn.Parameter(random(shape, dtype=torch.float64))
     lr, (b1, b2), wd, eps, gap, scale = 0.1, (0.8, 0.95), 0.2, 1e-3, 2, 0.5
     optimizer = GaLore(
@@ -66,7 +66,7 @@ def test_steps_follow_the_equation(shape: tuple[int, ...], projection_type: str)
         torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-12)
 
 
-def test_a_stack_is_its_matrices_and_a_convolution_its_rows() -> None:
+def test_stacks_and_convolutions_equal_separate_matrices() -> None:
     stack, conv = nn.Parameter(random((3, 6, 4))), nn.Parameter(random((6, 3, 2, 2)))
     apart = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
     flat = nn.Parameter(conv.detach().flatten(1).clone())
@@ -84,7 +84,7 @@ def test_a_stack_is_its_matrices_and_a_convolution_its_rows() -> None:
     assert last.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_only_groups_with_a_rank_and_tensors_with_two_dimensions_are_projected() -> None:
+def test_only_matrices_of_groups_with_a_rank_are_projected() -> None:
     matrix, bias, plain = nn.Parameter(random((8, 6))), nn.Parameter(random((6,))), nn.Parameter(random((8, 6)))
     optimizer = GaLore([{"params": [matrix, bias], "rank": 2}, {"params": [plain]}])
     assert [set(optimizer.state[p]) for p in (bias, plain)] == [{"step", "exp_avg", "exp_avg_sq"}] * 2
@@ -106,13 +106,13 @@ def test_keywords_are_the_defaults_of_all_groups() -> None:
 
 @pytest.mark.parametrize("projection_type", TYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_moments_have_the_projected_shape_from_the_start(projection_type: str, dtype: torch.dtype) -> None:
+def test_moments_are_allocated_in_the_projected_shape(projection_type: str, dtype: torch.dtype) -> None:
     """An implementation that allocates them at the parameter's shape has no memory to save, and crashes."""
     params = parameters(dtype)
     on_meta = [nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta")) for p in params]
     optimizer, unmade = (GaLore(p, rank=3, projection_type=projection_type) for p in (params, on_meta))
     planned = [{key: (t.shape, t.dtype) for key, t in unmade.state[p].items()} for p in on_meta]
-    move(optimizer, range(2))
+    run_steps(optimizer, range(2))
     assert [{key: (t.shape, t.dtype) for key, t in optimizer.state[p].items()} for p in params] == planned
     matrix = optimizer.state[params[0]]
     side = {"std": "right", "reverse_std": "left"}.get(projection_type, projection_type)
@@ -128,7 +128,7 @@ def test_moments_have_the_projected_shape_from_the_start(projection_type: str, d
 
 @pytest.mark.parametrize("shape", [(8, 5), (5, 8), (6, 6)])
 @pytest.mark.parametrize("projection_type", TYPES)
-def test_an_update_goes_back_by_the_basis_it_came_by(projection_type: str, shape: tuple[int, int]) -> None:
+def test_update_is_projected_back_with_the_same_basis(projection_type: str, shape: tuple[int, int]) -> None:
     """An implementation that multiplies by the wrong transpose leaves the span of the basis, or crashes."""
     p = nn.Parameter(torch.zeros(shape))
     p.grad = random(shape)
@@ -144,11 +144,11 @@ def test_an_update_goes_back_by_the_basis_it_came_by(projection_type: str, shape
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("projection_type", TYPES)
-def test_a_saved_state_holds_tensors_alone_and_resumes_bit_for_bit(projection_type: str, dtype: torch.dtype) -> None:
+def test_state_dict_has_only_tensors_and_resumes_bit_for_bit(projection_type: str, dtype: torch.dtype) -> None:
     """An implementation that keeps a Python object in its state cannot be loaded with `weights_only`."""
     settings = {"lr": 0.01, "rank": 2, "update_proj_gap": 3, "projection_type": projection_type}
     through = GaLore(parameters(dtype), **settings)
-    move(through, range(4))
+    run_steps(through, range(4))
     assert all(isinstance(value, Tensor) for state in through.state.values() for value in state.values())
     file = io.BytesIO()
     torch.save(through.state_dict(), file)
@@ -157,23 +157,23 @@ def test_a_saved_state_holds_tensors_alone_and_resumes_bit_for_bit(projection_ty
     resumed.load_state_dict(torch.load(file, weights_only=True))
     assert same(tensors(resumed), tensors(through))
     for optimizer in (through, resumed):
-        move(optimizer, range(4, 9))
+        run_steps(optimizer, range(4, 9))
     assert same(tensors(resumed), tensors(through))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_as_a_whole(steps: int, value: float) -> None:
-    """An implementation that decomposes it dies of it, or poisons the weights."""
+def test_step_with_a_nonfinite_gradient_is_skipped_completely(steps: int, value: float) -> None:
+    """Without the check, its SVD fails or the weights become NaN."""
     optimizer, spared = (GaLore(parameters(), rank=2, update_proj_gap=1, weight_decay=0.1) for _ in range(2))
     for one in (optimizer, spared):
-        move(one, range(steps))
+        run_steps(one, range(steps))
     optimizer.param_groups[0]["params"][3].grad = torch.full((7,), value)
     assert optimizer.step(lambda: 2.5) == 2.5
     assert optimizer.skipped == 1
     assert same(tensors(optimizer), tensors(spared))
     for one in (optimizer, spared):
-        move(one, range(steps, steps + 2))
+        run_steps(one, range(steps, steps + 2))
     assert same(tensors(optimizer), tensors(spared))
     assert spared.skipped == 0
 
@@ -205,7 +205,7 @@ def test_zero_and_rank_deficient_gradients(projection_type: str) -> None:
     assert p.sum() < before.sum()
 
 
-def test_each_parameter_counts_its_own_steps_and_none_gradients_are_passed_over() -> None:
+def test_steps_are_counted_per_parameter_and_missing_gradients_are_skipped() -> None:
     a, b = nn.Parameter(random((8, 5))), nn.Parameter(random((8, 5)))
     optimizer = GaLore([a, b], rank=2, update_proj_gap=2)
     bases = []
@@ -219,20 +219,20 @@ def test_each_parameter_counts_its_own_steps_and_none_gradients_are_passed_over(
     assert torch.equal(optimizer.state[b]["ortho_matrix"], expected)
 
 
-def test_reset_zeroes_all_and_starts_again() -> None:
+def test_reset_zeroes_the_state_and_restarts() -> None:
     optimizer, start = GaLore(parameters(), rank=2, update_proj_gap=3), parameters()
-    move(optimizer, range(5))
+    run_steps(optimizer, range(5))
     optimizer.reset()
     assert not any(tensor.any() for state in optimizer.state.values() for tensor in state.values())
     for p, original in zip(optimizer.param_groups[0]["params"], start, strict=True):
         p.data.copy_(original)
-    move(optimizer, range(3))
+    run_steps(optimizer, range(3))
     fresh = GaLore(start, rank=2, update_proj_gap=3)
-    move(fresh, range(3))
+    run_steps(fresh, range(3))
     assert same(tensors(optimizer), tensors(fresh))
 
 
-def test_maximize_climbs() -> None:
+def test_maximize_ascends() -> None:
     down, up = (GaLore(parameters(), rank=2, update_proj_gap=2, maximize=maximize) for maximize in (False, True))
     for step in range(5):
         for p, q in zip(down.param_groups[0]["params"], up.param_groups[0]["params"], strict=True):
@@ -244,7 +244,7 @@ def test_maximize_climbs() -> None:
         torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
 
 
-def test_a_closure_runs_with_gradients_on_and_its_loss_is_returned() -> None:
+def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
     layer = nn.Linear(6, 4)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -263,7 +263,7 @@ def test_a_closure_runs_with_gradients_on_and_its_loss_is_returned() -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_sparse_gradients_are_refused_and_nothing_has_moved() -> None:
+def test_sparse_gradients_are_rejected_before_any_update() -> None:
     table, matrix = nn.Embedding(6, 4, sparse=True), nn.Parameter(random((6, 4)))
     optimizer = GaLore([matrix, table.weight], rank=2)
     (table(torch.tensor([1, 2])) @ matrix.T).sum().backward()
@@ -275,7 +275,7 @@ def test_sparse_gradients_are_refused_and_nothing_has_moved() -> None:
     assert torch.equal(matrix, before)
 
 
-def test_parameters_of_no_elements_and_frozen_ones() -> None:
+def test_empty_and_frozen_parameters() -> None:
     empty, frozen = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(random((8, 5)), requires_grad=False)
     optimizer = GaLore([empty, frozen], rank=2)
     assert frozen not in optimizer.state
@@ -285,21 +285,21 @@ def test_parameters_of_no_elements_and_frozen_ones() -> None:
     assert int(optimizer.state[frozen]["step"]) == 1
 
 
-def test_its_name() -> None:
+def test_str_is_the_class_name() -> None:
     assert str(GaLore(parameters())) == "GaLore"
 
 
-def test_a_copy_is_whole() -> None:
+def test_deepcopy_continues_identically() -> None:
     optimizer = GaLore(parameters(), rank=2)
-    move(optimizer, range(2))
+    run_steps(optimizer, range(2))
     twin = copy.deepcopy(optimizer)
     for one in (optimizer, twin):
-        move(one, range(2, 4))
+        run_steps(one, range(2, 4))
     assert same(tensors(optimizer), tensors(twin))
     assert twin.skipped == 0
 
 
-def test_it_steps_in_backward() -> None:
+def test_step_in_backward_equals_step_after_it() -> None:
     layers = [nn.Linear(6, 6) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
     plain, inner = (GaLore(layer.parameters(), rank=2, update_proj_gap=2) for layer in layers)
@@ -341,19 +341,19 @@ def stepped(optimizer: GaLore) -> GaLore:
         ({"projection_type": "rigth"}, "projection_type = 'rigth' is not one of std"),
     ],
 )
-def test_bad_values_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_rejected_by_name(settings: dict[str, Any], message: str) -> None:
     for groups, defaults in (([matrix()], settings), ([{"params": [matrix()], **settings}], {})):
         with pytest.raises(OptimizerError, match=message):
             GaLore(groups, **defaults)
 
 
-def test_zero_is_allowed_where_it_means_something() -> None:
+def test_zero_is_valid_for_rates_and_betas() -> None:
     optimizer = GaLore([matrix()], lr=0.0, betas=(0.0, 0.0), weight_decay=0.0, eps=0.0, rank=1, scale=0.0)
     before = optimizer.param_groups[0]["params"][0].detach().clone()
     assert torch.equal(stepped(optimizer).param_groups[0]["params"][0], before)
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_options_are_rejected() -> None:
     with pytest.raises(TypeError, match="proj_type"):
         GaLore([matrix()], rank=2, proj_type="std")
     with pytest.raises(OptimizerError, match="unknown option 'proj_type' .* did you mean 'projection_type'"):
@@ -363,7 +363,7 @@ def test_unknown_names_are_refused() -> None:
     assert GaLore([("a", matrix())]).param_groups[0]["param_names"] == ["a"]
 
 
-def test_a_group_that_is_refused_is_not_there() -> None:
+def test_rejected_group_is_not_added() -> None:
     optimizer = GaLore([matrix()], rank=2)
     with pytest.raises(OptimizerError, match="torch.complex64"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64))]})
@@ -373,7 +373,7 @@ def test_a_group_that_is_refused_is_not_there() -> None:
     assert optimizer.state[late]["exp_avg"].shape == (8, 3)
 
 
-def test_a_state_of_other_shapes_or_another_optimizer_is_refused_and_nothing_has_changed() -> None:
+def test_mismatched_state_dict_is_rejected_without_changes() -> None:
     optimizer = stepped(GaLore([matrix()], rank=2))
     (p,) = optimizer.param_groups[0]["params"]
     before = {key: tensor.clone() for key, tensor in optimizer.state[p].items()}
@@ -400,7 +400,7 @@ def test_a_state_of_other_shapes_or_another_optimizer_is_refused_and_nothing_has
     assert all(torch.equal(tensor, before[key]) for key, tensor in optimizer.state[p].items())
 
 
-def test_a_loaded_state_is_a_copy() -> None:
+def test_loaded_state_is_a_copy() -> None:
     saved = stepped(GaLore([matrix()], rank=4)).state_dict()
     optimizer = GaLore([matrix()], rank=4)
     optimizer.load_state_dict(saved)
@@ -411,8 +411,8 @@ def test_a_loaded_state_is_a_copy() -> None:
     optimizer.add_param_group({"params": [matrix()]})
 
 
-def test_hooks_see_the_whole_of_a_state() -> None:
-    """One that puts parameters in another order before, one that looks at the moments after."""
+def test_load_hooks_see_the_complete_state() -> None:
+    """A pre-hook that reorders parameters, and a post-hook that reads the moments."""
     saved = stepped(GaLore([matrix(), nn.Parameter(torch.ones(3))], rank=2)).state_dict()
     bias, weight = nn.Parameter(torch.ones(3)), matrix()
     optimizer = GaLore([bias, weight], rank=2)
@@ -431,8 +431,8 @@ def test_hooks_see_the_whole_of_a_state() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("projection_type", TYPES)
-def test_its_state_follows_a_model_to_its_device(projection_type: str, dtype: torch.dtype) -> None:
-    """`transformers.Trainer` moves a model after its optimizer was made. On a GPU all else is as on the CPU."""
+def test_state_moves_with_the_model_to_its_device(projection_type: str, dtype: torch.dtype) -> None:
+    """`transformers.Trainer` moves a model after its optimizer is built. GPU results match the CPU."""
     module, there = (nn.ParameterList(parameters(dtype)) for _ in range(2))
     optimizer, moved = (
         GaLore(m.parameters(), lr=1e-2, rank=2, projection_type=projection_type) for m in (module, there)

@@ -1,4 +1,4 @@
-"""The projector against the singular value decomposition that it stands for."""
+"""GaLoreProjector against the SVD."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def best(grad: Tensor, rank: int) -> Tensor:
 )
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("projection_type", TYPES)
-def test_there_and_back_is_the_best_approximation(
+def test_project_and_back_is_the_best_approximation(
     projection_type: str, shape: tuple[int, ...], dtype: torch.dtype, bar: float
 ) -> None:
     grad = gradient(shape, dtype)
@@ -52,7 +52,7 @@ def test_there_and_back_is_the_best_approximation(
 @pytest.mark.parametrize("shape", [(64, 48), (48, 64)], ids=["tall", "wide"])
 @pytest.mark.parametrize("projection_type", TYPES)
 def test_nearly_equal_singular_values_do_not_mix(projection_type: str, shape: tuple[int, int], gap: float) -> None:
-    """fp32 holds them apart; vectors found in fp32 would mix by about 1e-7 / gap."""
+    """fp32 distinguishes the values; singular vectors computed in fp32 would mix by about 1e-7 / gap."""
     generator = torch.Generator().manual_seed(0)
     u, _, vh = torch.linalg.svd(torch.randn(shape, generator=generator, dtype=torch.float64), full_matrices=False)
     s = torch.full((48,), 0.1, dtype=torch.float64)
@@ -78,7 +78,7 @@ def test_nearly_equal_singular_values_do_not_mix(projection_type: str, shape: tu
         ("full", (5, 20, 2), (5, 2, 2), [(5, 20, 2), (5, 2, 2)]),
     ],
 )
-def test_each_type_has_its_side(projection_type: str, shape: tuple, low: tuple, basis: list) -> None:
+def test_projection_type_determines_shapes(projection_type: str, shape: tuple, low: tuple, basis: list) -> None:
     projector = GaLoreProjector(rank=3, projection_type=projection_type)
     assert projector.ortho_matrix is None
     assert projector.project(gradient(shape), 0).shape == low
@@ -88,7 +88,7 @@ def test_each_type_has_its_side(projection_type: str, shape: tuple, low: tuple, 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("projection_type", TYPES)
-def test_the_named_projections_are_those_of_project(projection_type: str, shape: tuple[int, ...]) -> None:
+def test_named_projections_equal_project(projection_type: str, shape: tuple[int, ...]) -> None:
     grad = gradient(shape)
     one, other = (GaLoreProjector(rank=2, projection_type=projection_type) for _ in range(2))
     named = getattr(one, f"get_low_rank_grad_{projection_type}")
@@ -96,7 +96,7 @@ def test_the_named_projections_are_those_of_project(projection_type: str, shape:
     assert torch.equal(named(2 * grad, 1), other.project(2 * grad, 1))
 
 
-def test_the_basis_is_of_leading_singular_vectors() -> None:
+def test_basis_is_the_leading_singular_vectors() -> None:
     grad = gradient((7, 5))
     u, _, vh = torch.linalg.svd(grad, full_matrices=False)
     right = GaLoreProjector.get_orthogonal_matrix(grad, 2, "right")
@@ -110,7 +110,7 @@ def test_the_basis_is_of_leading_singular_vectors() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rank", [2, 5, 40])
-def test_the_basis_owns_its_storage_and_has_the_gradients_dtype(dtype: torch.dtype, rank: int) -> None:
+def test_basis_owns_its_storage_and_has_the_dtype_of_the_gradient(dtype: torch.dtype, rank: int) -> None:
     """A view would keep all of U or of V^T alive."""
     for part in GaLoreProjector.get_orthogonal_matrix(gradient((30, 20), dtype), rank, "full"):
         assert part.dtype == dtype
@@ -124,7 +124,7 @@ def test_fp64_is_decomposed_in_fp64() -> None:
 
 
 @pytest.mark.parametrize("projection_type", TYPES)
-def test_it_refreshes_where_it_has_no_basis_and_at_multiples_of_the_gap(projection_type: str) -> None:
+def test_refreshes_without_a_basis_and_at_multiples_of_the_gap(projection_type: str) -> None:
     projector = GaLoreProjector(rank=2, update_proj_gap=3, projection_type=projection_type)
     refreshed, before = [], None
     for steps in range(1, 8):
@@ -134,7 +134,7 @@ def test_it_refreshes_where_it_has_no_basis_and_at_multiples_of_the_gap(projecti
     assert refreshed == [True, False, True, False, False, True, False]
 
 
-def test_between_refreshes_it_projects_onto_the_old_basis() -> None:
+def test_projects_with_the_old_basis_between_refreshes() -> None:
     projector = GaLoreProjector(rank=2, update_proj_gap=10, projection_type="right")
     projector.project(gradient((9, 6), seed=1), 0)
     other = gradient((9, 6), seed=2)
@@ -144,7 +144,7 @@ def test_between_refreshes_it_projects_onto_the_old_basis() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("projection_type", TYPES)
-def test_a_gradient_that_is_not_finite_neither_raises_nor_spoils_the_basis(projection_type: str, value: float) -> None:
+def test_nonfinite_gradient_does_not_change_the_basis(projection_type: str, value: float) -> None:
     bad = gradient((9, 6), torch.float32)
     bad[2, 3] = value
     projector = GaLoreProjector(rank=2, update_proj_gap=1, projection_type=projection_type)
@@ -166,7 +166,7 @@ def test_zero_and_rank_deficient_gradients(projection_type: str) -> None:
         torch.testing.assert_close(projector.project_back(projector.project(grad, 0)), grad, atol=1e-4, rtol=1e-5)
 
 
-def test_its_attributes_and_defaults() -> None:
+def test_attributes_and_defaults() -> None:
     projector = GaLoreProjector()
     assert vars(projector) == {
         "rank": 128, "update_proj_gap": 50, "scale": 1.0, "projection_type": "std", "ortho_matrix": None,
@@ -182,12 +182,12 @@ def test_its_attributes_and_defaults() -> None:
         ({"update_proj_gap": 0}, "update_proj_gap: expected an integer >= 1, got 0"),
     ],
 )
-def test_what_it_refuses(settings: dict, message: str) -> None:
+def test_invalid_arguments_are_rejected(settings: dict, message: str) -> None:
     with pytest.raises(OptimizerError, match=message):
         GaLoreProjector(**settings)
 
 
-def test_it_refuses_what_has_no_sides_and_what_has_no_basis() -> None:
+def test_vectors_and_missing_bases_are_rejected() -> None:
     with pytest.raises(OptimizerError, match="expected a tensor of two or more dimensions"):
         GaLoreProjector().project(torch.ones(3), 0)
     with pytest.raises(OptimizerError, match="call project\\(\\) first"):

@@ -1,4 +1,4 @@
-"""The table of optimizers x invariants: what a step does, whatever the gradients hold."""
+"""Invariants of every optimizer: what a step does for any gradients."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ import math
 import pytest
 import torch
 from tests.unit.optim.optimizer_cases import (
-    ENTRIES,
+    CASES,
     LOW_RANK,
     SHAPES,
     Teacher,
     differences,
-    everything,
-    move,
     parameters,
     params_of,
     random,
+    run_steps,
+    snapshot,
 )
 from torch import Tensor, nn
 
 from whimbrel.optim import NoSparseGradientError
 
-every = pytest.mark.parametrize("name", ENTRIES)
-every_but_muon = pytest.mark.parametrize("name", [name for name in ENTRIES if name != "muon"])
-"""Muon has no `maximize`, and keeps what its Adam keeps in the parameter's dtype."""
+every = pytest.mark.parametrize("name", CASES)
+every_but_muon = pytest.mark.parametrize("name", [name for name in CASES if name != "muon"])
+"""Muon has no `maximize`, and stores moments in the dtype of the parameter."""
 every_low_rank = pytest.mark.parametrize("name", LOW_RANK)
-FITS = dict.fromkeys(ENTRIES, 8.0) | {"adafactor, int8": 5.0, "warm lion, bf16, int8": 5.0}
-"""By how much a loss falls at least."""
+FITS = dict.fromkeys(CASES, 8.0) | {"adafactor, int8": 5.0, "warm lion, bf16, int8": 5.0}
+"""The minimum factor by which the loss falls."""
 
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_it_fits_a_small_problem(name: str, dtype: torch.dtype) -> None:
+def test_loss_falls_on_a_small_problem(name: str, dtype: torch.dtype) -> None:
     teacher = Teacher(dtype)
-    before, after = teacher.fit(ENTRIES[name](teacher.params), 60)
+    before, after = teacher.fit(CASES[name](teacher.params), 60)
     assert after < before / FITS[name]
 
 
 @every
-def test_a_closure_runs_with_gradients_on_and_its_loss_comes_back(name: str) -> None:
+def test_closure_runs_with_gradients_and_its_loss_is_returned(name: str) -> None:
     teacher = Teacher()
-    optimizer = ENTRIES[name](teacher.params)
+    optimizer = CASES[name](teacher.params)
 
     def closure() -> Tensor:
         assert torch.is_grad_enabled()
@@ -54,41 +54,41 @@ def test_a_closure_runs_with_gradients_on_and_its_loss_comes_back(name: str) -> 
 
 
 @every
-def test_a_parameter_without_a_gradient_stays_and_counts_no_step(name: str) -> None:
-    optimizer = ENTRIES[name](parameters())
+def test_parameter_without_a_gradient_is_not_updated(name: str) -> None:
+    optimizer = CASES[name](parameters())
     params = params_of(optimizer)
-    move(optimizer, range(2))
+    run_steps(optimizer, range(2))
     for place, p in enumerate(params):
         p.grad = None if place % 2 else random(p.shape, place)
-    before = everything(optimizer)
+    before = snapshot(optimizer)
     optimizer.step()
-    changed = {int(key.split()[0]) for key in differences(before, everything(optimizer))}
+    changed = {int(key.split()[0]) for key in differences(before, snapshot(optimizer))}
     assert changed == set(range(0, len(params), 2))
 
 
 @every
-def test_no_gradients_at_all_are_no_step(name: str) -> None:
-    optimizer = ENTRIES[name](parameters())
-    before = everything(optimizer)
+def test_step_without_gradients_changes_nothing(name: str) -> None:
+    optimizer = CASES[name](parameters())
+    before = snapshot(optimizer)
     optimizer.step()
-    assert differences(before, everything(optimizer)) == []
+    assert differences(before, snapshot(optimizer)) == []
 
 
 @every
-def test_sparse_gradients_are_refused(name: str) -> None:
+def test_sparse_gradients_are_rejected(name: str) -> None:
     p = nn.Parameter(random((24, 16)))
-    optimizer = ENTRIES[name]([p])
+    optimizer = CASES[name]([p])
     p.grad = torch.eye(24, 16).to_sparse()
     with pytest.raises(NoSparseGradientError, match="dense gradients"):
         optimizer.step()
 
 
 @every
-def test_parameters_of_every_shape_move_everywhere(name: str) -> None:
-    """Matrices, vectors, numbers, stacks and convolutions, each in the direction that lessens <w, g>."""
-    optimizer = ENTRIES[name](parameters())
+def test_parameters_of_every_shape_are_updated(name: str) -> None:
+    """Matrices, vectors, scalars, stacks and convolutions."""
+    optimizer = CASES[name](parameters())
     before = [p.detach().clone() for p in params_of(optimizer)]
-    move(optimizer, range(3))
+    run_steps(optimizer, range(3))
     for old, p in zip(before, params_of(optimizer), strict=True):
         assert p.isfinite().all()
         assert (p != old).float().mean() > 0.9
@@ -96,8 +96,8 @@ def test_parameters_of_every_shape_move_everywhere(name: str) -> None:
 
 @every
 @pytest.mark.parametrize("steps", [1, 8])
-def test_a_step_goes_down(name: str, steps: int) -> None:
-    optimizer = ENTRIES[name](parameters())
+def test_step_descends(name: str, steps: int) -> None:
+    optimizer = CASES[name](parameters())
     before = [p.detach().clone() for p in params_of(optimizer)]
     for _ in range(steps):
         for place, p in enumerate(params_of(optimizer)):
@@ -108,12 +108,12 @@ def test_a_step_goes_down(name: str, steps: int) -> None:
 
 
 @every
-def test_a_convolution_in_any_memory_format_is_moved(name: str) -> None:
-    """The format of its gradient makes no difference either."""
+def test_convolution_in_channels_last_is_updated(name: str) -> None:
+    """The memory format of the gradient makes no difference."""
     weights = []
     for gradient_format in (torch.channels_last, torch.contiguous_format):
         p = nn.Parameter(random((8, 6, 3, 3)).to(memory_format=torch.channels_last))
-        optimizer = ENTRIES[name]([p])
+        optimizer = CASES[name]([p])
         for step in range(7):
             p.grad = random(p.shape, step + 1).to(memory_format=gradient_format)
             optimizer.step()
@@ -124,8 +124,8 @@ def test_a_convolution_in_any_memory_format_is_moved(name: str) -> None:
 
 
 @every_low_rank
-def test_the_matrices_of_a_stack_move_apart(name: str) -> None:
-    """What one of them does is no business of the others: another gradient for the first changes the first alone."""
+def test_matrices_of_a_stack_are_independent(name: str) -> None:
+    """A different gradient for the first matrix changes only the first."""
     moved = []
     for size in (1.0, 3.0):
         p = nn.Parameter(random((3, 8, 6)))
@@ -139,7 +139,7 @@ def test_the_matrices_of_a_stack_move_apart(name: str) -> None:
 
 
 @every_low_rank
-def test_a_stack_trains_though_one_of_its_matrices_never_has_a_gradient(name: str) -> None:
+def test_stack_trains_if_one_matrix_never_has_a_gradient(name: str) -> None:
     p = nn.Parameter(random((3, 8, 6)))
     optimizer = LOW_RANK[name]([p])
     before = p.detach().clone()
@@ -153,9 +153,9 @@ def test_a_stack_trains_though_one_of_its_matrices_never_has_a_gradient(name: st
 
 
 @every
-def test_zero_gradients_move_nothing_and_spoil_nothing(name: str) -> None:
+def test_zero_gradients_change_no_weight(name: str) -> None:
     teacher = Teacher()
-    optimizer = ENTRIES[name](teacher.params)
+    optimizer = CASES[name](teacher.params)
     before = [p.detach().clone() for p in teacher.params]
     for _ in range(3):
         for p in teacher.params:
@@ -168,40 +168,40 @@ def test_zero_gradients_move_nothing_and_spoil_nothing(name: str) -> None:
 
 
 @every
-def test_weights_decay_apart_from_the_gradient(name: str) -> None:
-    """W <- (1 - lr wd) W, whatever the rule makes of a gradient of zeros."""
-    optimizer = ENTRIES[name](parameters(), weight_decay=0.5)
+def test_weight_decay_is_decoupled(name: str) -> None:
+    """W <- (1 - lr wd) W for a gradient of zeros."""
+    optimizer = CASES[name](parameters(), weight_decay=0.5)
     expected = [p.detach() * (1 - group["lr"] * 0.5) for group in optimizer.param_groups for p in group["params"]]
-    move(optimizer, range(1), size=0.0)
+    run_steps(optimizer, range(1), size=0.0)
     for wanted, p in zip(expected, params_of(optimizer), strict=True):
         torch.testing.assert_close(p.detach(), wanted, atol=0, rtol=1e-6)
 
 
 @every
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_gradient_that_is_not_finite_leaves_all_as_it_was(name: str, bad: float) -> None:
-    """One number of one gradient: no parameter moves, the step is counted, and the next are as if it had not been."""
-    optimizer, unspoilt = ENTRIES[name](parameters()), ENTRIES[name](parameters())
+def test_nonfinite_gradient_skips_the_step(name: str, bad: float) -> None:
+    """One bad element: no parameter changes, the step is counted, and later steps are unaffected."""
+    optimizer, unspoilt = CASES[name](parameters()), CASES[name](parameters())
     for one in (optimizer, unspoilt):
-        move(one, range(3))
-    before = everything(optimizer)
+        run_steps(one, range(3))
+    before = snapshot(optimizer)
     params = params_of(optimizer)
     for p in params:
         p.grad = random(p.shape)
     params[1].grad[3, 2] = bad
     optimizer.step()
-    assert differences(before, everything(optimizer)) == []
+    assert differences(before, snapshot(optimizer)) == []
     assert optimizer.skipped == 1
     for one in (optimizer, unspoilt):
-        move(one, range(3, 8))
-    assert differences(everything(optimizer), everything(unspoilt)) == []
+        run_steps(one, range(3, 8))
+    assert differences(snapshot(optimizer), snapshot(unspoilt)) == []
 
 
 @every_but_muon
 def test_large_gradients_in_fp16_are_finite(name: str) -> None:
-    """Their norm is beyond what fp16 holds."""
+    """Their norm exceeds fp16."""
     p = nn.Parameter(random((24, 16), dtype=torch.float16))
-    optimizer = ENTRIES[name]([p])
+    optimizer = CASES[name]([p])
     before = p.detach().clone()
     p.grad = (random((24, 16), 1) * 8000).half()
     optimizer.step()
@@ -213,7 +213,7 @@ def test_large_gradients_in_fp16_are_finite(name: str) -> None:
 @pytest.mark.parametrize("rank", [1, 2])
 def test_gradients_of_lower_rank_than_the_subspace(name: str, rank: int) -> None:
     p = nn.Parameter(random((24, 16)))
-    optimizer = ENTRIES[name]([p])
+    optimizer = CASES[name]([p])
     before = p.detach().clone()
     for step in range(12):
         p.grad = random((24, rank), step) @ random((rank, 16), step + 50)
@@ -224,28 +224,28 @@ def test_gradients_of_lower_rank_than_the_subspace(name: str, rank: int) -> None
         assert int(optimizer.state[p]["failures"]) == 0
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if "rank" in entry.settings])
-def test_a_rank_above_what_a_matrix_has_is_what_it_has(name: str) -> None:
-    one, other = (ENTRIES[name]([nn.Parameter(random((8, 6)))], rank=rank) for rank in (6, 1000))
-    move(one, range(8))
-    move(other, range(8))
-    assert differences(everything(one), everything(other)) == []
+@pytest.mark.parametrize("name", [name for name, entry in CASES.items() if "rank" in entry.settings])
+def test_rank_is_limited_by_the_matrix(name: str) -> None:
+    one, other = (CASES[name]([nn.Parameter(random((8, 6)))], rank=rank) for rank in (6, 1000))
+    run_steps(one, range(8))
+    run_steps(other, range(8))
+    assert differences(snapshot(one), snapshot(other)) == []
 
 
 @every_but_muon
-def test_maximize_climbs(name: str) -> None:
-    """Two steps, before a second basis is sought: its signs are free."""
-    down, up = ENTRIES[name](parameters()), ENTRIES[name](parameters(), maximize=True)
-    move(down, range(2))
-    move(up, range(2), size=-1.0)
+def test_maximize_ascends(name: str) -> None:
+    """Two steps only: the signs of the next basis are arbitrary."""
+    down, up = CASES[name](parameters()), CASES[name](parameters(), maximize=True)
+    run_steps(down, range(2))
+    run_steps(up, range(2), size=-1.0)
     for a, b in zip(params_of(down), params_of(up), strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
 @every_low_rank
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_weights_of_16_bits_follow_changes_below_their_resolution(name: str, dtype: torch.dtype) -> None:
-    """Each step moves a weight by a small part of the distance of two; on average it goes where it would in fp32."""
+def test_16_bit_weights_accumulate_small_updates(name: str, dtype: torch.dtype) -> None:
+    """Updates are a small fraction of the spacing of values; on average they match fp32."""
     steps, distance = 24, torch.finfo(dtype).eps
     moved = {}
     for kind in (torch.float32, dtype):
@@ -263,7 +263,7 @@ def test_weights_of_16_bits_follow_changes_below_their_resolution(name: str, dty
 
 @every
 def test_skipped_steps_are_logged_sparingly_and_saved(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    optimizer = ENTRIES[name](parameters())
+    optimizer = CASES[name](parameters())
     for _ in range(5):
         for p in params_of(optimizer):
             p.grad = torch.full_like(p, math.nan)
@@ -272,7 +272,7 @@ def test_skipped_steps_are_logged_sparingly_and_saved(name: str, caplog: pytest.
     assert [record.getMessage() for record in caplog.records] == [
         f"{kind} skipped a step because a gradient is not finite ({count} skipped so far)" for count in (1, 2, 4)
     ]
-    twin = ENTRIES[name](parameters())
+    twin = CASES[name](parameters())
     twin.load_state_dict(optimizer.state_dict())
     assert twin.skipped == optimizer.skipped == 5
 
@@ -280,6 +280,6 @@ def test_skipped_steps_are_logged_sparingly_and_saved(name: str, caplog: pytest.
 @every
 def test_large_finite_gradients_are_not_skipped(name: str) -> None:
     """Also where their squares overflow fp32."""
-    optimizer = ENTRIES[name](parameters())
-    move(optimizer, range(2), size=1e20)
+    optimizer = CASES[name](parameters())
+    run_steps(optimizer, range(2), size=1e20)
     assert optimizer.skipped == 0

@@ -1,4 +1,4 @@
-"""The table of optimizers x invariants: typos and values that cannot be meant are refused, in one line."""
+"""Invariants of every optimizer: typos and invalid values are rejected with one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.optimizer_cases import ENTRIES, LOW_RANK, differences, everything, move, parameters, random
+from tests.unit.optim.optimizer_cases import CASES, LOW_RANK, differences, parameters, random, run_steps, snapshot
 from torch import nn
 
 from whimbrel.base.errors import OptimizerError
@@ -23,16 +23,16 @@ BAD: dict[str, list[Any]] = {
     "scale": [-1.0, math.nan, None],
     "seed": [-1, 0.5],
 }
-"""Values of settings that most have."""
+"""Invalid values of common options."""
 GALORE = {"gap": "update_proj_gap"}
-"""What the reference calls them."""
+"""Options that GaLore names differently."""
 
 
 def cases() -> list[tuple[str, str, Any]]:
-    """Each optimizer with each bad value of each setting that it listens to."""
+    """Each optimizer with each invalid value of each of its options."""
     found = []
-    for name, entry in ENTRIES.items():
-        if name == "muon":  # its own tests have its own
+    for name, entry in CASES.items():
+        if name == "muon":  # see test_muon.py
             continue
         known = entry([nn.Parameter(random((8, 6)))]).defaults
         for setting, values in BAD.items():
@@ -43,57 +43,57 @@ def cases() -> list[tuple[str, str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_a_misspelt_keyword_is_a_type_error(name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_misspelled_keyword_is_a_type_error(name: str) -> None:
     with pytest.raises(TypeError, match="wieght_decay"):
-        ENTRIES[name]([nn.Parameter(random((8, 6)))], wieght_decay=0.1)
+        CASES[name]([nn.Parameter(random((8, 6)))], wieght_decay=0.1)
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "muon"])
-def test_a_misspelt_key_of_a_group_is_refused_with_the_nearest(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in CASES if name != "muon"])
+def test_misspelled_group_option_is_rejected_with_a_suggestion(name: str) -> None:
     group = {"params": [nn.Parameter(random((8, 6)))], "wieght_decay": 0.1}
     with pytest.raises(OptimizerError, match="wieght_decay.*did you mean 'weight_decay'"):
-        ENTRIES[name]([group])
+        CASES[name]([group])
 
 
 @pytest.mark.parametrize(("name", "key", "value"), cases())
-def test_a_bad_value_is_refused_by_name(name: str, key: str, value: object) -> None:
-    """In a group, whose setting need not be a keyword of the preset."""
+def test_invalid_value_is_rejected_by_name(name: str, key: str, value: object) -> None:
+    """In a parameter group."""
     with pytest.raises(OptimizerError, match=rf"^{key}: expected .* got") as caught:
-        ENTRIES[name]([{"params": [nn.Parameter(random((8, 6)))], key: value}])
+        CASES[name]([{"params": [nn.Parameter(random((8, 6)))], key: value}])
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", LOW_RANK)
-def test_a_refused_group_leaves_nothing_behind(name: str) -> None:
+def test_rejected_group_changes_nothing(name: str) -> None:
     optimizer = LOW_RANK[name](parameters())
-    move(optimizer, range(2))
-    before, groups = everything(optimizer), len(optimizer.param_groups)
+    run_steps(optimizer, range(2))
+    before, groups = snapshot(optimizer), len(optimizer.param_groups)
     for group in ({"lr": -1.0}, {"wieght_decay": 0.1}, {"params": [torch.zeros(3, 3, dtype=torch.complex64)]}):
         with pytest.raises(OptimizerError):
             optimizer.add_param_group({"params": [nn.Parameter(random((8, 6)))]} | group)
     assert len(optimizer.param_groups) == groups
-    assert differences(before, everything(optimizer)) == []
-    move(optimizer, range(2, 4))
+    assert differences(before, snapshot(optimizer)) == []
+    run_steps(optimizer, range(2, 4))
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "muon"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "muon"])
 @pytest.mark.parametrize("rank", [1, 3, 200])
-def test_changing_the_rank_of_a_live_group_is_refused(name: str, rank: int) -> None:
+def test_changing_the_rank_of_a_group_is_rejected(name: str, rank: int) -> None:
     """The state is allocated for the first rank."""
-    optimizer = ENTRIES[name](parameters())
-    move(optimizer, range(2))
-    before, first = everything(optimizer), optimizer.param_groups[0]["rank"]
+    optimizer = CASES[name](parameters())
+    run_steps(optimizer, range(2))
+    before, first = snapshot(optimizer), optimizer.param_groups[0]["rank"]
     if first == rank:
         pytest.skip("this is its rank")
     optimizer.param_groups[0]["rank"] = rank
     with pytest.raises(OptimizerError, match=f"expected rank = {first}.* got {rank}") as caught:
-        move(optimizer, range(2, 3))
+        run_steps(optimizer, range(2, 3))
     assert "\n" not in str(caught.value)
-    assert differences(before, everything(optimizer)) == []
+    assert differences(before, snapshot(optimizer)) == []
     optimizer.param_groups[0]["rank"] = first
-    move(optimizer, range(2, 3))
-    assert differences(before, everything(optimizer)) != []
+    run_steps(optimizer, range(2, 3))
+    assert differences(before, snapshot(optimizer)) != []
 
 
 CHOICES = {
@@ -109,7 +109,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("key", CHOICES)
-def test_an_unknown_choice_is_refused_with_those_there_are(key: str) -> None:
+def test_unknown_choice_is_rejected_with_the_choices(key: str) -> None:
     with pytest.raises(OptimizerError, match=f"^{key} = '{CHOICES[key]}' is not one of "):
         LowRankOptimizer([nn.Parameter(random((8, 6)))], rank=2, **{key: CHOICES[key]})
 
@@ -127,11 +127,11 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "settings"), CONTRADICTIONS)
-def test_choices_that_contradict_each_other_are_refused(message: str, settings: dict[str, Any]) -> None:
+def test_contradicting_options_are_rejected(message: str, settings: dict[str, Any]) -> None:
     with pytest.raises(OptimizerError, match=f"^{message}"):
         LowRankOptimizer([nn.Parameter(random((8, 6)))], rank=2, **settings)
 
 
-def test_a_weight_that_is_no_matrix_in_memory_is_refused() -> None:
+def test_weight_that_cannot_be_viewed_as_a_matrix_is_rejected() -> None:
     with pytest.raises(OptimizerError, match=r"contiguous\(\)"):
         LowRankOptimizer([nn.Parameter(random((4, 6, 3, 3)).transpose(0, 1))], rank=2)

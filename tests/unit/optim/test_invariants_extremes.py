@@ -1,4 +1,4 @@
-"""The table of optimizers x invariants: gradients that are extreme but finite give finite weights."""
+"""Invariants of every optimizer: extreme but finite gradients give finite weights."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.optimizer_cases import ENTRIES, move, parameters, params_of, random
+from tests.unit.optim.optimizer_cases import CASES, parameters, params_of, random, run_steps
 from torch import Tensor, nn
 
 from whimbrel.optim import GaLoreWarm, project_in_backward, step_in_backward
 
-every = pytest.mark.parametrize("name", ENTRIES)
+every = pytest.mark.parametrize("name", CASES)
 LARGE = [
     (torch.float32, 1e16),
     (torch.float32, 1e21),
@@ -21,7 +21,7 @@ LARGE = [
     (torch.float16, 1e4),
     (torch.float16, 65504.0),
 ]
-"""Squares and sums of products of these are beyond fp32 or fp16."""
+"""Squares and sums of products of these overflow fp32 or fp16."""
 SMALL = [
     (torch.float32, 1e-25),
     (torch.float32, 1e-38),
@@ -33,7 +33,7 @@ SMALL = [
 
 
 def extreme(p: Tensor, seed: int, size: float) -> Tensor:
-    """Of this magnitude everywhere, with signs at random; in the first row all alike, so that sums are large too."""
+    """Of this magnitude with random signs; the first row has one sign, so that sums are large too."""
     signs = random(p.shape, seed).sign()
     if p.ndim > 1:
         signs[0] = 1.0
@@ -41,22 +41,22 @@ def extreme(p: Tensor, seed: int, size: float) -> Tensor:
 
 
 def learning_rate(name: str, dtype: torch.dtype) -> float:
-    """SGD does not normalize: at its usual rate, its updates exceed what fp16 holds, as torch's do."""
-    return 1e-6 if "sgd" in name and dtype == torch.float16 else ENTRIES[name].lr
+    """SGD does not normalize: at its usual rate its updates overflow fp16, as torch's do."""
+    return 1e-6 if "sgd" in name and dtype == torch.float16 else CASES[name].lr
 
 
 def takes_eps(name: str) -> bool:
-    defaults = ENTRIES[name]([nn.Parameter(random((8, 6)))]).defaults
+    defaults = CASES[name]([nn.Parameter(random((8, 6)))]).defaults
     return name == "muon" or defaults.get("rule", "adamw") == "adamw"
 
 
 @every
 @pytest.mark.parametrize(("dtype", "size"), LARGE, ids=str)
-def test_large_finite_gradients_move_every_weight_to_finite_values(name: str, dtype: torch.dtype, size: float) -> None:
-    optimizer = ENTRIES[name](parameters(dtype), lr=learning_rate(name, dtype))
+def test_large_finite_gradients_give_finite_weights(name: str, dtype: torch.dtype, size: float) -> None:
+    optimizer = CASES[name](parameters(dtype), lr=learning_rate(name, dtype))
     before = [p.detach().clone() for p in params_of(optimizer)]
     gradients: list[Tensor] = []
-    for step in range(7):  # a second basis is sought on the way
+    for step in range(7):  # includes a second refresh
         gradients = [extreme(p, 100 * step + place, size) for place, p in enumerate(params_of(optimizer))]
         for p, grad in zip(params_of(optimizer), gradients, strict=True):
             p.grad = grad.clone()
@@ -66,17 +66,17 @@ def test_large_finite_gradients_move_every_weight_to_finite_values(name: str, dt
     assert optimizer.skipped == 0
     for old, p in zip(before, params_of(optimizer), strict=True):
         assert p.isfinite().all()
-        assert p.ndim < 2 or not torch.equal(old, p)  # few numbers may end where they began
+        assert p.ndim < 2 or not torch.equal(old, p)  # a small vector may end where it started
     for p in params_of(optimizer):
         assert all(tensor.isfinite().all() for tensor in optimizer.state[p].values())
-    move(optimizer, range(10, 13))
+    run_steps(optimizer, range(10, 13))
     assert all(p.isfinite().all() for p in params_of(optimizer))
 
 
 @every
-def test_one_large_gradient_does_not_stop_the_others(name: str) -> None:
-    """What is large is bounded; gradients of ordinary size are used as they are."""
-    ours, expected = ENTRIES[name](parameters()), ENTRIES[name](parameters())
+def test_one_large_gradient_does_not_affect_other_parameters(name: str) -> None:
+    """Large elements are clamped; other gradients are used unchanged."""
+    ours, expected = CASES[name](parameters()), CASES[name](parameters())
     for step in range(3):
         for optimizer in (ours, expected):
             for place, p in enumerate(params_of(optimizer)):
@@ -92,7 +92,7 @@ def test_one_large_gradient_does_not_stop_the_others(name: str) -> None:
 @every
 @pytest.mark.parametrize(("dtype", "size"), SMALL, ids=str)
 def test_tiny_gradients_give_finite_weights(name: str, dtype: torch.dtype, size: float) -> None:
-    optimizer = ENTRIES[name](parameters(dtype))
+    optimizer = CASES[name](parameters(dtype))
     for step in range(7):
         for place, p in enumerate(params_of(optimizer)):
             p.grad = extreme(p, 100 * step + place, size)
@@ -101,11 +101,11 @@ def test_tiny_gradients_give_finite_weights(name: str, dtype: torch.dtype, size:
     assert all(p.isfinite().all() for p in params_of(optimizer))
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if takes_eps(name)])
+@pytest.mark.parametrize("name", [name for name in CASES if takes_eps(name)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_eps_of_zero_gives_finite_weights(name: str, dtype: torch.dtype) -> None:
-    """Gradients of rank 1, and of zeros in every other row and in the first step."""
-    optimizer = ENTRIES[name](parameters(dtype), eps=0.0)
+    """Gradients of rank 1, with zeros in every other row and in the first step."""
+    optimizer = CASES[name](parameters(dtype), eps=0.0)
     for step in range(7):
         for p in params_of(optimizer):
             p.grad = torch.full_like(p, float(step))
@@ -120,7 +120,7 @@ def test_eps_of_zero_gives_finite_weights(name: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("start", ["gradient", "random"])
 @pytest.mark.parametrize("wrap", [step_in_backward, project_in_backward])
 def test_large_finite_gradients_in_backward(wrap: Any, dtype: torch.dtype, size: float, start: str) -> None:
-    """Projections of the largest numbers are not finite, and their steps are skipped; all others are not."""
+    """Only the projections of the largest values are not finite; those steps are skipped."""
     p = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
     optimizer = wrap(GaLoreWarm([p], lr=0.01, rank=8, gap=3, start=start))
     for step in range(5):

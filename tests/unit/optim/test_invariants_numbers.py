@@ -1,4 +1,4 @@
-"""The table of optimizers x invariants: settings given as tensors, and gradients of a lower rank than the subspace."""
+"""Invariants of every optimizer: tensor options, and gradients of lower rank than the subspace."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.optim.optimizer_cases import (
-    ENTRIES,
+    CASES,
     LOW_RANK,
     differences,
-    everything,
-    move,
     parameters,
     params_of,
     random,
+    run_steps,
+    snapshot,
 )
 from torch import nn
 
@@ -23,37 +23,37 @@ from whimbrel.optim import GaLore, Muon, Schedule, project_in_backward, step_in_
 from whimbrel.optim.galore import PROJECTION_TYPES, side_of
 from whimbrel.optim.subspace import zero_rounding_errors_
 
-every = pytest.mark.parametrize("name", ENTRIES)
+every = pytest.mark.parametrize("name", CASES)
 NUMBERS = ("weight_decay", "eps", "scale", "momentum", "momentum_start", "betas", "rank", "gap", "update_proj_gap")
 
 
 @every
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_tensor_lr_equals_a_number_and_is_not_changed(name: str, shape: tuple[int, ...]) -> None:
-    lr = torch.full(shape, ENTRIES[name].lr)
-    ours, expected = ENTRIES[name](parameters(), lr=lr), ENTRIES[name](parameters(), lr=lr.item())
-    move(ours, range(3))
-    move(expected, range(3))
-    assert torch.equal(lr, torch.full(shape, ENTRIES[name].lr))
+    lr = torch.full(shape, CASES[name].lr)
+    ours, expected = CASES[name](parameters(), lr=lr), CASES[name](parameters(), lr=lr.item())
+    run_steps(ours, range(3))
+    run_steps(expected, range(3))
+    assert torch.equal(lr, torch.full(shape, CASES[name].lr))
     assert ours.param_groups[0]["lr"] is lr
-    assert differences(everything(ours), everything(expected)) == []
+    assert differences(snapshot(ours), snapshot(expected)) == []
 
 
 @every
-def test_step_follows_a_scheduler_that_fills_a_tensor_lr(name: str) -> None:
+def test_step_uses_a_tensor_lr_filled_by_a_scheduler(name: str) -> None:
     """torch's schedulers and ours fill the tensor in place."""
-    start = torch.tensor(ENTRIES[name].lr).item()
+    start = torch.tensor(CASES[name].lr).item()
     for schedule in (lambda o: torch.optim.lr_scheduler.LambdaLR(o, halve), lambda o: Schedule(o, halve)):
         lr = torch.tensor(start)
-        ours, expected = ENTRIES[name](parameters(), lr=lr), ENTRIES[name](parameters(), lr=start)
+        ours, expected = CASES[name](parameters(), lr=lr), CASES[name](parameters(), lr=start)
         schedules = [schedule(optimizer) for optimizer in (ours, expected)]
         for step in range(3):
             for optimizer, moved in zip((ours, expected), schedules, strict=True):
-                move(optimizer, range(step, step + 1))
+                run_steps(optimizer, range(step, step + 1))
                 moved.step()
         assert ours.param_groups[0]["lr"] is lr
         assert lr.item() == start / 8
-        assert differences(everything(ours), everything(expected)) == []
+        assert differences(snapshot(ours), snapshot(expected)) == []
 
 
 def halve(step: int) -> float:
@@ -62,9 +62,9 @@ def halve(step: int) -> float:
 
 @every
 def test_tensor_lr_in_backward(name: str) -> None:
-    lr = torch.tensor(ENTRIES[name].lr)
-    ours = step_in_backward(ENTRIES[name]([nn.Parameter(random((24, 16)))], lr=lr))
-    expected = step_in_backward(ENTRIES[name]([nn.Parameter(random((24, 16)))], lr=lr.item()))
+    lr = torch.tensor(CASES[name].lr)
+    ours = step_in_backward(CASES[name]([nn.Parameter(random((24, 16)))], lr=lr))
+    expected = step_in_backward(CASES[name]([nn.Parameter(random((24, 16)))], lr=lr.item()))
     for seed in range(3):
         for wrapper in (ours, expected):
             (p,) = params_of(wrapper)
@@ -72,10 +72,10 @@ def test_tensor_lr_in_backward(name: str) -> None:
             wrapper.step()
         lr.mul_(0.5)
         expected.param_groups[0]["lr"] = lr.item()
-    assert differences(everything(ours), everything(expected)) == []
+    assert differences(snapshot(ours), snapshot(expected)) == []
 
 
-def test_tensor_lr_of_projections() -> None:
+def test_tensor_lr_with_project_in_backward() -> None:
     lr = torch.tensor(0.02)
     optimizer = project_in_backward(LOW_RANK["galore_warm"]([nn.Parameter(random((24, 16)))], lr=lr, scale=0.25))
     (p,) = params_of(optimizer)
@@ -88,9 +88,9 @@ def test_tensor_lr_of_projections() -> None:
 
 @every
 def test_loaded_tensor_lr_is_a_copy(name: str) -> None:
-    saved = ENTRIES[name](parameters(), lr=torch.tensor(0.02))
-    move(saved, range(1))
-    loaded = ENTRIES[name](parameters())
+    saved = CASES[name](parameters(), lr=torch.tensor(0.02))
+    run_steps(saved, range(1))
+    loaded = CASES[name](parameters())
     loaded.load_state_dict(saved.state_dict())
     saved.param_groups[0]["lr"].fill_(1.0)
     assert float(loaded.param_groups[0]["lr"]) == torch.tensor(0.02).item()
@@ -98,34 +98,34 @@ def test_loaded_tensor_lr_is_a_copy(name: str) -> None:
 
 def tensor_settings() -> list[tuple[str, str]]:
     found = []
-    for name, entry in ENTRIES.items():
+    for name, entry in CASES.items():
         known = entry([nn.Parameter(random((8, 6)))]).defaults
         found += [(name, key) for key in NUMBERS if key in known]
     return found
 
 
 @pytest.mark.parametrize(("name", "key"), tensor_settings())
-def test_other_settings_as_tensors_are_refused(name: str, key: str) -> None:
+def test_other_tensor_options_are_rejected(name: str, key: str) -> None:
     value: Any = (0.9, torch.tensor(0.99)) if key == "betas" else torch.tensor(1)
-    optimizer = ENTRIES[name]([nn.Parameter(random((8, 6)))])
+    optimizer = CASES[name]([nn.Parameter(random((8, 6)))])
     with pytest.raises(OptimizerError, match=rf"^{key}: expected a Python number, got a tensor") as caught:
         optimizer.add_param_group({"params": [nn.Parameter(random((8, 6)))], key: value})
     assert "\n" not in str(caught.value)
 
 
 @every
-def test_lr_of_several_elements_is_refused(name: str) -> None:
+def test_lr_of_several_elements_is_rejected(name: str) -> None:
     with pytest.raises(OptimizerError, match=r"lr: expected .* got shape \(2,\)"):
-        ENTRIES[name]([nn.Parameter(random((8, 6)))], lr=torch.ones(2))
+        CASES[name]([nn.Parameter(random((8, 6)))], lr=torch.ones(2))
 
 
 @pytest.mark.parametrize("start", [-0.1, 1.0, float("nan")])
-def test_bad_momentum_start_of_muon_is_refused(start: float) -> None:
+def test_invalid_momentum_start_of_muon_is_rejected(start: float) -> None:
     with pytest.raises(OptimizerError, match="^momentum_start: expected .* got"):
         Muon([nn.Parameter(random((8, 6)))], momentum_start=start)
 
 
-def test_step_in_backward_takes_betas_as_a_list() -> None:
+def test_step_in_backward_accepts_betas_as_a_list() -> None:
     """A list of two betas is not one value for each of two parameters."""
     params = [nn.Parameter(random((8, 6), seed)) for seed in range(2)]
     settings: dict[str, Any] = {"lr": 0.02, "betas": [0.8, 0.9]}
@@ -137,11 +137,11 @@ def test_step_in_backward_takes_betas_as_a_list() -> None:
             (p * q.grad).sum().backward()
         ours.step()
         expected.step()
-    assert differences(everything(ours), everything(expected)) == []
+    assert differences(snapshot(ours), snapshot(expected)) == []
 
 
 def has_exact_span(name: str) -> bool:
-    """Not so of a basis that is random, nor of one in 16 bits or codes, which is orthonormal only roughly."""
+    """False for random bases and for low-bit ones, which are only roughly orthonormal."""
     settings = LOW_RANK[name]([nn.Parameter(random((8, 6)))]).defaults
     random_span = settings["subspace"] == "random" and settings["back_projection"] == "galore"
     return settings["rank"] is not None and settings["basis_store"] == "fp32" and not random_span
@@ -154,9 +154,9 @@ EXACT_SPAN = [name for name in LOW_RANK if has_exact_span(name)]
 @pytest.mark.parametrize("size", [1.0, 1e3])
 @pytest.mark.parametrize("rows", [96, 32])
 def test_update_stays_in_the_row_space_of_a_low_rank_gradient(name: str, size: float, rows: int) -> None:
-    """Gradients of rank 2, a subspace of rank 12: along 10 directions there is nothing but rounding errors."""
+    """Gradients of rank 2, a subspace of rank 12: 10 directions have only rounding errors."""
     p = nn.Parameter(torch.zeros(rows, 64))
-    optimizer = ENTRIES[name]([p], rank=12)
+    optimizer = CASES[name]([p], rank=12)
     left = optimizer.param_state(p).transposed
     fixed = random((2, rows if left else 64), 99)
     for step in range(12):
@@ -175,7 +175,7 @@ def test_update_stays_in_the_row_space_of_a_low_rank_gradient(name: str, size: f
 def test_update_of_galore_stays_in_the_spaces_of_a_low_rank_gradient(
     shape: tuple[int, ...], projection: str, dtype: torch.dtype
 ) -> None:
-    """Both of its spaces are fixed here: the update of either side has to stay in one of them."""
+    """Row and column space are fixed: the update must stay in the one that is projected."""
     *stack, rows, columns = shape
     p = nn.Parameter(torch.zeros(shape, dtype=dtype))
     optimizer = GaLore([p], lr=0.02, rank=12, update_proj_gap=5, projection_type=projection)
@@ -192,7 +192,7 @@ def test_update_of_galore_stays_in_the_spaces_of_a_low_rank_gradient(
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_update_by_projections_stays_in_the_row_space_of_a_low_rank_gradient(accumulation: int) -> None:
+def test_projected_update_stays_in_the_row_space_of_a_low_rank_gradient(accumulation: int) -> None:
     p = nn.Parameter(torch.zeros(96, 64))
     optimizer = project_in_backward(LOW_RANK["galore_warm"]([p], rank=12), accumulation=accumulation)
     fixed = random((2, 64), 99)
@@ -205,8 +205,8 @@ def test_update_by_projections_stays_in_the_row_space_of_a_low_rank_gradient(acc
     assert (moved - moved @ space @ space.mT).norm() < 1e-3 * moved.norm()
 
 
-def test_columns_above_rounding_errors_are_kept() -> None:
-    """To the bit, over four orders of magnitude; only what is below the resolution of the product is dropped."""
+def test_only_columns_of_rounding_errors_are_zeroed() -> None:
+    """Columns over four orders of magnitude are unchanged; those below the resolution of the product are zeroed."""
     low = random((2, 96, 12)) * torch.logspace(0, -4, 12)
     assert torch.equal(zero_rounding_errors_(low.clone(), 64), low)
     low[1, :, 3] *= 1e-7

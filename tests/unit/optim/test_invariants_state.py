@@ -1,4 +1,4 @@
-"""The table of optimizers x invariants: state is plain tensors of known size, and resumes bit for bit."""
+"""Invariants of every optimizer: state is tensors of known size, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.optim.optimizer_cases import (
-    ENTRIES,
+    CASES,
     LOW_RANK,
     SHAPES,
     differences,
-    everything,
-    move,
     parameters,
     params_of,
     random,
+    run_steps,
+    snapshot,
 )
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ from whimbrel.base.errors import OptimizerError
 from whimbrel.checkpoint import pack, unpack
 from whimbrel.optim import LowRankOptimizer, restore_optimizer
 
-every = pytest.mark.parametrize("name", ENTRIES)
+every = pytest.mark.parametrize("name", CASES)
 every_low_rank = pytest.mark.parametrize("name", LOW_RANK)
 
 
@@ -46,29 +46,29 @@ def through_checkpoint(state: Any) -> Any:
 
 def restart(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """A new optimizer over copies of the parameters."""
-    return ENTRIES[name]([nn.Parameter(p.detach().clone()) for p in params_of(optimizer)])
+    return CASES[name]([nn.Parameter(p.detach().clone()) for p in params_of(optimizer)])
 
 
 @every
 @pytest.mark.parametrize(("through", "dtype"), [(through_torch, torch.float32), (through_checkpoint, torch.bfloat16)])
-def test_a_run_resumes_bit_for_bit(name: str, through: Callable[[Any], Any], dtype: torch.dtype) -> None:
-    """Bases are sought before and after, by the unbroken run and by the resumed one."""
-    unbroken = ENTRIES[name](parameters(dtype))
-    move(unbroken, range(4))
+def test_resume_is_bit_identical(name: str, through: Callable[[Any], Any], dtype: torch.dtype) -> None:
+    """There are refreshes before and after the resume."""
+    unbroken = CASES[name](parameters(dtype))
+    run_steps(unbroken, range(4))
     resumed = restart(name, unbroken)
     resumed.load_state_dict(through(unbroken.state_dict()))
-    assert differences(everything(unbroken), everything(resumed)) == []
-    move(unbroken, range(4, 13))
-    move(resumed, range(4, 13))
-    assert differences(everything(unbroken), everything(resumed)) == []
+    assert differences(snapshot(unbroken), snapshot(resumed)) == []
+    run_steps(unbroken, range(4, 13))
+    run_steps(resumed, range(4, 13))
+    assert differences(snapshot(unbroken), snapshot(resumed)) == []
 
 
 @every
-def test_the_trainer_restores_by_name(name: str) -> None:
-    """Into groups in another order, whose own learning rate stays."""
+def test_restore_optimizer_matches_parameters_by_name(name: str) -> None:
+    """Into groups in another order, which keep their learning rate."""
 
     def build(order: list[int], params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-        optimizer = ENTRIES[name]([params[i] for i in order], lr=lr)
+        optimizer = CASES[name]([params[i] for i in order], lr=lr)
         places = {id(p): i for i, p in enumerate(params)}
         for group in optimizer.param_groups:
             group["names"] = [str(places[id(p)]) for p in group["params"]]
@@ -76,7 +76,7 @@ def test_the_trainer_restores_by_name(name: str) -> None:
 
     params = parameters()
     first = build([0, 1, 2, 3, 4, 5, 6], params, 0.01)
-    move(first, range(3))
+    run_steps(first, range(3))
     copies = [nn.Parameter(p.detach().clone()) for p in params]
     second = build([2, 1, 0, 6, 5, 4, 3], copies, 0.005)
     restore_optimizer(second, through_torch(first.state_dict()))
@@ -87,9 +87,9 @@ def test_the_trainer_restores_by_name(name: str) -> None:
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_what_is_loaded_keeps_its_dtype(name: str, dtype: torch.dtype) -> None:
-    optimizer = ENTRIES[name](parameters(dtype))
-    move(optimizer, range(2))
+def test_load_keeps_dtypes(name: str, dtype: torch.dtype) -> None:
+    optimizer = CASES[name](parameters(dtype))
+    run_steps(optimizer, range(2))
     before = [{key: t.dtype for key, t in optimizer.state[p].items()} for p in params_of(optimizer)]
     optimizer.load_state_dict(through_torch(optimizer.state_dict()))
     after = [{key: t.dtype for key, t in optimizer.state[p].items()} for p in params_of(optimizer)]
@@ -97,9 +97,9 @@ def test_what_is_loaded_keeps_its_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 @every
-def test_the_state_is_flat_plain_tensors(name: str) -> None:
-    optimizer = ENTRIES[name](parameters())
-    move(optimizer, range(2))
+def test_state_is_a_flat_dict_of_tensors(name: str) -> None:
+    optimizer = CASES[name](parameters())
+    run_steps(optimizer, range(2))
     for p in params_of(optimizer):
         for key, value in optimizer.state[p].items():
             assert type(key) is str
@@ -112,17 +112,17 @@ def test_the_state_is_flat_plain_tensors(name: str) -> None:
 
 @every
 @pytest.mark.parametrize("shape", SHAPES)
-def test_its_bytes_are_those_of_the_formula(name: str, shape: str) -> None:
+def test_state_bytes_match_the_formula(name: str, shape: str) -> None:
     p = nn.Parameter(random(SHAPES[shape]))
-    optimizer = ENTRIES[name]([p])
-    move(optimizer, range(2))
-    assert sum(tensor.nbytes for tensor in optimizer.state[p].values()) == ENTRIES[name].bytes_of(SHAPES[shape])
+    optimizer = CASES[name]([p])
+    run_steps(optimizer, range(2))
+    assert sum(tensor.nbytes for tensor in optimizer.state[p].values()) == CASES[name].bytes_of(SHAPES[shape])
 
 
 @every_low_rank
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (300, 700), (4096,), (2, 90, 70), (64, 16, 3, 3)], ids=str)
-def test_its_bytes_are_known_beforehand(name: str, shape: tuple[int, ...]) -> None:
-    """By arithmetic, and as tensors on a device that has no memory."""
+def test_state_bytes_are_known_before_the_first_step(name: str, shape: tuple[int, ...]) -> None:
+    """By arithmetic, and as tensors on the meta device."""
     p = nn.Parameter(torch.empty(shape, device="meta"))
     optimizer = LOW_RANK[name]([p])
     state = optimizer.state[p]
@@ -131,58 +131,58 @@ def test_its_bytes_are_known_beforehand(name: str, shape: tuple[int, ...]) -> No
 
 
 @every_low_rank
-def test_a_vast_model_costs_nothing_to_describe(name: str) -> None:
+def test_state_bytes_of_a_huge_meta_parameter(name: str) -> None:
     """A matrix of 2^50 numbers."""
     p = nn.Parameter(torch.empty(1 << 25, 1 << 25, device="meta"))
     optimizer = LOW_RANK[name]([p])
     assert optimizer.state_bytes(p) == LOW_RANK[name].bytes_of((1 << 25, 1 << 25))
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "muon"])
-def test_all_of_the_state_is_there_at_construction(name: str) -> None:
-    optimizer = ENTRIES[name](parameters())
-    before = {key: (t.shape, t.dtype) for key, t in everything(optimizer).items()}
-    move(optimizer, range(8))
-    assert {key: (t.shape, t.dtype) for key, t in everything(optimizer).items()} == before
+@pytest.mark.parametrize("name", [name for name in CASES if name != "muon"])
+def test_state_is_allocated_at_construction(name: str) -> None:
+    optimizer = CASES[name](parameters())
+    before = {key: (t.shape, t.dtype) for key, t in snapshot(optimizer).items()}
+    run_steps(optimizer, range(8))
+    assert {key: (t.shape, t.dtype) for key, t in snapshot(optimizer).items()} == before
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "muon"])
-def test_reset_forgets_everything(name: str) -> None:
-    optimizer = ENTRIES[name](parameters())
-    fresh = everything(restart(name, optimizer))
-    move(optimizer, range(8))
+@pytest.mark.parametrize("name", [name for name in CASES if name != "muon"])
+def test_reset_restores_the_initial_state(name: str) -> None:
+    optimizer = CASES[name](parameters())
+    fresh = snapshot(restart(name, optimizer))
+    run_steps(optimizer, range(8))
     optimizer.reset()
-    kept = {key: value for key, value in everything(optimizer).items() if " " in key}
+    kept = {key: value for key, value in snapshot(optimizer).items() if " " in key}
     assert differences(kept, {key: value for key, value in fresh.items() if " " in key}) == []
     again = restart(name, optimizer)
-    move(optimizer, range(8))
-    move(again, range(8))
-    assert differences(everything(optimizer), everything(again)) == []
+    run_steps(optimizer, range(8))
+    run_steps(again, range(8))
+    assert differences(snapshot(optimizer), snapshot(again)) == []
 
 
 @every
-def test_a_copy_goes_its_own_way(name: str) -> None:
-    """`copy.deepcopy` of parameters and optimizer together, as of a model and its optimizer."""
-    optimizer = ENTRIES[name](parameters())
-    move(optimizer, range(3))
+def test_deepcopy_is_independent(name: str) -> None:
+    """A deep copy of parameters and optimizer together."""
+    optimizer = CASES[name](parameters())
+    run_steps(optimizer, range(3))
     _, copied = copy.deepcopy((params_of(optimizer), optimizer))
-    before = everything(optimizer)
-    move(copied, range(3, 9))
-    assert differences(before, everything(optimizer)) == []
-    move(optimizer, range(3, 9))
-    assert differences(everything(copied), everything(optimizer)) == []
+    before = snapshot(optimizer)
+    run_steps(copied, range(3, 9))
+    assert differences(before, snapshot(optimizer)) == []
+    run_steps(optimizer, range(3, 9))
+    assert differences(snapshot(copied), snapshot(optimizer)) == []
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "muon"])
-def test_a_group_may_come_later(name: str) -> None:
-    """Its parameters move as they would have from the start, with what the group says of itself."""
+@pytest.mark.parametrize("name", [name for name in CASES if name != "muon"])
+def test_group_added_later_uses_its_own_options(name: str) -> None:
+    """With the options of the group."""
     params = parameters()
-    optimizer = ENTRIES[name](params[:2])
-    move(optimizer, range(2))
+    optimizer = CASES[name](params[:2])
+    run_steps(optimizer, range(2))
     optimizer.add_param_group({"params": params[2:], "lr": 0.0, "weight_decay": 0.0})
-    before = everything(optimizer)
-    move(optimizer, range(2, 5))
-    after = everything(optimizer)
+    before = snapshot(optimizer)
+    run_steps(optimizer, range(2, 5))
+    after = snapshot(optimizer)
     assert not torch.equal(before["0"], after["0"])
     assert all(torch.equal(before[str(place)], after[str(place)]) for place in range(2, len(params)))
     assert all(int(optimizer.state[p]["step"]) == 3 for p in params[2:]) or optimizer.defaults.get("start") == "random"
@@ -199,26 +199,26 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("which", OTHERS)
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(which: str) -> None:
+def test_mismatched_state_is_rejected_without_changes(which: str) -> None:
     given, own = OTHERS[which]
     saved, optimizer = (LowRankOptimizer([nn.Parameter(random((64, 64)))], **settings) for settings in (given, own))
-    move(saved, range(2))
-    move(optimizer, range(1))
-    before = everything(optimizer)
+    run_steps(saved, range(2))
+    run_steps(optimizer, range(1))
+    before = snapshot(optimizer)
     with pytest.raises(OptimizerError, match="expected a saved state"):
         optimizer.load_state_dict(saved.state_dict())
-    assert differences(before, everything(optimizer)) == []
+    assert differences(before, snapshot(optimizer)) == []
     assert all(optimizer.param_groups[0][key] == value for key, value in own.items())
 
 
-def test_a_state_of_other_parameters_is_refused() -> None:
+def test_state_of_other_parameters_is_rejected() -> None:
     optimizer = LowRankOptimizer([nn.Parameter(random((8, 8)))])
     with pytest.raises(OptimizerError, match=r"expected a saved state with groups of \[1\]"):
         optimizer.load_state_dict(LowRankOptimizer([nn.Parameter(random((8, 8))) for _ in range(2)]).state_dict())
 
 
-def test_equal_parts_of_a_state_are_cut_alike() -> None:
-    """Codes and scales share their first dimension, so that rows can be shared out over machines."""
+def test_codes_and_scales_share_the_first_dimension() -> None:
+    """So that rows can be sharded."""
     p = nn.Parameter(random((96, 600)))
     optimizer = LOW_RANK["adamw8bit"]([p])
     state = optimizer.state[p]

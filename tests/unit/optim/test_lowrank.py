@@ -1,4 +1,4 @@
-"""What the table of invariants does not ask: sides, words, groups, schedules, other dtypes, and a GPU."""
+"""The low-rank optimizer: sides, descriptions, groups, schedulers, dtypes, devices."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.unit.optim.optimizer_cases import (
     LOW_RANK,
     Teacher,
     differences,
-    everything,
-    move,
     parameters,
     params_of,
     random,
+    run_steps,
+    snapshot,
 )
 from torch import nn
 
@@ -34,20 +34,22 @@ SIDES = [
 
 
 @pytest.mark.parametrize(("side", "shape", "moments", "basis"), SIDES)
-def test_sides(side: str, shape: tuple[int, ...], moments: tuple[int, ...], basis: tuple[int, ...]) -> None:
-    """The cheapest has the smaller moments, of which there are two, and the larger basis."""
+def test_side_determines_shapes(
+    side: str, shape: tuple[int, ...], moments: tuple[int, ...], basis: tuple[int, ...]
+) -> None:
+    """The cheapest side has the smaller moments, of which there are two, and the larger basis."""
     p = nn.Parameter(random(shape))
     optimizer = LowRankOptimizer([p], rank=4, side=side)
     assert optimizer.state[p]["exp_avg"].shape == moments
     assert optimizer.basis(p).shape == basis
-    move(optimizer, range(3))
+    run_steps(optimizer, range(3))
     assert optimizer.matrix(p, p).shape == (moments[0], basis[0])
 
 
 @pytest.mark.parametrize("rule", ["adamw", "sgd", "lion", "muon", "adafactor"])
 @pytest.mark.parametrize("basis_store", ["fp32", "int4"])
 @pytest.mark.parametrize("shape", [(80, 60), (60, 80), (2, 60, 80), (64, 16, 3, 3)])
-def test_the_cheapest_side_takes_the_least(rule: str, basis_store: str, shape: tuple[int, ...]) -> None:
+def test_cheapest_side_has_the_smallest_state(rule: str, basis_store: str, shape: tuple[int, ...]) -> None:
     settings: dict[str, Any] = {"rank": 8, "rule": rule, "basis_store": basis_store, "store": "int8"}
     p = nn.Parameter(torch.empty(shape, device="meta"))
     taken = {
@@ -70,13 +72,13 @@ WORDS = [
 
 
 @pytest.mark.parametrize(("settings", "shape", "words"), WORDS)
-def test_what_a_parameter_got_in_words(settings: dict[str, Any], shape: tuple[int, ...], words: str) -> None:
+def test_describe_names_subspace_rule_and_storage(settings: dict[str, Any], shape: tuple[int, ...], words: str) -> None:
     p = nn.Parameter(random(shape))
     assert LowRankOptimizer([p], **settings).describe(p) == words
 
 
-def test_groups_have_choices_of_their_own() -> None:
-    """A subspace for one, none for the other, and each as it would move alone."""
+def test_groups_are_independent() -> None:
+    """One group with a subspace and one without are updated as if each were alone."""
     hidden, head = nn.Parameter(random((24, 16))), nn.Parameter(random((10, 16), 1))
     both = GaLoreWarm([{"params": [hidden]}, {"params": [head], "rank": None, "lr": 0.1, "betas": (0.5, 0.9)}], rank=4)
     twins = [nn.Parameter(p.detach().clone()) for p in (hidden, head)]
@@ -91,22 +93,22 @@ def test_groups_have_choices_of_their_own() -> None:
         torch.testing.assert_close(p, twin, atol=1e-6, rtol=1e-5)
 
 
-def test_a_schedule_of_torch_turns_its_learning_rate() -> None:
+def test_torch_scheduler_changes_the_learning_rate() -> None:
     optimizer = LowRankOptimizer(parameters(), lr=0.1, rank=4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    move(optimizer, range(1))
+    run_steps(optimizer, range(1))
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
-    before = everything(optimizer)
+    before = snapshot(optimizer)
     optimizer.param_groups[0]["lr"] = 0.0
-    move(optimizer, range(1, 3))
-    assert all(" " in key for key in differences(before, everything(optimizer)))
+    run_steps(optimizer, range(1, 3))
+    assert all(" " in key for key in differences(before, snapshot(optimizer)))
 
 
-def test_a_learning_rate_may_be_a_tensor() -> None:
+def test_learning_rate_may_be_a_tensor() -> None:
     number, tensor = (LowRankOptimizer(parameters(), lr=lr, rank=4) for lr in (0.1, torch.tensor(0.1)))
-    move(number, range(4))
-    move(tensor, range(4))
+    run_steps(number, range(4))
+    run_steps(tensor, range(4))
     for a, b in zip(params_of(number), params_of(tensor), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
@@ -119,20 +121,20 @@ def test_parameters_of_several_dtypes_in_one_group(name: str) -> None:
     ]
     optimizer = LOW_RANK[name](params, lr=0.01)
     start = [p.detach().clone() for p in params]
-    move(optimizer, range(3))
+    run_steps(optimizer, range(3))
     moved = [(p.detach() - s).double() for p, s in zip(params, start, strict=True)]
     assert [p.dtype for p in params] == [torch.float32, torch.bfloat16, torch.float16, torch.float64]
     assert all(change.isfinite().all() and change.abs().max() > 0 for change in moved)
 
 
-def test_an_empty_parameter_is_no_trouble() -> None:
+def test_empty_parameters_are_skipped() -> None:
     params = [nn.Parameter(torch.zeros(0, 5)), nn.Parameter(torch.zeros(0)), nn.Parameter(random((8, 6)))]
     optimizer = AdamW8bit(params)
-    move(optimizer, range(2))
+    run_steps(optimizer, range(2))
     assert int(optimizer.state[params[2]]["step"]) == 2
 
 
-def test_gradients_that_are_not_finite_are_the_callers_where_it_says_so() -> None:
+def test_skip_nonfinite_can_be_disabled() -> None:
     p = nn.Parameter(random((8, 6)))
     optimizer = LowRankOptimizer([p])
     optimizer.skip_nonfinite = False
@@ -142,17 +144,17 @@ def test_gradients_that_are_not_finite_are_the_callers_where_it_says_so() -> Non
     assert p.isnan().all()
 
 
-def test_runs_of_one_seed_are_the_same_and_of_another_are_not() -> None:
+def test_seed_determines_the_run() -> None:
     first, again, other = (
         LOW_RANK["apollo"]([nn.Parameter(random((24, 16), dtype=torch.bfloat16))], seed=seed) for seed in (1, 1, 2)
     )
     for optimizer in (first, again, other):
-        move(optimizer, range(4))
-    assert differences(everything(first), everything(again)) == []
-    assert "0" in differences(everything(first), everything(other))
+        run_steps(optimizer, range(4))
+    assert differences(snapshot(first), snapshot(again)) == []
+    assert "0" in differences(snapshot(first), snapshot(other))
 
 
-def test_no_two_parameters_draw_the_same() -> None:
+def test_random_bases_differ_between_parameters() -> None:
     params = [nn.Parameter(random((24, 16))) for _ in range(3)]
     optimizer = LOW_RANK["apollo"](params)
     bases = [optimizer.basis(p) for p in params]
@@ -160,20 +162,20 @@ def test_no_two_parameters_draw_the_same() -> None:
     assert not torch.equal(bases[1], bases[2])
 
 
-def test_global_random_numbers_are_left_alone() -> None:
+def test_global_rng_state_is_not_used() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
     for entry in LOW_RANK.values():
         optimizer = entry([nn.Parameter(random((72, 60), dtype=torch.bfloat16))])
-        move(optimizer, range(2))
+        run_steps(optimizer, range(2))
     assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LOW_RANK)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_fits_and_resumes_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+def test_training_and_resume_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     teacher = Teacher(dtype)
     teacher.x, teacher.y = teacher.x.cuda(), teacher.y.cuda()
     teacher.params = [nn.Parameter(p.detach().cuda()) for p in teacher.params]
@@ -187,10 +189,10 @@ def test_it_fits_and_resumes_on_a_gpu(name: str, dtype: torch.dtype) -> None:
             for place, p in enumerate(params_of(one)):
                 p.grad = random(p.shape, 100 * seed + place).to(p)
             one.step()
-    assert differences(everything(optimizer), everything(copies)) == []
+    assert differences(snapshot(optimizer), snapshot(copies)) == []
 
 
-def test_a_frozen_parameter_has_no_state_until_it_moves() -> None:
+def test_frozen_parameter_has_no_state_until_its_first_update() -> None:
     frozen, free = nn.Parameter(torch.randn(8, 8), requires_grad=False), nn.Parameter(torch.randn(8, 8))
     optimizer = GaLoreWarm([frozen, free], rank=2)
     assert not optimizer.state[frozen]
@@ -209,8 +211,8 @@ def test_a_frozen_parameter_has_no_state_until_it_moves() -> None:
 
 
 @pytest.mark.gpu
-def test_the_state_follows_a_model_that_is_moved() -> None:
-    """As `transformers.Trainer` moves one after its optimizer was built."""
+def test_state_moves_with_the_model() -> None:
+    """`transformers.Trainer` moves a model after its optimizer is built."""
     model = nn.Linear(8, 16)
     optimizer = GaLoreWarm(model.parameters(), rank=2)
     for device in ("cuda", "cpu"):

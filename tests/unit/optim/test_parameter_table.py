@@ -1,4 +1,4 @@
-"""Who got what, and what it takes."""
+"""The parameter table: rules, learning rates and bytes of state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def optimizer_of(name: str, model: nn.Module, **settings: Any) -> torch.optim.Op
     return build_optimizer(OptimConfig(name=name, lr=0.01, **settings), route_parameters(model))  # type: ignore[arg-type]
 
 
-def test_rows_are_kinds_of_parameters() -> None:
+def test_rows_group_parameters_that_differ_in_their_block_number() -> None:
     model = GPT(SHAPE)
     groups = (GroupConfig(pattern=r"\.1\.mlp\.c_fc\.weight", rank=4),)
     rows = parameter_table(model, optimizer_of("galore_warm", model, groups=groups, weight_decay=0.1))
@@ -45,7 +45,7 @@ def test_rows_are_kinds_of_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_before_a_step_are_those_after_it_and_on_the_meta_device(name: str) -> None:
+def test_state_bytes_are_the_same_before_and_after_a_step_and_on_meta(name: str) -> None:
     model = GPT(SHAPE)
     with torch.device("meta"):
         ghost = GPT(SHAPE)
@@ -60,7 +60,7 @@ def test_bytes_before_a_step_are_those_after_it_and_on_the_meta_device(name: str
     assert sum(row.state or 0 for row in before) == held > 0
 
 
-def test_rules_in_words() -> None:
+def test_rules_are_described_in_words() -> None:
     model = nn.ModuleDict({"inner": nn.Linear(8, 6, bias=False)})
 
     def rule(name: str, **settings: Any) -> str:
@@ -87,7 +87,7 @@ def test_any_optimizer_has_a_table() -> None:
     ]  # fmt: skip
 
 
-def test_an_optimizer_in_backward_has_the_table_of_the_one_it_stands_for() -> None:
+def test_wrapped_optimizer_has_the_same_table() -> None:
     model = GPT(SHAPE)
     optimizer = optimizer_of("galore_warm", model)
     before = parameter_table(model, optimizer), state_bytes(optimizer)

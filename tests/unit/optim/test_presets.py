@@ -1,4 +1,4 @@
-"""Each preset against its paper's equation, written out in fp64."""
+"""Each preset against the equation of its paper, computed in fp64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Adam:
 
 
 class Limiter:
-    """A tensor whose length grows by 1.01 from one step to the next at most; matrix by matrix."""
+    """Limits the growth of the norm of each matrix to 1.01 per step."""
 
     def __init__(self) -> None:
         self.last: Tensor | None = None
@@ -55,17 +55,17 @@ class Limiter:
 
 
 def gradient(shape: tuple[int, ...], step: int) -> Tensor:
-    """Longer in some steps than in others."""
+    """The norm varies between steps."""
     return random(shape, step + 1) * (1.0, 3.0, 0.5)[step % 3]
 
 
 def turned(shape: tuple[int, ...]) -> bool:
-    """Whether side = "std" takes a matrix transposed."""
+    """Whether side = "std" projects rows."""
     return shape[-2] < shape[-1]
 
 
 def compare(optimizer: LowRankOptimizer, p: nn.Parameter, steps: int, direction: Any, tolerance: float = 2e-5) -> None:
-    """W <- (1 - lr wd) W - lr scale D in each step, D from the gradient as the optimizer takes it, rows first."""
+    """Check W <- (1 - lr wd) W - lr scale D in each step; D is computed from the matrix view of the gradient."""
     expected = p.detach().double()
     for step in range(steps):
         p.grad = gradient(tuple(p.shape), step)
@@ -79,8 +79,8 @@ def compare(optimizer: LowRankOptimizer, p: nn.Parameter, steps: int, direction:
 
 
 @shapes
-def test_apollo(shape: tuple[int, ...]) -> None:
-    """s_i = |adam(R)_i| / |R_i|, the rows of R being channels; the basis is another one from the fourth step on."""
+def test_apollo_matches_its_equation(shape: tuple[int, ...]) -> None:
+    """s_i = |adam(R)_i| / |R_i|, rows of R being channels; the basis changes at the fourth step."""
     p = nn.Parameter(random(shape))
     optimizer = Apollo([p], LR, rank=4, gap=3, **SETTINGS)
     adam, limit, bases = Adam(), Limiter(), []
@@ -98,8 +98,8 @@ def test_apollo(shape: tuple[int, ...]) -> None:
 
 
 @shapes
-def test_apollo_mini(shape: tuple[int, ...]) -> None:
-    """s = |adam(R)| / |R| of the whole matrix, at rank 1."""
+def test_apollo_mini_matches_its_equation(shape: tuple[int, ...]) -> None:
+    """s = |adam(R)| / |R| of the complete matrix, at rank 1."""
     p = nn.Parameter(random(shape))
     optimizer = ApolloMini([p], LR, gap=3, **SETTINGS)
     adam, limit = Adam(), Limiter()
@@ -114,8 +114,8 @@ def test_apollo_mini(shape: tuple[int, ...]) -> None:
 
 
 @shapes
-def test_fira(shape: tuple[int, ...]) -> None:
-    """D = adam(R) Q^T + phi (G - R Q^T), phi_i = |adam(R)_i| / |R_i|, the second term limited; Q by SVD, once."""
+def test_fira_matches_its_equation(shape: tuple[int, ...]) -> None:
+    """D = adam(R) Q^T + phi (G - R Q^T), phi_i = |adam(R)_i| / |R_i|, with a limited second term; Q by SVD, once."""
     p = nn.Parameter(random(shape))
     optimizer = Fira([p], LR, rank=4, gap=1000, **SETTINGS)
     adam, limit = Adam(), Limiter()
@@ -132,7 +132,7 @@ def test_fira(shape: tuple[int, ...]) -> None:
 
 
 def power_step(g: Tensor, old: Tensor) -> Tensor:
-    """Y = orth(G^T G Q), by Gram and Schmidt: with a triangular factor whose diagonal is positive."""
+    """Y = orth(G^T G Q), by QR with a positive diagonal."""
     y, triangle = torch.linalg.qr(g.mT @ (g @ old))
     return y * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
 
@@ -145,8 +145,8 @@ def transported(adam: Adam, turn: Tensor) -> tuple[Tensor, Tensor]:
 
 @shapes
 @pytest.mark.parametrize("moment_transfer", ["first", "align", "both"])
-def test_galore_warm(shape: tuple[int, ...], moment_transfer: str) -> None:
-    """D = adam(R) Q^T, and every gap a Q by one power step; the first is that of the optimizer."""
+def test_galore_warm_matches_its_equation(shape: tuple[int, ...], moment_transfer: str) -> None:
+    """D = adam(R) Q^T, with a power iteration for Q every gap; the first Q is taken from the optimizer."""
     p = nn.Parameter(random(shape))
     optimizer = GaLoreWarm([p], LR, rank=4, gap=4, lazy=False, moment_transfer=moment_transfer, **SETTINGS)
     adam, changes = Adam(), []
@@ -172,8 +172,8 @@ def test_galore_warm(shape: tuple[int, ...], moment_transfer: str) -> None:
 
 
 @shapes
-def test_ldadam(shape: tuple[int, ...]) -> None:
-    """A = G + E; Q by a power step of A; moments transported; E <- A - R Q^T + b1 / (1 - b1) (M Q_old^T - M' Q^T)."""
+def test_ldadam_matches_its_equation(shape: tuple[int, ...]) -> None:
+    """A = G + E; Q by a power iteration of A; E <- A - R Q^T + b1 / (1 - b1) (M Q_old^T - M' Q^T)."""
     p = nn.Parameter(random(shape))
     optimizer = LDAdam([p], LR, rank=4, **SETTINGS)
     adam = Adam()
@@ -197,16 +197,16 @@ def test_ldadam(shape: tuple[int, ...]) -> None:
 
 
 @shapes
-def test_a_random_subspace(shape: tuple[int, ...]) -> None:
-    """No preset, but a choice: D = adam(R) Q^T with the Q of the very step, drawn anew before the fourth."""
+def test_random_subspace_matches_its_equation(shape: tuple[int, ...]) -> None:
+    """D = adam(R) Q^T with the Q of the step, which is sampled again before the fourth."""
     p = nn.Parameter(random(shape))
     optimizer = LowRankOptimizer([p], LR, rank=4, subspace="random", gap=3, **SETTINGS)
     adam = Adam()
     compare(optimizer, p, 7, lambda g, q: adam(g @ q) @ q.mT)
 
 
-def test_ldadam_loses_nothing_of_the_gradients() -> None:
-    """What has gone into moments and what waits in the error are all there was: with b1 = 0 they add up."""
+def test_ldadam_error_feedback_loses_no_gradient() -> None:
+    """With b1 = 0, moments and error add up to the sum of all gradients."""
     p = nn.Parameter(random((24, 16)))
     optimizer = LDAdam([p], LR, rank=2, betas=(0.0, 0.9))
     total, spent = torch.zeros(24, 16), torch.zeros(24, 16)
@@ -219,8 +219,8 @@ def test_ldadam_loses_nothing_of_the_gradients() -> None:
 
 
 @shapes
-def test_qgalore_without_its_stores_is_galore(shape: tuple[int, ...]) -> None:
-    """While the first basis lasts; eps stands elsewhere, so it is small."""
+def test_qgalore_in_fp32_equals_galore(shape: tuple[int, ...]) -> None:
+    """With the first basis; eps is small, since it is added at another place."""
     ours, theirs = (nn.Parameter(random(shape)) for _ in range(2))
     qgalore = QGaLore([ours], LR, rank=4, gap=100, eps=1e-12, weight_decay=DECAY)
     plain = qgalore.defaults | {"store": "fp32", "basis_store": "fp32"}
@@ -234,7 +234,7 @@ def test_qgalore_without_its_stores_is_galore(shape: tuple[int, ...]) -> None:
 
 
 def test_qgalore_stays_near_galore() -> None:
-    """With moments in 8 bits and a basis in 4."""
+    """With 8-bit moments and a 4-bit basis."""
     ours, theirs = (nn.Parameter(random((72, 60))) for _ in range(2))
     start = ours.detach().clone()
     mine = QGaLore([ours], 0.01, rank=8, gap=100)
@@ -249,7 +249,7 @@ def test_qgalore_stays_near_galore() -> None:
 
 
 def test_adamw8bit_stays_near_adamw() -> None:
-    """Rounded moments send each weight astray by little, and all together nowhere."""
+    """Rounding errors of moments are small and unbiased."""
     ours, theirs = (nn.Parameter(random((72, 60))) for _ in range(2))
     start = ours.detach().clone()
     mine = AdamW8bit([ours], 0.01, weight_decay=0.1)
@@ -265,5 +265,5 @@ def test_adamw8bit_stays_near_adamw() -> None:
 
 
 @pytest.mark.parametrize("kind", [AdamW8bit, GaLoreWarm, QGaLore, Apollo, ApolloMini, Fira, LDAdam])
-def test_its_equation_is_in_its_docstring(kind: type) -> None:
+def test_docstring_states_the_equation(kind: type) -> None:
     assert "W <- (1 - lr wd) W - lr " in (kind.__doc__ or "")

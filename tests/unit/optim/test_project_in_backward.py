@@ -1,4 +1,4 @@
-"""Projecting in backward is the step itself: exact under accumulation, and no whole gradient waits for it."""
+"""project_in_backward: exact under accumulation, without storing full gradients."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fit(
     steps: range = range(24),
     look: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Train on sixteen samples a step, in so many parts; the norm of each step."""
+    """Train on sixteen samples per step in `micro_batches` parts; returns the gradient norms."""
     norms = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -72,7 +72,7 @@ def weights(net: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_one_micro_batch_gives_the_very_same_bits(side: str) -> None:
+def test_one_micro_batch_is_bit_identical(side: str) -> None:
     plain, projected = model(), model()
     norms = fit(plain, warm(plain, side=side))
     again = fit(projected, project_in_backward(warm(projected, side=side)))
@@ -80,7 +80,7 @@ def test_one_micro_batch_gives_the_very_same_bits(side: str) -> None:
     assert again == pytest.approx(norms, rel=1e-6)
 
 
-def test_clipped_by_the_exact_norm_it_is_the_same_run() -> None:
+def test_clipping_with_one_micro_batch_is_exact() -> None:
     plain, projected = model(), model()
     fit(plain, warm(plain), clip=0.5)
     fit(projected, project_in_backward(warm(projected)), clip=0.5)
@@ -90,7 +90,7 @@ def test_clipped_by_the_exact_norm_it_is_the_same_run() -> None:
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("linears", [False, True])
 @pytest.mark.parametrize("start", ["random", "gradient"])
-def test_eight_parts_equal_one_whole(side: str, linears: bool, start: str) -> None:
+def test_eight_micro_batches_equal_one_batch(side: str, linears: bool, start: str) -> None:
     whole, parts = model(), model()
     fit(whole, warm(whole, side=side, start=start))
     settings: dict[str, Any] = {"accumulation": 8, "model": parts if linears else None}
@@ -99,17 +99,17 @@ def test_eight_parts_equal_one_whole(side: str, linears: bool, start: str) -> No
 
 
 @pytest.mark.parametrize("linears", [False, True])
-def test_the_norm_of_accumulated_gradients_is_estimated_well(linears: bool) -> None:
+def test_norm_of_accumulated_gradients_is_estimated(linears: bool) -> None:
     plain, parts = model(), model()
     true = fit(plain, warm(plain), micro_batches=4)
     optimizer = project_in_backward(warm(parts), accumulation=4, model=parts if linears else None)
     estimated = fit(parts, optimizer, micro_batches=4)
     errors = torch.tensor(estimated) / torch.tensor(true) - 1
-    assert errors.abs().max() < 0.2  # of three small matrices: the more there are, the less it errs
+    assert errors.abs().max() < 0.2  # three small matrices: the error falls with their number
     assert abs(float(errors.mean())) < 0.03
 
 
-def test_clipping_scales_projections_and_whole_gradients_alike() -> None:
+def test_clipping_scales_projected_and_full_gradients() -> None:
     net = model()
     optimizer = project_in_backward(warm(net))
     fit(net, optimizer, steps=range(3))
@@ -124,7 +124,7 @@ def test_clipping_scales_projections_and_whole_gradients_alike() -> None:
         torch.testing.assert_close(now, was / 4)
 
 
-def test_only_matrices_whose_basis_is_due_keep_their_gradient() -> None:
+def test_only_matrices_with_a_due_basis_keep_full_gradients() -> None:
     net = model()
     optimizer = project_in_backward(warm(net, gap=4), accumulation=2)
     matrices = [p for p in net.parameters() if p.ndim == 2]
@@ -142,7 +142,7 @@ def test_only_matrices_whose_basis_is_due_keep_their_gradient() -> None:
 
 
 class Shapes(TorchDispatchMode):
-    """The shapes of everything that is computed."""
+    """Records the shapes of all computed tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,11 +157,11 @@ class Shapes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("linears", [False, True])
-def test_a_projected_linear_never_makes_the_gradient_of_its_weight(linears: bool) -> None:
+def test_projected_linear_never_computes_its_weight_gradient(linears: bool) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(31, 57), nn.Linear(57, 43))
     optimizer = project_in_backward(warm(net, gap=1000, rank=3), model=net if linears else None)
-    for _ in range(70):  # past the first bases
+    for _ in range(70):  # past the first refreshes
         net(torch.randn(5, 31)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -173,8 +173,8 @@ def test_a_projected_linear_never_makes_the_gradient_of_its_weight(linears: bool
     assert (57, 3) in shapes.seen or (57, 19) in shapes.seen
 
 
-def test_forward_keeps_the_projected_input_alone() -> None:
-    """dY^T (X Q) needs X Q: r and 16 numbers a token instead of n."""
+def test_forward_saves_only_the_projected_input() -> None:
+    """dY^T (X Q) needs X Q: r + 16 numbers per token instead of n."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 48, bias=False))
     optimizer = project_in_backward(warm(net, gap=1000, rank=4), model=net)
@@ -194,7 +194,7 @@ def test_forward_keeps_the_projected_input_alone() -> None:
     assert (5, 64) not in saved
 
 
-def test_under_autocast_and_without_gradients_a_projected_linear_is_a_linear() -> None:
+def test_projected_linear_equals_linear_under_autocast_and_without_gradients() -> None:
     net = model()
     reference = copy.deepcopy(net)
     optimizer = project_in_backward(warm(net), model=net)
@@ -211,7 +211,7 @@ def test_under_autocast_and_without_gradients_a_projected_linear_is_a_linear() -
     assert list(net.state_dict()) == list(reference.state_dict())
 
 
-def test_a_state_goes_on_in_either_mode() -> None:
+def test_state_resumes_in_either_mode() -> None:
     whole, half = model(), model()
     fit(whole, warm(whole))
     first = project_in_backward(warm(half))
@@ -225,7 +225,7 @@ def test_a_state_goes_on_in_either_mode() -> None:
 
 
 @pytest.mark.parametrize("linears", [False, True])
-def test_a_gradient_that_is_not_finite_skips_the_whole_step(linears: bool) -> None:
+def test_nonfinite_gradient_skips_the_complete_step(linears: bool) -> None:
     net = model()
     optimizer = project_in_backward(warm(net), model=net if linears else None)
     fit(net, optimizer, steps=range(12))
@@ -242,7 +242,7 @@ def test_a_gradient_that_is_not_finite_skips_the_whole_step(linears: bool) -> No
     assert not torch.equal(weights(net), before)
 
 
-def test_projections_wait_in_the_dtype_of_their_parameter_unless_told() -> None:
+def test_projections_have_the_dtype_of_their_parameter_by_default() -> None:
     for dtype, asked, expected in (
         (torch.float32, None, torch.float32),
         (torch.bfloat16, None, torch.bfloat16),
@@ -259,7 +259,7 @@ def test_projections_wait_in_the_dtype_of_their_parameter_unless_told() -> None:
             assert {low.dtype for low in optimizer.optimizer.projected.values()} == {expected}
 
 
-def test_a_tied_weight_gets_both_of_its_gradients() -> None:
+def test_tied_weight_accumulates_both_gradients() -> None:
     def net() -> nn.Sequential:
         torch.manual_seed(0)
         made = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Tanh(), nn.Linear(24, 24, bias=False), nn.Linear(24, 10))
@@ -272,7 +272,7 @@ def test_a_tied_weight_gets_both_of_its_gradients() -> None:
     torch.testing.assert_close(weights(projected), weights(plain), rtol=0, atol=1e-5)
 
 
-def test_what_cannot_be_projected_is_refused() -> None:
+def test_unsupported_optimizers_and_models_are_rejected() -> None:
     for kind in (Apollo, LDAdam):
         with pytest.raises(OptimizerError, match="needs the full gradient of every parameter"):
             project_in_backward(kind(model().parameters(), rank=4))
@@ -280,7 +280,7 @@ def test_what_cannot_be_projected_is_refused() -> None:
         project_in_backward(torch.optim.AdamW(model().parameters()))  # type: ignore[arg-type]
     drawn = model()
     random = LowRankOptimizer(drawn.parameters(), rank=4, subspace="random")
-    for _ in range(2):  # what was refused has left nothing behind
+    for _ in range(2):  # a rejected wrapper changes nothing
         with pytest.raises(OptimizerError, match="has no nn.Linear whose weight has a stored basis"):
             project_in_backward(random, model=drawn)
     project_in_backward(random)
@@ -289,7 +289,7 @@ def test_what_cannot_be_projected_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qgalore", "random"])
-def test_bases_of_other_kinds_are_projected_by_too(kind: str) -> None:
+def test_other_kinds_of_bases_can_be_projected(kind: str) -> None:
     def optimizer(net: nn.Module) -> LowRankOptimizer:
         if kind == "qgalore":
             return QGaLore(net.parameters(), lr=1e-2, rank=6, gap=7)
@@ -297,15 +297,15 @@ def test_bases_of_other_kinds_are_projected_by_too(kind: str) -> None:
 
     whole, parts = model(), model()
     fit(whole, optimizer(whole))
-    linears = parts if kind == "qgalore" else None  # a random basis is kept nowhere that a layer could find it
+    linears = parts if kind == "qgalore" else None  # a random basis is not stored
     fit(parts, project_in_backward(optimizer(parts), accumulation=4, model=linears), micro_batches=4)
-    far = 1e-2 if kind == "qgalore" else 1e-5  # codes of four bits turn a rounding into a level
+    far = 1e-2 if kind == "qgalore" else 1e-5  # 4-bit codes amplify rounding errors to a level
     torch.testing.assert_close(weights(parts), weights(whole), rtol=0, atol=far)
 
 
 @pytest.mark.parametrize("linears", [False, True])
-def test_after_a_reset_it_trains_as_if_new(linears: bool) -> None:
-    """Probes project by the basis that is there now, not by the one there was."""
+def test_reset_restarts_training(linears: bool) -> None:
+    """Probes use the current basis."""
     net, fresh = model(), model()
     optimizer = project_in_backward(warm(net, gap=1000), model=net if linears else None)
     fit(net, optimizer, steps=range(80))
@@ -318,7 +318,7 @@ def test_after_a_reset_it_trains_as_if_new(linears: bool) -> None:
     assert torch.equal(weights(net), weights(fresh))
 
 
-def test_the_norm_is_right_for_a_basis_that_is_not_orthonormal() -> None:
+def test_norm_estimate_with_a_random_basis() -> None:
     plain, parts = model(), model()
     true = fit(plain, LowRankOptimizer(plain.parameters(), lr=1e-2, rank=6, subspace="random"), micro_batches=2)
     random = LowRankOptimizer(parts.parameters(), lr=1e-2, rank=6, subspace="random")
@@ -326,7 +326,7 @@ def test_the_norm_is_right_for_a_basis_that_is_not_orthonormal() -> None:
     assert abs(float(ratios.mean()) - 1) < 0.1
 
 
-def test_more_micro_batches_than_were_announced_are_refused() -> None:
+def test_more_micro_batches_than_accumulation_are_rejected() -> None:
     net = model()
     project_in_backward(warm(net, gap=1000, start="random")).optimizer.state[net[0].weight]["due"].fill_(1000)
     net(torch.randn(4, 24)).sum().backward()
@@ -337,7 +337,7 @@ def test_more_micro_batches_than_were_announced_are_refused() -> None:
             project_in_backward(warm(model()), accumulation=wrong)  # type: ignore[arg-type]
 
 
-def test_a_scaler_and_a_second_stand_in_are_refused() -> None:
+def test_grad_scaler_and_second_wrapper_are_rejected() -> None:
     net = model()
     optimizer = project_in_backward(warm(net))
     scaler = torch.amp.GradScaler("cpu")
@@ -349,7 +349,7 @@ def test_a_scaler_and_a_second_stand_in_are_refused() -> None:
             project_in_backward(again)  # type: ignore[arg-type]
 
 
-def test_one_token_without_a_batch_can_be_projected() -> None:
+def test_input_without_batch_dimension_can_be_projected() -> None:
     net = nn.Sequential(nn.Linear(6, 5))
     optimizer = project_in_backward(warm(net, rank=2, gap=1000), model=net)
     for _ in range(70):
@@ -361,7 +361,7 @@ def test_one_token_without_a_batch_can_be_projected() -> None:
     assert optimizer.optimizer.projected[net[0].weight].shape == (5, 2)
 
 
-def test_the_busiest_step_keeps_the_most_gradients_whole() -> None:
+def test_simulate_peak_step_keeps_the_most_full_gradients() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(30)])
 

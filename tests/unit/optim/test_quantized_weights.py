@@ -1,4 +1,4 @@
-"""Weights that are stored as int8 codes are trained: small changes add up, and a resumed run goes on bit for bit."""
+"""Training of int8 weights: small updates add up, and resume is bit-identical."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ every_one = pytest.mark.parametrize("name", MAKES)
 TARGET = torch.randn(96, 64, generator=torch.Generator().manual_seed(9))
 
 
-def net(*, coded: bool = True, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def make_net(*, quantized: bool = True, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 96)).to(dtype)
-    if coded:
+    if quantized:
         quantize_(model, "int8", trainable=True)
     return model
 
 
-def made(name: str, model: nn.Module) -> LowRankOptimizer:
+def make_optimizer(name: str, model: nn.Module) -> LowRankOptimizer:
     cls, settings = MAKES[name]
     return cls(model.parameters(), lr=3e-3, **settings)
 
@@ -65,12 +65,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> flo
 
 
 @every_one
-def test_codes_learn_as_plain_weights_do(name: str) -> None:
+def test_quantized_weights_learn_like_dense_ones(name: str) -> None:
     losses = {}
-    for coded in (False, True):
-        model = net(coded=coded)
-        optimizer = made(name, model)
-        losses[coded] = [step(model, optimizer, number) for number in range(120)]
+    for quantized in (False, True):
+        model = make_net(quantized=quantized)
+        optimizer = make_optimizer(name, model)
+        losses[quantized] = [step(model, optimizer, number) for number in range(120)]
     assert losses[True][0] == pytest.approx(losses[False][0], rel=0.01)
     assert losses[True][-1] < 0.99 * losses[True][0]
     assert losses[True][-1] == pytest.approx(losses[False][-1], rel=0.05, abs=0.3)
@@ -78,15 +78,15 @@ def test_codes_learn_as_plain_weights_do(name: str) -> None:
 
 
 @every_one
-def test_resumed_bit_for_bit(name: str) -> None:
-    whole = net()
-    optimizer = made(name, whole)
+def test_resume_of_quantized_weights_is_bit_identical(name: str) -> None:
+    whole = make_net()
+    optimizer = make_optimizer(name, whole)
     for number in range(14):
         if number == 7:
             saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
         step(whole, optimizer, number)
-    again = net()
-    other = made(name, again)
+    again = make_net()
+    other = make_optimizer(name, again)
     again.load_state_dict(saved[0])
     other.load_state_dict(saved[1])
     for number in range(7, 14):
@@ -95,8 +95,8 @@ def test_resumed_bit_for_bit(name: str) -> None:
         assert torch.equal(one, two)
 
 
-def test_changes_below_a_step_of_the_codes_add_up() -> None:
-    """Rounded to the nearest, a change of a hundredth of a step would never be seen."""
+def test_updates_smaller_than_a_quantization_step_add_up() -> None:
+    """Rounded to nearest, a change of a hundredth of a quantization step would be lost."""
     weight = nn.Parameter(QuantizedWeight.quantize(torch.ones(64, 128), "int8"))
     optimizer, before = AdamW8bit([weight], lr=1e-4, weight_decay=0.0), float(weight.dequantize().mean())
     for _ in range(100):
@@ -105,8 +105,8 @@ def test_changes_below_a_step_of_the_codes_add_up() -> None:
     assert float(weight.dequantize().mean()) == pytest.approx(before - 1e-2, abs=1e-3)
 
 
-def test_what_a_step_leaves_alone_chance_does_too() -> None:
-    """Another scale would round every code of a row anew, also where the largest number of it grows a little."""
+def test_weights_without_an_update_keep_their_codes() -> None:
+    """A new scale would round every code of its row again, so scales change rarely."""
     weight = nn.Parameter(QuantizedWeight.quantize(torch.randn(32, 128), "int8"))
     optimizer = torch.optim.SGD([weight], lr=1e-3)
     largest = weight.dequantize().abs().argmax(dim=1)
@@ -114,14 +114,14 @@ def test_what_a_step_leaves_alone_chance_does_too() -> None:
     for number in range(6):
         weight.grad[torch.arange(32), largest] = -weight.dequantize()[torch.arange(32), largest].sign()
         optimizer.step()
-        if number == 0:  # which gave each row some room
+        if number == 0:  # gives the scales headroom
             before = weight.codes.clone()
     changed = (weight.codes != before).sum(dim=1)
     assert changed.max() <= 1
 
 
-def test_the_same_steps_from_either_side() -> None:
-    """A matrix and its transpose: the codes' rows are the columns of what is moved in one of them."""
+def test_left_and_right_projection_give_the_same_steps() -> None:
+    """A matrix and its transpose: in one of them rows of codes are columns of the matrix view."""
     numbers, grads = torch.randn(48, 80), [torch.randn(48, 80) for _ in range(6)]
 
     def moved(side: str) -> Tensor:
@@ -136,12 +136,12 @@ def test_the_same_steps_from_either_side() -> None:
         return (weight.dequantize() - plain).abs() / weight.scales
 
     for side in ("left", "right"):
-        assert moved(side).mean() < 2  # steps of the codes, after six roundings by chance
+        assert moved(side).mean() < 2  # in quantization steps, after six stochastic roundings
 
 
 @pytest.mark.parametrize("linears", [False, True])
 def test_gradients_projected_in_backward(linears: bool) -> None:
-    model = net(dtype=torch.bfloat16)
+    model = make_net(dtype=torch.bfloat16)
     inner = GaLoreWarm(model.parameters(), lr=3e-3, rank=16, side="cheapest", start="random")
     optimizer = project_in_backward(inner, accumulation=1, model=model if linears else None)
     losses = [step(model, optimizer, number) for number in range(60)]
@@ -150,12 +150,14 @@ def test_gradients_projected_in_backward(linears: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["muon", "galore"])
-def test_optimizers_that_cannot_are_refused(name: str) -> None:
-    routed = [RoutedParameter(name=f"{i}.weight", parameter=p, role="hidden") for i, p in enumerate(net().parameters())]
+def test_dense_only_optimizers_are_rejected(name: str) -> None:
+    routed = [
+        RoutedParameter(name=f"{i}.weight", parameter=p, role="hidden") for i, p in enumerate(make_net().parameters())
+    ]
     with pytest.raises(OptimizerError, match=rf"{name}: expected unquantized weights.*0.weight.*galore_warm"):
         build_optimizer(OptimConfig(name=name), routed)
 
 
-def test_muon_says_what_it_cannot_move() -> None:
+def test_muon_rejects_quantized_weights() -> None:
     with pytest.raises(OptimizerError, match="expected unquantized weights.* AdamW8bit"):
-        Muon(net().parameters(), rule="adam")
+        Muon(make_net().parameters(), rule="adam")

@@ -1,4 +1,4 @@
-"""Rules: against torch's optimizers where there is one, and against the equation where there is none."""
+"""Update rules against torch's optimizers, or against their equations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def weights(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
 
 
 def same_steps(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, steps: int = 6) -> None:
-    """Both make steps by the same gradients, and are at the same place after each."""
+    """Both step with the same gradients and agree after each step."""
     for step in range(steps):
         for place, (p, q) in enumerate(zip(params_of(ours), params_of(theirs), strict=True)):
             p.grad = q.grad = random(p.shape, 100 * step + place) * 10.0 ** (step - 3)
@@ -30,24 +30,24 @@ def same_steps(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, steps
 
 
 @pytest.mark.parametrize("maximize", [False, True])
-def test_adamw_is_that_of_torch(maximize: bool) -> None:
+def test_adamw_equals_torch(maximize: bool) -> None:
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
     settings["maximize"] = maximize
     same_steps(LowRankOptimizer(parameters(), **settings), torch.optim.AdamW(parameters(), **settings))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_is_that_of_torch(momentum: float) -> None:
+def test_sgd_equals_torch(momentum: float) -> None:
     ours = LowRankOptimizer(parameters(), lr=1e-3, rule="sgd", momentum=momentum)
     same_steps(ours, torch.optim.SGD(parameters(), lr=1e-3, momentum=momentum))
 
 
-def test_muon_is_the_class_of_that_name() -> None:
+def test_muon_rule_equals_the_muon_class() -> None:
     settings: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
     same_steps(LowRankOptimizer(weights(MATRICES), rule="muon", **settings), Muon(weights(MATRICES), **settings))
 
 
-def test_muon_takes_stacks_apart_and_leaves_vectors_to_adamw() -> None:
+def test_muon_rule_splits_stacks_and_uses_adamw_for_vectors() -> None:
     stack, vector = nn.Parameter(random((3, 8, 6))), nn.Parameter(random((5,), 3))
     alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
     ours, theirs = LowRankOptimizer([stack, vector], lr=0.02, rule="muon"), Muon(alone, lr=0.02)
@@ -62,8 +62,8 @@ def test_muon_takes_stacks_apart_and_leaves_vectors_to_adamw() -> None:
 
 
 @pytest.mark.parametrize("shape", MATRICES)
-def test_adafactor_is_that_of_torch(shape: tuple[int, ...]) -> None:
-    """Torch's takes its step relative to the size of the weight, and ours as it is asked."""
+def test_adafactor_equals_torch(shape: tuple[int, ...]) -> None:
+    """torch's step is relative to the size of the weight, ours is absolute."""
     ours, theirs = (nn.Parameter(random(shape)) for _ in range(2))
     mine = LowRankOptimizer([ours], lr=1.0, rule="adafactor")
     peer = torch.optim.Adafactor([theirs], lr=0.01, weight_decay=0.0)
@@ -77,7 +77,7 @@ def test_adafactor_is_that_of_torch(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(*directions, atol=1e-3, rtol=1e-3)
 
 
-def test_lion_follows_the_equation() -> None:
+def test_lion_matches_the_equation() -> None:
     p = nn.Parameter(random((24, 16)))
     lr, (b1, b2), decay = 0.01, (0.9, 0.97), 0.1
     optimizer = LowRankOptimizer([p], lr=lr, rule="lion", betas=(b1, b2), weight_decay=decay)
@@ -103,7 +103,7 @@ def direct_adafactor(grads: list[Tensor]) -> Tensor:
     return u
 
 
-def test_adafactor_follows_the_equation() -> None:
+def test_adafactor_matches_the_equation() -> None:
     p, grads = nn.Parameter(random((24, 16))), [random((24, 16), seed) for seed in range(1, 6)]
     optimizer = LowRankOptimizer([p], lr=1.0, rule="adafactor")
     for grad in grads:

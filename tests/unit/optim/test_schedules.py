@@ -1,4 +1,4 @@
-"""The learning rate over a run."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def curve(total: int = 10, **settings: object) -> list[float]:
     return [round(lr_factor(config, step, total), 6) for step in range(total)]
 
 
-def test_constant() -> None:
+def test_constant_factor_is_one() -> None:
     assert curve() == [1.0] * 10
 
 
@@ -22,41 +22,41 @@ def test_warm_up_reaches_the_peak_at_its_last_step() -> None:
     assert curve(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_linear_falls_to_the_floor_after_the_last_step() -> None:
+def test_linear_reaches_the_floor_after_the_last_step() -> None:
     assert curve(name="linear") == [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
     assert curve(name="linear", floor=0.5)[5] == 0.75
     assert lr_factor(ScheduleConfig(name="linear", floor=0.1), 10, 10) == pytest.approx(0.1)
 
 
-def test_cosine() -> None:
+def test_cosine_falls_to_the_floor() -> None:
     values = curve(name="cosine", warmup_steps=2)
     assert values[2] == 1.0
     assert values[6] == pytest.approx(0.5)
     assert values == sorted(values[:2]) + sorted(values[2:], reverse=True)
 
 
-def test_wsd_holds_then_falls() -> None:
+def test_wsd_is_constant_then_decays() -> None:
     assert curve(name="wsd", cooldown=0.4) == [1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
     assert curve(name="wsd", cooldown=0.0) == [1.0] * 10
 
 
-def test_warm_up_as_a_share_of_the_run_and_from_a_start() -> None:
+def test_warm_up_as_a_fraction_and_from_a_start() -> None:
     assert curve(warmup_steps=0.35) == curve(warmup_steps=4)
     assert curve(warmup_steps=4, warmup_start=0.0)[:5] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert curve(warmup_steps=2, warmup_start=0.5, warmup_shape="cosine")[:3] == [0.5, 0.75, 1.0]
 
 
-def test_a_cooldown_by_steps_and_by_shape() -> None:
+def test_cooldown_by_steps_and_shape() -> None:
     assert curve(name="wsd", cooldown_steps=4) == curve(name="wsd", cooldown=0.4)
     assert curve(name="wsd", cooldown_steps=4, cooldown_shape="1-sqrt")[8] == pytest.approx(1 - 0.5**0.5, abs=1e-6)
     assert curve(name="wsd", cooldown_steps=2, stable_steps=3, floor=0.1)[2:7] == [1, 1, 0.55, 0.1, 0.1]
 
 
-def test_whole_steps() -> None:
+def test_resolve_steps() -> None:
     assert (resolve_steps(7, 100), resolve_steps(0.031, 100)) == (7, 4)
 
 
-def test_a_schedule_sets_each_group_from_its_own_peak() -> None:
+def test_schedule_scales_the_peak_lr_of_each_group() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (1.0, 3.0)]
     groups[1]["peak_lr"] = 0.3
     optimizer = torch.optim.SGD(groups)
@@ -67,7 +67,7 @@ def test_a_schedule_sets_each_group_from_its_own_peak() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.15]
 
 
-def test_a_schedule_resumes_where_it_was() -> None:
+def test_schedule_resumes() -> None:
     def make() -> Schedule:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         return Schedule(optimizer, lambda step: lr_factor(ScheduleConfig(name="cosine"), step, 10))
@@ -101,6 +101,6 @@ def test_a_schedule_resumes_where_it_was() -> None:
         {"name": "wsd", "cooldown": 0.5, "cooldown_steps": 3},
     ],
 )
-def test_bad_settings_are_refused(settings: dict[str, object]) -> None:
+def test_invalid_options_are_rejected(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="schedule\\."):
         ScheduleConfig(**settings)  # type: ignore[arg-type]

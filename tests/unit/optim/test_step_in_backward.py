@@ -1,4 +1,4 @@
-"""Stepping in backward moves weights exactly as stepping after it does."""
+"""step_in_backward gives exactly the updates of a step after backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model() -> nn.Module:
     net = nn.Sequential(
         nn.Embedding(11, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
     )
-    net[4].weight = net[0].weight  # tied: used twice in a pass, moved once
+    net[4].weight = net[0].weight  # tied: used twice in a forward pass, updated once
     return net
 
 
@@ -79,7 +79,7 @@ def test_weights_and_state_are_bit_identical(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("first", ["plain", "hooked"])
-def test_a_checkpoint_of_either_mode_goes_on_in_the_other(name: str, first: str) -> None:
+def test_checkpoint_of_either_mode_resumes_in_the_other(name: str, first: str) -> None:
     whole = model()
     run(whole, optimizer_of(whole, name), range(6))
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_either_mode_goes_on_in_the_other(name: str, first: str)
     assert same(whole.state_dict(), resumed.state_dict())
 
 
-def test_a_second_gradient_in_one_step_is_refused() -> None:
+def test_second_gradient_in_one_step_is_rejected() -> None:
     net = model()
     optimizer = step_in_backward(optimizer_of(net, "adamw"))
     loss_of(net, 0).backward()
@@ -106,7 +106,7 @@ def test_a_second_gradient_in_one_step_is_refused() -> None:
     loss_of(net, 1).backward()
 
 
-def test_removed_it_leaves_gradients_alone() -> None:
+def test_remove_restores_normal_gradients() -> None:
     net = model()
     inner = optimizer_of(net, "adamw")
     assert step_in_backward(inner).remove() is inner
@@ -116,7 +116,7 @@ def test_removed_it_leaves_gradients_alone() -> None:
     assert same(before, net.state_dict())
 
 
-def test_what_cannot_step_alone_is_refused() -> None:
+def test_unsupported_optimizers_are_rejected() -> None:
     net = nn.Linear(2, 2)
     with pytest.raises(OptimizerError, match="LBFGS updates all parameters together"):
         step_in_backward(torch.optim.LBFGS(net.parameters()))
@@ -134,8 +134,8 @@ def test_what_cannot_step_alone_is_refused() -> None:
         net(torch.ones(1, 2)).sum().backward()
 
 
-def test_step_in_backward_moves_every_group_of_galore() -> None:
-    """Groups that are laid out in different ways are stepped one parameter at a time."""
+def test_every_group_of_galore_is_updated() -> None:
+    """Also groups with different state layouts."""
     params = [nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(i))) for i in range(2)]
     twins = [nn.Parameter(p.detach().clone()) for p in params]
     ours, expected = (GaLore([{"params": [a], "rank": 2}, {"params": [b]}], lr=0.1) for a, b in (params, twins))

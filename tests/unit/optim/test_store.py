@@ -1,4 +1,4 @@
-"""How numbers are kept: what a round trip loses, what it takes, and roundings that are right on average."""
+"""Storage of optimizer state: round-trip errors, bytes, and stochastic rounding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = [
     ("int4", "basis"),
 ]
 WORST = {"fp32": 0.0, "bf16": 2**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}
-"""What a number loses at most where levels are even, as a share of the largest of its block."""
+"""Maximum error with evenly spaced levels, relative to the maximum of the block."""
 
 
 def stored(kind: StateCodec, numbers: Tensor, noise: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -39,21 +39,21 @@ def round_trip(kind: StateCodec, numbers: Tensor, noise: Tensor | None = None) -
 
 
 def blocks(numbers: Tensor) -> Tensor:
-    """The largest magnitude of each number's block of 256."""
+    """The maximum magnitude of the block of 256 of each number."""
     width = numbers.shape[-1]
     return torch.cat([b.abs().amax(-1, keepdim=True).expand_as(b) for b in numbers.split(256, -1)], -1)[..., :width]
 
 
 @pytest.mark.parametrize(("store", "kind"), KINDS)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_round_trip_loses_no_more_than_half_a_level(store: str, kind: str, width: int) -> None:
+def test_round_trip_error_is_at_most_half_a_level(store: str, kind: str, width: int) -> None:
     numbers = random((3, 5, width)) * torch.tensor([1e-8, 1.0, 1e6])[:, None, None]
     numbers = numbers.square() if kind == "positive" else numbers
     back = round_trip(state_codec(store, kind), numbers)
     assert back.shape == numbers.shape
     assert back.dtype == torch.float32
     share, near = (numbers / blocks(numbers)).abs(), (back / blocks(numbers)).abs()
-    if store == "int8" and kind != "basis":  # levels are even in a root
+    if store == "int8" and kind != "basis":  # levels are evenly spaced in a root
         levels, power = (127, 2) if kind == "signed" else (255, 4)
         assert (share ** (1 / power) - near ** (1 / power)).abs().max() <= 0.5 / levels + 1e-5
     else:
@@ -62,13 +62,13 @@ def test_a_round_trip_loses_no_more_than_half_a_level(store: str, kind: str, wid
 
 
 @pytest.mark.parametrize(("store", "kind"), KINDS)
-def test_what_was_stored_once_is_stored_again_without_loss(store: str, kind: str) -> None:
+def test_second_round_trip_is_lossless(store: str, kind: str) -> None:
     once = round_trip(state_codec(store, kind), random((6, 300)).abs())
     torch.testing.assert_close(round_trip(state_codec(store, kind), once), once, atol=0, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("store", "kind"), KINDS)
-def test_zeros_are_zeros_from_the_start_and_whole_rows_of_them_too(store: str, kind: str) -> None:
+def test_zeros_are_exact(store: str, kind: str) -> None:
     own = state_codec(store, kind)
     assert torch.equal(own.decode(own.allocate((4, 33), torch.device("cpu")), 33), torch.zeros(4, 33))
     numbers = random((4, 33)).abs()
@@ -82,7 +82,7 @@ def test_zeros_are_zeros_from_the_start_and_whole_rows_of_them_too(store: str, k
 
 @pytest.mark.parametrize(("store", "kind"), KINDS)
 @pytest.mark.parametrize("shape", [(7,), (5, 1), (3, 255), (2, 3, 513), (4, 256)])
-def test_bytes_are_those_of_the_formula(store: str, kind: str, shape: tuple[int, ...]) -> None:
+def test_nbytes_matches_the_allocation(store: str, kind: str, shape: tuple[int, ...]) -> None:
     own = state_codec(store, kind)
     for device in ("cpu", "meta"):
         assert sum(t.nbytes for t in own.allocate(shape, torch.device(device))) == own.nbytes(shape)
@@ -94,24 +94,24 @@ def test_int4_takes_half_a_byte() -> None:
 
 
 @pytest.mark.parametrize("store", ["bf16", "int8"])
-def test_second_moments_are_rounded_right_on_average(store: str) -> None:
-    """A thousand roundings by chance of the same numbers."""
+def test_stochastic_rounding_of_second_moments_is_unbiased(store: str) -> None:
+    """The mean of a thousand roundings of the same numbers."""
     numbers = random((2, 40)).square()
     noise = torch.rand(1000, 2, 40, generator=torch.Generator().manual_seed(0))
     own = state_codec(store, "positive")
     root = torch.stack([round_trip(own, numbers, one) for one in noise])
-    if store == "int8":  # the code is unbiased, and it is the fourth root
+    if store == "int8":  # the code is unbiased; it is proportional to the fourth root
         root, numbers = root**0.25, numbers**0.25
     assert ((root.mean(0) - numbers).abs() <= 4 * root.std(0) / 1000**0.5 + 1e-5).all()
     assert (root.std(0) > 0).float().mean() > 0.8
 
 
 @pytest.mark.parametrize("store", ["bf16", "int8"])
-def test_second_moments_follow_gradients_that_change_them_by_less_than_a_level(store: str) -> None:
-    """v <- 0.999 v in each step; to the nearest level it would stay where it is."""
+def test_second_moments_track_changes_smaller_than_a_level(store: str) -> None:
+    """v <- 0.999 v in each step; rounded to nearest it would never change."""
     own = state_codec(store, "positive")
     moment = torch.ones(1, 4096)
-    moment[0, ::256] = 4.0  # holds each block's scale in its place
+    moment[0, ::256] = 4.0  # fixes the scale of each block
     generator = torch.Generator().manual_seed(0)
     places = stored(own, moment)
     for _ in range(500):
@@ -124,7 +124,7 @@ def test_second_moments_follow_gradients_that_change_them_by_less_than_a_level(s
     assert abs(float(mean) / 0.999**500 - 1) < 0.1
 
 
-def test_roundings_to_bf16_are_right_on_average() -> None:
+def test_stochastic_rounding_to_bf16_is_unbiased() -> None:
     numbers = torch.tensor([1.0 + 2**-9, -3.3, 1e-30, -1e30, 0.0, 5.0])
     many = torch.stack(
         [stochastic_round(numbers, torch.bfloat16, torch.Generator().manual_seed(i)).float() for i in range(2000)]
@@ -139,7 +139,7 @@ def test_roundings_to_bf16_are_right_on_average() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 300.0])
-def test_weights_of_16_bits_take_small_changes_on_average(dtype: torch.dtype, size: float) -> None:
+def test_16_bit_weights_accumulate_small_changes(dtype: torch.dtype, size: float) -> None:
     weight = torch.full((20000,), size, dtype=dtype)
     start = float(weight[0])
     change = start * torch.finfo(dtype).eps / 50
@@ -149,7 +149,7 @@ def test_weights_of_16_bits_take_small_changes_on_average(dtype: torch.dtype, si
     assert weight.unique().numel() == 2
 
 
-def test_weights_of_32_bits_take_changes_as_they_are() -> None:
+def test_fp32_weights_are_updated_exactly() -> None:
     weight = torch.ones(4)
     add_rounded_(weight, torch.full((4,), 1e-6), torch.Generator())
     assert torch.equal(weight, torch.ones(4) + 1e-6)
@@ -169,13 +169,13 @@ def test_noise_is_uniform_and_uncorrelated(start: int) -> None:
         assert abs(float(((x - 0.5) * (other - 0.5)).mean()) * 12) < 5 / count**0.5
 
 
-def test_noise_does_not_depend_on_how_a_tensor_is_cut() -> None:
+def test_noise_does_not_depend_on_sharding() -> None:
     device = torch.device("cpu")
     whole = hash_uniform((6, 10), 7, 0, device)
     assert torch.equal(hash_uniform((2, 10), 7, 40, device), whole[4:])
 
 
-def test_stores_that_there_are_not() -> None:
+def test_unknown_stores_are_rejected() -> None:
     with pytest.raises(OptimizerError, match="store = 'int4' is not one of fp32, bf16, int8: did you"):
         state_codec("int4", "signed")
     with pytest.raises(OptimizerError, match="basis_store = 'fp8' is not one of fp32, bf16, int8, int4"):

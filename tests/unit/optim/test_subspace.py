@@ -1,4 +1,4 @@
-"""Bases: orthonormal, aligned as the equations say, near the best there is, and never a failure that raises."""
+"""Bases: orthonormal, aligned, close to the SVD, and failures that do not raise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def orthonormal(basis: Tensor, tolerance: float = 2e-6) -> bool:
 
 
 def energy(grad: Tensor, basis: Tensor) -> float:
-    """Of the gradient, in the span of a basis."""
+    """Fraction of the gradient's energy in the span of a basis."""
     return float((grad @ basis).square().sum() / grad.square().sum())
 
 
@@ -35,7 +35,7 @@ def generator() -> torch.Generator:
 
 
 @pytest.mark.parametrize("condition", [1.0, 1e3, 1e5])
-def test_cholesky_qr_is_orthonormal_at_any_condition_that_fp32_can_tell(condition: float) -> None:
+def test_cholesky_qr_is_orthonormal_for_ill_conditioned_matrices(condition: float) -> None:
     y = decaying(200, 16, rate=condition ** (-1 / 15)) * 1e-4
     q, found = cholesky_qr(y)
     assert bool(found)
@@ -45,8 +45,8 @@ def test_cholesky_qr_is_orthonormal_at_any_condition_that_fp32_can_tell(conditio
     assert outside.norm(dim=0).max() < 1e-6 * condition
 
 
-def test_columns_in_one_direction_are_not_orthonormalised() -> None:
-    """A failure is said, matrix by matrix, and not raised."""
+def test_cholesky_qr_reports_collinear_columns() -> None:
+    """Failures are reported per matrix, not raised."""
     good, zero, bad = random((30, 4)), torch.zeros(30, 4), random((30, 4))
     bad[3, 1] = math.nan
     _, found = cholesky_qr(torch.stack((good, zero, bad)))
@@ -54,15 +54,15 @@ def test_columns_in_one_direction_are_not_orthonormalised() -> None:
 
 
 @pytest.mark.parametrize("spread", [1.0, 0.2, 0.05])
-def test_the_polar_factor_is_that_of_the_svd(spread: float) -> None:
+def test_polar_factor_matches_the_svd(spread: float) -> None:
     square = decaying(24, 24, rate=spread ** (1 / 23))
     u, _, vh = torch.linalg.svd(square.double())
     assert (polar_factor(square) - u @ vh).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("longest", [0.3, 1.0, 1.2])
-def test_the_polar_factor_is_that_of_any_multiple(longest: float) -> None:
-    """A basis out of 4 bits has singular values above 1."""
+def test_polar_factor_is_scale_invariant(longest: float) -> None:
+    """A 4-bit basis has singular values above 1."""
     square = decaying(24, 24, rate=0.9)
     torch.testing.assert_close(polar_factor(square * longest), polar_factor(square), atol=1e-5, rtol=1e-5)
 
@@ -76,7 +76,7 @@ def procrustes(grad: Tensor, old: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(60, 40), (40, 60), (3, 20, 16)])
-def test_a_warm_basis_is_that_of_the_equations(shape: tuple[int, ...]) -> None:
+def test_warm_basis_matches_the_equations(shape: tuple[int, ...]) -> None:
     grad = random(shape)
     old = torch.linalg.qr(random((*shape[:-2], shape[-1], 6), 1))[0]
     fresh = warm_basis(grad, grad @ old, old)
@@ -87,7 +87,7 @@ def test_a_warm_basis_is_that_of_the_equations(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(fresh.overlap.double(), overlap, atol=1e-4, rtol=1e-4)
 
 
-def test_a_warm_basis_lies_nearest_to_the_old_of_all_with_its_span() -> None:
+def test_aligned_basis_is_the_closest_to_the_old_one() -> None:
     grad, old = random((50, 30)), torch.linalg.qr(random((30, 5), 1))[0]
     basis = warm_basis(grad, grad @ old, old).basis
     near = (basis - old).norm()
@@ -96,7 +96,7 @@ def test_a_warm_basis_lies_nearest_to_the_old_of_all_with_its_span() -> None:
         assert (basis @ turn - old).norm() > near
 
 
-def test_the_overlap_of_a_basis_that_stays_is_one_and_of_one_that_leaves_zero() -> None:
+def test_overlap_is_one_for_a_stable_and_zero_for_an_orthogonal_basis() -> None:
     old = torch.eye(20)[:, :4]
     kept = torch.eye(20)[:4] * torch.tensor([4.0, 3.0, 2.0, 1.0])[:, None]
     assert abs(float(warm_basis(kept, kept @ old, old).overlap) - 1) < 1e-5
@@ -117,12 +117,12 @@ GRADIENTS: dict[str, Callable[[], Tensor]] = {
     "small in fp16": lambda: (random((24, 16)) * 1e-5).half(),
 }
 LOST = ("zero", "not a number", "infinite")
-"""Those in which no basis can be found."""
+"""Gradients without a basis."""
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("rank", [1, 4, 16])
-def test_no_gradient_raises_or_spoils_a_basis(kind: str, rank: int) -> None:
+def test_no_gradient_raises_or_breaks_a_basis(kind: str, rank: int) -> None:
     grad = GRADIENTS[kind]()
     old = torch.linalg.qr(random((16, rank), 1))[0]
     warm = warm_basis(grad, grad @ old.to(grad.dtype), old)
@@ -136,7 +136,7 @@ def test_no_gradient_raises_or_spoils_a_basis(kind: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize(("directions", "ratio"), [(1, 300.0), (8, 100.0), (1, 1e5)])
-def test_a_basis_is_found_where_few_directions_outweigh_all_others(directions: int, ratio: float) -> None:
+def test_basis_is_found_if_few_directions_dominate(directions: int, ratio: float) -> None:
     m, n, rank = 768, 512, 256
     left, right = (torch.randn(*shape, generator=generator()) for shape in ((m, n), (n, n)))
     left[:, :directions] *= ratio
@@ -147,7 +147,7 @@ def test_a_basis_is_found_where_few_directions_outweigh_all_others(directions: i
         assert energy(grad, fresh.basis) > 0.95 * energy(grad, svd_basis(grad, directions))
 
 
-def test_many_matrices_at_once_are_as_one_by_one() -> None:
+def test_stacks_equal_single_matrices() -> None:
     grads, old = random((5, 24, 16)), torch.linalg.qr(random((5, 16, 4), 1))[0]
     grads[2] = 0
     together = warm_basis(grads, grads @ old, old)
@@ -158,14 +158,14 @@ def test_many_matrices_at_once_are_as_one_by_one() -> None:
         assert together.found[i] == alone.found
 
 
-def test_a_cold_basis_keeps_nearly_what_the_best_keeps() -> None:
+def test_cold_basis_captures_nearly_the_energy_of_the_svd() -> None:
     grad = decaying(120, 80, rate=0.9)
     best = energy(grad, svd_basis(grad, 12))
     assert energy(grad, cold_basis(grad, 12, generator()).basis) > 0.95 * best
 
 
-def test_warm_steps_come_to_the_best_basis() -> None:
-    """From a basis by chance, while the gradient itself moves a little in every step."""
+def test_warm_steps_converge_to_the_svd_basis() -> None:
+    """From a random basis, while the gradient drifts a little in every step."""
     grad = decaying(120, 80, rate=0.85)
     basis = torch.linalg.qr(random((80, 12), 9))[0]
     for step in range(5):
@@ -175,8 +175,8 @@ def test_warm_steps_come_to_the_best_basis() -> None:
 
 
 @pytest.mark.parametrize("store", ["fp32", "bf16", "int8", "int4"])
-def test_warm_steps_from_a_stored_basis_are_found(store: str) -> None:
-    """However coarsely it is kept; what it holds of the gradient is close to what it would without."""
+def test_warm_steps_work_from_a_low_bit_basis(store: str) -> None:
+    """The captured energy is close to that of an fp32 basis."""
     grad = decaying(256, 128, rate=0.95)
     own = state_codec(store, "basis")
     places = own.allocate((128, 32), torch.device("cpu"))
@@ -190,7 +190,7 @@ def test_warm_steps_from_a_stored_basis_are_found(store: str) -> None:
     assert float(fresh.overlap) > 0.9
 
 
-def test_an_svd_basis_is_the_best_of_its_rank_and_owns_its_memory() -> None:
+def test_svd_basis_is_optimal_and_owns_its_memory() -> None:
     grad = random((3, 20, 14))
     basis = svd_basis(grad, 5)
     s = torch.linalg.svdvals(grad)
@@ -198,7 +198,7 @@ def test_an_svd_basis_is_the_best_of_its_rank_and_owns_its_memory() -> None:
     assert basis.untyped_storage().nbytes() == basis.nbytes
 
 
-def test_a_random_basis_keeps_lengths_on_average() -> None:
+def test_random_basis_preserves_norms_on_average() -> None:
     rows = random((50, 64))
     bases = [
         random_basis(torch.Size((50, 64)), 8, torch.Generator().manual_seed(i), torch.device("cpu")) for i in range(200)
@@ -209,7 +209,7 @@ def test_a_random_basis_keeps_lengths_on_average() -> None:
     assert torch.equal(again, bases[3])
 
 
-def test_products_keep_their_precision_and_the_setting_comes_back() -> None:
+def test_matmul_precision_setting_is_restored() -> None:
     torch.set_float32_matmul_precision("medium")
     try:
         cholesky_qr(random((20, 4)))
@@ -219,8 +219,8 @@ def test_products_keep_their_precision_and_the_setting_comes_back() -> None:
 
 
 @pytest.mark.parametrize("shape", [(40, 30), (3, 24, 30)])
-def test_the_axes_of_a_cold_basis_are_singular_vectors_the_first_first(shape: tuple[int, ...]) -> None:
-    """Not the span alone: columns of G Q are orthogonal to one another, and each is shorter than the one before."""
+def test_cold_basis_columns_are_singular_vectors_largest_first(shape: tuple[int, ...]) -> None:
+    """Columns of G Q are orthogonal with decreasing norms."""
     grad = random(shape)
     low = grad @ cold_basis(grad, 8, generator()).basis
     gram = low.mT @ low
