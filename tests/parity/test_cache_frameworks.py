@@ -252,7 +252,7 @@ def test_operations_in_between_keep_the_kind(framework: Framework):
 
 
 def test_a_registered_type_goes_through_the_whole_cache(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("whimbrel.cache.foreign._BRIDGES", {})
+    monkeypatch.setattr("whimbrel.cache.foreign._REGISTERED", {})
     register_foreign(tuple, lambda rows: torch.tensor(rows), lambda tensor: tuple(tensor.tolist()))
     rows = ([[[1.0, 2.0]]],)
     cache = DynamicCache()

@@ -109,7 +109,7 @@ class Cache:
         if layer.needs_padding and self.padding is None and keys.dim() == 4:
             raise CacheError(
                 f"{layer!r} must know the left padding of the {keys.size(0)} sequences: "
-                "give the cache padding=[...], one count per sequence (0 without padding)"
+                "pass padding=[...] to the cache, one count per sequence (0 without padding)"
             )
         if not layer.is_initialized:
             layer.token_major = not isinstance(key_states, Tensor)

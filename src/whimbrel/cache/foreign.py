@@ -1,9 +1,8 @@
-"""Tensors of other frameworks at the border of the cache: read as torch tensors, handed back as the kind they were.
+"""Tensors of other frameworks in `Cache.update`: read as torch tensors, returned as the type they came in.
 
-A tensor comes in without a copy wherever its memory can be read in place; the cache only reads it. What goes out is a
-view of the cache's own memory, valid until the next update, and a copy only where the other type cannot alias it (JAX,
-for one, has no strided arrays; another device is always a copy). No framework is imported here: the way in and the way
-back are found on the value that was given.
+Inputs are read without a copy if possible, and never written to. Outputs are views of the cache's memory, valid until
+the next update; they are copied only if the other type cannot alias it (JAX has no strided arrays, for example, and
+another device always needs a copy). No framework is imported here: both conversions are found on the given value.
 """
 
 from __future__ import annotations
@@ -21,149 +20,146 @@ from whimbrel.base.errors import CacheError, ConfigError
 
 __all__ = ["register_foreign", "to_torch"]
 
-Back = Callable[[Tensor], Any]
-"""Makes the kind of tensor that was given of one of ours."""
+FromTorch = Callable[[Tensor], Any]
+"""Converts a torch tensor to the type of the input."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bridge:
-    """The two ways between a foreign type and torch."""
+class Converter:
+    """Converts between a foreign type and torch."""
 
     to_torch: Callable[[Any], Tensor]
-    from_torch: Back
+    from_torch: FromTorch
 
 
-_BRIDGES: dict[type, Bridge] = {}
-_ADVICE = (
-    "give a torch.Tensor, a NumPy array, a type with __dlpack__, .to_torch() or an array interface, "
-    "or name both ways with whimbrel.cache.register_foreign(type, to_torch, from_torch)"
+_REGISTERED: dict[type, Converter] = {}
+_SUPPORTED = (
+    "pass a torch.Tensor, a NumPy array, a type with __dlpack__, .to_torch() or an array interface, "
+    "or register it with whimbrel.cache.register_foreign(type, to_torch, from_torch)"
 )
 _NUMPY_BITS = {1: np.uint8, 2: np.uint16}
 _TORCH_BITS = {1: torch.uint8, 2: torch.uint16}
 
 
-def register_foreign(foreign: type, to_torch: Callable[[Any], Tensor], from_torch: Back) -> None:
-    """Cross between `foreign` and torch by these two functions, before any protocol that the type may also speak.
+def register_foreign(foreign: type, to_torch: Callable[[Any], Tensor], from_torch: FromTorch) -> None:
+    """Convert between `foreign` and torch with these functions, in preference to any protocol of the type.
 
-    Subclasses count, the most specific registered type first; registering a type again replaces its functions.
+    Applies to subclasses, too; the most specific type wins. Registering a type again replaces its functions.
     """
     if foreign is Tensor or not isinstance(foreign, type):
-        raise ConfigError(
-            f"register_foreign takes a class other than torch.Tensor, not {foreign!r}: give the type itself"
-        )
+        raise ConfigError(f"register_foreign: expected a class other than torch.Tensor, got {foreign!r}")
     for name, function in (("to_torch", to_torch), ("from_torch", from_torch)):
         if not callable(function):
-            raise ConfigError(
-                f"register_foreign takes a function as {name}, not {function!r}: give one of one argument"
-            )
-    _BRIDGES[foreign] = Bridge(to_torch, from_torch)
+            raise ConfigError(f"register_foreign: expected a function of one argument as {name}, got {function!r}")
+    _REGISTERED[foreign] = Converter(to_torch, from_torch)
 
 
-def to_torch(value: Any) -> tuple[Tensor, Back]:
-    """`value` as a torch tensor, to be read and never written to, and the function that makes its kind of another.
+def to_torch(value: Any) -> tuple[Tensor, FromTorch]:
+    """`value` as a torch tensor, which must not be written to, and the function that converts results back.
 
-    Everything that can be refused is refused here, so a caller that has the pair may change its state.
+    Raises for every unsupported value, so the caller may change its state afterwards.
     """
     if type(value) is Tensor:
-        return value, _same
-    bridge = _find_bridge(value)
-    if bridge is None:
-        return value, _same
-    tensor = bridge.to_torch(value)
+        return value, _unchanged
+    converter = _find_converter(value)
+    if converter is None:
+        return value, _unchanged
+    tensor = converter.to_torch(value)
     if not isinstance(tensor, Tensor):
-        raise CacheError(f"{_name(value)} became {_name(tensor)}, not a torch.Tensor: {_ADVICE}")
+        raise CacheError(f"to_torch of {_name(value)}: expected a torch.Tensor, got {_name(tensor)}: {_SUPPORTED}")
     device = tensor.device
-    return tensor, lambda ours: bridge.from_torch(ours.detach().to(device))
+    return tensor, lambda result: converter.from_torch(result.detach().to(device))
 
 
-def _find_bridge(value: Any) -> Bridge | None:
-    """The first way that fits `value`; None where it is a torch tensor and needs none."""
+def _find_converter(value: Any) -> Converter | None:
+    """The first converter that supports `value`; None for torch tensors."""
     if (registered := _registered(value)) is not None:
         return registered
     if isinstance(value, Tensor):
         return None
     if isinstance(value, np.ndarray):
-        return _numpy_bridge(value)
+        return _numpy_converter(value)
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-        return Bridge(_read_dlpack, _way_back(value))
+        return Converter(_read_dlpack, _from_torch(value))
     if callable(getattr(value, "to_torch", None)):
-        return Bridge(lambda given: given.to_torch(), _way_back(value))
+        return Converter(lambda given: given.to_torch(), _from_torch(value))
     if hasattr(value, "__cuda_array_interface__"):
-        return Bridge(lambda given: torch.as_tensor(given, device="cuda"), _way_back(value))
+        return Converter(lambda given: torch.as_tensor(given, device="cuda"), _from_torch(value))
     if hasattr(value, "__array_interface__"):
-        return Bridge(lambda given: _read_numpy(np.asarray(given)), _way_back(value))
-    raise CacheError(f"{_name(value)} is no tensor that can be read: {_ADVICE}")
+        return Converter(lambda given: _read_numpy(np.asarray(given)), _from_torch(value))
+    raise CacheError(f"expected a tensor, got {_name(value)}: {_SUPPORTED}")
 
 
-def _registered(value: Any) -> Bridge | None:
+def _registered(value: Any) -> Converter | None:
     for cls in type(value).__mro__:
-        if cls in _BRIDGES:
-            return _BRIDGES[cls]
-    return next((bridge for cls, bridge in _BRIDGES.items() if isinstance(value, cls)), None)  # a virtual subclass
+        if cls in _REGISTERED:
+            return _REGISTERED[cls]
+    virtual = (converter for cls, converter in _REGISTERED.items() if isinstance(value, cls))  # ABC.register
+    return next(virtual, None)
 
 
-def _way_back(value: Any) -> Back:
-    """What makes the type of `value`: its own `from_torch`; for one that speaks DLPack, its library's `from_dlpack`."""
+def _from_torch(value: Any) -> FromTorch:
+    """`from_torch` of the type of `value`, or `from_dlpack` of its library."""
     if callable(own := getattr(type(value), "from_torch", None)):
         return own  # type: ignore[no-any-return]
     if hasattr(value, "__dlpack__"):
         package = sys.modules.get(type(value).__module__.partition(".")[0])
         library = value.__array_namespace__() if hasattr(value, "__array_namespace__") else package
         if callable(read := getattr(library, "from_dlpack", None)):
-            return lambda ours: _write_dlpack(ours, read)
+            return lambda tensor: _write_dlpack(tensor, read)
     raise CacheError(
-        f"{_name(value)} has no way back from torch: give it a classmethod `from_torch(tensor)`, "
-        "or name both ways with whimbrel.cache.register_foreign(type, to_torch, from_torch)"
+        f"{_name(value)} cannot be created from a torch tensor: add a classmethod `from_torch(tensor)`, "
+        "or register it with whimbrel.cache.register_foreign(type, to_torch, from_torch)"
     )
 
 
 def _read_dlpack(value: Any) -> Tensor:
     strides = getattr(value, "strides", None)
-    if isinstance(strides, tuple) and min(strides, default=0) < 0:  # torch would end the process over them
-        raise CacheError(f"{_name(value)} has negative strides, which torch cannot read: give a copy of it")
+    if isinstance(strides, tuple) and min(strides, default=0) < 0:  # torch would abort the process
+        raise CacheError(f"{_name(value)} has negative strides, which torch does not support: pass a copy")
     try:
         return torch.from_dlpack(value)  # type: ignore[attr-defined]
     except (BufferError, RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise CacheError(f"{_name(value)} cannot be read as a torch tensor ({reason}): {_ADVICE}") from error
+        raise CacheError(f"{_name(value)} cannot be read as a torch tensor ({reason}): {_SUPPORTED}") from error
 
 
-def _write_dlpack(ours: Tensor, read: Callable[[Tensor], Any]) -> Any:
-    """`ours` in place where the library takes its strides, and packed where it does not."""
+def _write_dlpack(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
+    """Without a copy if the library supports the strides."""
     try:
-        return read(ours)
+        return read(tensor)
     except (BufferError, RuntimeError):
-        return read(ours.contiguous())  # raises as before where strides were not the reason
+        return read(tensor.contiguous())  # raises again if strides were not the reason
 
 
-def _numpy_bridge(value: np.ndarray[Any, Any]) -> Bridge:
-    kind, dtype = type(value), value.dtype
-    return Bridge(_read_numpy, lambda ours: _write_numpy(ours, dtype).view(kind))
+def _numpy_converter(value: np.ndarray[Any, Any]) -> Converter:
+    cls, dtype = type(value), value.dtype
+    return Converter(_read_numpy, lambda tensor: _write_numpy(tensor, dtype).view(cls))
 
 
 def _read_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """Any array that torch has a dtype for; numbers that NumPy has from ml_dtypes alone cross as their bits."""
+    """Any array whose dtype torch has; those of ml_dtypes (such as bfloat16) are reinterpreted from their bits."""
     dtype = getattr(torch, array.dtype.name, None)
     if isinstance(array, np.ma.MaskedArray) or not isinstance(dtype, torch.dtype) or not array.dtype.isnative:
         what = "masks" if isinstance(array, np.ma.MaskedArray) else f"dtype {array.dtype.str!r}"
         raise CacheError(
-            f"a NumPy array with {what} has no like in torch: give a plain one, as of array.astype('float32')"
+            f"torch does not support a NumPy array with {what}: convert it, for example with array.astype('float32')"
         )
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
-        array = array.copy()  # torch has no such strides
+        array = array.copy()  # strides that torch does not support
     if array.dtype.isbuiltin != 1:
         return _read_numpy(array.view(_NUMPY_BITS[array.itemsize])).view(dtype)
-    return torch.from_dlpack(array)  # type: ignore[attr-defined]  # from_numpy would warn of read-only ones
+    return torch.from_dlpack(array)  # type: ignore[attr-defined]  # from_numpy warns about read-only arrays
 
 
-def _write_numpy(ours: Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    if dtype.isbuiltin != 1 and str(ours.dtype) == f"torch.{dtype.name}":
-        return ours.view(_TORCH_BITS[dtype.itemsize]).numpy().view(dtype)
-    return ours.numpy()
+def _write_numpy(tensor: Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    if dtype.isbuiltin != 1 and str(tensor.dtype) == f"torch.{dtype.name}":
+        return tensor.view(_TORCH_BITS[dtype.itemsize]).numpy().view(dtype)
+    return tensor.numpy()
 
 
-def _same(ours: Tensor) -> Tensor:
-    return ours
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _name(value: Any) -> str:

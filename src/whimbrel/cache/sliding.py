@@ -65,7 +65,7 @@ class SlidingLayer(BufferedLayer):
         return visible
 
     def _store_oversized(self, before: KVBuffer, new: KVBuffer) -> KVBuffer:
-        """More tokens than the buffer holds: returns them in temporary memory and stores the last of them."""
+        """For more tokens than fit in the buffer: returns them in temporary memory and stores the last of them."""
         visible = before.concat(new) if before.num_slots else new
         last = visible.slice(visible.num_slots - self._span, visible.num_slots)
         self._memory = last.resize(self._max_capacity())
@@ -177,7 +177,7 @@ class SinkLayer(SlidingLayer):
     def _save_sinks(self, slots: KVBuffer, total: int) -> None:
         """Save the sinks of sequences without padding left in a window that ends at token `total`.
 
-        `slots` holds the tokens of these sequences in order up to `total`.
+        `slots` has the tokens of these sequences in order up to `total`.
         """
         rows = slots.keys.size(0)
         starts = self.padding or (0,) * rows

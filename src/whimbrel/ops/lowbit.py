@@ -119,7 +119,7 @@ def pack_nibbles(codes: Tensor, *, fill: int = 0) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """The inverse of `pack_nibbles`; of an odd number of codes, the fill is still there."""
+    """The inverse of `pack_nibbles`, including the fill of an odd last pair."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
@@ -363,7 +363,7 @@ class PowerCodec:
         return rows * self.code_type.width(width) * self.dtype.itemsize + rows * -(-width // BLOCK_SIZE) * 4
 
     def decode(self, stored: Sequence[Tensor], width: int) -> Tensor:
-        """The state in fp32; `width` is its last dimension, which packed codes do not tell."""
+        """The state in fp32; `width` is its last dimension, which packed codes do not determine."""
         codes, scales = stored
         values = self.code_type.decode(codes, torch.float32, width=width)
         scale_groups_(values, self._root_(scales.clone()) / self.code_type.max, BLOCK_SIZE)

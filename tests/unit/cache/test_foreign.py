@@ -1,4 +1,4 @@
-"""Tensors of other frameworks: read in place, handed back as what they were, or refused in one line."""
+"""Tensors of other frameworks are read without a copy, returned as their type, or rejected in one line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from whimbrel.cache.foreign import register_foreign, to_torch
 
 @pytest.fixture(autouse=True)
 def no_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers ends with it."""
-    monkeypatch.setattr(foreign, "_BRIDGES", {})
+    """Undo registrations after each test."""
+    monkeypatch.setattr(foreign, "_REGISTERED", {})
 
 
 class Boxed:
@@ -87,7 +87,7 @@ def refusal(value: object) -> str:
     return one_line(refused)
 
 
-def test_a_torch_tensor_passes_untouched():
+def test_a_torch_tensor_is_returned_unchanged():
     tensor = torch.randn(2, 3, requires_grad=True)
     read, back = to_torch(tensor)
     other = torch.randn(4)
@@ -98,7 +98,7 @@ def test_a_torch_tensor_passes_untouched():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint8", "int64", "bool", "complex64"])
-def test_numpy_is_read_in_place_and_given_views(dtype: str):
+def test_numpy_is_read_and_returned_without_copies(dtype: str):
     array = np.arange(24).reshape(2, 3, 4).astype(dtype)
     read, back = to_torch(array)
     assert read.dtype is getattr(torch, dtype)
@@ -113,7 +113,7 @@ def test_numpy_is_read_in_place_and_given_views(dtype: str):
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_numbers_that_numpy_has_from_ml_dtypes_cross_as_their_bits(name: str):
+def test_ml_dtypes_arrays_are_reinterpreted(name: str):
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="needs the package 'ml_dtypes'")
     dtype = getattr(ml_dtypes, name)
     array = np.linspace(-3, 3, 24).reshape(2, 3, 4).astype(dtype)
@@ -129,7 +129,7 @@ def test_numbers_that_numpy_has_from_ml_dtypes_cross_as_their_bits(name: str):
     assert np.array_equal(handed.astype(np.float32), ours.float().numpy())
 
 
-def test_a_read_only_array_is_read_in_place_without_a_warning():
+def test_a_read_only_array_is_read_without_a_copy_or_warning():
     array = np.arange(6, dtype=np.float32)
     array.flags.writeable = False
     with warnings.catch_warnings():
@@ -138,7 +138,7 @@ def test_a_read_only_array_is_read_in_place_without_a_warning():
     assert read.data_ptr() == array.ctypes.data
 
 
-def test_strides_that_torch_has_not_are_copied():
+def test_unsupported_strides_are_copied():
     """torch ends the process when DLPack hands it a negative stride, so this must not reach it."""
     array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     for given in (array[::-1], array[:, ::-1, ::-2], np.zeros(4, dtype=[("a", "f4"), ("b", "i1")])["a"]):
@@ -147,7 +147,7 @@ def test_strides_that_torch_has_not_are_copied():
     assert to_torch(spread)[0].stride() == (0, 4, 1)
 
 
-def test_a_subclass_of_ndarray_comes_back_as_itself(tmp_path):
+def test_ndarray_subclasses_are_preserved(tmp_path):
     class Marked(np.ndarray):
         pass
 
@@ -171,13 +171,13 @@ def test_a_subclass_of_ndarray_comes_back_as_itself(tmp_path):
     ],
     ids=["other-endian", "text", "object", "fields", "longdouble", "dates", "masked"],
 )
-def test_an_array_without_a_like_in_torch_is_refused(array: np.ndarray):
+def test_an_array_of_an_unsupported_dtype_is_rejected(array: np.ndarray):
     message = refusal(array)
     assert "astype" in message
     assert "mask" in message if isinstance(array, np.ma.MaskedArray) else array.dtype.str in message
 
 
-def test_dlpack_is_asked_before_to_torch():
+def test_dlpack_takes_precedence_over_to_torch():
     given = Capsules(torch.arange(6.0).view(2, 3))
     read, back = to_torch(given)
     assert read.data_ptr() == given.inside.data_ptr()
@@ -188,7 +188,7 @@ def test_dlpack_is_asked_before_to_torch():
     assert handed.inside.data_ptr() == ours.data_ptr()
 
 
-def test_a_dlpack_type_goes_back_by_the_library_it_names():
+def test_a_dlpack_type_is_created_by_its_own_library():
     class Library:
         @staticmethod
         def from_dlpack(value: torch.Tensor) -> Named:
@@ -211,7 +211,7 @@ def test_a_dlpack_type_goes_back_by_the_library_it_names():
     assert back(strided).inside.data_ptr() != strided.data_ptr()
 
 
-def test_what_a_library_refuses_for_good_is_raised():
+def test_errors_of_the_library_are_raised():
     class Library:
         @staticmethod
         def from_dlpack(value: torch.Tensor) -> None:
@@ -230,7 +230,7 @@ def test_what_a_library_refuses_for_good_is_raised():
         back(torch.ones(4, 4).t())
 
 
-def test_a_dlpack_export_that_fails_is_refused_with_its_reason():
+def test_a_failed_dlpack_export_is_reported_with_its_reason():
     class Far(Capsules):
         def __dlpack__(self, **kwargs: object) -> object:
             raise BufferError("spread over two devices\nand more")
@@ -245,7 +245,7 @@ def test_a_dlpack_export_that_fails_is_refused_with_its_reason():
     assert "negative strides" in refusal(Backwards(torch.ones(2)))
 
 
-def test_a_type_with_to_torch_needs_a_way_back():
+def test_a_type_with_to_torch_needs_from_torch():
     given = RoundTrip(torch.arange(3.0))
     read, back = to_torch(given)
     assert read is given.inside
@@ -258,7 +258,7 @@ def test_a_type_with_to_torch_needs_a_way_back():
     assert "register_foreign" in message
 
 
-def test_the_array_interface_comes_last():
+def test_the_array_interface_has_the_lowest_precedence():
     array = np.arange(6, dtype=np.float32)
     read, back = to_torch(Interface(array))
     assert read.data_ptr() == array.ctypes.data
@@ -272,13 +272,13 @@ def test_the_array_interface_comes_last():
 
 
 @pytest.mark.parametrize("value", [None, 1.5, [1.0, 2.0], "keys", np.float32(1), Boxed(torch.ones(1))])
-def test_what_is_no_tensor_is_refused(value: object):
+def test_other_values_are_rejected(value: object):
     message = refusal(value)
     assert type(value).__qualname__ in message
     assert "register_foreign" in message
 
 
-def test_a_registered_type_crosses_by_its_own_functions_first():
+def test_registered_functions_take_precedence():
     register_foreign(Boxed, lambda box: box.inside, Boxed)
     read, back = to_torch(Boxed(torch.arange(3.0)))
     assert read.tolist() == [0, 1, 2]
@@ -292,7 +292,7 @@ def test_a_registered_type_crosses_by_its_own_functions_first():
     assert to_torch(np.ones(3))[1](read) == "mine"
 
 
-def test_a_virtual_subclass_and_a_subclass_of_tensor_may_be_registered():
+def test_virtual_subclasses_and_tensor_subclasses_can_be_registered():
     import abc
 
     class Any(abc.ABC):  # noqa: B024
@@ -313,7 +313,7 @@ def test_a_virtual_subclass_and_a_subclass_of_tensor_may_be_registered():
     assert type(back(read)) is Wrapped
 
 
-def test_registrations_that_cannot_work_are_refused():
+def test_invalid_registrations_are_rejected():
     for arguments in (
         ("jax.Array", Boxed, Boxed),
         (torch.Tensor, Boxed, Boxed),
@@ -327,25 +327,25 @@ def test_registrations_that_cannot_work_are_refused():
     assert "list" in refusal(Boxed(torch.ones(1)))
 
 
-def test_what_is_handed_back_carries_no_graph():
+def test_results_are_detached():
     _, back = to_torch(np.ones(2, dtype=np.float32))
     assert back(torch.ones(2, requires_grad=True)).tolist() == [1, 1]
 
 
-def test_no_framework_is_imported_that_was_not_loaded():
+def test_no_framework_is_imported():
     code = "import sys, whimbrel.cache.foreign; print({'jax', 'cupy', 'ml_dtypes', 'tensorflow'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
 
 
 @pytest.mark.gpu
-def test_back_goes_to_the_device_it_came_from():
+def test_results_are_on_the_device_of_the_input():
     _, back = to_torch(np.ones(2, dtype=np.float32))
     assert back(torch.arange(3.0, device="cuda")).tolist() == [0, 1, 2]
 
 
 @pytest.mark.gpu
-def test_cupy_is_read_in_place_and_given_views():
+def test_cupy_is_read_and_returned_without_copies():
     cupy = pytest.importorskip("cupy", reason="needs the package 'cupy'")
     array = cupy.arange(24, dtype=cupy.float32).reshape(2, 3, 4)
     read, back = to_torch(array[:, ::2])
@@ -361,7 +361,7 @@ def test_cupy_is_read_in_place_and_given_views():
 
 
 @pytest.mark.gpu
-def test_the_cuda_array_interface_is_read_in_place():
+def test_the_cuda_array_interface_is_read_without_a_copy():
     class Device(Boxed):
         @property
         def __cuda_array_interface__(self) -> dict:
