@@ -14,7 +14,7 @@ import torch
 
 from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
 from whimbrel.evaluate.scoring import Scorer
-from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, TextStream
+from whimbrel.inference import LLM, Request, SamplingParams
 from whimbrel.model_io import load
 from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Message, load_chat_template
 from whimbrel.train.device import choose_device
@@ -75,19 +75,10 @@ class WhimbrelLM(LM):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Generate after each context, up to a stop string or EOS."""
         generations = [self._request(*request.args) for request in requests]
-        engine = Engine(
-            self.scorer.model, EngineConfig() if self._batch_size is None else EngineConfig(max_batch=self._batch_size)
-        )
-        numbers = [engine.add_request(request) for request, _ in generations]
-        texts = dict(zip(numbers, (text for _, text in generations), strict=True))
-        written: dict[int, list[str]] = {number: [] for number in numbers}
-        while engine.busy:
-            for number, _, token, *_ in engine.step():
-                if token is not None and not texts[number].stopped:
-                    written[number].append(texts[number].push(token))
-                if texts[number].stopped:
-                    engine.abort(number)
-        return ["".join(written[number]) + texts[number].flush() for number in numbers]
+        limits: dict[str, Any] = {} if self._batch_size is None else {"max_batch": self._batch_size}
+        llm = LLM(self.scorer.model, self.scorer.tokenizer, **limits)
+        outputs = llm.complete([request for request, _ in generations], [stops for _, stops in generations])
+        return [output.outputs[0].text or "" for output in outputs]
 
     def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Render a conversation, up to the generation prompt or to the end of the last message."""
@@ -109,8 +100,8 @@ class WhimbrelLM(LM):  # type: ignore[misc]
     def _template(self, name: str = "default") -> ChatTemplate:
         return (load_chat_template(self._source, name) if self._source.is_dir() else None) or DEFAULT_CHAT_TEMPLATE
 
-    def _request(self, context: str, settings: Mapping[str, Any]) -> tuple[Request, TextStream]:
-        """A request for the engine, and the detokenizer of its output."""
+    def _request(self, context: str, settings: Mapping[str, Any]) -> tuple[Request, list[str]]:
+        """A request for the engine, and its stop strings."""
         options = dict(settings)
         until = options.pop("until", None) or []
         count = int(options.pop("max_gen_toks", options.pop("max_new_tokens", MAX_NEW_TOKENS)))
@@ -125,7 +116,7 @@ class WhimbrelLM(LM):  # type: ignore[misc]
         prompt = self.scorer.prompt(context)[-max_prompt:]
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
         request = Request(prompt_ids=tuple(prompt), max_new_tokens=count, sampling=sampling, stop_ids=self._eos_ids)
-        return request, TextStream(self.scorer.tokenizer, prompt, stops)
+        return request, stops
 
 
 if __name__ == "__main__":

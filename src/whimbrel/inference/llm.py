@@ -15,12 +15,12 @@ from torch import Tensor
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference.beam import Beam, beam_search
-from whimbrel.inference.detokenizer import TextStream, encode_prompt
+from whimbrel.inference.detokenizer import TextStream, encode_prompt, stream_text
 from whimbrel.inference.engine import Engine, EngineConfig
 from whimbrel.inference.sampling import SamplingParams, non_finite_error
 from whimbrel.inference.sequence import Event, Logprob, Request, as_token_ids, as_token_set
 from whimbrel.inference.speculative import Draft
-from whimbrel.model_io import ModelSource, load_tokenizer, open_model
+from whimbrel.model_io import ModelSource, load_tokenizer, open_model, read_generation_config, resolve_model
 from whimbrel.models import GPT
 from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Message, Tokenizer, load_chat_template
 
@@ -81,7 +81,11 @@ class LLM:
         self.default_sampling: dict[str, Any] = {}
         """Sampling parameters of the model's generation_config.json."""
         if isinstance(model, str | Path):
-            model = open_model(model, None if isinstance(tokenizer, Tokenizer) else tokenizer)
+            if isinstance(tokenizer, Tokenizer):
+                path = resolve_model(model)
+                model = ModelSource(path, tokenizer, read_generation_config(path, tokenizer, tokenizer.vocab_size))
+            else:
+                model = open_model(model, tokenizer)
         if isinstance(model, ModelSource):
             self.tokenizer, defaults = model.tokenizer, model.generation_config
             self.eos_ids, self.bos_id = frozenset(defaults.eos_token_ids), defaults.bos_token_id
@@ -136,13 +140,22 @@ class LLM:
             self._request(self.encode(prompt, parse_special=parse_special), sampling, stop_set, **options)
             for prompt in cast("Sequence[Prompt]", [prompts] if is_single else prompts)
         ]
-        streams = [[self._text_stream(request, stop) for _ in range(n)] for request in requests]
-        outputs = [[Completion(text=None if self.tokenizer is None else "") for _ in range(n)] for _ in requests]
+        return self.complete(requests, [stop] * len(requests))
+
+    def complete(self, requests: Sequence[Request], stop: Sequence[Sequence[str]] = ()) -> list[RequestOutput]:
+        """Run requests with settings of their own; `stop` has the stop strings of each."""
+        stop = stop or [()] * len(requests)
+        streams = [
+            [self._text_stream(request, strings) for _ in range(request.n)]
+            for request, strings in zip(requests, stop, strict=True)
+        ]
+        text = None if self.tokenizer is None else ""
+        outputs = [[Completion(text=text) for _ in range(request.n)] for request in requests]
         for index, event in self._run(requests):
             completion, stream = outputs[index][event.sample], streams[index][event.sample]
             if event.token is not None and completion.finish_reason is None:
                 completion.tokens.append(event.token)
-                if logprobs is not None:
+                if requests[index].logprobs is not None:
                     completion.logprobs.append(Logprob(event.logprob, event.top))
                 if stream is not None and completion.text is not None:
                     completion.text += stream.push(event.token)
@@ -177,10 +190,9 @@ class LLM:
         ids, stop_set = self.encode(prompt, parse_special=parse_special), self._stop_set(stop_ids, ignore_eos)
         options = {"max_new_tokens": max_new_tokens, "seed": seed, "draft": draft, "num_draft_tokens": num_draft_tokens}
         request = self._request(ids, sampling, stop_set, **options)
-        text = self._text_stream(request, stop)
-        if text is None:
+        if self.tokenizer is None:
             raise RequestError("expected a tokenizer to stream text, got none: pass tokenizer to LLM")
-        return _text_pieces(self._tokens(request), text)
+        return stream_text(self.tokenizer, ids, self._tokens(request), stop)
 
     def stream_tokens(
         self,
@@ -299,16 +311,6 @@ class LLM:
         for _, event in self._run([request]):
             if event.token is not None:
                 yield event.token
-
-
-def _text_pieces(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
-    for token in tokens:
-        if piece := text.push(token):
-            yield piece
-        if text.stopped:
-            return
-    if rest := text.flush():
-        yield rest
 
 
 def generate(

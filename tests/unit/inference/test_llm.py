@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from tests.unit.models.test_gpt import KINDS, spread
+from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import RequestError
-from whimbrel.inference import LLM, Completion, SamplingParams, generate
+from whimbrel.inference import LLM, Completion, SamplingParams, beam_search, generate
+from whimbrel.model_io import open_model, save_model
 from whimbrel.models import GPT
-from whimbrel.tokenization import load_tokenizer
+from whimbrel.precision import QuantizedWeight
+from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, load_tokenizer
+
+TOKENIZER = byte_tokenizer()
 
 PROMPTS = [[3], [5, 6, 7, 8, 9, 10, 11, 12, 13], [1, 2, 3, 4], [3]]
 GREEDY = SamplingParams(temperature=0)
@@ -164,3 +173,105 @@ def test_a_quantized_cache_is_used(model):
 def test_requests_that_make_no_sense_are_refused(model, prompts, options, message):
     with pytest.raises(RequestError, match=message):
         generate_batch(model, prompts, **options)
+
+
+@pytest.fixture(scope="module")
+def small(models) -> GPT:
+    """A model for the byte tokenizer."""
+    torch.manual_seed(0)
+    return spread(GPT(replace(KINDS["llama3"], vocab_size=257)))
+
+
+@pytest.fixture
+def directory(small, tmp_path) -> Path:
+    save_model(small, tmp_path / "model", TOKENIZER)
+    return tmp_path / "model"
+
+
+def test_a_path_loads_model_tokenizer_and_generation_defaults(small, directory):
+    own = {"do_sample": True, "temperature": 0.5, "top_k": 7, "eos_token_id": [3, TOKENIZER.eot_id]}
+    (directory / "generation_config.json").write_text(json.dumps(own))
+    sampling = {"temperature": 0.5, "top_k": 7}
+    expected = generate(
+        small, TOKENIZER.encode("So"), max_new_tokens=20, seed=2, eos_id=[3, TOKENIZER.eot_id], **sampling
+    )
+    for source in (str(directory), directory, open_model(directory)):
+        llm = LLM(source, device="cpu")
+        assert llm.default_sampling == sampling
+        assert llm.eos_ids == {3, TOKENIZER.eot_id}
+        [output] = llm.generate("So", max_new_tokens=20, seed=2)
+        assert output.prompt_ids == TOKENIZER.encode("So")
+        assert output.outputs[0].tokens == expected
+    (directory / "tokenizer.json").unlink()
+    [output] = LLM(directory, TOKENIZER, device="cpu").generate(["So"], max_new_tokens=20, seed=2)
+    assert output.outputs[0].tokens == expected
+
+
+def test_weights_are_quantized_on_load(directory):
+    assert isinstance(next(LLM(directory, device="cpu", quantize="int8").model.blocks).mlp.c_fc.weight, QuantizedWeight)
+
+
+def test_streamed_text_is_the_text_of_generate(small):
+    llm = LLM(small, TOKENIZER)
+    [output] = llm.generate("Hello", GREEDY, max_new_tokens=12)
+    assert "".join(llm.stream("Hello", GREEDY, max_new_tokens=12)) == output.outputs[0].text
+    [output] = llm.generate(TOKENIZER.encode("Hello"), GREEDY, max_new_tokens=12)
+    assert list(llm.stream_tokens("Hello", GREEDY, max_new_tokens=12)) == output.outputs[0].tokens
+    with pytest.raises(RequestError, match="pass tokenizer"):
+        LLM(small).stream([1], GREEDY)
+    with pytest.raises(RequestError, match="pass tokenizer"):
+        LLM(small).generate("Hello", GREEDY)
+
+
+def test_streams_can_be_interleaved_and_closed(small):
+    llm = LLM(small, TOKENIZER)
+    prompts = ["one", "two", "three"]
+    expected = [list(llm.stream_tokens(prompt, GREEDY, max_new_tokens=10)) for prompt in prompts]
+    streams = [llm.stream_tokens(prompt, GREEDY, max_new_tokens=10) for prompt in prompts]
+    found = [[next(stream)] for stream in streams]
+    streams[0].close()
+    for tokens, stream in zip(found[1:], streams[1:], strict=True):
+        tokens += stream
+    assert found == [expected[0][:1], *expected[1:]]
+    assert not llm.engine.busy
+    assert llm.engine.stats().free_blocks == llm.engine.stats().blocks
+
+
+def test_chat_renders_the_conversation_with_the_template(small):
+    llm = LLM(small, TOKENIZER)
+    messages = [{"role": "user", "content": "Hi"}]
+    found = llm.chat(messages, GREEDY, max_new_tokens=5)
+    ids = DEFAULT_CHAT_TEMPLATE.encode(TOKENIZER, messages)
+    assert found.prompt_ids == ids
+    assert (
+        found.outputs[0].tokens[:5]
+        == generate(small, ids, max_new_tokens=5, temperature=0)[: len(found.outputs[0].tokens)]
+    )
+
+
+def test_beam_search_uses_the_engine_and_frees_its_blocks(small):
+    llm = LLM(small, TOKENIZER, max_batch=3)
+    found = llm.beam_search("Hi", beams=3, max_new_tokens=6)
+    assert found == beam_search(small, TOKENIZER.encode("Hi"), beams=3, max_new_tokens=6, eos_id=TOKENIZER.eot_id)
+    assert llm.engine.stats().free_blocks == llm.engine.stats().blocks
+    with pytest.raises(RequestError, match="at most 3"):
+        llm.beam_search("Hi", beams=4)
+
+
+def test_a_repeated_prompt_is_found_in_the_prefix_cache(small):
+    llm = LLM(small, TOKENIZER, block_size=4)
+    first, second = (llm.generate("Hello world", GREEDY, max_new_tokens=4)[0] for _ in range(2))
+    assert first == second
+    assert llm.engine.stats().prefix_hits == 8
+
+
+def test_one_sequence_on_the_cpu_stays_in_consecutive_blocks(small):
+    """Also when its blocks replace those of earlier sequences: then the cache is read without a gather."""
+    llm = LLM(small, max_batch=1, block_size=4)
+    pool, contiguous = llm.engine.pool, []
+    for first in range(5):
+        for _ in llm.stream_tokens([first] * 9, GREEDY, max_new_tokens=14):
+            [[seq]] = llm.engine._sequences.values() or [[None]]
+            contiguous.append(seq is None or seq.block_table.is_contiguous)
+    assert pool.single_sequence
+    assert all(contiguous)
