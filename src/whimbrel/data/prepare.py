@@ -213,6 +213,11 @@ class _Job:
         return round(self._train.tokens * sum(sizes) / (sum(sizes[:source]) + progress * sizes[source]))
 
     def _check_result(self) -> None:
+        if not self._train.tokens and self._val.tokens and self._settings.val_tokens:
+            raise DataError(
+                "--val-tokens held out all documents: give a smaller number, split text files into more documents with "
+                "--separator, or use --val"
+            )
         if not self._train.tokens:
             raise DataError("the training source has no text: all files were read and no document was found")
         if self._val_sources and not self._val.tokens:

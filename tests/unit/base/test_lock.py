@@ -163,3 +163,9 @@ def test_full_disk_does_not_release_the_lock(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(lock_module, "OWNER_WAIT_SECONDS", 0.0)
     with DirectoryLock(tmp_path), pytest.raises(ConfigError, match="in use by another process"):
         DirectoryLock(tmp_path).acquire()
+
+
+def test_is_alive_accepts_only_pids_of_running_processes() -> None:
+    assert lock_module.is_alive(os.getpid())
+    for pid in (None, "1", 0, -1, 2**40, 2**70):
+        assert not lock_module.is_alive(pid)

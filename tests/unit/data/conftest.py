@@ -1,4 +1,4 @@
-"""Documents for tests, written in every form that sources have."""
+"""Documents for tests, and files of every supported type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 
 class Corpus:
-    """Makes texts and the files that hold them."""
+    """Generates texts and writes them to files."""
 
     def documents(self, count: int, seed: int = 0) -> list[str]:
         """Texts of very different lengths, in several scripts, some with special tokens written out."""
@@ -22,7 +22,7 @@ class Corpus:
         return [" ".join(pick.choices(words, k=pick.randint(1, 400))) for _ in range(count)]
 
     def write(self, path: Path, texts: list[str]) -> Path:
-        """`texts` as the kind of file that the name asks for."""
+        """Write `texts` in the format of the file name."""
         if path.suffix == ".parquet":
             pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, row_group_size=50)
             return path
@@ -38,13 +38,13 @@ class Corpus:
         return path
 
     def bytes_of(self, folder: Path) -> dict[str, bytes]:
-        """Every file of a folder, by name."""
+        """The content of every file in a directory, by name."""
         return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.fixture(scope="session")
 def corpus() -> Corpus:
-    """Makes texts and the files that hold them."""
+    """Generates texts and writes them to files."""
     return Corpus()
 
 

@@ -19,7 +19,7 @@ from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.files import sha256_file
 from whimbrel.data import TokenDataLoader, read_manifest, read_shard
 from whimbrel.data import manifest as manifest_module
-from whimbrel.data.prepare import default_directory, encode_on_threads, map_in_order, prepare
+from whimbrel.data.prepare import default_directory, document_hash, encode_on_threads, map_in_order, prepare
 from whimbrel.data.sources import FINEWEB, source_name
 from whimbrel.data.verify import verify_shards
 from whimbrel.tokenization import Tokenizer, load_tokenizer, train_tokenizer
@@ -121,6 +121,24 @@ def test_short_source_is_warned_about(corpus, tmp_path: Path, caplog: pytest.Log
     source = corpus.write(tmp_path / "a.jsonl", ["few words"])
     prepare([str(source)], tmp_path / "out", GPT2, name="a", total_tokens=100)
     assert "only 3 of the 100 training tokens" in caplog.text
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_single_document_cannot_be_split_for_validation(
+    held_out: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether a document is held out depends on its hash; either way the message suggests a separator."""
+    texts = (f"document {number}" for number in range(100))
+    hashes = ((text, document_hash(GPT2.encode_documents((text,))[0])) for text in texts)
+    text = next(text for text, found in hashes if (int.from_bytes(found, "big") < 2**63) == held_out)
+    (tmp_path / "a.txt").write_text(text)
+    if held_out:
+        with pytest.raises(DataError, match="held out all documents.*--separator"):
+            prepare([str(tmp_path / "a.txt")], tmp_path / "out", GPT2, name="a", val_tokens=50)
+    else:
+        prepare([str(tmp_path / "a.txt")], tmp_path / "out", GPT2, name="a", val_tokens=50)
+        assert "held out only 0 of the 50 validation tokens" in caplog.text
+        assert "--separator" in caplog.text
 
 
 def test_large_vocabulary_is_stored_as_uint32(
