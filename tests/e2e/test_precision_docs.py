@@ -85,6 +85,6 @@ def test_the_commands_run_in_order(page: str, place: Path, monkeypatch: pytest.M
 
 def test_the_tables_have_every_recipe_and_every_format(page: str) -> None:
     sections = {part.partition("\n")[0]: part for part in page.split("\n## ")}
-    for title, named in (("What each does", RECIPES), ("Formats of stored weights", FORMATS)):
+    for title, named in (("Recipes", RECIPES), ("Weight formats", FORMATS)):
         first = [row.split("|")[1] for row in sections[title].splitlines() if row.startswith("| `")]
         assert {name for cell in first for name in re.findall(r"`(\S+?)`", cell)} == set(named)
