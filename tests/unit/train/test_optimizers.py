@@ -104,8 +104,8 @@ def test_optimizer_by_config(fit: Any, args: Any) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ({"name": "galore_warm", "rank": 4}, {"name": "galore_warm", "rank": 8}, "is of rank = 4, and now it is 8"),
-        ({"name": "galore_warm"}, {"name": "galore_warm", "store": "int8"}, "is of store = 'fp32', and now"),
+        ({"name": "galore_warm", "rank": 4}, {"name": "galore_warm", "rank": 8}, "expected rank = 8, got 4"),
+        ({"name": "galore_warm"}, {"name": "galore_warm", "store": "int8"}, "expected store = 'int8', got 'fp32'"),
         ({"name": "apollo"}, {"name": "fira"}, "optimizer whimbrel:Fira, got whimbrel:Apollo"),
         (
             {"name": "galore"},
