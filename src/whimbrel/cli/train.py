@@ -6,16 +6,11 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from whimbrel.cli.terminal import configure_logging
-
-if TYPE_CHECKING:
-    from whimbrel.models import GPT
-    from whimbrel.tokenization import Tokenizer
-    from whimbrel.train import RunConfig, Sampler
 
 __all__ = ["train"]
 
@@ -57,7 +52,7 @@ def train(
     del settings  # handled by its callback
     configure_logging()
     loaded = load_run_config(config, context.args)
-    trainer = Trainer.from_config(loaded, callbacks=[ProgressCallback(plain=plain)], sampler=_sampler(loaded))
+    trainer = Trainer.from_config(loaded, callbacks=[ProgressCallback(plain=plain)])
     trainer.train()
     _drop_unwritten_output()
     if trainer.received_signal is not None and exit_143:
@@ -71,19 +66,3 @@ def _drop_unwritten_output() -> None:
     except (OSError, ValueError):
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _sampler(config: RunConfig) -> Sampler:
-    """Return the function that generates the samples of `[sample]`."""
-    from whimbrel.inference import generate, stream_text
-
-    def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
-        # No BOS token: documents in the training data start with end-of-text.
-        prompt = tokenizer.encode_prompt(config.sample.prompt, add_special_tokens=False).ids or [tokenizer.eot_id]
-        ids = generate(
-            model, prompt, max_new_tokens=config.sample.max_new_tokens, temperature=config.sample.temperature,
-            top_k=config.sample.top_k, seed=config.train.seed + step,
-        )  # fmt: skip
-        return config.sample.prompt + "".join(stream_text(tokenizer, prompt, ids))
-
-    return sample

@@ -121,7 +121,7 @@ class RunParts:
 
 
 def build_run(config: RunConfig, sampler: Sampler | None = None) -> RunParts:
-    """Build every part that a configuration describes; `sampler` generates the text for `[sample]`."""
+    """Build every part that a configuration describes; `sampler` replaces the engine for `[sample]`."""
     device = choose_device(config.train.device)
     config = _with_recorded_micro_batch(config)
     model = _initial_model(config)
@@ -330,18 +330,32 @@ def _find_tokenizer(config: RunConfig, eot_id: int) -> Tokenizer | None:
     return tokenizer
 
 
+def _engine_sampler(config: RunConfig) -> Sampler:
+    """The default sampler: the inference engine, with the settings of `[sample]`."""
+
+    def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
+        from whimbrel.inference import generate, stream_text
+
+        # No BOS token: documents in the training data start with end-of-text.
+        prompt = tokenizer.encode_prompt(config.sample.prompt, add_special_tokens=False).ids or [tokenizer.eot_id]
+        ids = generate(
+            model, prompt, max_new_tokens=config.sample.max_new_tokens, temperature=config.sample.temperature,
+            top_k=config.sample.top_k, seed=config.train.seed + step,
+        )  # fmt: skip
+        return config.sample.prompt + "".join(stream_text(tokenizer, prompt, ids))
+
+    return sample
+
+
 def _build_callbacks(config: RunConfig, tokenizer: Tokenizer | None, sampler: Sampler | None) -> list[Any]:
     """The callbacks that the configuration enables."""
     log, checkpoint = config.log, config.checkpoint
     found: list[Any] = []
     if config.sample.every is not None:
-        if sampler is None:
-            raise ConfigError("sample.every needs a sampler: pass sampler= to train(), or leave sample.every out")
         if tokenizer is None:
             raise ConfigError(f"sample.every needs the tokenizer, but {config.data.path} has no tokenizer.json")
-        found.append(
-            SampleCallback(lambda model, step: sampler(cast(GPT, model), tokenizer, step), config.sample.every)
-        )
+        sample = sampler or _engine_sampler(config)
+        found.append(SampleCallback(lambda model, step: sample(cast(GPT, model), tokenizer, step), config.sample.every))
     if config.ema.decay is not None:
         found.append(EmaCallback(config.ema.decay, config.ema.every))
     if config.divergence.action is not None:

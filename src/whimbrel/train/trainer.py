@@ -176,7 +176,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         """A trainer of a GPT over token shards; a run in its output directory is resumed.
 
         `callbacks` and those that the configuration enables are added to the defaults. `sampler` generates the text
-        that `[sample]` asks for.
+        for `[sample]` instead of the inference engine.
         """
         checks.check_single_process()
         parts = build.build_run(config, sampler)

@@ -231,8 +231,14 @@ def test_samples_come_from_the_model_in_training(make_run: MakeRun) -> None:
 
     seen = run(make_run(sample__every=3), sampler=sampler)
     assert seen.samples == [(3, "300 after 3"), (6, "300 after 6")]
-    with pytest.raises(ConfigError, match=r"sample\.every needs a sampler"):
-        run(make_run(sample__every=3, output_dir=Path("unused")))
+
+
+def test_samples_come_from_the_engine_by_default(make_run: MakeRun, tmp_path: Path) -> None:
+    options = {"sample__every": 3, "sample__prompt": "So", "sample__max_new_tokens": 5}
+    first, again = (run(make_run(**options, output_dir=tmp_path / name)).samples for name in ("first", "again"))
+    assert [step for step, _ in first] == [3, 6]
+    assert all(text.startswith("So") for _, text in first)
+    assert first == again
 
 
 def test_a_non_finite_loss_stops_before_a_save(make_run: MakeRun) -> None:
