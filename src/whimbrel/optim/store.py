@@ -23,7 +23,7 @@ class QuantizedParameter(Protocol):
     def dequantize(self) -> Tensor:
         """The values."""
 
-    def store_(self, numbers: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def stochastic_copy_(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Overwrite the values, with stochastic rounding."""
 
 
@@ -44,7 +44,7 @@ def state_codec(store: str, kind: Literal["basis", "signed", "positive"]) -> Sta
 def add_rounded_(weight: Tensor, change: Tensor, generator: torch.Generator) -> None:
     """`weight += change`; quantized and 16-bit weights are rounded stochastically, so that small changes add up."""
     if isinstance(weight, QuantizedParameter):
-        weight.store_(weight.dequantize().float().add_(change), generator)
+        weight.stochastic_copy_(weight.dequantize().float().add_(change), generator)
     elif weight.dtype in (torch.bfloat16, torch.float16):
         weight.copy_(stochastic_round(weight.float().add_(change), weight.dtype, generator))
     else:

@@ -69,7 +69,7 @@ class QuantizedWeight(Tensor):
         return weight.t() if self.transposed else weight
 
     @torch.no_grad()
-    def store_(self, values: Tensor, generator: torch.Generator | None = None) -> QuantizedWeight:
+    def stochastic_copy_(self, values: Tensor, generator: torch.Generator | None = None) -> QuantizedWeight:
         """Overwrite the weight, rounding integers stochastically so that small updates add up over many steps."""
         if self.transposed:
             values = values.t()
@@ -449,7 +449,7 @@ def _update_(func: Any, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
     if not isinstance(weight, QuantizedWeight):
         return cast(Tensor, func(weight, *(_dense(arg) for arg in args), **settings))
     values = func(weight.dequantize().float(), *(_dense(arg) for arg in args), **settings)
-    return weight.store_(values)
+    return weight.stochastic_copy_(values)
 
 
 def _module_load(self: Tensor, other: Tensor, assign: bool = False) -> Tensor:
