@@ -28,9 +28,9 @@ def model(shakespeare: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def whimbrel(*words: object) -> int:
+def whimbrel(*arguments: object) -> int:
     with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
+        main([str(argument) for argument in arguments])
     return int(ended.value.code or 0)
 
 
@@ -40,8 +40,8 @@ def rows(printed: str) -> list[list[str]]:
 
 def test_tasks_are_printed_and_written(model, fixtures, tmp_path, capsys):
     out, data = tmp_path / "results.json", fixtures / "eval"
-    words = ("--tasks", "piqa, winogrande", "--data", data, "--limit", 10, "--device", "cpu", "--out", out)
-    assert whimbrel("eval", model, *words) == 0
+    options = ("--tasks", "piqa, winogrande", "--data", data, "--limit", 10, "--device", "cpu", "--out", out)
+    assert whimbrel("eval", model, *options) == 0
     expected = evaluate_tasks(Scorer.load(model), ["piqa", "winogrande"], data, limit=10)
     table = rows(capsys.readouterr().out)
     assert table[0] == ["task", "items", "metric", "value", "stderr"]
@@ -76,8 +76,8 @@ def test_tasks_all(model, fixtures, monkeypatch, capsys):
 def test_bits_per_byte_of_text(model, tmp_path, capsys):
     (tmp_path / "said.jsonl").write_text('{"said": "To be, or not to be"}\n{"said": "naïve"}\n', encoding="utf-8")
     (tmp_path / "said.txt").write_text("That is the question.")
-    words = ("--text", tmp_path / "said.jsonl", "--text-key", "said", "--text", tmp_path / "said.txt")
-    assert whimbrel("eval", model, *words, "--device", "cpu", "--out", tmp_path / "results.json") == 0
+    options = ("--text", tmp_path / "said.jsonl", "--text-key", "said", "--text", tmp_path / "said.txt")
+    assert whimbrel("eval", model, *options, "--device", "cpu", "--out", tmp_path / "results.json") == 0
     scorer = Scorer.load(model)
     written = json.loads((tmp_path / "results.json").read_text())["texts"]
     printed = rows(capsys.readouterr().out)
@@ -105,10 +105,10 @@ def test_token_shards(model, tmp_path, capsys):
 
 def test_weights_and_dtype_options(model, fixtures, tmp_path, capsys):
     values = set()
-    for number, words in enumerate(((), ("--weights", "int8"), ("--dtype", "bf16"))):
+    for number, options in enumerate(((), ("--weights", "int8"), ("--dtype", "bf16"))):
         out = tmp_path / f"{number}.json"
         given = ("--tasks", "lambada", "--data", fixtures / "eval", "--limit", 3, "--device", "cpu", "--out", out)
-        assert whimbrel("eval", model, *given, *words) == 0
+        assert whimbrel("eval", model, *given, *options) == 0
         written = json.loads(out.read_text())
         values.add(written["tasks"]["lambada"]["perplexity"])
     assert written["model"]["dtype"] == "bfloat16"
@@ -116,7 +116,7 @@ def test_weights_and_dtype_options(model, fixtures, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (
             (),
@@ -134,13 +134,13 @@ def test_weights_and_dtype_options(model, fixtures, tmp_path, capsys):
         (("--tasks", "piqa", "--limit", "0"), "--limit"),
     ],
 )
-def test_invalid_options_are_one_error_line(model, workdir, capsys, words, message):
+def test_invalid_options_are_one_error_line(model, workdir, capsys, options, message):
     Path("empty.txt").touch()
     Path("lambada.jsonl").write_text('{"text": 5}')
-    assert whimbrel("eval", model, *words, "--out", "results.json") == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
+    assert whimbrel("eval", model, *options, "--out", "results.json") == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1
     assert not Path("results.json").exists()
 
 
@@ -151,8 +151,8 @@ def test_missing_file_is_reported_before_loading(workdir, capsys):
 
 def test_results_are_printed_even_if_writing_fails(model, fixtures, tmp_path, capsys):
     (tmp_path / "file").touch()
-    words = ("--tasks", "piqa", "--data", fixtures / "eval", "--limit", 2, "--device", "cpu")
-    assert whimbrel("eval", model, *words, "--out", tmp_path / "file" / "results.json") == 2
+    options = ("--tasks", "piqa", "--data", fixtures / "eval", "--limit", 2, "--device", "cpu")
+    assert whimbrel("eval", model, *options, "--out", tmp_path / "file" / "results.json") == 2
     printed = capsys.readouterr()
     assert "acc_norm" in printed.out
     assert "results.json" in printed.err.splitlines()[-1]

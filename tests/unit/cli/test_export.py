@@ -32,9 +32,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def whimbrel(*words: object) -> int:
+def whimbrel(*arguments: object) -> int:
     with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
+        main([str(argument) for argument in arguments])
     return int(ended.value.code or 0)
 
 

@@ -25,7 +25,7 @@ def directory(scorer: Scorer, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def opening(scorer: Scorer) -> Scorer:
+def adds_bos(scorer: Scorer) -> Scorer:
     """A scorer whose tokenizer adds BOS, as that of Llama does."""
     copy = Tokenizer.from_json(scorer.tokenizer.to_json())
     copy.pipeline.post_processor = TemplateProcessing(
@@ -44,8 +44,8 @@ def test_load_uses_the_tokenizer_of_the_directory(scorer, directory):
 
 def test_dtype_and_quantize(directory):
     assert Scorer.load(directory, dtype=torch.bfloat16).model.token_embedding.weight.dtype == torch.bfloat16
-    quantised = Scorer.load(directory, quantize="int8").model
-    assert any(isinstance(weight, QuantizedWeight) for weight in quantised.parameters())
+    quantized = Scorer.load(directory, quantize="int8").model
+    assert any(isinstance(weight, QuantizedWeight) for weight in quantized.parameters())
 
 
 def test_bos_token_of_the_model_is_used(directory):
@@ -81,8 +81,8 @@ def test_trailing_whitespace_moves_to_the_continuation(scorer, spaces):
 
 
 @pytest.mark.parametrize("context", ["", " "])
-def test_empty_context_is_bos(scorer, opening, context):
-    for each in (scorer, opening):
+def test_empty_context_is_bos(scorer, adds_bos, context):
+    for each in (scorer, adds_bos):
         [pair] = each.pairs([(context, "or not")])
         assert pair == Pair([scorer.bos_id], scorer.tokenizer.encode(f"{context}or not"))
 
@@ -92,24 +92,24 @@ def test_pairs_keep_their_order(scorer):
     assert scorer.pairs(texts) == [scorer.pairs([text])[0] for text in texts]
 
 
-def test_bos_is_not_added_twice(scorer, opening):
-    [plain], [opened] = scorer.pairs([("To be", " or not")]), opening.pairs([("To be", " or not")])
-    assert opened == Pair([opening.bos_id, *plain.context], plain.continuation)
-    [spelled] = opening.pairs([(f"{opening.tokenizer.eot_token}To be", " or not")])
-    assert spelled == opened
+def test_bos_is_not_added_twice(scorer, adds_bos):
+    [without_bos], [with_bos] = scorer.pairs([("To be", " or not")]), adds_bos.pairs([("To be", " or not")])
+    assert with_bos == Pair([adds_bos.bos_id, *without_bos.context], without_bos.continuation)
+    [spelled] = adds_bos.pairs([(f"{adds_bos.tokenizer.eot_token}To be", " or not")])
+    assert spelled == with_bos
 
 
-def test_rolling_adds_one_bos(scorer, opening):
-    for each in (scorer, opening):
+def test_rolling_adds_one_bos(scorer, adds_bos):
+    for each in (scorer, adds_bos):
         assert each.rolling(["To be", ""]) == [
             Pair([each.bos_id], scorer.tokenizer.encode("To be")),
             Pair([each.bos_id], []),
         ]
 
 
-def test_prompt_has_the_special_tokens_of_the_tokenizer(scorer, opening):
+def test_prompt_has_the_special_tokens_of_the_tokenizer(scorer, adds_bos):
     assert scorer.prompt("To be") == scorer.tokenizer.encode("To be")
-    assert opening.prompt("To be") == [opening.bos_id, *scorer.tokenizer.encode("To be")]
+    assert adds_bos.prompt("To be") == [adds_bos.bos_id, *scorer.tokenizer.encode("To be")]
     assert scorer.prompt("") == [scorer.bos_id]
 
 

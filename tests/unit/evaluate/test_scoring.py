@@ -12,7 +12,7 @@ from whimbrel.evaluate import Pair, scoring
 from whimbrel.evaluate.scoring import Window, is_truncated, score, windows
 
 
-def plain(model, context: list[int], continuation: list[int]) -> list[float]:
+def token_log_probabilities(model, context: list[int], continuation: list[int]) -> list[float]:
     """The log-probability of each token from the logits of one forward pass."""
     ids = torch.tensor([[*context, *continuation]])
     with torch.no_grad():
@@ -69,7 +69,9 @@ def test_windows_score_every_token_once(length, context):
 def test_score_equals_the_sum_of_log_probabilities(scorer):
     context, continuation = random_ids(9), random_ids(14, seed=1)
     [found] = score(scorer.model, [Pair(context, continuation)])
-    assert found.loglikelihood == pytest.approx(sum(plain(scorer.model, context, continuation)), abs=1e-4)
+    assert found.loglikelihood == pytest.approx(
+        sum(token_log_probabilities(scorer.model, context, continuation)), abs=1e-4
+    )
     assert not found.is_greedy
 
 

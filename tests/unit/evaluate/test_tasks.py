@@ -96,13 +96,13 @@ def test_compressed_files_and_task_names_are_found(tmp_path):
 
 
 def test_file_search_order(workdir, monkeypatch):
-    for folder in ("told", "named", "data/eval"):
+    for folder in ("given", "named", "data/eval"):
         (workdir / folder).mkdir(parents=True)
         write(workdir / folder / "piqa_val.jsonl", FORMS["piqa"][0])
     assert find_file(TASKS["piqa"]) == Path("data/eval/piqa_val.jsonl")
     monkeypatch.setenv("WHIMBREL_EVAL_DATA", "named")
     assert find_file(TASKS["piqa"]) == Path("named/piqa_val.jsonl")
-    assert find_file(TASKS["piqa"], "told") == Path("told/piqa_val.jsonl")
+    assert find_file(TASKS["piqa"], "given") == Path("given/piqa_val.jsonl")
 
 
 def test_missing_file_error_lists_the_expected_names(workdir):
@@ -140,10 +140,10 @@ def test_unknown_task_lists_the_known_ones():
 )
 def test_invalid_records_are_rejected_with_their_line(tmp_path, record, message):
     path = write(tmp_path / "piqa.jsonl", FORMS["piqa"][0], record)
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError) as error:
         read_items(TASKS["piqa"], path)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 HELLASWAG = {"activity_label": "Tea", "ctx_a": "Boil", "ctx_b": "then", "endings": ["a", "b"], "label": 0}
@@ -155,10 +155,10 @@ def test_fields_of_the_wrong_type_are_rejected(given):
     for name, record in [*forms, ("hellaswag", HELLASWAG), ("arc_challenge", FORMS["arc_easy"][0])]:
         TASKS[name].item(record)
         for field in record:
-            with pytest.raises(DataError) as raised:
+            with pytest.raises(DataError) as error:
                 TASKS[name].item(record | {field: given})
-            assert str(raised.value).startswith("expected ")
-            assert str(raised.value).endswith(f" in '{field}', got {json.dumps(given)}")
+            assert str(error.value).startswith("expected ")
+            assert str(error.value).endswith(f" in '{field}', got {json.dumps(given)}")
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,9 @@ def test_fields_of_the_wrong_type_are_rejected(given):
     ],
 )
 def test_error_names_the_field_and_its_value(name, change, message):
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError) as error:
         TASKS[name].item(FORMS[name][0] | change)
-    assert str(raised.value) == message
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,9 @@ def test_error_names_the_field_and_its_value(name, change, message):
     ],
 )
 def test_invalid_published_records_are_rejected(name, change, message):
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError) as error:
         TASKS[name].item(FORMS[name][1] | change)
-    assert message in str(raised.value)
+    assert message in str(error.value)
 
 
 def test_files_with_a_byte_order_mark_are_read(tmp_path):

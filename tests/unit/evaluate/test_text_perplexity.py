@@ -38,13 +38,13 @@ def test_documents_add_up_and_bytes_are_utf8(scorer):
 def test_long_text_is_scored_in_windows(scorer):
     ids = scorer.tokenizer.encode(TEXTS[3])
     assert len(ids) > 3 * 64
-    whole, total = [scorer.bos_id, *ids], 0.0
+    tokens, total = [scorer.bos_id, *ids], 0.0
     with torch.no_grad():
         for begin in range(0, len(ids), 64):
             end = min(begin + 64, len(ids))
             start = max(0, end - 64)
-            logs = scorer.model(torch.tensor([whole[start:end]])).logits[0].log_softmax(-1)
-            total += sum(float(logs[place - start, whole[place + 1]]) for place in range(begin, end))
+            logs = scorer.model(torch.tensor([tokens[start:end]])).logits[0].log_softmax(-1)
+            total += sum(float(logs[index - start, tokens[index + 1]]) for index in range(begin, end))
     assert perplexity(scorer, [TEXTS[3]]).loglikelihood == pytest.approx(total, rel=1e-6)
 
 
@@ -84,7 +84,7 @@ def test_token_shards_equal_their_text(scorer, tmp_path):
         (folder / f"{number}.txt").write_text(text, encoding="utf-8", newline="")
     (tmp_path / "train.txt").write_text("something else")
     shards, train = tmp_path / "shards", [str(tmp_path / "train.txt")]
-    prepare(train, shards, scorer.tokenizer, name="said", val=[str(folder)])
+    prepare(train, shards, scorer.tokenizer, name="speech", val=[str(folder)])
     found = shard_perplexity(scorer, shards)
     expected = perplexity(scorer, documents)
     assert (found.documents, found.tokens, found.bytes) == (expected.documents, expected.tokens, expected.bytes)

@@ -53,11 +53,11 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def saved(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Path]:
-    """A model directory of this shape, with a tokenizer that has three tokens fewer than the model."""
+    """Saves a model of this config; the tokenizer has three tokens fewer than the model."""
 
-    def make(config: GPTConfig, words: Tokenizer = tokenizer, name: str = "model") -> Path:
+    def make(config: GPTConfig, own_tokenizer: Tokenizer = tokenizer, name: str = "model") -> Path:
         torch.manual_seed(0)
-        save_model(GPT(config), tmp_path / name, words)
+        save_model(GPT(config), tmp_path / name, own_tokenizer)
         return tmp_path / name
 
     return make
@@ -94,13 +94,13 @@ def test_metadata_of_a_llama(saved, tmp_path, tokenizer):
         "rope.freq_base": 500.0,
         "vocab_size": 270,
     }
-    words = {name.removeprefix("tokenizer.ggml."): value for name, value in exported.items() if "ggml" in name}
-    assert (words["model"], words["pre"]) == ("gpt2", "gpt-2")
-    assert words["tokens"][266:] == ["<|endoftext|>", "[PAD267]", "[PAD268]", "[PAD269]"]
-    assert words["token_type"] == [*[1] * 266, 3, 5, 5, 5]
-    assert len(words["merges"]) == 266 - 256
-    assert (words["bos_token_id"], words["eos_token_id"]) == (tokenizer.eot_id, tokenizer.eot_id)
-    assert (words["add_bos_token"], words["add_eos_token"]) == (False, False)
+    metadata = {name.removeprefix("tokenizer.ggml."): value for name, value in exported.items() if "ggml" in name}
+    assert (metadata["model"], metadata["pre"]) == ("gpt2", "gpt-2")
+    assert metadata["tokens"][266:] == ["<|endoftext|>", "[PAD267]", "[PAD268]", "[PAD269]"]
+    assert metadata["token_type"] == [*[1] * 266, 3, 5, 5, 5]
+    assert len(metadata["merges"]) == 266 - 256
+    assert (metadata["bos_token_id"], metadata["eos_token_id"]) == (tokenizer.eot_id, tokenizer.eot_id)
+    assert (metadata["add_bos_token"], metadata["add_eos_token"]) == (False, False)
     assert "tokenizer.chat_template" not in exported
 
 
@@ -258,10 +258,10 @@ def test_quantized_weights_are_dequantized(saved, tmp_path, tokenizer):
         model = load_model(saved(config, name=name))
         quantize_(model, "int8")
         save_model(model, tmp_path / f"{name}-int8", tokenizer)
-        export_hf(tmp_path / f"{name}-int8", tmp_path / f"{name}-plain")
-        for source in ("int8", "plain"):
+        export_hf(tmp_path / f"{name}-int8", tmp_path / f"{name}-dense")
+        for source in ("int8", "dense"):
             export_gguf(tmp_path / f"{name}-{source}", tmp_path / source / f"{name}.gguf")
-        files = [(tmp_path / source / f"{name}.gguf").read_bytes() for source in ("int8", "plain")]
+        files = [(tmp_path / source / f"{name}.gguf").read_bytes() for source in ("int8", "dense")]
         assert files[0] == files[1]
 
 
@@ -271,7 +271,9 @@ def test_only_one_tensor_is_in_memory(saved, tmp_path, monkeypatch):
 
     def watched(self: TensorFiles, name: str) -> torch.Tensor:
         tensor = read(self, name)
-        assert not [kept for kept in alive if kept() is not None], f"another is still held when {name} is read"
+        assert not [tensor for tensor in alive if tensor() is not None], (
+            f"another tensor is in memory when {name} is read"
+        )
         alive.append(weakref.ref(tensor))
         return tensor
 

@@ -36,8 +36,8 @@ def test_weights_are_quantized_after_loading(tmp_path: Path):
     sizes = (2 * 50 * 64, 64, 4 * 64 * 64, 64, 3 * 128 * 64, 64, 2 * 8 * 8)
     numbers = np.random.default_rng(0).standard_normal(sum(sizes), dtype=np.float32)
     path.write_bytes(struct.pack("<7i", 64, 128, 1, 4, 4, -50, 8) + numbers.tobytes())
-    plain, loaded = load_model(path), load_model(path, quantize="int8")
-    quantize_(plain, "int8")
-    expected = weight_state(plain)
+    expected_model, loaded = load_model(path), load_model(path, quantize="int8")
+    quantize_(expected_model, "int8")
+    expected = weight_state(expected_model)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weight_state(loaded).items())
     assert sum(name.endswith(".codes") for name in expected) == 4

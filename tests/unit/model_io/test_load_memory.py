@@ -1,4 +1,4 @@
-"""How much memory it takes to load and quantise a model, measured in a process that does nothing else."""
+"""Peak memory of loading and quantizing a model, measured in a separate process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def naive(path, form):
 large, small, way, *forms = sys.argv[1:]
 load = globals()[way]
 for form in forms:
-    load(small, form)  # so that what torch itself takes on first use is there before
+    load(small, form)  # so that memory which torch allocates on first use is not counted
     gc.collect()
     before = peak = anonymous()
     done = False
@@ -93,7 +93,7 @@ def size(form: str | None) -> int:
 
 
 def peaks(directories: tuple[Path, Path], way: str) -> list[int]:
-    """The most anonymous memory that loading took, in bytes for each form; files that are mapped are not counted."""
+    """Peak anonymous memory of loading, in bytes for each format; memory-mapped files are not counted."""
     command = [sys.executable, "-c", MEASURE, *map(str, directories), way, *FORMS]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | MALLOC)
     return [int(line) for line in done.stdout.split()]
@@ -102,7 +102,7 @@ def peaks(directories: tuple[Path, Path], way: str) -> list[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_quantizing_on_load_never_has_the_unquantized_model_in_memory(directories):
     for form, streamed, naive in zip(FORMS, peaks(directories, "streamed"), peaks(directories, "naive"), strict=True):
-        assert naive > 0.9 * size(None), "the plain model was not seen: the measurement is wrong"
+        assert naive > 0.9 * size(None), "the unquantized model was not in memory: the measurement is wrong"
         assert 0.8 * size(form) < streamed <= size(form) + LARGEST  # four times that is the bar
         assert streamed <= 0.65 * naive
 

@@ -1,4 +1,4 @@
-"""Directories of quantised models: bit-equal when read back, quantised as they are read, and what is refused."""
+"""Quantized model directories: round trips, quantization while loading, errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPES = {
 FIRST = "model.layers.0.self_attn.k_proj.weight"
 
 
-def drawn(shape: GPTConfig = SHAPES["llama"], form: str | None = None) -> GPT:
+def random_model(shape: GPTConfig = SHAPES["llama"], form: str | None = None) -> GPT:
     torch.manual_seed(0)
     model = GPT(shape)
     with torch.no_grad():
@@ -52,24 +52,24 @@ def bits(state: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, bytes]]:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    save_model(drawn(form="int8"), tmp_path / "model")
+    save_model(random_model(form="int8"), tmp_path / "model")
     return tmp_path / "model"
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_saved_and_quantized_on_load_weights_are_bit_equal(shape, form, tmp_path):
-    model = drawn(SHAPES[shape])
-    save_model(model, tmp_path / "plain")
+    model = random_model(SHAPES[shape])
+    save_model(model, tmp_path / "dense")
     quantize_(model, form)
-    save_model(model, tmp_path / "whole")
+    save_model(model, tmp_path / "single")
     save_model(model, tmp_path / "shards", max_shard_size=1)
-    assert json.loads((tmp_path / "whole/config.json").read_text())["model_type"] == shape.split()[0]
+    assert json.loads((tmp_path / "single/config.json").read_text())["model_type"] == shape.split()[0]
     x = torch.randint(50, (1, 9))
     for loaded in (
-        load_model(tmp_path / "whole"),
+        load_model(tmp_path / "single"),
         load_model(tmp_path / "shards", quantize=form),
-        load_model(tmp_path / "plain", quantize=form),
+        load_model(tmp_path / "dense", quantize=form),
     ):
         assert bits(weight_state(loaded)) == bits(weight_state(model))
         assert torch.equal(loaded(x).logits, model(x).logits)
@@ -81,17 +81,17 @@ def test_saved_and_quantized_on_load_weights_are_bit_equal(shape, form, tmp_path
 @pytest.mark.parametrize("form", ["int8", "int8-dynamic", "int4", "fp8"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantize_embeddings(shape, form, tmp_path):
-    model = drawn(SHAPES[shape])
-    save_model(model, tmp_path / "plain")
+    model = random_model(SHAPES[shape])
+    save_model(model, tmp_path / "dense")
     quantize_(model, form, skip=(), embeddings=True)
     save_model(model, tmp_path / "coded")
-    quantize_(only_linears := drawn(SHAPES[shape]), form)
-    held, more = (sum(p.nbytes for p in m.parameters()) for m in (model, only_linears))
-    assert held < more
+    quantize_(only_linears := random_model(SHAPES[shape]), form)
+    size, linears_only_size = (sum(p.nbytes for p in m.parameters()) for m in (model, only_linears))
+    assert size < linears_only_size
     x = torch.randint(50, (1, 9))
     for loaded in (
         load_model(tmp_path / "coded"),
-        load_model(tmp_path / "plain", quantize=form, quantize_embeddings=True),
+        load_model(tmp_path / "dense", quantize=form, quantize_embeddings=True),
     ):
         assert bits(weight_state(loaded)) == bits(weight_state(model))
         assert torch.equal(loaded(x).logits, model(x).logits)
@@ -100,7 +100,7 @@ def test_quantize_embeddings(shape, form, tmp_path):
         assert all(isinstance(table, QuantizedWeight) for table in tables)
         assert (tables[0] is tables[1]) == model.config.tied_head
     dequantize_(model)
-    reference = drawn(SHAPES[shape]).token_embedding.weight[:50].detach()
+    reference = random_model(SHAPES[shape]).token_embedding.weight[:50].detach()
     assert torch.allclose(model.token_embedding.weight[:50], reference, atol=float(reference.abs().max()) / 7.5)
 
 
@@ -116,13 +116,13 @@ def test_quantize_embeddings_is_rejected_if_it_has_no_effect(saved, tmp_path):
 
 
 def test_shards_can_separate_codes_and_scales(tmp_path):
-    save_model(drawn(form="int4"), tmp_path / "model", max_shard_size=1)
+    save_model(random_model(form="int4"), tmp_path / "model", max_shard_size=1)
     places = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())["weight_map"]
     assert places[f"{FIRST}.codes"] != places[f"{FIRST}.scales"]
 
 
 def test_files_have_codes_and_scales(tmp_path):
-    model = drawn(form="int4")
+    model = random_model(form="int4")
     save_model(model, tmp_path / "model")
     table = json.loads((tmp_path / "model/config.json").read_text())
     assert table["quantization_config"] == {
@@ -143,10 +143,10 @@ def test_files_have_codes_and_scales(tmp_path):
 
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
 def test_dtype_is_applied_before_quantization(form, tmp_path):
-    model = drawn()
-    save_model(model, tmp_path / "plain")
+    model = random_model()
+    save_model(model, tmp_path / "dense")
     quantize_(model.bfloat16(), form)
-    loaded = load_model(tmp_path / "plain", dtype=torch.bfloat16, quantize=form)
+    loaded = load_model(tmp_path / "dense", dtype=torch.bfloat16, quantize=form)
     assert bits(weight_state(loaded)) == bits(weight_state(model))
     save_model(loaded, tmp_path / "quantized")
     assert json.loads((tmp_path / "quantized/config.json").read_text())["dtype"] == "bfloat16"
@@ -157,19 +157,19 @@ def test_dtype_is_applied_before_quantization(form, tmp_path):
 
 
 def test_load_weights_converts_between_dense_and_quantized(saved, tmp_path):
-    quantized = drawn(form="int8")
-    plain = GPT(SHAPES["llama"])
-    load_weights(plain, saved)
+    quantized = random_model(form="int8")
+    dense = GPT(SHAPES["llama"])
+    load_weights(dense, saved)
     expected = quantized.transformer["h"][1].mlp.c_fc.weight.dequantize()
-    assert torch.equal(plain.transformer["h"][1].mlp.c_fc.weight, expected)
-    save_model(drawn(), tmp_path / "plain")
+    assert torch.equal(dense.transformer["h"][1].mlp.c_fc.weight, expected)
+    save_model(random_model(), tmp_path / "dense")
     other = GPT(SHAPES["llama"])
     quantize_(other, "int8")
-    kept = {name: id(parameter) for name, parameter in other.named_parameters()}
-    for source in (tmp_path / "plain", saved):
+    ids_before = {name: id(parameter) for name, parameter in other.named_parameters()}
+    for source in (tmp_path / "dense", saved):
         load_weights(other, source)
         assert bits(weight_state(other)) == bits(weight_state(quantized))
-    assert {name: id(parameter) for name, parameter in other.named_parameters()} == kept
+    assert {name: id(parameter) for name, parameter in other.named_parameters()} == ids_before
     mixed = GPT(SHAPES["llama"])
     quantize_(mixed, "int4")
     with pytest.raises(CheckpointError, match=r"as int4, got int8: quantize the unquantized model"):
@@ -177,7 +177,7 @@ def test_load_weights_converts_between_dense_and_quantized(saved, tmp_path):
 
 
 def test_checkpoint_of_trained_quantized_weights_is_bit_exact(tmp_path):
-    model = drawn()
+    model = random_model()
     quantize_(model, "int8", trainable=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randint(50, (2, 9))
@@ -195,9 +195,9 @@ def test_checkpoint_of_trained_quantized_weights_is_bit_exact(tmp_path):
 
 
 def test_greedy_text_equals_that_of_the_model_quantized_in_memory(saved, tmp_path):
-    save_model(drawn(), tmp_path / "plain")
-    expected = whimbrel.generate(drawn(form="int8"), [1, 2, 3], max_new_tokens=24, temperature=0)
-    for loaded in (load_model(saved), whimbrel.load_model(tmp_path / "plain", quantize="int8")):
+    save_model(random_model(), tmp_path / "dense")
+    expected = whimbrel.generate(random_model(form="int8"), [1, 2, 3], max_new_tokens=24, temperature=0)
+    for loaded in (load_model(saved), whimbrel.load_model(tmp_path / "dense", quantize="int8")):
         assert whimbrel.generate(loaded, [1, 2, 3], max_new_tokens=24, temperature=0) == expected
 
 
@@ -212,12 +212,12 @@ def test_quantized_directory_cannot_be_quantized_again(saved):
 
 
 def test_mixed_or_unknown_formats_cannot_be_saved(tmp_path):
-    model = drawn(form="int8")
-    other = drawn(form="int4").transformer["h"][0].attn.c_attn.weight
+    model = random_model(form="int8")
+    other = random_model(form="int4").transformer["h"][0].attn.c_attn.weight
     model.transformer["h"][0].attn.c_attn.weight = torch.nn.Parameter(other, requires_grad=False)
     with pytest.raises(CheckpointError, match="one format, got int4 and int8"):
         save_model(model, tmp_path / "model")
-    own = drawn()
+    own = random_model()
     quantize_(own, WeightFormat("mine", "int4", group_size=64))
     with pytest.raises(CheckpointError, match="expected weights in one of int8.* got mine"):
         save_model(own, tmp_path / "model")
@@ -245,9 +245,9 @@ def in_file(**changes: Callable[[Tensor], Tensor] | None) -> Callable[[Path], No
     return edit
 
 
-def decoded(folder: Path) -> None:
-    save_model(drawn(), folder.with_name("plain"))
-    (folder.with_name("plain") / "model.safetensors").replace(folder / "model.safetensors")
+def store_dense_weights(folder: Path) -> None:
+    save_model(random_model(), folder.with_name("dense"))
+    (folder.with_name("dense") / "model.safetensors").replace(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def decoded(folder: Path) -> None:
         (in_file(scales=lambda t: t[:, 0].clone()), rf"expected '{FIRST}.scales' of shape \[64, 1\] .* got \[64\]"),
         (in_file(codes=lambda t: t.int()), f"expected '{FIRST}' in int8 with torch.int8 codes .* got torch.int32"),
         (in_file(scales=lambda t: t.int()), "floating-point scales, got torch.int8 and torch.int32"),
-        (decoded, "has no quantized tensors"),
+        (store_dense_weights, "has no quantized tensors"),
         (in_config(version=2), "version 1, got 2: install a newer whimbrel"),
         (in_config(recipe="int3"), "recipe from int8, .* got 'int3'"),
         (in_config(format={"codes": "int8", "group": 32, "activations": None}), "for recipe int8, got"),

@@ -61,11 +61,11 @@ def test_saving_is_atomic_and_does_not_overwrite(model, saved, tmp_path, monkeyp
 
 
 def test_state_is_saved_instead_of_the_current_weights(model, tmp_path):
-    kept = {name: parameter.detach().clone() + 1 for name, parameter in model.named_parameters()}
-    save_model(model, tmp_path / "copy", state=kept)
+    state = {name: parameter.detach().clone() + 1 for name, parameter in model.named_parameters()}
+    save_model(model, tmp_path / "copy", state=state)
     loaded = dict(load_model(tmp_path / "copy").named_parameters())
     vocabulary = model.config.vocab_size
-    for name, parameter in kept.items():
+    for name, parameter in state.items():
         rows = slice(vocabulary) if name in ("transformer.wte.weight", "lm_head.weight") else slice(None)
         assert torch.equal(loaded[name][rows], parameter[rows])
 

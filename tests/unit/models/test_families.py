@@ -20,8 +20,8 @@ def test_presets_survive_the_round_trip_through_config_json(name):
     config = preset(name)
     table = config_to_hf(config)
     assert canonical(config_from_hf(json.loads(json.dumps(table)))) == canonical(config)
-    plain = name not in ("gpt2-baseline", "gpt2-fast")
-    assert (table["model_type"] != "whimbrel") == plain
+    in_transformers = name not in ("gpt2-baseline", "gpt2-fast")
+    assert (table["model_type"] != "whimbrel") == in_transformers
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from whimbrel.cache import DynamicCache
 from whimbrel.models import GPT, GPTConfig, preset
 
 TINY = GPTConfig(context_length=32, vocab_size=97, num_layers=3, embd_size=32, num_heads=4)
-SHRUNK = {
+SMALL = {
     "context_length": 32,
     "vocab_size": 97,
     "num_layers": 3,
@@ -25,22 +25,22 @@ SHRUNK = {
 }
 
 
-def shrunk(name: str, **settings: object) -> GPTConfig:
+def small_preset(name: str, **settings: object) -> GPTConfig:
     """A preset with its sizes reduced."""
     config = preset(name)
-    small = {**SHRUNK, "head_size": None, "mlp_size": None, "num_kv_heads": 2 if config.num_kv_heads else None}
+    small = {**SMALL, "head_size": None, "mlp_size": None, "num_kv_heads": 2 if config.num_kv_heads else None}
     return replace(config, **small | settings)
 
 
 KINDS = {
-    "gpt2": shrunk("gpt2"),
-    "gpt2-baseline": shrunk("gpt2-baseline"),
-    "gpt2-fast": shrunk("gpt2-fast", zero_init_head=False, zero_init_projections=False),
-    "llama3": shrunk("llama3-8b"),
-    "mistral": shrunk("mistral-7b", sliding_window=5),
-    "qwen3": shrunk("qwen3-0.6b", head_size=12),
+    "gpt2": small_preset("gpt2"),
+    "gpt2-baseline": small_preset("gpt2-baseline"),
+    "gpt2-fast": small_preset("gpt2-fast", zero_init_head=False, zero_init_projections=False),
+    "llama3": small_preset("llama3-8b"),
+    "mistral": small_preset("mistral-7b", sliding_window=5),
+    "qwen3": small_preset("qwen3-0.6b", head_size=12),
     "alternating": replace(
-        shrunk("gpt2"), sliding_window=4, layer_types=("full_attention", "sliding_attention", "full_attention")
+        small_preset("gpt2"), sliding_window=4, layer_types=("full_attention", "sliding_attention", "full_attention")
     ),
 }
 
@@ -54,7 +54,7 @@ def ids(batch: int = 2, tokens: int = 20, vocab: int = 97) -> torch.Tensor:
     return torch.randint(vocab, (batch, tokens))
 
 
-def spread(model: GPT) -> GPT:
+def add_noise(model: GPT) -> GPT:
     """Add noise to the weights, so that every part of the model affects the output."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -95,7 +95,7 @@ def test_initialization():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_is_the_mean_over_targets_that_are_not_ignored(kind):
-    model = spread(GPT(KINDS[kind]))
+    model = add_noise(GPT(KINDS[kind]))
     x, y = ids(), ids()
     y[0, :7] = -100
     loss, logits = model(x, targets=y)
@@ -124,7 +124,7 @@ def test_return_logits_and_logits_to_keep():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_are_shifted_as_in_transformers(kind):
-    model, x = spread(GPT(KINDS[kind])), ids()
+    model, x = add_noise(GPT(KINDS[kind])), ids()
     labels = x.clone()
     labels[0, :7] = -100
     output = model(input_ids=x, labels=labels)
@@ -157,7 +157,7 @@ PADDING_MASK = torch.tensor([[1] * 20, [0] * 7 + [1] * 13, [1] * 13 + [0] * 7])
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_does_not_affect_the_logits_of_other_tokens(kind):
-    model, x = spread(GPT(KINDS[kind])), ids(3)
+    model, x = add_noise(GPT(KINDS[kind])), ids(3)
     with torch.no_grad():
         padded = model(x, attention_mask=PADDING_MASK).logits
         assert padded.isfinite().all()
@@ -172,7 +172,7 @@ def test_attention_mask_without_padding_is_ignored():
 
 
 def test_padding_and_documents_can_be_combined():
-    model, x = spread(GPT(KINDS["llama3"])), ids(1)
+    model, x = add_noise(GPT(KINDS["llama3"])), ids(1)
     mask, documents = PADDING_MASK[1:2], torch.tensor([[0] * 12 + [1] * 8])
     with torch.no_grad():
         logits = model(x, attention_mask=mask, documents=documents).logits
@@ -191,7 +191,7 @@ def test_invalid_attention_masks_and_labels_are_rejected():
 
 
 def test_gradients_of_the_fused_loss_equal_those_of_full_logits():
-    model, x, y = spread(GPT(KINDS["gpt2-fast"])), ids(), ids()
+    model, x, y = add_noise(GPT(KINDS["gpt2-fast"])), ids(), ids()
     model(x, targets=y).loss.backward()
     fused = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -201,26 +201,26 @@ def test_gradients_of_the_fused_loss_equal_those_of_full_logits():
 
 
 def test_vocabulary_padding_does_not_affect_outputs():
-    padded, plain = (GPT(replace(TINY, vocab_multiple=multiple)) for multiple in (128, 1))
+    padded, unpadded = (GPT(replace(TINY, vocab_multiple=multiple)) for multiple in (128, 1))
     state = padded.state_dict()
-    plain.load_state_dict({name: tensor[: plain.state_dict()[name].shape[0]] for name, tensor in state.items()})
+    unpadded.load_state_dict({name: tensor[: unpadded.state_dict()[name].shape[0]] for name, tensor in state.items()})
     with torch.no_grad():
         padded.lm_head.weight[97:] = 50.0
     x, y = ids(), ids()
-    torch.testing.assert_close(padded(x, targets=y, return_logits=True), plain(x, targets=y, return_logits=True))
-    assert padded.num_parameters() == plain.num_parameters() == sum(p.numel() for p in plain.parameters())
+    torch.testing.assert_close(padded(x, targets=y, return_logits=True), unpadded(x, targets=y, return_logits=True))
+    assert padded.num_parameters() == unpadded.num_parameters() == sum(p.numel() for p in unpadded.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_is_causal(kind):
-    model, x = spread(GPT(KINDS[kind])), ids()
+    model, x = add_noise(GPT(KINDS[kind])), ids()
     changed = x.clone()
     changed[:, 12:] = (changed[:, 12:] + 1) % 97
     torch.testing.assert_close(model(x).logits[:, :12], model(changed).logits[:, :12])
 
 
 def test_sliding_window_limits_attention():
-    model = spread(GPT(replace(KINDS["mistral"], num_layers=1, sliding_window=5)))
+    model = add_noise(GPT(replace(KINDS["mistral"], num_layers=1, sliding_window=5)))
     x = ids(1, 20)
     changed = x.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 97
@@ -231,7 +231,7 @@ def test_sliding_window_limits_attention():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [[20], [1] * 20, [7, 1, 5, 7]])
 def test_cached_logits_equal_uncached_ones(kind, steps):
-    model, x, cache = spread(GPT(KINDS[kind])), ids(), DynamicCache()
+    model, x, cache = add_noise(GPT(KINDS[kind])), ids(), DynamicCache()
     with torch.no_grad():
         parts = [model(part, cache=cache).logits for part in x.split(steps, dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), model(x).logits, atol=1e-5, rtol=1e-5)
@@ -239,7 +239,7 @@ def test_cached_logits_equal_uncached_ones(kind, steps):
 
 @pytest.mark.parametrize("kind", ["llama3", "mistral", "gpt2-fast"])
 def test_tokens_attend_only_within_their_document(kind):
-    model, x = spread(GPT(KINDS[kind])), ids(2, 20)
+    model, x = add_noise(GPT(KINDS[kind])), ids(2, 20)
     together = model(x, documents=torch.tensor([[0] * 8 + [1] * 12, [5] * 13 + [6] * 7])).logits
     for row, cut in enumerate((8, 13)):
         apart = [model(part).logits[0] for part in x[row : row + 1].tensor_split([cut], dim=1)]
@@ -266,22 +266,22 @@ def test_invalid_inputs_are_rejected():
 
 
 def test_residual_scale_of_the_attention_branch():
-    baseline = spread(GPT(KINDS["gpt2-baseline"]))
-    plain = GPT(replace(baseline.config, residual_scale="none"))
+    baseline = add_noise(GPT(KINDS["gpt2-baseline"]))
+    unscaled = GPT(replace(baseline.config, residual_scale="none"))
     state = baseline.state_dict()
     for name in state:
         if ".attn.c_proj." in name:
             state[name] = state[name] / math.sqrt(2 * baseline.config.num_layers)
-    plain.load_state_dict(state)
+    unscaled.load_state_dict(state)
     x = ids()
-    torch.testing.assert_close(plain(x).logits, baseline(x).logits)
+    torch.testing.assert_close(unscaled(x).logits, baseline(x).logits)
 
 
 def test_logit_softcap():
-    plain, x = spread(GPT(TINY)), ids()
+    uncapped, x = add_noise(GPT(TINY)), ids()
     capped = GPT(replace(TINY, logit_softcap=0.5))
-    capped.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(capped(x).logits, 0.5 * torch.tanh(plain(x).logits / 0.5))
+    capped.load_state_dict(uncapped.state_dict())
+    torch.testing.assert_close(capped(x).logits, 0.5 * torch.tanh(uncapped(x).logits / 0.5))
 
 
 def test_autocast_casts_the_residual_stream_but_not_the_loss():
@@ -298,7 +298,7 @@ def test_autocast_casts_the_residual_stream_but_not_the_loss():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile on its inputs
 @pytest.mark.parametrize("kind", ["gpt2-baseline", "gpt2-fast", "qwen3"])
 def test_compiled_blocks_share_one_graph(kind):
-    model, x = spread(GPT(KINDS[kind])), ids()
+    model, x = add_noise(GPT(KINDS[kind])), ids()
     expected = model(x, targets=x).loss
     torch._dynamo.reset()
     counters.clear()
@@ -313,7 +313,7 @@ def test_compiled_blocks_share_one_graph(kind):
 
 @torch.no_grad()
 def test_compiled_blocks_accept_any_length():
-    model, x = spread(GPT(TINY)), ids()
+    model, x = add_noise(GPT(TINY)), ids()
     expected = {length: model(x[:, :length]).logits for length in (16, 12, 9, 1)}
     torch._dynamo.reset()
     counters.clear()
