@@ -36,7 +36,7 @@ from whimbrel.base.files import PARTIAL
 from whimbrel.checkpoint import list_checkpoints, verify_checkpoint
 from whimbrel.cli.main import main as command_line
 from whimbrel.train import load_run_config
-from whimbrel.train.control import Endpoint, liveness
+from whimbrel.train.control import Endpoint, run_status
 
 RECIPE, RUN, OUTPUT = Path("recipe.toml"), Path("run"), Path("output.txt")
 SCRIPT = sys.argv[3] if len(sys.argv) > 3 else None
@@ -245,8 +245,8 @@ class Seen:
                 verify_checkpoint(path)
             except CheckpointError as error:
                 self.faults.append(f"kill {self.kills}: {error}")
-        if Endpoint.path(RUN).exists() and liveness(RUN) != "dead":
-            self.faults.append(f"kill {self.kills}: the run passes for {liveness(RUN)}")
+        if Endpoint.path(RUN).exists() and run_status(RUN) != "dead":
+            self.faults.append(f"kill {self.kills}: the run passes for {run_status(RUN)}")
         self.newest.append(newest)
         return newest
 

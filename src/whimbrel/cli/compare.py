@@ -41,12 +41,12 @@ class Curve:
     def read(cls, run: Path) -> Curve:
         """Read the log of a run. Raises DataError if it has no steps."""
         from whimbrel.base.errors import DataError
-        from whimbrel.train.log import log_of, read_log, tokens_after
+        from whimbrel.train.log import log_path, read_log, tokens_after
 
-        lines = read_log(log_of(run))
+        lines = read_log(log_path(run))
         steps = [line for line in lines if line["kind"] == "step"]
         if not steps:
-            raise DataError(f"{log_of(run)} has no steps to compare")
+            raise DataError(f"{log_path(run)} has no steps to compare")
         return cls(steps, [line for line in lines if line["kind"] == "validation"], tokens_after(lines))
 
     @property

@@ -27,7 +27,7 @@ def plot(
     """Plot training and validation loss, learning rate, gradient norm and speed."""
     from whimbrel.base.errors import ConfigError, DataError, MissingExtraError
     from whimbrel.base.files import atomic_file
-    from whimbrel.train.log import log_of, read_log
+    from whimbrel.train.log import log_path, read_log
 
     try:
         from matplotlib.figure import Figure
@@ -46,7 +46,7 @@ def plot(
     figure = Figure(figsize=(8, 4.5) if columns == 1 else (12, 3.5 * rows), layout="constrained")
     grid: list[Axes] = [figure.add_subplot(rows, columns, place) for place in range(1, len(panels) + 1)]
     for run in runs:
-        log = log_of(run)
+        log = log_path(run)
         lines = read_log(log)
         if not any(line["kind"] == "step" for line in lines):
             raise DataError(f"{log} has no steps to plot")

@@ -13,7 +13,7 @@ __all__ = ["control", "runs"]
 LOG_PATTERNS = ("log.jsonl", "*/log.jsonl", "*/*/log.jsonl")
 """Where runs are searched: the directory itself, and two levels below."""
 STATES = {"elsewhere": "on another host", "foreign": "other user"}
-"""How states of `liveness` are displayed, where not by their own name."""
+"""How states of `run_status` are displayed, where not by their own name."""
 
 
 def runs(
@@ -41,13 +41,13 @@ def runs(
 
 def _row(run: Path) -> tuple[str, ...]:
     from whimbrel.checkpoint import latest_checkpoint
-    from whimbrel.train.control import liveness
+    from whimbrel.train.control import run_status
     from whimbrel.train.log import last_step
 
     log = run / "log.jsonl"
     last = last_step(log) or {}
     step, total = last.get("after", 0), last.get("total")
-    state: str = liveness(run)
+    state: str = run_status(run)
     if state == "ended":
         state = "finished" if step == total else "stopped"
     loss, newest = last.get("loss"), latest_checkpoint(run)
@@ -79,15 +79,15 @@ def control(
     """
     from whimbrel.base.errors import ConfigError
     from whimbrel.cli.terminal import print_table
-    from whimbrel.train.control import VERBS, ask
+    from whimbrel.train.control import ACTIONS, send_request
 
-    if action not in VERBS:
-        raise ConfigError(f"unknown action '{action}' (choose from: {', '.join(VERBS)})")
-    reply = ask(run, action)
+    if action not in ACTIONS:
+        raise ConfigError(f"unknown action '{action}' (choose from: {', '.join(ACTIONS)})")
+    reply = send_request(run, action)
     if action == "status":
         print_table(("", ""), _status_rows(reply["status"]))
     else:
-        print(f"{run}, {reply['step']} steps done: {reply['says']}")
+        print(f"{run} (step {reply['step']}) {reply['message']}")
 
 
 def _status_rows(status: dict[str, Any]) -> list[tuple[str, str]]:

@@ -70,7 +70,7 @@ class TrainerCallback:
         """
 
     def on_log(self, **event: Any) -> TrainerControl | None:
-        """Metrics were logged: `logs`."""
+        """Metrics were logged: `logs`, and `kind`: "evaluation" right before on_evaluate, else "metrics"."""
 
     def on_prediction_step(self, **event: Any) -> TrainerControl | None:
         """A batch has been evaluated."""

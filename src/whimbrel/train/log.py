@@ -1,4 +1,4 @@
-"""`log.jsonl`: one JSON object a line, of four kinds."""
+"""Read and write `log.jsonl`, the metrics of a run as one JSON object per line. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from typing import Any
 
 from whimbrel.base.errors import DataError
 
-__all__ = ["FIELDS", "last_step", "log_line", "log_of", "number", "plain", "read_log", "tokens_after", "truncate_log"]
+__all__ = [
+    "FIELDS",
+    "as_number",
+    "last_step",
+    "log_line",
+    "log_path",
+    "read_log",
+    "to_json",
+    "tokens_after",
+    "truncate_log",
+]
 
 FIELDS = {
     "step": ("after", "loss", "tokens"),
@@ -21,7 +31,7 @@ FIELDS = {
     "sample": ("after", "text"),
     "log": ("after",),
 }
-"""What a line must have, by its kind. `after` is the number of steps done; `step` counts from 0, as it is printed."""
+"""Required fields by the kind of a line. `after` is the number of completed steps; `step` counts from 0."""
 
 BLOCK = 1 << 16
 
@@ -29,15 +39,15 @@ logger = logging.getLogger(__name__)
 
 
 def log_line(kind: str, after: int, fields: Mapping[str, Any]) -> str:
-    """One line; a field that has a name of ours gets another."""
+    """Format a line; fields named `kind` or `after` get an underscore appended."""
     record = {"kind": kind, "after": after}
     for name, value in fields.items():
-        record[f"{name}_" if name in ("kind", "after") else name] = plain(value)
+        record[f"{name}_" if name in ("kind", "after") else name] = to_json(value)
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def plain(value: Any) -> Any:
-    """`value` as JSON has it: tensors and arrays as numbers, null for one that is not finite, texts for the rest."""
+def to_json(value: Any) -> Any:
+    """Convert to JSON types: tensors and arrays to numbers, non-finite numbers to null, other objects to strings."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):
@@ -45,12 +55,12 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else str(value)
+        return {str(name): to_json(item) for name, item in value.items()}
+    return [to_json(item) for item in value] if isinstance(value, list | tuple) else str(value)
 
 
-def number(value: Any) -> int | float | None:
-    """The number that a value is, also as a tensor or an array that holds one alone; None where it is none."""
+def as_number(value: Any) -> int | float | None:
+    """The value as a Python number, also from a tensor or array with one element; None if it is not a number."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     while isinstance(value, list) and len(value) == 1:
@@ -58,16 +68,16 @@ def number(value: Any) -> int | float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def log_of(run: Path) -> Path:
-    """The log of a run, which is named by its directory or by the log itself."""
+def log_path(run: Path) -> Path:
+    """The log of a run, given its directory or the log itself; raises DataError if it does not exist."""
     log = run / "log.jsonl" if run.is_dir() else run
     if not log.is_file():
-        raise DataError(f"{run} is not a run: it has no log.jsonl")
+        raise DataError(f"expected a run directory or its log.jsonl, got {run}")
     return log
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All lines; a last one cut short by a crash is left out."""
+    """Read all lines, except an incomplete last one (from a crash)."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
     for number, line in enumerate(lines[:-1], start=1):
@@ -77,19 +87,19 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             raise DataError(f"{path}:{number} is not JSON: {error}") from error
         missing = _missing(record)
         if missing is not None:
-            raise DataError(f"{path}:{number} is no line of a run's log: it has no '{missing}'")
+            raise DataError(f"expected a log line with '{missing}' in {path}:{number}")
         records.append(record)
     return records
 
 
 def tokens_after(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
-    """Tokens of the steps in a log, by the number of steps done; a log that begins later does not know those before."""
-    seen, found = 0, {}
+    """Cumulative tokens by the number of completed steps, counted from the first line of the log."""
+    total, tokens = 0, {}
     for line in lines:
         if line["kind"] == "step":
-            seen += line["tokens"]
-        found[int(line["after"])] = seen
-    return found
+            total += line["tokens"]
+        tokens[int(line["after"])] = total
+    return tokens
 
 
 def truncate_log(path: Path, step: int) -> None:
@@ -105,11 +115,11 @@ def truncate_log(path: Path, step: int) -> None:
         for count, line in enumerate(file, start=1):
             after = _after(line)
             if after is None and line.endswith(b"\n"):
-                aside = path.with_name(f"{path.name}.damaged")
+                moved = path.with_name(f"{path.name}.damaged")
                 logger.warning(
-                    "%s:%d is damaged: the log continues there, and the rest was moved to %s", path, count, aside
+                    "%s:%d is damaged: the log continues there, and the rest was moved to %s", path, count, moved
                 )
-                shutil.copyfile(path, aside)
+                shutil.copyfile(path, moved)
             if after is None or after > step:
                 break
             size += len(line)
@@ -127,7 +137,7 @@ def _after(line: bytes) -> int | None:
 
 
 def last_step(path: Path) -> dict[str, Any] | None:
-    """The newest line of a step, looked for from the end: a long log is not read through."""
+    """The last line of kind `step`, searched from the end of the file."""
     with path.open("rb") as file:
         end, block = file.seek(0, os.SEEK_END), BLOCK
         while True:
@@ -143,7 +153,7 @@ def last_step(path: Path) -> dict[str, Any] | None:
 
 
 def _missing(record: object) -> str | None:
-    """What a line of the log lacks; None where it has all that its kind must have."""
+    """The first required field that a line is missing, or None."""
     if not isinstance(record, dict) or record.get("kind") not in FIELDS:
         return "kind"
     return next((key for key in FIELDS[record["kind"]] if key not in record), None)

@@ -94,6 +94,8 @@ class OverridableMethods:
     """The objective that `compute_loss` uses for the current batches, unless it is overridden."""
     _num_items: Tensor | None = None
     """The number of targets in the current step, for `training_step`."""
+    _log_kind = "metrics"
+    """What `log` is called for: "metrics" or "evaluation"; callbacks get it as `kind` of `on_log`."""
     _ignore_keys: list[str] | None = None
 
     def unwrapped_model(self) -> nn.Module:
@@ -252,7 +254,11 @@ class OverridableMethods:
         with self._eval_batches(dataset, eval_dataset, ignore_keys):
             measured = self._eval_loop()
         metrics = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in measured.items()}
-        self.log(metrics)
+        self._log_kind = "evaluation"
+        try:
+            self.log(metrics)
+        finally:
+            self._log_kind = "metrics"
         self.dispatch("on_evaluate", metrics=metrics)
         return metrics
 

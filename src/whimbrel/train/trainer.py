@@ -34,7 +34,7 @@ from whimbrel.train.dataset_batches import DatasetBatches, collate
 from whimbrel.train.device import Stopwatch, choose_device, device_name, peak_flops, peak_memory
 from whimbrel.train.evaluation import EvalPrediction, find_metric, greater_is_better, has_metric
 from whimbrel.train.hf_compat import check_overrides, missing_attribute, overrides
-from whimbrel.train.log import plain
+from whimbrel.train.log import to_json
 from whimbrel.train.objectives import LossFunction, Objective
 from whimbrel.train.overridable import Accelerator, OverridableMethods
 from whimbrel.train.run_directory import check_directory
@@ -228,9 +228,9 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> TrainerControl:
         """Append to the history and notify the callbacks. `start_time` is ignored; overrides may pass it on."""
         del start_time
-        entry = {**plain(logs), "epoch": self.state.epoch, "step": self.state.global_step}
+        entry = {**to_json(logs), "epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append(entry)
-        return self.dispatch("on_log", logs={**logs, "epoch": self.state.epoch})
+        return self.dispatch("on_log", logs={**logs, "epoch": self.state.epoch}, kind=self._log_kind)
 
     @property
     def stopped_by(self) -> StopRequest | None:

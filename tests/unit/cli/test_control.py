@@ -74,14 +74,14 @@ def test_running_training_reports_its_status_saves_and_stops(folder: Path, capsy
     assert status["process"] == str(job.pid)
     assert re.fullmatch(r"\d+/1000000", status["step"])
     assert {"loss", "lr", "tokens/s", "time left"} <= status.keys()
-    assert "saves after the step under way" in control(capsys, "run", "save")
+    assert "saves after the current step" in control(capsys, "run", "save")
     wait_until(job, lambda: latest_checkpoint(run) is not None)
     first = latest_checkpoint(run)
     assert "without an evaluation" in control(capsys, "run", "save-stop")
     out, _ = job.communicate(timeout=600)
     assert job.returncode == 0, out
-    assert "ControlCallback asked to stop (on_step_end): whimbrel control save-stop" in out
-    assert re.search(r"Stopped at step \d+, saved in run/checkpoints/step-\d+: run the same command to go on", out)
+    assert "ControlCallback requested stop: whimbrel control save-stop" in out
+    assert re.search(r"Stopped at step \d+, saved to run/checkpoints/step-\d+: rerun the same command to resume", out)
     last = latest_checkpoint(run)
     assert last is not None
     assert last != first
@@ -100,7 +100,7 @@ def test_stop_evaluates_and_saves_and_abort_does_neither(
     control(capsys, "run", verb)
     out, _ = job.communicate(timeout=600)
     assert job.returncode == 0, out
-    assert f"ControlCallback asked to {verb}" in out
+    assert f"ControlCallback requested {verb}" in out
     assert any(line["kind"] == "validation" for line in read_log(log)) is validated
     assert (latest_checkpoint(run) is not None) is saved
 

@@ -81,7 +81,7 @@ def test_run_of_another_user_is_listed(
     with pytest.raises(SystemExit) as ended:
         main(["control", "runs/theirs", "status"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "whimbrel: runs/theirs is a run of another user: only that user can ask it\n"
+    assert capsys.readouterr().err == "whimbrel: runs/theirs belongs to another user: only its owner can control it\n"
 
 
 def test_directories_and_runs_can_be_given(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -229,7 +229,7 @@ def test_signal_saves_and_exits_0(folder: Path, number: signal.Signals) -> None:
     wait_until(process, lambda: log.exists() and log.stat().st_size > 1000)
     process.send_signal(number)
     assert re.search(
-        r"Stopped at step \d+, saved in run/checkpoints/step-\d+: run the same command to go on", finish(process)
+        r"Stopped at step \d+, saved to run/checkpoints/step-\d+: rerun the same command to resume", finish(process)
     )
     newest = latest_checkpoint(folder / "run")
     assert newest is not None

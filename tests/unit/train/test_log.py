@@ -1,4 +1,4 @@
-"""Reading a log, from the front and from the back."""
+"""Reading and truncating log.jsonl."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def step_line(step: int, loss: float) -> str:
     return log_line("step", step, {"loss": loss, "tokens": 1})
 
 
-def test_the_last_step_is_found_from_the_end(tmp_path: Path) -> None:
+def test_last_step_reads_from_the_end(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text("")
     assert last_step(log) is None
@@ -28,7 +28,7 @@ def test_the_last_step_is_found_from_the_end(tmp_path: Path) -> None:
     assert last_step(log) == [line for line in read_log(log) if line["kind"] == "step"][-1]
 
 
-def test_a_truncated_log_is_the_log_of_that_step(tmp_path: Path) -> None:
+def test_truncating_a_log_removes_later_lines(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     lines = [step_line(n, 0.1 * n) for n in range(1, 6)]
     log.write_text("".join(lines) + lines[0][:9])
@@ -46,7 +46,7 @@ def test_a_truncated_log_is_the_log_of_that_step(tmp_path: Path) -> None:
         ("3\n", "1 is no line of a run's log: it has no 'kind'"),
     ],
 )
-def test_a_log_of_something_else_is_refused(tmp_path: Path, text: str, fault: str) -> None:
+def test_an_invalid_log_raises_an_error(tmp_path: Path, text: str, fault: str) -> None:
     (tmp_path / "log.jsonl").write_text(text)
     with pytest.raises(DataError, match=fault):
         read_log(tmp_path / "log.jsonl")

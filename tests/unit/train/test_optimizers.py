@@ -198,8 +198,8 @@ def test_the_summary_lists_the_optimizer_of_each_parameter(make_run: MakeRun) ->
     lines = io.StringIO()
     config = make_run(**settings({"name": "galore_warm", "rank": 4, "weight_decay": 0.1}, train__steps=1))
     train(config, callbacks=[ProgressCallback(Console(file=lines), plain=True)])
-    told = [line for line in lines.getvalue().splitlines() if line.startswith("Moved by ")]
-    assert told[0].startswith("Moved by adamw (lr 0.001, weight decay 0.1): 2 tensors, ")
+    told = [line for line in lines.getvalue().splitlines() if line.startswith("Optimizer: ")]
+    assert told[0].startswith("Optimizer: adamw (lr=0.001, weight_decay=0.1) for 2 tensors, ")
     assert told[0].endswith(" of state: transformer.wte.weight, transformer.wpe.weight")
-    assert told[2].startswith("Moved by warm rank 4, adamw (lr 0.001, weight decay 0.1): 8 tensors, ")
+    assert told[2].startswith("Optimizer: warm rank 4, adamw (lr=0.001, weight_decay=0.1) for 8 tensors, ")
     assert "transformer.h.*.attn.c_attn.weight" in told[2]

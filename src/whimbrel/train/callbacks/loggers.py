@@ -10,72 +10,59 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from whimbrel.base.errors import MissingExtraError
 from whimbrel.config import to_table
 from whimbrel.train.callback import TrainerCallback
-from whimbrel.train.log import log_line, number, plain, truncate_log
+from whimbrel.train.log import as_number, log_line, to_json, truncate_log
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["JsonlLogger", "LogWriter", "TensorBoardCallback", "TrackerCallback", "Warnings"]
+__all__ = ["JsonlLogger", "LogWriter", "TensorBoardCallback", "TrackerCallback", "WriteWarnings"]
 
-REMIND_SECONDS = 600.0
-"""Minimum time between two warnings about the same failing output."""
+WARNING_INTERVAL = 600.0
+"""Minimum seconds between two warnings about the same failing output."""
 MAX_PENDING = 100_000
-"""Lines kept in memory while the file cannot be written; beyond that the oldest are dropped."""
+"""Maximum number of lines buffered while the file cannot be written; then the oldest are dropped."""
 RETRY_SECONDS = 60.0
-"""How long to wait after a failure before writing events again."""
+"""Seconds to wait after a failure before writing events again."""
 PROJECT = "whimbrel"
 
 logger = logging.getLogger(__name__)
 
 
-class Warnings:
-    """Turns write failures of an output into occasional warnings, so that training continues without its logs."""
+class WriteWarnings:
+    """Turns write failures of an output into rate-limited warnings, so that training continues without its logs."""
 
     def __init__(self) -> None:
         self._quiet_until = 0.0
 
     @contextlib.contextmanager
-    def instead_of(self, *kinds: type[Exception], of: object) -> Iterator[None]:
-        """Log errors of these kinds as warnings about the output `of` and skip the rest of the block."""
+    def suppress(self, *kinds: type[Exception], target: object) -> Iterator[None]:
+        """Log errors of these kinds as warnings about `target` and skip the rest of the block."""
         try:
             yield
         except kinds as error:
             if time.monotonic() >= self._quiet_until:
-                logger.warning("cannot write to %s: %s; training continues", of, " ".join(str(error).split()))
-                self._quiet_until = time.monotonic() + REMIND_SECONDS
+                logger.warning("cannot write to %s: %s; training continues", target, " ".join(str(error).split()))
+                self._quiet_until = time.monotonic() + WARNING_INTERVAL
 
 
 class LogWriter(TrainerCallback, ABC):
-    """Has each evaluation written once: a trainer logs it, and then tells of it in an event of its own.
-
-    So a log with names of an evaluation in it is held back until the next event shows whether it was that log.
-    """
-
-    _held: tuple[dict[str, Any], int] | None = None
+    """Writes logged metrics somewhere. Evaluations are logged too, but written by `on_evaluate`."""
 
     @abstractmethod
     def write_log(self, logs: dict[str, Any], step: int) -> None:
-        """Write what was logged after so many steps and is no evaluation."""
+        """Write what was logged after `step` steps; not called for evaluations."""
 
     def on_log(self, **event: Any) -> None:
-        """Whatever is logged; evaluations come by `on_evaluate`."""
-        self.release()
-        self._held = event["logs"], event["state"].global_step
-        if not any(name.startswith("eval_") for name in event["logs"]):
-            self.release()
-
-    def release(self, evaluated: Mapping[str, Any] | None = None) -> None:
-        """Write the log that is held back, unless it was that of the evaluation that has come now."""
-        held, self._held = self._held, None
-        if held is not None and (evaluated is None or not evaluated.keys() <= held[0].keys()):
-            self.write_log(*held)
+        """Write a log that is not an evaluation."""
+        if event.get("kind") != "evaluation":
+            self.write_log(event["logs"], event["state"].global_step)
 
 
 class JsonlLogger(LogWriter):
@@ -89,7 +76,7 @@ class JsonlLogger(LogWriter):
         self._path: Path | None = None
         self._file: int | None = None
         self._size = 0
-        self._torn = False
+        self._partial_line = False
         self._after = 0
         self._pending: deque[bytes] = deque()
         self._dropped = 0
@@ -97,47 +84,44 @@ class JsonlLogger(LogWriter):
 
     def on_train_begin(self, **event: Any) -> None:
         """Continue the log after the current step."""
-        self._held, self._path, self._failing, self._dropped = None, None, False, 0
+        self._path, self._failing, self._dropped = None, False, 0
         if event["state"].is_world_process_zero:
             self._path = Path(event["trainer"].config.output_dir) / "log.jsonl"
             self._restart_after(event["state"].global_step)
 
     def on_rewind(self, **event: Any) -> None:
-        """Forget what was written past the step that the run went back to."""
-        self.release()
+        """Remove what was written after the restored step."""
         if self._path is not None:
             self._restart_after(event["step"])
 
     def on_train_metrics(self, **event: Any) -> None:
-        """A line for every step; that it was not skipped goes without saying."""
+        """Write a step; flags that are false are left out."""
         metrics = {key: value for key, value in event["metrics"].items() if value is not False}
-        done = metrics.pop("step")
-        named = {"step": done - 1, "total": event["state"].max_steps}
+        completed = metrics.pop("step")
+        fields = {"step": completed - 1, "total": event["state"].max_steps}
         for key in ("loss", "lr", "grad_norm", "seconds", "tokens"):
-            named[key] = metrics.pop(key)
-        self._write("step", done, named | metrics)
+            fields[key] = metrics.pop(key)
+        self._write("step", completed, fields | metrics)
 
     def on_evaluate(self, **event: Any) -> None:
-        """A line for every evaluation; its loss has the same name as that of a step."""
+        """Write an evaluation; its loss is called `loss`, as in a step."""
         metrics = dict(event["metrics"])
-        self.release(metrics)
         self._write("validation", event["state"].global_step, {"loss": metrics.pop("eval_loss", None), **metrics})
 
     def on_sample(self, **event: Any) -> None:
-        """A line for every text."""
+        """Write a sample."""
         self._write("sample", event["step"], {"text": event["text"]})
 
     def write_log(self, logs: dict[str, Any], step: int) -> None:
-        """A line for whatever else is logged."""
+        """Write a log."""
         self._write("log", step, logs)
 
     def on_train_end(self, **event: Any) -> None:
         """Write pending lines and close the file."""
         del event
-        self.release()
         self._flush()
         if self._pending:
-            logger.warning("%s lacks the last %d lines: they could not be written", self._path, len(self._pending))
+            logger.warning("%s is missing the last %d lines: they could not be written", self._path, len(self._pending))
             self._pending.clear()
         self._close()
         self._path = None
@@ -150,7 +134,6 @@ class JsonlLogger(LogWriter):
         self._flush()
 
     def _write(self, kind: str, after: int, fields: dict[str, Any]) -> None:
-        self.release()
         if self._path is not None:
             self._pending.append(log_line(kind, after, fields).encode())
             if len(self._pending) > MAX_PENDING:
@@ -185,17 +168,17 @@ class JsonlLogger(LogWriter):
     def _open(self, path: Path) -> None:
         truncate_log(path, self._after)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        self._size, self._torn = os.fstat(self._file).st_size, False
+        self._size, self._partial_line = os.fstat(self._file).st_size, False
 
     def _append(self, line: bytes) -> None:
         """Append a complete line; a partial line from a full disk is truncated before the next attempt."""
         assert self._file is not None
-        if self._torn:
+        if self._partial_line:
             os.ftruncate(self._file, self._size)
-        written, self._torn = 0, True
+        written, self._partial_line = 0, True
         while written < len(line):
             written += os.write(self._file, line[written:])
-        self._size, self._torn = self._size + written, False
+        self._size, self._partial_line = self._size + written, False
 
     def _close(self) -> None:
         if self._file is not None:
@@ -218,26 +201,24 @@ class TensorBoardCallback(LogWriter):
         self._writer_class = SummaryWriter
         self._writer: SummaryWriter | None = None
         self._folder: Path | None = None
-        self._warnings = Warnings()
+        self._warnings = WriteWarnings()
         self._retry_at = 0.0
 
     def on_train_begin(self, **event: Any) -> None:
-        """Open the folder after the step that the run is at."""
-        self._held = None
+        """Open the event file after the current step."""
         if event["state"].is_world_process_zero:
             self._folder, self._retry_at = Path(event["args"].logging_dir), 0.0
             with self._guarded():
                 self._open_after(event["state"].global_step)
 
     def on_rewind(self, **event: Any) -> None:
-        """Forget what was written past the step that the run went back to."""
-        self.release()
+        """Remove what was written after the restored step."""
         if self._writer is not None:
             with self._guarded():
                 self._open_after(event["step"])
 
     def on_train_metrics(self, **event: Any) -> None:
-        """The numbers of a step."""
+        """Write the metrics of a step."""
         metrics = dict(event["metrics"])
         step, seconds = metrics.pop("step"), metrics.pop("seconds")
         tokens = metrics.pop("tokens")
@@ -246,34 +227,31 @@ class TensorBoardCallback(LogWriter):
         self._write("train", metrics, step)
 
     def on_evaluate(self, **event: Any) -> None:
-        """The numbers of an evaluation, without the `eval_` that their panel says already."""
-        self.release(event["metrics"])
+        """Write the metrics of an evaluation in the panel `eval`."""
         metrics = {key.removeprefix("eval_"): value for key, value in event["metrics"].items()}
         self._write("eval", metrics, event["state"].global_step)
 
     def write_log(self, logs: dict[str, Any], step: int) -> None:
-        """Whatever else is logged."""
+        """Write a log."""
         self._write("log", logs, step)
 
     def on_sample(self, **event: Any) -> None:
-        """A text of the model."""
+        """Write a sample."""
         with self._guarded():
             writer = self._ready(event["step"])
             if writer is not None:
                 writer.add_text("sample", event["text"], event["step"])
 
     def on_save(self, **event: Any) -> None:
-        """Have on disk what led to a checkpoint."""
+        """Flush, so that the events up to a checkpoint are on disk."""
         del event
-        self.release()
         with self._guarded():
             if self._writer is not None:
                 self._writer.flush()
 
     def on_train_end(self, **event: Any) -> None:
-        """Let go of the file."""
+        """Close the event file."""
         del event
-        self.release()
         with self._guarded():
             self._close()
         self._folder = None
@@ -281,7 +259,7 @@ class TensorBoardCallback(LogWriter):
     def _open_after(self, step: int) -> None:
         self._close()
         assert self._folder is not None
-        _outlast(self._folder)
+        _wait_for_next_second(self._folder)
         self._writer = self._writer_class(str(self._folder), purge_step=step + 1)
 
     def _close(self) -> None:
@@ -298,7 +276,7 @@ class TensorBoardCallback(LogWriter):
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Turn TensorBoard failures into warnings; the writer is unusable afterwards."""
-        with self._warnings.instead_of(Exception, of=f"TensorBoard events in {self._folder}"):
+        with self._warnings.suppress(Exception, target=f"TensorBoard events in {self._folder}"):
             try:
                 yield
             except Exception:
@@ -308,17 +286,16 @@ class TensorBoardCallback(LogWriter):
                 raise
 
     def _write(self, panel: str, values: dict[str, Any], step: int) -> None:
-        """The numbers among `values`: a curve has nothing else."""
-        self.release()
+        """Write the values that are numbers."""
         with self._guarded():
             writer = self._ready(step)
             for name, value in values.items():
-                if writer is not None and (height := number(value)) is not None:
-                    writer.add_scalar(f"{panel}/{name}", height, step)
+                if writer is not None and (scalar := as_number(value)) is not None:
+                    writer.add_scalar(f"{panel}/{name}", scalar, step)
 
 
-def _outlast(folder: Path) -> None:
-    """Wait, if need be, for the next second: TensorBoard reads files by name, and the names begin with the second."""
+def _wait_for_next_second(folder: Path) -> None:
+    """TensorBoard reads event files in the order of their names, which start with the second of their creation."""
     seconds = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
     time.sleep(min(1.0, max(0.0, max(seconds, default=0) + 1 - time.time())))
 
@@ -326,8 +303,8 @@ def _outlast(folder: Path) -> None:
 class TrackerCallback(LogWriter):
     """Reports step metrics, evaluations and logs under `run_name`, or the name of the run directory.
 
-    A run that goes on is the same run there: its id is in the checkpoint. Without an account nothing is sent:
-    Weights & Biases then writes into the run directory, and trackio always keeps its own files.
+    A resumed run continues the same tracker run, whose id is saved in checkpoints. Without an account nothing is
+    uploaded: Weights & Biases then writes to the run directory, and trackio always writes local files.
     """
 
     def __init__(self, kind: Literal["trackio", "wandb"], project: str | None = None) -> None:
@@ -340,46 +317,43 @@ class TrackerCallback(LogWriter):
         self._project = project or os.environ.get(f"{kind.upper()}_PROJECT", PROJECT)
         self._id = uuid.uuid4().hex[:12]
         self._run: Any = None
-        self._warnings = Warnings()
+        self._warnings = WriteWarnings()
 
     def on_train_begin(self, **event: Any) -> None:
-        """Open the run, or open it again."""
-        self._held = None
+        """Open the tracker run, or reopen it."""
         if event["state"].is_world_process_zero:
             config = event["trainer"].config
             self._run = self._open(Path(config.output_dir), config.log.run_name, to_table(config))
 
     def on_train_metrics(self, **event: Any) -> None:
-        """The numbers of a step."""
+        """Write the metrics of a step."""
         metrics = dict(event["metrics"])
         step = metrics.pop("step")
         self._log({f"train/{name}": value for name, value in metrics.items() if value is not False}, step)
 
     def on_evaluate(self, **event: Any) -> None:
-        """The numbers of an evaluation."""
-        self.release(event["metrics"])
+        """Write the metrics of an evaluation."""
         metrics = {f"eval/{name.removeprefix('eval_')}": value for name, value in event["metrics"].items()}
         self._log(metrics, event["state"].global_step)
 
     def write_log(self, logs: dict[str, Any], step: int) -> None:
-        """Whatever else is logged."""
+        """Write a log."""
         self._log({f"log/{name}": value for name, value in logs.items()}, step)
 
     def on_train_end(self, **event: Any) -> None:
-        """Send or write what is left."""
+        """Close the tracker run."""
         del event
-        self.release()
         run, self._run = self._run, None
         if run is not None:
-            with self._warnings.instead_of(Exception, of=self._kind):
+            with self._warnings.suppress(Exception, target=self._kind):
                 run.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Which run it is."""
+        """The id of the tracker run."""
         return {"id": self._id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Be that run."""
+        """Continue that tracker run."""
         self._id = state["id"]
 
     def _open(self, output_dir: Path, name: str | None, settings: dict[str, Any]) -> Any:
@@ -392,13 +366,14 @@ class TrackerCallback(LogWriter):
             project=self._project, name=name, id=self._id, resume="allow", config=settings,
             dir=str(output_dir), mode=os.environ.get("WANDB_MODE") or ("online" if signed_in else "offline"),
         )  # fmt: skip
-        run.define_metric("*", step_metric="step")  # its own counter refuses to go back, and a resumed run does
+        run.define_metric("*", step_metric="step")  # wandb's own step cannot decrease, as it does after a resume
         return run
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        self.release()
-        values = {name: plain(value) if number(value) is None else number(value) for name, value in values.items()}
-        with self._warnings.instead_of(Exception, of=self._kind):
+        values = {
+            name: to_json(value) if as_number(value) is None else as_number(value) for name, value in values.items()
+        }
+        with self._warnings.suppress(Exception, target=self._kind):
             if self._run is not None and self._kind == "trackio":
                 self._run.log(values, step=step)
             elif self._run is not None:

@@ -33,18 +33,18 @@ __all__ = [
     "dequantized",
 ]
 
-Write = Callable[[nn.Module, int], str]
-"""Writes a text with the model as it is after so many steps."""
+Sample = Callable[[nn.Module, int], str]
+"""Generates text with the model after the given number of steps."""
 
 
 class DivergenceCallback(TrainerCallback):
-    """Asks for the end of a run whose loss diverges. A loss that is not finite is divergence at once.
+    """Stops a run whose training loss diverges; a non-finite loss is divergence at once.
 
-    ema: a mean that follows the loss fast is far above one that follows it slowly. Both are corrected for their first
-    steps, so that each is a weighted mean of the losses there were and a young run raises no alarm.
-    window: the mean of the last steps is far above that of the best such window before.
+    Detector `ema`: a fast moving average of the loss is far above a slow one. Both are bias-corrected as in Adam, so
+    that the first steps of a run do not trigger it. Detector `window`: the mean of the last steps is far above that of
+    the best window so far.
 
-    Takes the settings of the [divergence] section as keywords (`action` defaults to "stop"), or as a `config`.
+    Accepts the settings of the [divergence] section as keywords (`action` defaults to "stop"), or as a `config`.
     """
 
     def __init__(self, config: DivergenceConfig | None = None, **settings: Any) -> None:
@@ -58,14 +58,14 @@ class DivergenceCallback(TrainerCallback):
         self._window: deque[float] = deque(maxlen=config.window)
         self._best = math.inf
         self.reason: str | None = None
-        """What was noticed, for people; None while all is well."""
+        """Message for the user once divergence is detected."""
 
     def on_train_metrics(self, **event: Any) -> None:
-        """Look at the loss of a step."""
+        """Check the loss of a step."""
         if self._config.action is None:
             return
         step, loss = event["metrics"]["step"], float(event["metrics"]["loss"])
-        self.reason = self.reason or self._look(loss, step)
+        self.reason = self.reason or self._check(loss, step)
         if self.reason is not None:
             if self._config.action == "abort":
                 event["control"].should_abort_without_save = True
@@ -73,29 +73,29 @@ class DivergenceCallback(TrainerCallback):
                 event["control"].should_training_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen so far."""
+        """The moving averages and the window."""
         return {
             "seen": self._seen, "fast": self._fast, "slow": self._slow, "window": list(self._window),
             "best": None if math.isinf(self._best) else self._best,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the moving averages and the window."""
         self.reason = None
         self._seen, self._fast, self._slow = int(state["seen"]), float(state["fast"]), float(state["slow"])
         self._window = deque(state["window"], maxlen=self._config.window)
         self._best = math.inf if state["best"] is None else float(state["best"])
 
-    def _look(self, loss: float, step: int) -> str | None:
+    def _check(self, loss: float, step: int) -> str | None:
         if not math.isfinite(loss):
             return f"the loss of step {step - 1} is {loss}"
-        now, before = self._means(loss) if self._config.detector == "ema" else self._windows(loss)
-        if now - before > self._config.threshold:
-            return f"the loss ran away: its mean is {now:.4f} at step {step - 1}, from {before:.4f}"
+        current, baseline = self._averages(loss) if self._config.detector == "ema" else self._windows(loss)
+        if current - baseline > self._config.threshold:
+            return f"the loss diverged: its mean is {current:.4f} at step {step - 1}, up from {baseline:.4f}"
         return None
 
-    def _means(self, loss: float) -> tuple[float, float]:
-        """The fast mean and the slow one."""
+    def _averages(self, loss: float) -> tuple[float, float]:
+        """The fast and the slow moving average."""
         fast, slow = self._config.fast, self._config.slow
         self._seen += 1
         self._fast += fast * (loss - self._fast)
@@ -103,7 +103,7 @@ class DivergenceCallback(TrainerCallback):
         return self._fast / (1 - (1 - fast) ** self._seen), self._slow / (1 - (1 - slow) ** self._seen)
 
     def _windows(self, loss: float) -> tuple[float, float]:
-        """The mean of the last window and that of the best before."""
+        """The mean of the last window and of the best one before it."""
         self._window.append(loss)
         if len(self._window) < self._config.window:
             return 0.0, math.inf
@@ -113,7 +113,7 @@ class DivergenceCallback(TrainerCallback):
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """Asks for the end after `patience` evaluations in which `metric` was not better than the best by `threshold`."""
+    """Stops after `patience` evaluations without an improvement of `metric` by more than `threshold`."""
 
     def __init__(
         self, patience: int, threshold: float = 0.0, metric: str = "loss", greater_is_better: bool | None = None
@@ -121,23 +121,21 @@ class EarlyStoppingCallback(TrainerCallback):
         self._patience = patience
         self._threshold = threshold
         self._metric = metric
-        self._given = greater_is_better
+        self._greater_is_better = greater_is_better
         self._best: float | None = None
         self._waited = 0
 
     @property
     def reason(self) -> str:
-        """Why it asks, for people."""
+        """Message for the user."""
         if self._best is None:
-            return f"{self._metric} has been NaN in all {self._waited} evaluations"
-        return (
-            f"{self._metric} has not been better than {self._best} for {self._waited} of {self._patience} evaluations"
-        )
+            return f"{self._metric} was NaN in all {self._waited} evaluations"
+        return f"{self._metric} has not improved on {self._best} for {self._waited} evaluations"
 
     def on_evaluate(self, **event: Any) -> None:
-        """Compare; NaN is never better, and any number is better than none so far."""
+        """Compare with the best value; NaN is never an improvement."""
         value = find_metric(event["metrics"], self._metric)
-        if not math.isnan(value) and (self._best is None or self._better(value, self._best)):
+        if not math.isnan(value) and (self._best is None or self._is_better(value, self._best)):
             self._best, self._waited = value, 0
         else:
             self._waited += 1
@@ -145,20 +143,20 @@ class EarlyStoppingCallback(TrainerCallback):
             event["control"].should_training_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far, and how long ago it was."""
+        """The best value and the evaluations since."""
         return {"best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the best value and the evaluations since."""
         self._best, self._waited = state["best"], int(state["waited"])
 
-    def _better(self, value: float, best: float) -> bool:
-        gain = value - best if greater_is_better(self._metric, self._given) else best - value
+    def _is_better(self, value: float, best: float) -> bool:
+        gain = value - best if greater_is_better(self._metric, self._greater_is_better) else best - value
         return gain > self._threshold
 
 
 class NormsCallback(TrainerCallback):
-    """Logs `grad_norm/NAME` (as clipped) and `weight_norm/NAME` (before the update) every so many steps."""
+    """Logs `grad_norm/NAME` (after clipping) and `weight_norm/NAME` (before the update) every `every` steps."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -166,7 +164,7 @@ class NormsCallback(TrainerCallback):
         self._norms: Tensor | None = None
 
     def on_pre_optimizer_step(self, **event: Any) -> None:
-        """Measure; the numbers stay on the device until the step is over."""
+        """Compute the norms; they stay on the device until the end of the step."""
         if (event["state"].global_step + 1) % self._every:
             return
         pairs = [(name, own) for name, own in event["model"].named_parameters() if own.grad is not None]
@@ -179,7 +177,7 @@ class NormsCallback(TrainerCallback):
             self._norms = torch.stack([norm.float() for norm in norms])
 
     def on_step_end(self, **event: Any) -> TrainerControl | None:
-        """Log what was measured in this step."""
+        """Log the norms of this step."""
         if self._norms is None:
             return None
         values, self._norms = self._norms.tolist(), None
@@ -189,15 +187,15 @@ class NormsCallback(TrainerCallback):
 
 
 class MemoryCallback(TrainerCallback):
-    """Adds `peak_memory`, in bytes, to what is logged: allocated on a GPU, resident elsewhere."""
+    """Adds `peak_memory` in bytes to the logs: allocated on a GPU, resident set size on the CPU."""
 
     def on_log_step(self, **event: Any) -> None:
-        """Add it."""
+        """Add the peak memory to the logs."""
         event["logs"]["peak_memory"] = peak_memory(event["trainer"].device)
 
 
 class ProfilerCallback(TrainerCallback):
-    """Records the steps from `first` to before `end` into `trace-FIRST-END.json.gz`, which Perfetto and Chrome open."""
+    """Records steps `first` to `end` - 1 to `trace-FIRST-END.json.gz`, for Perfetto or chrome://tracing."""
 
     def __init__(self, first: int, end: int) -> None:
         self._first = first
@@ -205,7 +203,7 @@ class ProfilerCallback(TrainerCallback):
         self._profile: profile | None = None
 
     def on_step_begin(self, **event: Any) -> None:
-        """Begin where it is due; a run that goes on in between records what is left."""
+        """Start recording; a run resumed inside the range records the rest of it."""
         state = event["state"]
         if self._profile is None and self._first <= state.global_step < self._end and state.is_world_process_zero:
             kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
@@ -213,37 +211,37 @@ class ProfilerCallback(TrainerCallback):
             self._profile.start()
 
     def on_step_end(self, **event: Any) -> None:
-        """Write after the last of the steps."""
+        """Write the trace after the last step of the range."""
         if event["state"].global_step >= self._end:
             self._finish(event["trainer"].config.output_dir)
 
     def on_train_end(self, **event: Any) -> None:
-        """Write what there is of a run that ended sooner."""
+        """Write the trace of a run that ended inside the range."""
         self._finish(event["trainer"].config.output_dir)
 
     def _finish(self, output_dir: Path) -> None:
         if self._profile is not None:
-            own, self._profile = self._profile, None
-            own.stop()
+            recorded, self._profile = self._profile, None
+            recorded.stop()
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             target = Path(output_dir) / f"trace-{self._first}-{self._end}.json.gz"
             partial = target.with_name(f"{PARTIAL}{target.name}")
-            own.export_chrome_trace(str(partial))
+            recorded.export_chrome_trace(str(partial))
             os.replace(partial, target)
 
 
 class SampleCallback(TrainerCallback):
-    """Has a text written every so many steps and tells everyone: `on_sample` with `text` and `step`.
+    """Generates a sample every `every` steps and dispatches `on_sample` with `text` and `step`.
 
-    Dropout is off meanwhile, and the random numbers of the run are those that it would have drawn anyway.
+    The model is in eval mode meanwhile, and the RNG state is restored: sampling does not change the training.
     """
 
-    def __init__(self, write: Write, every: int) -> None:
-        self._write = write
+    def __init__(self, sample: Sample, every: int) -> None:
+        self._sample = sample
         self._every = every
 
     def on_step_end(self, **event: Any) -> TrainerControl | None:
-        """Write where it is due."""
+        """Generate a sample if one is due."""
         step = event["state"].global_step
         if step % self._every or not event["state"].is_world_process_zero:
             return None
@@ -258,11 +256,11 @@ class SampleCallback(TrainerCallback):
         model.eval()
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)):
-                return self._write(model, step)
+                return self._sample(model, step)
         finally:
             model.train(training)
 
 
 def dequantized(weight: Tensor) -> Tensor:
-    """The weight itself, or, where it is stored as codes, what these stand for."""
+    """The weight as a dense tensor, detached."""
     return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight.detach()

@@ -1,4 +1,4 @@
-"""A small stand-in for the trainer: a real model, real steps, the real dispatcher, nothing else."""
+"""A minimal trainer: a real model, real steps and the real dispatcher."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Run:
         self.checkpoint: Path | None = None
         self.saved_models: dict[Path, dict[str, torch.Tensor]] = {}
 
-    def tell(self, event: str, **own: Any) -> TrainerControl:
+    def dispatch(self, event: str, **own: Any) -> TrainerControl:
         self.control = self.callbacks.dispatch(
             event, self.control, args=self.args, state=self.state, model=self.model, processing_class=None,
             optimizer=self.optimizer, lr_scheduler=None, train_dataloader=None, eval_dataloader=None, trainer=self,
@@ -41,12 +41,12 @@ class Run:
         )  # fmt: skip
         return self.control
 
-    def log(self, logs: dict[str, Any]) -> TrainerControl:
+    def log(self, logs: dict[str, Any], kind: str = "metrics") -> TrainerControl:
         self.state.log_history.append(logs)
-        return self.tell("on_log", logs=logs)
+        return self.dispatch("on_log", logs=logs, kind=kind)
 
-    def settle(self) -> None:
-        """Numbers are told at once here."""
+    def flush_metrics(self) -> None:
+        """Metrics are dispatched at once here."""
 
     def save_model(self, path: Path) -> None:
         self.saved_models[path] = {name: value.clone() for name, value in self.model.state_dict().items()}
@@ -59,35 +59,35 @@ class Run:
             "memory": estimate_memory(self.model, self.optimizer), "samples_per_step": 32, "tokens_per_step": 256,
             "tokens_per_micro_batch": 128, "total_steps": self.state.max_steps, "first_step": first_step,
         }  # fmt: skip
-        self.tell("on_train_begin", summary=RunSummary(**{**known, **summary}))
+        self.dispatch("on_train_begin", summary=RunSummary(**{**known, **summary}))
         return self
 
     def step(self, loss: float | None = None, **metrics: Any) -> float:
-        self.tell("on_step_begin")
+        self.dispatch("on_step_begin")
         if loss is None:
             x = torch.randn(16, 4)
             error = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
             error.backward()
             loss = error.item()
-        self.tell("on_pre_optimizer_step")
+        self.dispatch("on_pre_optimizer_step")
         self.optimizer.step()
-        self.tell("on_optimizer_step")
+        self.dispatch("on_optimizer_step")
         self.optimizer.zero_grad()
         self.state.global_step += 1
         self.state.num_input_tokens_seen += 256
-        self.tell("on_step_end")
+        self.dispatch("on_step_end")
         numbers = {"loss": loss, "grad_norm": 0.5, "lr": 1e-3, "tokens": 256, "seconds": 0.5, "skipped": False}
-        self.tell("on_train_metrics", metrics={"step": self.state.global_step, **numbers, **metrics})
+        self.dispatch("on_train_metrics", metrics={"step": self.state.global_step, **numbers, **metrics})
         return loss
 
     def evaluate(self, **metrics: float) -> None:
         named = {f"eval_{name}": value for name, value in metrics.items()}
-        self.log(named)
-        self.tell("on_evaluate", metrics=named)
+        self.log(named, kind="evaluation")
+        self.dispatch("on_evaluate", metrics=named)
 
     def save(self) -> dict[str, Any]:
         self.checkpoint = self.config.output_dir / "checkpoints" / f"step-{self.state.global_step:08d}"
-        self.tell("on_save", checkpoint=self.checkpoint, step=self.state.global_step)
+        self.dispatch("on_save", checkpoint=self.checkpoint, step=self.state.global_step)
         return self.callbacks.state_dict()
 
     def end(self) -> TrainOutput:
@@ -96,11 +96,11 @@ class Run:
             "num_input_tokens_seen": self.state.num_input_tokens_seen,
         }  # fmt: skip
         output = TrainOutput(self.state.global_step, 1.0, metrics)
-        self.tell("on_train_end", output=output, checkpoint=self.checkpoint, stopped_by=self.callbacks.stopped_by)
+        self.dispatch("on_train_end", output=output, checkpoint=self.checkpoint, stopped_by=self.callbacks.stopped_by)
         return output
 
     def fail(self) -> None:
-        self.tell("on_train_end", output=None, checkpoint=None, stopped_by=None)
+        self.dispatch("on_train_end", output=None, checkpoint=None, stopped_by=None)
 
 
 MakeRun = Callable[..., Run]

@@ -1,4 +1,4 @@
-"""Losses of real training, good and bad."""
+"""Divergence detection on converging and diverging losses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ DETECTORS = [
 
 
 @pytest.mark.parametrize("settings", DETECTORS)
-def test_a_noisy_falling_loss_is_no_alarm(make_run: Any, settings: dict[str, Any]) -> None:
+def test_a_noisy_decreasing_loss_is_not_divergence(make_run: Any, settings: dict[str, Any]) -> None:
     assert sum(GOOD[-50:]) < 0.7 * sum(GOOD[:50])
     rises = [later - now for now, later in itertools.pairwise(GOOD)]
     assert max(rises) > 1.0  # a step alone often rises by more than the threshold
@@ -62,13 +62,13 @@ def test_a_noisy_falling_loss_is_no_alarm(make_run: Any, settings: dict[str, Any
 
 
 @pytest.mark.parametrize("settings", DETECTORS)
-def test_the_first_steps_are_no_alarm(make_run: Any, settings: dict[str, Any]) -> None:
+def test_the_first_steps_are_not_divergence(make_run: Any, settings: dict[str, Any]) -> None:
     start = [11.0, 11.4, 10.9, 11.3, 10.6, 9.9, 9.1, 8.8, 9.3, 8.1, 8.4, 7.7]
     assert alarm(make_run, DivergenceCallback(DivergenceConfig(action="stop", **settings)), start) is None
 
 
 @pytest.mark.parametrize("settings", DETECTORS)
-def test_a_loss_that_runs_away_is_noticed_soon(make_run: Any, settings: dict[str, Any]) -> None:
+def test_a_diverging_loss_is_detected_within_a_few_steps(make_run: Any, settings: dict[str, Any]) -> None:
     callback = DivergenceCallback(DivergenceConfig(action="abort", **settings))
     step = alarm(make_run, callback, BAD)
     assert step is not None
@@ -79,14 +79,14 @@ def test_a_loss_that_runs_away_is_noticed_soon(make_run: Any, settings: dict[str
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("settings", DETECTORS)
-def test_what_is_not_finite_is_divergence_at_once(make_run: Any, settings: dict[str, Any], loss: float) -> None:
+def test_a_non_finite_loss_is_divergence_at_once(make_run: Any, settings: dict[str, Any], loss: float) -> None:
     callback = DivergenceCallback(DivergenceConfig(action="stop", **settings))
     assert alarm(make_run, callback, [loss]) == 0
     assert callback.reason == f"the loss of step 0 is {loss}"
 
 
 @pytest.mark.parametrize("settings", DETECTORS)
-def test_a_resume_changes_nothing(make_run: Any, settings: dict[str, Any]) -> None:
+def test_a_resume_does_not_change_detection(make_run: Any, settings: dict[str, Any]) -> None:
     config = DivergenceConfig(action="stop", **settings)
     whole = alarm(make_run, DivergenceCallback(config), BAD)
     first, second = DivergenceCallback(config), DivergenceCallback(config)
@@ -96,19 +96,19 @@ def test_a_resume_changes_nothing(make_run: Any, settings: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(("action", "kind"), [("stop", "stop"), ("abort", "abort")])
-def test_what_it_asks_for(make_run: Any, action: Any, kind: str) -> None:
+def test_the_action_stops_or_aborts(make_run: Any, action: Any, kind: str) -> None:
     run = make_run(DivergenceCallback(DivergenceConfig(action=action))).begin()
     run.step(loss=math.nan)
     assert run.callbacks.stopped_by == ("DivergenceCallback", "on_train_metrics", kind)
 
 
-def test_off_unless_asked(make_run: Any) -> None:
+def test_detection_is_off_without_an_action(make_run: Any) -> None:
     assert alarm(make_run, DivergenceCallback(DivergenceConfig()), [math.nan]) is None
 
 
 @pytest.mark.parametrize("detector", ["ema", "window"])
 @pytest.mark.parametrize("name", ["gpt2-baseline-20m", "gpt2-fast-20m"])
-def test_our_published_runs_raise_no_alarm(make_run: Any, root: Path, name: str, detector: Any) -> None:
+def test_published_runs_are_not_divergence(make_run: Any, root: Path, name: str, detector: Any) -> None:
     """One of them leaps from 5 to 10.6 and comes back by itself."""
     lines = read_log(root / "bench" / "results" / f"{name}.jsonl")
     losses = [line["loss"] for line in lines if line["kind"] == "step"]

@@ -1,4 +1,4 @@
-"""The end of a run that no longer gets better."""
+"""Early stopping."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ def evaluations_until_stop(
         ({"patience": 2, "metric": "accuracy"}, "accuracy", [math.nan, 0.1, 0.2, 0.3], None),
     ],
 )
-def test_patience(make_run: Any, settings: dict[str, Any], name: str, values: list[float], stops: int | None) -> None:
+def test_the_run_stops_after_patience_evaluations_without_improvement(
+    make_run: Any, settings: dict[str, Any], name: str, values: list[float], stops: int | None
+) -> None:
     assert evaluations_until_stop(make_run, EarlyStoppingCallback(**settings), name, values) == stops
 
 
-def test_patience_goes_on_after_a_resume(make_run: Any) -> None:
+def test_a_resume_restores_the_patience(make_run: Any) -> None:
     first = EarlyStoppingCallback(patience=3)
     assert evaluations_until_stop(make_run, first, "loss", [0.0, 1, 1]) is None
     second = EarlyStoppingCallback(patience=3)
@@ -55,12 +57,12 @@ def test_patience_goes_on_after_a_resume(make_run: Any) -> None:
     assert evaluations_until_stop(make_run, second, "loss", [1]) == 1
 
 
-def test_the_reason_where_nothing_was_ever_measured(make_run: Any) -> None:
+def test_the_reason_names_nan_metrics(make_run: Any) -> None:
     callback = EarlyStoppingCallback(patience=2)
     assert evaluations_until_stop(make_run, callback, "loss", [math.nan, math.nan]) == 2
-    assert callback.reason == "loss has been NaN in all 2 evaluations"
+    assert callback.reason == "loss was NaN in all 2 evaluations"
 
 
-def test_a_metric_that_is_not_measured_is_named(make_run: Any) -> None:
+def test_an_unknown_metric_raises_an_error(make_run: Any) -> None:
     with pytest.raises(ConfigError, match="eval_loss.*got 'bleu'"):
         evaluations_until_stop(make_run, EarlyStoppingCallback(patience=1, metric="bleu"), "loss", [1.0])

@@ -1,4 +1,4 @@
-"""`log.jsonl` stays right whatever happens to a run."""
+"""`log.jsonl` stays consistent across resumes, rollbacks and full disks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def go(make_run: Any, first: int, last: int) -> None:
         run.step(loss=3 - step / 10)
         if run.state.global_step % 2 == 0:
             run.evaluate(loss=2.5, accuracy=0.25)
-            run.tell("on_sample", text="O Romeo", step=run.state.global_step)
+            run.dispatch("on_sample", text="O Romeo", step=run.state.global_step)
     run.end()
 
 
-def test_a_line_for_every_step_evaluation_sample_and_log(make_run: Any, tmp_path: Path) -> None:
+def test_steps_evaluations_samples_and_logs_are_written(make_run: Any, tmp_path: Path) -> None:
     run = make_run(JsonlLogger(), steps=6).begin()
     run.step(loss=2.0)
     run.evaluate(loss=1.5, accuracy=0.0)
-    run.tell("on_sample", text="Ay, me!\n", step=1)
+    run.dispatch("on_sample", text="Ay, me!\n", step=1)
     run.log({"norm/a": 0.25, "epoch": 0.5})
     run.end()
     assert read_log(tmp_path / "run" / "log.jsonl") == [
@@ -45,14 +45,14 @@ def test_a_line_for_every_step_evaluation_sample_and_log(make_run: Any, tmp_path
     ]  # fmt: skip
 
 
-def test_a_step_that_was_skipped_says_so(make_run: Any, tmp_path: Path) -> None:
+def test_skipped_steps_are_marked(make_run: Any, tmp_path: Path) -> None:
     run = make_run(JsonlLogger()).begin()
     run.step(loss=math.inf, skipped=True)
     run.end()
     assert read_log(tmp_path / "run" / "log.jsonl")[0]["skipped"] is True
 
 
-def test_a_run_that_goes_on_has_the_log_of_one_that_never_stopped(make_run: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(make_run: Any, tmp_path: Path) -> None:
     log = tmp_path / "run" / "log.jsonl"
     go(make_run, 0, 6)
     whole = log.read_bytes()
@@ -65,18 +65,18 @@ def test_a_run_that_goes_on_has_the_log_of_one_that_never_stopped(make_run: Any,
     assert log.read_bytes() == whole
 
 
-def test_going_back_drops_what_no_longer_holds(make_run: Any, tmp_path: Path) -> None:
+def test_a_rollback_removes_later_lines(make_run: Any, tmp_path: Path) -> None:
     run = make_run(JsonlLogger()).begin()
     for loss in (3.0, 2.0, 9.0):
         run.step(loss=loss)
     run.state.global_step = 2
-    run.tell("on_rewind", step=2)
+    run.dispatch("on_rewind", step=2)
     run.step(loss=1.5)
     run.end()
     assert [line["loss"] for line in read_log(tmp_path / "run" / "log.jsonl")] == [3.0, 2.0, 1.5]
 
 
-def test_every_line_is_json_also_where_a_loss_is_not_finite(make_run: Any, tmp_path: Path) -> None:
+def test_lines_are_valid_json_with_non_finite_losses(make_run: Any, tmp_path: Path) -> None:
     run = make_run(JsonlLogger()).begin()
     run.step(loss=math.nan, grad_norm=math.inf)
     run.end()
@@ -89,14 +89,14 @@ def test_every_line_is_json_also_where_a_loss_is_not_finite(make_run: Any, tmp_p
     assert record["loss"] is record["grad_norm"] is None
 
 
-def test_a_line_is_there_as_soon_as_it_is_written(make_run: Any, tmp_path: Path) -> None:
+def test_lines_are_on_disk_immediately(make_run: Any, tmp_path: Path) -> None:
     run = make_run(JsonlLogger()).begin()
     run.step(loss=1.0)
     assert len(read_log(tmp_path / "run" / "log.jsonl")) == 1  # the run has not ended: a kill now loses nothing
     run.fail()
 
 
-def test_one_process_writes_for_all(make_run: Any, tmp_path: Path) -> None:
+def test_only_the_first_rank_writes(make_run: Any, tmp_path: Path) -> None:
     run = make_run(JsonlLogger())
     run.state.is_world_process_zero = False
     run.begin().step(loss=1.0)
@@ -104,7 +104,7 @@ def test_one_process_writes_for_all(make_run: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_log_of_ones_own_is_written_also_under_the_names_of_an_evaluation(make_run: Any, tmp_path: Path) -> None:
+def test_user_logs_with_evaluation_names_are_written(make_run: Any, tmp_path: Path) -> None:
     run = make_run(JsonlLogger(), steps=6).begin()
     run.step(loss=2.0)
     run.log({"eval_accuracy": 0.5})
@@ -122,7 +122,7 @@ def test_a_log_of_ones_own_is_written_also_under_the_names_of_an_evaluation(make
     ]
 
 
-def test_what_is_logged_between_two_runs_is_in_neither(make_run: Any, tmp_path: Path) -> None:
+def test_logs_between_two_runs_are_not_written(make_run: Any, tmp_path: Path) -> None:
     run = make_run(JsonlLogger()).begin()
     run.end()
     run.log({"eval_accuracy": 0.5})
@@ -149,7 +149,7 @@ def test_any_value_can_be_logged(make_run: Any, tmp_path: Path) -> None:
     assert second == {"kind": "validation", "after": 0, "loss": 1.5, "eval_judgement": "good"}
 
 
-def test_an_evaluation_need_not_have_a_loss(make_run: Any, tmp_path: Path) -> None:
+def test_an_evaluation_without_a_loss_is_written(make_run: Any, tmp_path: Path) -> None:
     run = make_run(JsonlLogger()).begin()
     run.evaluate(accuracy=0.5)
     run.end()
@@ -177,7 +177,7 @@ def fill_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool
     return fill
 
 
-def test_full_disk_is_one_warning_and_no_line_is_lost(
+def test_a_full_disk_logs_one_warning_and_loses_no_line(
     make_run: Any, tmp_path: Path, fill_disk: Callable[[bool], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "run" / "log.jsonl"
@@ -197,7 +197,7 @@ def test_full_disk_is_one_warning_and_no_line_is_lost(
     run.end()
 
 
-def test_lines_that_a_full_disk_takes_are_counted(
+def test_lines_lost_to_a_full_disk_are_counted(
     make_run: Any, tmp_path: Path, fill_disk: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loggers, "MAX_PENDING", 2)
@@ -213,10 +213,10 @@ def test_lines_that_a_full_disk_takes_are_counted(
     fill_disk(True)
     run.step(loss=0.5)
     run.end()
-    assert f"{log} lacks the last 1 lines: they could not be written" in caplog.text
+    assert f"{log} is missing the last 1 lines: they could not be written" in caplog.text
 
 
-def test_log_that_cannot_be_opened_is_opened_later(make_run: Any, tmp_path: Path, caplog: Any) -> None:
+def test_opening_the_log_is_retried(make_run: Any, tmp_path: Path, caplog: Any) -> None:
     log = tmp_path / "run" / "log.jsonl"
     log.mkdir(parents=True)
     run = make_run(JsonlLogger()).begin()
@@ -228,7 +228,7 @@ def test_log_that_cannot_be_opened_is_opened_later(make_run: Any, tmp_path: Path
     assert f"cannot write {log}" in caplog.text
 
 
-def test_damaged_log_is_moved_aside_and_the_run_continues(make_run: Any, tmp_path: Path, caplog: Any) -> None:
+def test_damaged_lines_are_moved_to_another_file(make_run: Any, tmp_path: Path, caplog: Any) -> None:
     log = tmp_path / "run" / "log.jsonl"
     go(make_run, 0, 4)
     whole = log.read_bytes()

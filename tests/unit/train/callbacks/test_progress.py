@@ -1,4 +1,4 @@
-"""What a person sees."""
+"""Progress output on terminals and in files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from whimbrel.train.callbacks import EarlyStoppingCallback, ProgressCallback
 from whimbrel.train.summary import MemoryEstimate
 
 
-def plain() -> tuple[ProgressCallback, io.StringIO]:
+def without_terminal() -> tuple[ProgressCallback, io.StringIO]:
     out = io.StringIO()
     return ProgressCallback(Console(file=out, width=40)), out
 
 
-def test_the_plain_lines(make_run: Any, tmp_path: Path) -> None:
-    callback, out = plain()
+def test_lines_without_a_terminal(make_run: Any, tmp_path: Path) -> None:
+    callback, out = without_terminal()
     run = make_run(callback, steps=2).begin(features=("bf16", "compiled blocks"))
     run.step(loss=2.25)
     run.evaluate(loss=1.5, accuracy=0.25)
-    run.tell("on_sample", text="O [bold]Romeo[/]\n:smile:", step=1)
+    run.dispatch("on_sample", text="O [bold]Romeo[/]\n:smile:", step=1)
     run.save()
     run.step(loss=2.0)
     run.end()
@@ -37,7 +37,7 @@ def test_the_plain_lines(make_run: Any, tmp_path: Path) -> None:
         "Gradient accumulation steps: 2",
         "Model: 49 parameters on cpu",
         "Steps: 2 (512 tokens)",
-        "Memory: 0.2 KiB weights + 0.2 KiB gradients + 0.4 KiB optimizer state; activations come on top",
+        "Memory: 0.2 KiB weights + 0.2 KiB gradients + 0.4 KiB optimizer state (without activations)",
         "With: bf16, compiled blocks",
         "step:0/2 train_loss:2.2500 train_time:500ms token/s:512.00",
         "validation after step 1: loss 1.5000  accuracy 0.2500",
@@ -55,26 +55,26 @@ def test_the_plain_lines(make_run: Any, tmp_path: Path) -> None:
     ]
 
 
-def test_an_evaluation_may_measure_anything(make_run: Any) -> None:
-    callback, out = plain()
+def test_evaluations_may_have_any_metrics(make_run: Any) -> None:
+    callback, out = without_terminal()
     run = make_run(callback).begin()
     run.evaluate(loss=torch.tensor(1.5), judgement="good", counts=[1, 2])
     assert out.getvalue().endswith("validation after step 0: loss 1.5000  judgement good  counts [1, 2]\n")
 
 
 @pytest.mark.parametrize(("operations", "peak"), [(1.25e9, 1e12), (3.5e8, 9.89e11)])
-def test_mfu_is_operations_done_over_operations_possible(make_run: Any, operations: float, peak: float) -> None:
+def test_mfu_is_the_achieved_fraction_of_peak_flops(make_run: Any, operations: float, peak: float) -> None:
     callback, out = terminal()
     run = make_run(callback, steps=1).begin(flops_per_token=operations, peak_flops=peak)
     run.step(loss=2.0, tokens=3000, seconds=8.0)
     run.end()
     text = without_colours(out.getvalue())
-    assert f"MFU: {operations:,.0f} operations a token" in text
-    assert f"over {peak / 1e12:,.0f} TFLOP/s" in text
+    assert f"MFU: {operations:,.0f} FLOPs per token" in text
+    assert f" {peak / 1e12:,.0f} TFLOP/s" in text
     assert f"  375 tok/s  MFU {100 * operations * 375 / peak:.1f}%" in text
 
 
-def test_no_mfu_where_the_peak_is_not_known(make_run: Any) -> None:
+def test_no_mfu_if_the_peak_is_unknown(make_run: Any) -> None:
     callback, out = terminal()
     run = make_run(callback, steps=1).begin(flops_per_token=1e9, peak_flops=None)
     run.step(loss=2.0)
@@ -83,8 +83,8 @@ def test_no_mfu_where_the_peak_is_not_known(make_run: Any) -> None:
     assert "MFU" not in out.getvalue()
 
 
-def test_data_that_has_no_tokens_is_counted_in_samples(make_run: Any) -> None:
-    callback, out = plain()
+def test_batches_without_tokens_are_counted_in_samples(make_run: Any) -> None:
+    callback, out = without_terminal()
     memory = MemoryEstimate(weights=2**30, gradients=2**29, optimizer=None)
     run = make_run(callback, steps=1).begin(tokens_per_step=None, frozen_parameters=40, memory=memory)
     run.step(loss=2.0, tokens=0)
@@ -94,20 +94,20 @@ def test_data_that_has_no_tokens_is_counted_in_samples(make_run: Any) -> None:
     assert "Total batch size: 32 samples\n" in text
     assert "Steps: 1\n" in text
     assert "49 parameters on cpu, 40 of them frozen" in text
-    assert "1.00 GiB weights + 512.0 MiB gradients + optimizer state, not known yet" in text
+    assert "1.00 GiB weights + 512.0 MiB gradients + optimizer state (unknown before the first step)" in text
     assert "step:0/1 train_loss:2.0000 train_time:500ms\n" in text
     assert "token" not in text.partition("Total batch size")[2]
 
 
-def test_where_a_run_goes_on_and_that_it_is_over(make_run: Any) -> None:
-    callback, out = plain()
+def test_a_resumed_and_completed_run_is_reported(make_run: Any) -> None:
+    callback, out = without_terminal()
     make_run(callback, steps=3).begin(3, resumed_from=Path("run/checkpoints/step-00000003")).end()
     assert "Resumed from: run/checkpoints/step-00000003 (step 3)" in out.getvalue()
-    assert "Already at step 3 of 3: nothing to do; raise train.steps" in out.getvalue()
+    assert "Already at step 3 of 3: nothing to do" in out.getvalue()
 
 
-def test_who_asked_for_the_end_and_why(make_run: Any, tmp_path: Path) -> None:
-    callback, out = plain()
+def test_the_reason_for_a_stop_is_printed(make_run: Any, tmp_path: Path) -> None:
+    callback, out = without_terminal()
     run = make_run(EarlyStoppingCallback(patience=1), callback).begin()
     run.step(loss=1.0)
     run.evaluate(loss=1.0)
@@ -115,13 +115,13 @@ def test_who_asked_for_the_end_and_why(make_run: Any, tmp_path: Path) -> None:
     run.save()
     run.end()
     assert out.getvalue().splitlines()[-2:] == [
-        "EarlyStoppingCallback asked to stop (on_evaluate): loss has not been better than 1.0 for 1 of 1 evaluations",
-        f"Stopped at step 1, saved in {tmp_path}/run/checkpoints/step-00000001: run the same command to go on",
+        "EarlyStoppingCallback requested stop: loss has not improved on 1.0 for 1 evaluations",
+        f"Stopped at step 1, saved to {tmp_path}/run/checkpoints/step-00000001: rerun the same command to resume",
     ]
 
 
-def test_a_stop_at_the_last_step_changes_nothing(make_run: Any) -> None:
-    callback, out = plain()
+def test_a_stop_at_the_last_step_is_not_reported(make_run: Any) -> None:
+    callback, out = without_terminal()
     run = make_run(EarlyStoppingCallback(patience=1), callback, steps=1).begin()
     run.step(loss=1.0)
     run.evaluate(loss=1.0)
@@ -131,20 +131,20 @@ def test_a_stop_at_the_last_step_changes_nothing(make_run: Any) -> None:
     assert out.getvalue().splitlines()[-1] == "Peak memory: 1.00 GiB"
 
 
-def test_an_abort_says_what_is_left(make_run: Any) -> None:
+def test_an_abort_reports_the_latest_checkpoint(make_run: Any) -> None:
     class Impatient(TrainerCallback):
         name = "me"
 
         def on_step_end(self, **event: Any) -> None:
             event["control"].should_abort_without_save = True
 
-    callback, out = plain()
+    callback, out = without_terminal()
     run = make_run(Impatient(), callback).begin()
     run.step(loss=1.0)
     run.end()
     assert out.getvalue().splitlines()[-2:] == [
-        "me asked to abort (on_step_end)",
-        "Aborted at step 1, nothing saved: there is no checkpoint",
+        "me requested abort (on_step_end)",
+        "Aborted at step 1 without saving; there is no checkpoint",
     ]
 
 
@@ -157,7 +157,7 @@ def without_colours(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
-def test_the_live_line(make_run: Any) -> None:
+def test_the_progress_bar(make_run: Any) -> None:
     callback, out = terminal()
     run = make_run(callback, steps=2).begin(flops_per_token=1e9, peak_flops=1e12)
     run.step(loss=2.0)
@@ -171,7 +171,7 @@ def test_the_live_line(make_run: Any) -> None:
     assert text.count("Total tokens processed: 512") == 1
 
 
-def test_the_live_line_is_taken_down_when_a_run_fails(make_run: Any) -> None:
+def test_the_progress_bar_is_removed_if_a_run_fails(make_run: Any) -> None:
     callback, out = terminal()
     run = make_run(callback, steps=2).begin()
     run.step(loss=2.0)
@@ -180,7 +180,7 @@ def test_the_live_line_is_taken_down_when_a_run_fails(make_run: Any) -> None:
     assert "Total time" not in out.getvalue()
 
 
-def test_plain_lines_on_a_terminal_if_asked(make_run: Any) -> None:
+def test_plain_output_on_a_terminal(make_run: Any) -> None:
     out = io.StringIO()
     callback = ProgressCallback(Console(file=out, force_terminal=True), plain=True)
     run = make_run(callback, steps=1).begin()
@@ -190,11 +190,11 @@ def test_plain_lines_on_a_terminal_if_asked(make_run: Any) -> None:
     assert "step:0/1 train_loss:2.0000" in out.getvalue()
 
 
-def test_one_process_speaks_for_all(make_run: Any) -> None:
-    callback, out = plain()
+def test_only_the_first_rank_prints(make_run: Any) -> None:
+    callback, out = without_terminal()
     run = make_run(callback)
     run.state.is_world_process_zero = False
-    run.tell("on_init_end")
+    run.dispatch("on_init_end")
     run.begin().step(loss=1.0)
     run.end()
     assert out.getvalue() == ""
@@ -212,7 +212,7 @@ class Full(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_console_that_cannot_be_written_is_one_warning(make_run: Any, caplog: Any, terminal: bool) -> None:
+def test_a_console_that_cannot_be_written_logs_one_warning(make_run: Any, caplog: Any, terminal: bool) -> None:
     file = Full()
     run = make_run(ProgressCallback(Console(file=file, force_terminal=terminal))).begin()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""TensorBoard's own reader sees one curve, whatever happened to the run."""
+"""TensorBoard's reader sees one continuous curve across resumes, rollbacks and failures."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def go(make_run: Any, first: int, last: int, sitting: int = 0, **settings: Any) 
         if run.state.global_step % 3 == 0:
             run.evaluate(loss=0.25, accuracy=0.5)
             run.log({"grad_norm/a": 2.0, "epoch": 0.5})
-            run.tell("on_sample", text="O Romeo", step=run.state.global_step)
+            run.dispatch("on_sample", text="O Romeo", step=run.state.global_step)
     run.end()
 
 
-def test_every_step_evaluation_and_log(make_run: Any, tmp_path: Path) -> None:
+def test_steps_evaluations_and_logs_are_written(make_run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     go(make_run, 0, 3)
     seen = curves(tmp_path / "run" / "runs" / "1_host")
@@ -46,7 +46,7 @@ def test_every_step_evaluation_and_log(make_run: Any, tmp_path: Path) -> None:
     assert not any("eval_" in tag for tag in seen)
 
 
-def test_a_log_of_ones_own_is_a_curve_and_what_is_no_number_is_not(make_run: Any, tmp_path: Path) -> None:
+def test_only_numbers_of_a_log_are_written(make_run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     run = make_run(TensorBoardCallback()).begin()
     run.step(loss=1.0)
@@ -61,7 +61,7 @@ def test_a_log_of_ones_own_is_a_curve_and_what_is_no_number_is_not(make_run: Any
     }
 
 
-def test_two_resumes_leave_one_curve_without_what_no_longer_holds(make_run: Any, tmp_path: Path) -> None:
+def test_resumes_discard_events_after_the_checkpoint(make_run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     go(make_run, 0, 7, sitting=0)
     go(make_run, 3, 8, sitting=1)  # went on from step 3: steps 4 to 7 of before no longer hold
@@ -73,26 +73,26 @@ def test_two_resumes_leave_one_curve_without_what_no_longer_holds(make_run: Any,
     assert seen["eval/loss"] == [(3, 0.25), (6, 0.25), (9, 0.25)]
 
 
-def test_a_run_that_begins_anew_shows_nothing_of_before(make_run: Any, tmp_path: Path) -> None:
+def test_a_restarted_run_discards_earlier_events(make_run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     go(make_run, 0, 7)
     go(make_run, 0, 2, sitting=1)
     assert curves(tmp_path / "run" / "runs" / "1_host")["train/loss"] == [(1, 100.0), (2, 101.0)]
 
 
-def test_going_back(make_run: Any, tmp_path: Path) -> None:
+def test_a_rollback_discards_later_events(make_run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     run = make_run(TensorBoardCallback()).begin()
     for loss in (3.0, 2.0, 9.0):
         run.step(loss=loss)
     run.state.global_step = 2
-    run.tell("on_rewind", step=2)
+    run.dispatch("on_rewind", step=2)
     run.step(loss=1.5)
     run.end()
     assert curves(tmp_path / "run" / "runs" / "1_host")["train/loss"] == [(1, 3.0), (2, 2.0), (3, 1.5)]
 
 
-def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
@@ -100,12 +100,12 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatc
         TensorBoardCallback()
 
 
-def test_many_sittings_in_quick_succession_are_read_in_their_order(make_run: Any, tmp_path: Path) -> None:
+def test_sessions_started_within_a_second_are_read_in_order(make_run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     run = make_run(TensorBoardCallback(), steps=9).begin()
     for sitting in range(3):
         run.state.global_step = 1
-        run.tell("on_rewind", step=1)
+        run.dispatch("on_rewind", step=1)
         run.step(loss=float(sitting))
     run.end()
     folder = tmp_path / "run" / "runs" / "1_host"
@@ -115,7 +115,7 @@ def test_many_sittings_in_quick_succession_are_read_in_their_order(make_run: Any
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_events_that_cannot_be_written_are_one_warning_and_tried_again(
+def test_write_failures_log_one_warning_and_are_retried(
     make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from tensorboard.summary.writer.record_writer import RecordWriter

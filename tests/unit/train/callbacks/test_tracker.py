@@ -1,4 +1,4 @@
-"""Weights & Biases and trackio, as they are, without a network."""
+"""The real Weights & Biases and trackio, offline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whimbrel.train.callbacks import TrackerCallback
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(MissingExtraError, match=rf"logging to {kind} needs the package '{kind}': pip install"):
         TrackerCallback(kind)
@@ -37,7 +37,7 @@ class Tracked:
         pass
 
 
-def test_logs_of_ones_own_are_told_and_evaluations_once(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_reported_and_evaluations_only_once(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tracked = Tracked()
     module = SimpleNamespace(init=lambda **_: tracked)
     monkeypatch.setitem(sys.modules, "trackio", module)
@@ -70,7 +70,7 @@ callback.on_train_begin(**event)
 for step in range(first + 1, last + 1):
     metrics = {"step": step, "loss": 1 / step, "lr": 1e-3, "grad_norm": 1.0, "tokens": 8, "seconds": 0.5}
     callback.on_train_metrics(**event, metrics=metrics)
-callback.on_log(**event, logs={"eval_loss": 0.5})
+callback.on_log(**event, logs={"eval_loss": 0.5}, kind="evaluation")
 callback.on_evaluate(**event, metrics={"eval_loss": 0.5})
 (folder / "state.json").write_text(json.dumps(callback.state_dict()))
 callback.on_train_end(**event)
@@ -88,7 +88,7 @@ def sitting(kind: str, folder: Path, first: int, last: int) -> str:
     return done.stdout + done.stderr
 
 
-def test_wandb_without_an_account_writes_into_the_run_and_goes_on_as_the_same_run(tmp_path: Path) -> None:
+def test_wandb_without_an_account_writes_to_the_run_directory_and_resumes_the_same_run(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     sitting("wandb", tmp_path, 0, 3)
     sitting("wandb", tmp_path, 2, 4)
@@ -97,7 +97,7 @@ def test_wandb_without_an_account_writes_into_the_run_and_goes_on_as_the_same_ru
     assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1  # the id
 
 
-def test_trackio_goes_on_as_the_same_run(tmp_path: Path) -> None:
+def test_trackio_resumes_the_same_run(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     sitting("trackio", tmp_path, 0, 3)
     sitting("trackio", tmp_path, 2, 4)

@@ -1,4 +1,4 @@
-"""Samples, norms, memory and the profiler: what is measured on the way."""
+"""Samples, norms, peak memory and profiler traces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dreams(model: nn.Module, step: int) -> str:
     return f"{step}: {float(torch.rand(()) + model(torch.randn(1, 4))):.3f}"
 
 
-def test_samples_are_told_to_everyone_and_logged(make_run: Any, tmp_path: Path) -> None:
+def test_samples_are_dispatched_and_logged(make_run: Any, tmp_path: Path) -> None:
     run = make_run(SampleCallback(dreams, every=2), JsonlLogger()).begin()
     for _ in range(5):
         run.step()
@@ -39,14 +39,14 @@ def test_samples_are_told_to_everyone_and_logged(make_run: Any, tmp_path: Path) 
     assert [(line["after"], line["text"].partition(":")[0]) for line in lines] == [(2, "2"), (4, "4")]
 
 
-def test_samples_do_not_change_the_run(make_run: Any) -> None:
+def test_samples_do_not_change_the_training(make_run: Any) -> None:
     with_samples = make_run(SampleCallback(dreams, every=1)).begin()
     losses = [with_samples.step() for _ in range(4)]
     without = make_run().begin()
     assert [without.step() for _ in range(4)] == losses
 
 
-def test_a_listener_of_samples_may_ask_for_the_end(make_run: Any) -> None:
+def test_on_sample_can_stop_the_run(make_run: Any) -> None:
     class Bored(TrainerCallback):
         def on_sample(self, **event: Any) -> None:
             event["control"].should_training_stop = True
@@ -57,7 +57,7 @@ def test_a_listener_of_samples_may_ask_for_the_end(make_run: Any) -> None:
     assert run.callbacks.stopped_by.callback == "Bored"
 
 
-def test_norms_of_each_parameter_and_its_gradient(make_run: Any) -> None:
+def test_norms_of_parameters_and_gradients_are_logged(make_run: Any) -> None:
     run = make_run(NormsCallback(every=2)).begin()
     run.step()
     assert run.state.log_history == []
@@ -77,15 +77,15 @@ def test_norms_of_each_parameter_and_its_gradient(make_run: Any) -> None:
     assert len(logs) == 8
 
 
-def test_peak_memory_in_the_logs(make_run: Any) -> None:
+def test_peak_memory_is_logged(make_run: Any) -> None:
     run = make_run(MemoryCallback()).begin()
     logs = {"loss": 1.0}
-    run.tell("on_log_step", logs=logs)
+    run.dispatch("on_log_step", logs=logs)
     assert logs["peak_memory"] > 2**20
 
 
 @pytest.mark.parametrize(("first_step", "last"), [(0, 6), (3, 6), (0, 3)])
-def test_a_trace_of_some_steps(make_run: Any, tmp_path: Path, first_step: int, last: int) -> None:
+def test_a_trace_of_the_selected_steps_is_written(make_run: Any, tmp_path: Path, first_step: int, last: int) -> None:
     run = make_run(ProfilerCallback(2, 4)).begin(first_step)
     while run.state.global_step < last:
         run.step()
@@ -98,7 +98,7 @@ def test_a_trace_of_some_steps(make_run: Any, tmp_path: Path, first_step: int, l
     assert len(steps) == min(last, 4) - max(first_step, 2)
 
 
-def test_no_trace_of_steps_that_are_past(make_run: Any, tmp_path: Path) -> None:
+def test_no_trace_is_written_for_steps_already_done(make_run: Any, tmp_path: Path) -> None:
     run = make_run(ProfilerCallback(2, 4)).begin(4)
     run.step()
     run.end()
