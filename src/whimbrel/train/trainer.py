@@ -413,7 +413,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         self.control.should_save = self.control.should_training_stop = True
         if self.callbacks.stopped_by is None:
             self.callbacks.stopped_by = StopRequest(received.name, event, "stop")
-            logger.info("Received %s: saving, then stopping", received.name)
+            logger.info("Interrupted (%s): finishing this step, then saving", received.name)
 
     def _step(self, session: _Session, batches: TokenBatches | DatasetBatches) -> bool:
         """One optimizer step and everything due after it; returns whether the epoch ended."""

@@ -1,4 +1,4 @@
-"""Arguments do what they say, seen from inside a run."""
+"""The effect of training arguments on a run."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class Scripted(BaseTrainer):
         return {"eval_loss": next(self.script)}
 
 
-def test_the_first_step_is_logged_if_asked(args: Make, fit: Make) -> None:
+def test_logging_first_step_logs_the_first_step(args: Make, fit: Make) -> None:
     trainer, _ = fit(args(logging_steps=4, logging_first_step=True))
     assert logged(trainer, "loss") == [1, 4, 8]
     trainer, _ = fit(args(logging_steps=4))
     assert logged(trainer, "loss") == [4, 8]
 
 
-def test_evaluation_is_put_off_by_steps_or_epochs(args: Make, fit: Make, data: Make) -> None:
+def test_eval_delay_counts_steps_or_epochs(args: Make, fit: Make, data: Make) -> None:
     trainer, _ = fit(args(eval_strategy="steps", eval_steps=2, eval_delay=5), eval_dataset=data(4))
     assert logged(trainer, "eval_loss") == [6, 8]
     passes = {"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 12}
@@ -73,7 +73,7 @@ def test_evaluation_is_put_off_by_steps_or_epochs(args: Make, fit: Make, data: M
     assert logged(trainer, "eval_loss") == [4, 6]  # two steps an epoch
 
 
-def test_logs_evaluations_and_saves_by_epoch(args: Make, fit: Make, data: Make) -> None:
+def test_epoch_strategies_log_evaluate_and_save_once_per_epoch(args: Make, fit: Make, data: Make) -> None:
     by_epoch = {"logging_strategy": "epoch", "eval_strategy": "epoch", "save_strategy": "epoch"}
     run = args(max_steps=-1, num_train_epochs=2.5, logging_steps=500, **by_epoch)
     trainer, _ = fit(run, eval_dataset=data(4))
@@ -81,7 +81,7 @@ def test_logs_evaluations_and_saves_by_epoch(args: Make, fit: Make, data: Make) 
     assert saved(trainer) == [6, 12, 15]
 
 
-def test_a_save_for_every_evaluation_that_is_better(args: Make, net: Make, data: Make) -> None:
+def test_save_strategy_best_saves_after_each_improvement(args: Make, net: Make, data: Make) -> None:
     trainer = Scripted(
         args(max_steps=6, save_strategy="best", eval_strategy="steps", eval_steps=1),
         net(), train_dataset=data(), eval_dataset=data(4), callbacks=[],
@@ -92,7 +92,7 @@ def test_a_save_for_every_evaluation_that_is_better(args: Make, net: Make, data:
     assert trainer.state.best_global_step == 5
 
 
-def test_so_many_of_the_best_stay(args: Make, net: Make, data: Make) -> None:
+def test_preserve_n_best_keeps_the_best_checkpoints(args: Make, net: Make, data: Make) -> None:
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     trainer = Scripted(
         args(max_steps=6, eval_strategy="steps", eval_steps=1, preserve_best_model=True, preserve_n_best=2, **saving),
@@ -105,7 +105,9 @@ def test_so_many_of_the_best_stay(args: Make, net: Make, data: Make) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux for the file of a descriptor")
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_who_writes_a_checkpoint(args: Make, fit: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+def test_async_save_writes_in_another_thread(
+    args: Make, fit: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
     writers, fsync = set(), os.fsync
 
     def spy(handle: Any) -> None:
@@ -119,7 +121,9 @@ def test_who_writes_a_checkpoint(args: Make, fit: Make, monkeypatch: pytest.Monk
     assert writers == {not asynchronous}
 
 
-def test_workers_prefetch_and_pinned_memory(args: Make, fit: Make, data: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_loader_arguments_are_passed_on(
+    args: Make, fit: Make, data: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen, make = [], DataLoader.__init__
 
     def spy(self: DataLoader[Any], *given: Any, **settings: Any) -> None:
@@ -142,7 +146,9 @@ def test_workers_prefetch_and_pinned_memory(args: Make, fit: Make, data: Make, m
         assert seen[-1]["pin_memory"] is pinned
 
 
-def test_activations_go_through_the_host(args: Make, fit: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activation_offloading_moves_activations_to_the_host(
+    args: Make, fit: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: list[int] = []
 
     class Host(torch.autograd.graph.save_on_cpu):
@@ -159,7 +165,7 @@ def test_activations_go_through_the_host(args: Make, fit: Make, monkeypatch: pyt
     assert offloaded.hex == plain.hex
 
 
-def test_attention_kernels_and_their_order(args: Make, fit: Make, net: Make) -> None:
+def test_sdpa_backends_and_their_priority_are_applied(args: Make, fit: Make, net: Make) -> None:
     def allowed(**given: Any) -> list[SDPBackend]:
         model = Watching(net(), lambda: _cur_sdpa_kernel_backends(with_priority=True))
         fit(args(max_steps=1, **given), model=model)
@@ -175,7 +181,7 @@ def test_attention_kernels_and_their_order(args: Make, fit: Make, net: Make) -> 
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
 
 
-def test_a_switch_is_back_after_a_run_that_failed(args: Make, fit: Make, net: Make) -> None:
+def test_torch_flags_are_restored_after_a_failed_run(args: Make, fit: Make, net: Make) -> None:
     before, seen = torch.get_float32_matmul_precision(), []
 
     def look() -> None:
@@ -237,7 +243,7 @@ def backend() -> Iterator[list[tuple[int, dict[str, Any]]]]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch.compile
-def test_blocks_or_the_whole_model_are_compiled(args: Make, fit: Make, backend: Any) -> None:
+def test_compile_scope_compiles_blocks_or_the_model(args: Make, fit: Make, backend: Any) -> None:
     _, plain = fit(args(), model=Stack())
     assert backend == []
     _, blocks = fit(args(torch_compile_backend="counting"), model=Stack())
@@ -255,7 +261,7 @@ def test_blocks_or_the_whole_model_are_compiled(args: Make, fit: Make, backend: 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch.compile
 @pytest.mark.parametrize("scope", ["block", "model"])
-def test_backends_of_torch(args: Make, fit: Make, backend: Any, scope: str) -> None:
+def test_torch_compile_backends_run(args: Make, fit: Make, backend: Any, scope: str) -> None:
     _, plain = fit(args(), model=Stack())
     for name in ("eager", "aot_eager"):
         _, compiled = fit(args(torch_compile_backend=name, compile_scope=scope), model=Stack())
@@ -264,7 +270,7 @@ def test_backends_of_torch(args: Make, fit: Make, backend: Any, scope: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch.compile
-def test_how_often_a_function_may_be_compiled_anew(args: Make, fit: Make, backend: Any) -> None:
+def test_the_recompile_limit_is_applied(args: Make, fit: Make, backend: Any) -> None:
     """Blocks of unlike widths share their code, so that each is a compilation of its own."""
 
     class Uneven(Stack):
@@ -286,7 +292,7 @@ def test_how_often_a_function_may_be_compiled_anew(args: Make, fit: Make, backen
     assert len(backend) > 2
 
 
-def test_a_removed_callback_hears_nothing(args: Make, net: Make, data: Make) -> None:
+def test_a_removed_callback_gets_no_events(args: Make, net: Make, data: Make) -> None:
     class Counting(TrainerCallback):
         def __init__(self) -> None:
             self.steps = 0
@@ -303,7 +309,7 @@ def test_a_removed_callback_hears_nothing(args: Make, net: Make, data: Make) -> 
     assert (first.steps, second.steps, third.steps) == (0, 0, 2)
 
 
-def test_values_of_any_kind_are_logged_and_saved(args: Make, fit: Make) -> None:
+def test_values_of_any_type_can_be_logged_and_saved(args: Make, fit: Make) -> None:
     from whimbrel.train.log import read_log
 
     class Measures(TrainerCallback):
