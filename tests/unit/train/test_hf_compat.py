@@ -460,7 +460,7 @@ def test_resuming_with_other_shards_raises(
     kind: str, make_run: Make, shards: Path, shakespeare: str, tmp_path: Path
 ) -> None:
     def refuse(folder: Path, words: str) -> None:
-        with pytest.raises(DataError, match=f"has {words} than the checkpoint was trained on .*: resume with the same"):
+        with pytest.raises(DataError, match=f"expected {words}.* got .*resume with the same data"):
             Trainer.from_config(make_run(train__steps=4, data__path=str(folder))).train()
 
     Trainer.from_config(make_run(train__steps=3)).train()
