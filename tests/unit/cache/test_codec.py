@@ -47,9 +47,9 @@ def test_values_are_restored_within_half_a_step(name: str, numbers: object):
     error = (codec.decode(codes, scales, torch.float64) - states).abs()
     if name == "int4":  # where a few large numbers leave a group small ones, its step is up to 1/255 of the largest
         low, high = in_groups(states, codec.group_size)
-        whole = (states.amax(-1, keepdim=True) - states.amin(-1, keepdim=True)).double()
+        span = (states.amax(-1, keepdim=True) - states.amin(-1, keepdim=True)).double()
         base = states.abs().amax(-1, keepdim=True).double() / 100
-        allowed = ((high - low).double() + (whole + base) * 3 / 255) / 15 / 2 * 1.02 + base * 1e-5
+        allowed = ((high - low).double() + (span + base) * 3 / 255) / 15 / 2 * 1.02 + base * 1e-5
         tiny = (
             2.0**-133 * 255 * 15
         )  # units this small are multiples of bf16's smallest number, taken up to 255 x 15 times
@@ -72,9 +72,9 @@ def test_bits_per_value(codec: GroupCodec):
 
 
 def test_integer_states_are_rejected_and_nothing_is_stored(codec: GroupCodec):
-    whole, cache = torch.ones(1, 1, 1, 4, dtype=torch.int32), DynamicCache(codec=codec.name)
+    integers, cache = torch.ones(1, 1, 1, 4, dtype=torch.int32), DynamicCache(codec=codec.name)
     with pytest.raises(CacheError, match="expected a floating-point dtype, got torch.int32"):
-        cache.update(whole, whole, 0)
+        cache.update(integers, integers, 0)
     assert cache.layers == []
 
 
@@ -92,9 +92,9 @@ def test_an_outlier_channel_does_not_affect_other_groups_in_int4(largest: float)
 
 
 def test_heads_are_encoded_independently(codec: GroupCodec):
-    states, codes_alone = torch.randn(4, 2, 6, 128), codec.encode
-    whole = codec.encode(states)
-    for tensor, part in zip(whole, codes_alone(states[1:2, 1:, 3:4]), strict=True):
+    states = torch.randn(4, 2, 6, 128)
+    encoded = codec.encode(states)
+    for tensor, part in zip(encoded, codec.encode(states[1:2, 1:, 3:4]), strict=True):
         assert torch.equal(tensor[1:2, 1:, 3:4], part)
     broken = states.clone()
     broken[:, 0, 3] = float("nan")
@@ -107,12 +107,12 @@ def test_heads_are_encoded_independently(codec: GroupCodec):
 @pytest.mark.parametrize("codec", ["fp8", "int8"], indirect=True)
 def test_eight_bit_groups_are_encoded_independently(codec: GroupCodec):
     states = torch.randn(4, 2, 6, 128)
-    whole = codec.encode(states)
+    encoded = codec.encode(states)
     alone = codec.encode(states[1:2, :, 3:4])
     broken = states.clone()
     broken[:, :, 0, :] = 1e20
     broken[:, :, 3, 64:] = float("nan")
-    for tensor, part, other in zip(whole, alone, codec.encode(broken), strict=True):
+    for tensor, part, other in zip(encoded, alone, codec.encode(broken), strict=True):
         assert torch.equal(tensor[1:2, :, 3:4], part)
         half = tensor.size(-1) // 2
         assert torch.equal(tensor[:, :, 3, :half], other[:, :, 3, :half])

@@ -22,21 +22,21 @@ def no_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Boxed:
-    """A tensor of a framework of our own, with no protocol at all."""
+    """A tensor type without any protocol."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.inside = tensor
 
 
 class Exporting(Boxed):
-    """Has the way to torch alone."""
+    """Has to_torch only."""
 
     def to_torch(self) -> torch.Tensor:
         return self.inside
 
 
 class RoundTrip(Exporting):
-    """Has both ways."""
+    """Has to_torch and from_torch."""
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> RoundTrip:
@@ -44,7 +44,7 @@ class RoundTrip(Exporting):
 
 
 class Capsules(Boxed):
-    """Speaks DLPack and says that its `.to_torch()` is not to be asked."""
+    """Supports DLPack; its `.to_torch()` must not be called."""
 
     def __dlpack__(self, **kwargs: object) -> object:
         return self.inside.__dlpack__(**kwargs)
@@ -61,14 +61,14 @@ class Capsules(Boxed):
 
 
 class Interface:
-    """Shows its memory by the array interface alone."""
+    """Has the array interface only."""
 
     def __init__(self, array: np.ndarray) -> None:
-        self.held = array
+        self.array = array
 
     @property
     def __array_interface__(self) -> dict:
-        return self.held.__array_interface__
+        return self.array.__array_interface__
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> Interface:
@@ -139,7 +139,7 @@ def test_a_read_only_array_is_read_without_a_copy_or_warning():
 
 
 def test_unsupported_strides_are_copied():
-    """torch ends the process when DLPack hands it a negative stride, so this must not reach it."""
+    """torch aborts the process for negative strides from DLPack, so they must not reach it."""
     array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     for given in (array[::-1], array[:, ::-1, ::-2], np.zeros(4, dtype=[("a", "f4"), ("b", "i1")])["a"]):
         assert np.array_equal(to_torch(given)[0].numpy(), given)

@@ -30,7 +30,7 @@ HEADS, SIZE, CAPACITY, WINDOW, SINKS = 2, 4, 24, 5, 2
 class Lists:
     """The expected content of a layer: every token of every sequence, and how many are still stored."""
 
-    rows: list[list[Tensor]]
+    sequences: list[list[Tensor]]
     padding: list[int]
     """Left padding of each sequence."""
     span: int | None = None
@@ -41,13 +41,13 @@ class Lists:
 
     @property
     def seen(self) -> int:
-        return len(self.rows[0])
+        return len(self.sequences[0])
 
     def append(self, tokens: list[Tensor]) -> Tensor:
         """Add tokens to every sequence; returns what they may attend to."""
         before = self.seen if self.span is None else min(self.seen, self.span - 1)
         seen = self.seen
-        for row, new in zip(self.rows, torch.stack(tokens, dim=1), strict=True):
+        for row, new in zip(self.sequences, torch.stack(tokens, dim=1), strict=True):
             row.extend(new)
         self.stored += len(tokens)
         if self.span is not None and not self.recording:
@@ -57,8 +57,8 @@ class Lists:
     def visible(self, before: int, seen: int) -> Tensor:
         sinks, contiguous = min(self.sinks, before), seen - before
         fronts = [min(padding, contiguous) for padding in self.padding]
-        rows = zip(self.rows, fronts, strict=True)
-        kept = [row[front : front + sinks] + row[contiguous + sinks :] for row, front in rows]
+        sequences = zip(self.sequences, fronts, strict=True)
+        kept = [row[front : front + sinks] + row[contiguous + sinks :] for row, front in sequences]
         return torch.stack([torch.stack(row, dim=1) if row else torch.empty(HEADS, 0, SIZE) for row in kept])
 
     def can_crop(self, kept: int) -> bool:
@@ -69,14 +69,14 @@ class Lists:
         self.stored = 0 if kept == 0 else self.stored - (self.seen - kept)
         if self.span is not None:
             self.stored = min(self.stored, self.span)
-        self.rows = [row[:kept] for row in self.rows]
+        self.sequences = [row[:kept] for row in self.sequences]
 
     def gather(self, index: list[int]) -> None:
-        self.rows = [list(self.rows[i]) for i in index]
+        self.sequences = [list(self.sequences[i]) for i in index]
         self.padding = [self.padding[i] for i in index]
 
     def copy(self) -> Lists:
-        return replace(self, rows=[list(row) for row in self.rows])
+        return replace(self, sequences=[list(row) for row in self.sequences])
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Operations(RuleBasedStateMachine):
 
     @property
     def batch(self) -> int:
-        return len(self.now.lists[0].rows)
+        return len(self.now.lists[0].sequences)
 
     @rule(tokens=st.integers(1, 12))
     def append(self, tokens: int) -> None:
@@ -152,8 +152,8 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: self.now.lists[0].seen)
     @rule(data=st.data())
     def reorder(self, data: st.DataObject) -> None:
-        rows = st.integers(0, self.batch - 1)
-        index = data.draw(st.lists(rows, min_size=1, max_size=4))
+        sequences = st.integers(0, self.batch - 1)
+        index = data.draw(st.lists(sequences, min_size=1, max_size=4))
         if self.kind == "static" and len(index) != self.batch:
             with pytest.raises(CacheError, match="fixed batch size"):
                 self.now.cache.reorder(index)
@@ -190,7 +190,7 @@ class Operations(RuleBasedStateMachine):
 
     @precondition(lambda self: self.forks)
     @rule()
-    def go_back(self) -> None:
+    def switch_to_a_fork(self) -> None:
         self.forks[0], self.now = self.now, self.forks[0]
 
     @invariant()

@@ -13,7 +13,7 @@ from torch import Tensor
 from whimbrel.ops import View, attend, attend_reference, write_blocks
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, position: int, key_positions: list[int], window: int | None) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, position: int, key_positions: list[int], window: int | None) -> Tensor:
     """One query (heads, head size) over the keys (heads, slots, head size) that it may see."""
     seen = [s for s, p in enumerate(key_positions) if 0 <= p <= position and (window is None or position - p < window)]
     group = q.size(0) // k.size(0)
@@ -35,20 +35,20 @@ def test_keys_in_order(tokens: int, slots: int, window: int | None) -> None:
     got = attend(q, View(k, v), positions, window=window)
     for b in range(2):
         for t in range(tokens):
-            wanted = by_hand(q[b, :, t], k[b], v[b], 20 - tokens + t, list(range(20 - slots, 20)), window)
-            torch.testing.assert_close(got[b, :, t], wanted)
+            expected = reference(q[b, :, t], k[b], v[b], 20 - tokens + t, list(range(20 - slots, 20)), window)
+            torch.testing.assert_close(got[b, :, t], expected)
 
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_slots_in_any_order_per_sequence_and_empty_slots(window: int | None) -> None:
     q, k, v = states(2, 4, 2, 8), states(2, 2, 6, 8), states(2, 2, 6, 8) + 1
-    places = [[4, 5, -1, 1, 2, 3], [-2, -1, 0, 3, 2, 1]]
+    slot_positions = [[4, 5, -1, 1, 2, 3], [-2, -1, 0, 3, 2, 1]]
     positions = torch.tensor([[4, 5], [2, 3]])
-    got = attend(q, View(k, v, key_positions=torch.tensor(places)), positions, window=window)
+    got = attend(q, View(k, v, key_positions=torch.tensor(slot_positions)), positions, window=window)
     for b in range(2):
         for t in range(2):
-            wanted = by_hand(q[b, :, t], k[b], v[b], int(positions[b, t]), places[b], window)
-            torch.testing.assert_close(got[b, :, t], wanted)
+            expected = reference(q[b, :, t], k[b], v[b], int(positions[b, t]), slot_positions[b], window)
+            torch.testing.assert_close(got[b, :, t], expected)
 
 
 def test_a_padding_query_is_finite() -> None:
@@ -82,8 +82,8 @@ def test_paged_attention(lengths: list[int], block_size: int, window: int | None
     q = states(len(lengths), 4, 1, 8)
     got = attend(q, view, torch.tensor(lengths)[:, None] - 1, window=window)
     for b, length in enumerate(lengths):
-        wanted = by_hand(q[b, :, 0], k[b], v[b], length - 1, list(range(k.size(2))), window)
-        torch.testing.assert_close(got[b, :, 0], wanted)
+        expected = reference(q[b, :, 0], k[b], v[b], length - 1, list(range(k.size(2))), window)
+        torch.testing.assert_close(got[b, :, 0], expected)
 
 
 @pytest.mark.gpu
@@ -98,10 +98,13 @@ def test_the_paged_attention_kernel(dtype: torch.dtype, heads: int, kv_heads: in
             view = replace(view, keys=view.keys.to(dtype), values=view.values.to(dtype))
             q = states(len(lengths), 1, heads, width, device="cuda").transpose(1, 2).to(dtype)  # strided, as in a model
             positions = view.lengths[:, None] - 1
-            got, wanted = attend(q, view, positions, window=window), attend_reference(q, view, positions, window=window)
+            got, expected = (
+                attend(q, view, positions, window=window),
+                attend_reference(q, view, positions, window=window),
+            )
             read = view.lengths > 0
             close = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
-            torch.testing.assert_close(got[read], wanted[read], rtol=close, atol=close)
+            torch.testing.assert_close(got[read], expected[read], rtol=close, atol=close)
             assert got.isfinite().all()
 
 
@@ -118,7 +121,7 @@ def test_write_blocks(device: str, dtype: torch.dtype, heads: int, width: int) -
     keys, values = (torch.full((10, 4, heads, width), fill, dtype=dtype, device=device) for fill in (1, 2))
     write_blocks(keys, values, new_keys, new_values, slots)
     for blocks, new, fill in ((keys, new_keys, 1), (values, new_values, 2)):
-        wanted = torch.full((40, heads, width), fill, dtype=dtype, device=device)
+        expected = torch.full((40, heads, width), fill, dtype=dtype, device=device)
         for slot, row in zip(slots.tolist(), new, strict=True):
-            wanted[slot] = row
-        assert torch.equal(blocks, wanted.view_as(blocks))
+            expected[slot] = row
+        assert torch.equal(blocks, expected.view_as(blocks))

@@ -32,11 +32,11 @@ def test_loss_and_gradients_match_the_reference(
     monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", rows * PADDED * 4)
     hidden, weight, targets = case()
     expected = linear_cross_entropy_reference(hidden, weight, targets, vocab_size=V, softcap=softcap)
-    wanted = torch.autograd.grad(expected / 3, (hidden, weight))
+    expected_grads = torch.autograd.grad(expected / 3, (hidden, weight))
     loss = linear_cross_entropy(hidden, weight, targets, vocab_size=V, softcap=softcap)
     given = torch.autograd.grad(loss / 3, (hidden, weight))
     torch.testing.assert_close(loss, expected)
-    for a, b in zip(given, wanted, strict=True):
+    for a, b in zip(given, expected_grads, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     assert given[1][V:].abs().max() == 0
 
@@ -152,6 +152,6 @@ def test_the_kernel_matches_the_reference(softcap: float | None, dtype: torch.dt
     loss = linear_cross_entropy(hidden, weight, targets, vocab_size=V, softcap=softcap)
     rtol = 1e-3 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(loss, expected.float(), rtol=rtol, atol=0)
-    wanted = torch.autograd.grad(expected, reference)
-    for a, b in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
+    expected_grads = torch.autograd.grad(expected, reference)
+    for a, b in zip(torch.autograd.grad(loss, (hidden, weight)), expected_grads, strict=True):
         assert (a.double() - b).norm() / b.norm() < (2e-3 if dtype == torch.float32 else 2e-2)

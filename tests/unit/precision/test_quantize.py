@@ -62,14 +62,14 @@ def test_loading_dense_into_quantized_stays_quantized(swapping: bool, assign: bo
     source, model = net(seed=0).bfloat16() if device == "meta" else net(seed=0), quantized(name, device)
     before = {id(parameter) for parameter in model.parameters()}
     state = source.state_dict()
-    kept = dict(state)
+    tensors = dict(state)
     model.load_state_dict(state, assign=assign)
     assert holds(model, source, name)
     assert torch.equal(model[0].bias, source[0].bias)
     assert model[0].bias.dtype == model[0].weight.dtype == source[0].bias.dtype
     if swapping or not assign:
         assert {id(parameter) for parameter in model.parameters()} == before
-    assert all(state[key] is tensor and type(tensor) is torch.Tensor for key, tensor in kept.items())
+    assert all(state[key] is tensor and type(tensor) is torch.Tensor for key, tensor in tensors.items())
     assert flag() == swapping
 
 
@@ -91,12 +91,12 @@ def test_tied_weights_stay_tied_when_assigned(swapping: bool, device: str) -> No
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1].weight = model[0].weight
     quantize_(model, "int8")
-    held = model[0].weight
+    original = model[0].weight
     source = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     source[1].weight = source[0].weight
     model.load_state_dict(source.state_dict(), assign=True)
-    assert model[0].weight is model[1].weight is held
-    assert torch.equal(held, QuantizedWeight.quantize(source[0].weight, "int8"))
+    assert model[0].weight is model[1].weight is original
+    assert torch.equal(original, QuantizedWeight.quantize(source[0].weight, "int8"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -111,20 +111,20 @@ def test_the_head_of_a_gpt_stays_tied_when_assigned(device: str) -> None:
 
 
 @pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
-@pytest.mark.parametrize("kinds", ["plain quantised", "quantised plain", "quantised quantised", "plain plain"])
+@pytest.mark.parametrize("kinds", ["dense quantized", "quantized dense", "quantized quantized", "dense dense"])
 def test_loading_keeps_parameter_objects_and_the_state_dict_unchanged(kinds: str, assign: bool, device: str) -> None:
-    source = quantized(seed=3) if kinds.startswith("quantised") else net(seed=3)
-    model = quantized(device=device) if kinds.endswith("quantised") else net(device)
+    source = quantized(seed=3) if kinds.startswith("quantized") else net(seed=3)
+    model = quantized(device=device) if kinds.endswith("quantized") else net(device)
     before, state = [id(parameter) for parameter in model.parameters()], source.state_dict()
-    kept, metadata = dict(state), copy.deepcopy(state._metadata)
+    tensors, metadata = dict(state), copy.deepcopy(state._metadata)
     load_state(model, state, assign=assign)
     assert [id(parameter) for parameter in model.parameters()] == before
-    assert isinstance(model[0].weight, QuantizedWeight) == kinds.endswith("quantised")
+    assert isinstance(model[0].weight, QuantizedWeight) == kinds.endswith("quantized")
     numbers = [m[0].weight.dequantize() if isinstance(m[0].weight, QuantizedWeight) else m[0].weight
                for m in (model, source)]  # fmt: skip
     assert torch.allclose(*numbers, atol=2e-3)
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-    assert all(state[key] is tensor for key, tensor in kept.items())
+    assert all(state[key] is tensor for key, tensor in tensors.items())
     assert state._metadata == metadata
     assert not flag()
     with pytest.raises(RuntimeError, match="Unexpected key"):
@@ -151,9 +151,9 @@ def test_loading_quantized_into_dense_dequantizes(assign: bool, device: str) -> 
     assert type(model[0].weight) is nn.Parameter
     assert torch.equal(model[0].weight, source[0].weight.dequantize())
     assert model[0].bias.device.type == "cpu"
-    plain = net()
-    plain.load_state_dict(source.state_dict())  # without the flag too
-    assert torch.equal(plain[0].weight, source[0].weight.dequantize())
+    dense = net()
+    dense.load_state_dict(source.state_dict())  # without the flag too
+    assert torch.equal(dense[0].weight, source[0].weight.dequantize())
 
 
 def test_without_the_hook_torch_would_replace_the_quantized_weight() -> None:
@@ -258,7 +258,7 @@ def test_the_global_flag_is_restored() -> None:
 
 def test_weak_references_are_reported() -> None:
     model = quantized()
-    held = weakref.ref(model[0].weight)
+    original = weakref.ref(model[0].weight)
     with pytest.raises(PrecisionError, match="cannot swap the weight Linear.weight: .*weak reference"):
         with swap_on_conversion():
             model.bfloat16()
@@ -266,21 +266,21 @@ def test_weak_references_are_reported() -> None:
         with swap_on_conversion():
             model.load_state_dict(net().state_dict())
     assert not flag()
-    plain = net()
-    held = weakref.ref(plain[2].weight)
+    dense = net()
+    original = weakref.ref(dense[2].weight)
     with pytest.raises(PrecisionError, match="cannot swap the weight of 2: .*weak reference"):
-        quantize_(plain, "int8")
-    assert held() is plain[2].weight
+        quantize_(dense, "int8")
+    assert original() is dense[2].weight
 
 
 def test_quantization_is_all_or_nothing() -> None:
-    plain = net()
-    held = weakref.ref(plain[2].weight)
+    dense = net()
+    original = weakref.ref(dense[2].weight)
     with pytest.raises(PrecisionError, match="cannot swap the weight of 2"):
-        quantize_(plain, "int8")
-    assert held() is plain[2].weight
-    assert [type(parameter) for parameter in plain.parameters()] == [nn.Parameter] * 4
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), net().parameters(), strict=True))
+        quantize_(dense, "int8")
+    assert original() is dense[2].weight
+    assert [type(parameter) for parameter in dense.parameters()] == [nn.Parameter] * 4
+    assert all(torch.equal(a, b) for a, b in zip(dense.parameters(), net().parameters(), strict=True))
 
 
 def test_other_errors_pass_through() -> None:
@@ -293,15 +293,15 @@ def test_other_errors_pass_through() -> None:
 
 def test_references_to_a_parameter_see_the_quantized_weight() -> None:
     model = net()
-    held = list(model.parameters())
+    original = list(model.parameters())
     choice = quantize_(model, "int8")
     assert list(choice.selected) == ["0", "2"]
-    assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in held]
-    assert isinstance(held[0], QuantizedWeight)
-    assert not held[0].requires_grad
+    assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in original]
+    assert isinstance(original[0], QuantizedWeight)
+    assert not original[0].requires_grad
     dequantize_(model)
-    assert type(held[0]) is nn.Parameter
-    assert torch.equal(held[0], QuantizedWeight.quantize(net()[0].weight, "int8").dequantize())
+    assert type(original[0]) is nn.Parameter
+    assert torch.equal(original[0], QuantizedWeight.quantize(net()[0].weight, "int8").dequantize())
 
 
 def test_shared_weights_stay_shared() -> None:

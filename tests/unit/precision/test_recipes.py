@@ -66,15 +66,15 @@ def gradients(gpt: GPT, text: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def plainly(text: Tensor) -> tuple[GPT, list[float]]:
+def baseline(text: Tensor) -> tuple[GPT, list[float]]:
     """A partly trained model, for gradients of realistic scale; and its losses."""
     gpt = model()
     return gpt, train(gpt, text, STEPS)
 
 
 @pytest.fixture
-def trained(plainly: tuple[GPT, list[float]]) -> GPT:
-    return copy.deepcopy(plainly[0])
+def trained(baseline: tuple[GPT, list[float]]) -> GPT:
+    return copy.deepcopy(baseline[0])
 
 
 @needs_torchao
@@ -85,23 +85,23 @@ def test_gradients_are_close_to_the_unquantized_model(trained: GPT, text: Tensor
     low = copy.deepcopy(trained)
     taken = prepare(low, name).selected
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        own, plain = gradients(low, text), gradients(trained, text)
+        own, unquantized = gradients(low, text), gradients(trained, text)
     assert len(taken) == 8
-    assert own.keys() == plain.keys()
+    assert own.keys() == unquantized.keys()
     x = batch(text, 2000)["input_ids"]
     with torch.inference_mode():
         inferred = low(x).logits
     assert torch.equal(inferred, low(x).logits)
-    both = (torch.cat([grads[key] for key in plain]) for grads in (own, plain))
+    both = (torch.cat([grads[key] for key in unquantized]) for grads in (own, unquantized))
     assert torch.cosine_similarity(*both, dim=0) >= 0.95
     for layer in taken:
-        assert torch.cosine_similarity(own[f"{layer}.weight"], plain[f"{layer}.weight"], dim=0) >= 0.9, layer
+        assert torch.cosine_similarity(own[f"{layer}.weight"], unquantized[f"{layer}.weight"], dim=0) >= 0.9, layer
 
 
 @needs_torchao
 @pytest.mark.parametrize("name", [*FP8, *QAT, "int8"])
-def test_the_loss_falls_as_in_full_precision(plainly: tuple[GPT, list[float]], text: Tensor, name: str) -> None:
-    gpt, reference = model(), plainly[1]
+def test_the_loss_falls_as_in_full_precision(baseline: tuple[GPT, list[float]], text: Tensor, name: str) -> None:
+    gpt, reference = model(), baseline[1]
     prepare(gpt, name)
     losses = train(gpt, text, STEPS)
     assert reference[-1] < reference[0] - 1.5
@@ -121,9 +121,9 @@ def test_the_finalized_model_computes_exactly_what_was_trained(text: Tensor, nam
     train(gpt, text, 3)
     x = batch(text, 7)["input_ids"]
     gpt.eval()
-    before, plain = gpt(x).logits.detach(), model(bias=bias).eval()
-    plain.load_state_dict(gpt.state_dict())
-    for finished in (finalize(gpt, name), finalize(plain, name)):
+    before, unquantized = gpt(x).logits.detach(), model(bias=bias).eval()
+    unquantized.load_state_dict(gpt.state_dict())
+    for finished in (finalize(gpt, name), finalize(unquantized, name)):
         assert torch.equal(finished(x).logits, before)
         layer = finished.get_submodule("transformer.h.1.mlp.c_proj")
         assert type(layer) is nn.Linear
@@ -150,14 +150,14 @@ def test_finalize_restores_standard_linears_after_fp8(name: str) -> None:
 def test_a_shared_layer_is_converted_everywhere(name: str) -> None:
     linear, x = nn.Linear(128, 128), torch.randn(4, 128)
     net = nn.Sequential(linear, nn.Sequential(linear))
-    plain = net(x).detach()
+    unquantized = net(x).detach()
     prepare(net, name)
     assert type(net[0]) is type(net[1][0]) is not nn.Linear
     assert net[0].weight is net[1][0].weight is linear.weight
-    assert not torch.equal(net(x), plain)
+    assert not torch.equal(net(x), unquantized)
     rounded = net(x).detach()
     finalize(net, name)
-    assert torch.equal(net(x), rounded if name in QAT else plain)
+    assert torch.equal(net(x), rounded if name in QAT else unquantized)
 
 
 @needs_torchao
@@ -264,21 +264,21 @@ def test_unsupported_gpus_and_dtypes_are_rejected(
 @needs_torchao
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", FP8)
-def test_fp8_on_a_gpu(plainly: tuple[GPT, list[float]], text: Tensor, name: str, compiled: bool) -> None:
+def test_fp8_on_a_gpu(baseline: tuple[GPT, list[float]], text: Tensor, name: str, compiled: bool) -> None:
     """Real fp8: close to full precision, also token by token without gradients."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU of compute capability 8.9")
-    gpt, device = copy.deepcopy(plainly[0]).cuda(), torch.device("cuda")
+    gpt, device = copy.deepcopy(baseline[0]).cuda(), torch.device("cuda")
     low = copy.deepcopy(gpt)
     prepare(low, name, precision="bf16")
     if compiled:
         for block in low.blocks:
             block.compile(fullgraph=True)
     with torch.autocast("cuda", torch.bfloat16):
-        own, plain = gradients(low, text.to(device)), gradients(gpt, text.to(device))
+        own, unquantized = gradients(low, text.to(device)), gradients(gpt, text.to(device))
         with torch.inference_mode():
             assert low(text[:5].to(device)[None]).logits.isfinite().all()
-    for key, expected in plain.items():
+    for key, expected in unquantized.items():
         assert torch.cosine_similarity(own[key].flatten(), expected.flatten(), dim=0) >= 0.9, key
 
 
@@ -333,8 +333,8 @@ def test_finalize_quantizes_trained_layers_regardless_of_names() -> None:
     net.inner.proj = nn.Linear(128, 128)
     assert set(prepare(net, "int4-weight-only", skip=("rest",)).selected) == {"inner.proj"}
     finalize(net, "int4-weight-only")
-    held = {name for name, parameter in net.named_parameters() if isinstance(parameter, QuantizedWeight)}
-    assert held == {"inner.proj.weight"}
+    quantized = {name for name, parameter in net.named_parameters() if isinstance(parameter, QuantizedWeight)}
+    assert quantized == {"inner.proj.weight"}
 
 
 @needs_torchao
@@ -349,9 +349,9 @@ def test_compiled_blocks_share_one_graph(text: Tensor, name: str) -> None:
     torch._dynamo.utils.counters.clear()
     for block in gpt.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
-    own, plain = gradients(gpt, text), gradients(eager, text)
+    own, unquantized = gradients(gpt, text), gradients(eager, text)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert all(torch.equal(own[key], plain[key]) for key in plain)
+    assert all(torch.equal(own[key], unquantized[key]) for key in unquantized)
 
 
 @needs_torchao

@@ -64,10 +64,10 @@ def test_float_conversions_change_scales_and_keep_codes(name: str) -> None:
 @every_format
 def test_half_requantizes_groups_whose_scales_underflow(name: str) -> None:
     """Within the spacing of fp16 subnormals; codes of other rows stay the same."""
-    plain = randn(64, 256) * 0.02
-    plain[0] *= 1e-5
-    plain[1] = 0
-    weight = QuantizedWeight.quantize(plain, name)
+    dense = randn(64, 256) * 0.02
+    dense[0] *= 1e-5
+    dense[1] = 0
+    weight = QuantizedWeight.quantize(dense, name)
     half = weight.half()
     error = (half.dequantize().float() - weight.dequantize()).abs()
     assert float(weight.dequantize()[0].abs().max()) > 5e-7
@@ -75,7 +75,7 @@ def test_half_requantizes_groups_whose_scales_underflow(name: str) -> None:
     assert float(error[1].max()) == 0
     assert torch.equal(half.codes[2:].view(torch.uint8), weight.codes[2:].view(torch.uint8))
     with pytest.raises(PrecisionError, match=r"exceed the range of torch.float16: use torch.bfloat16"):
-        QuantizedWeight.quantize(plain * 1e12, name).half()
+        QuantizedWeight.quantize(dense * 1e12, name).half()
 
 
 @pytest.mark.parametrize(
@@ -197,14 +197,14 @@ def test_gradients_match_the_dequantized_weight(name: str) -> None:
 def test_weight_gradients_for_every_position_in_a_product() -> None:
     """Also transposed or as left operand, over several uses and backward calls."""
     weight, x, y = nn.Parameter(made("int8")), randn(3, 64, seed=1), randn(5, 256, seed=2)
-    plain = weight.dequantize().clone().requires_grad_()
-    for own in (weight, plain):
+    dense = weight.dequantize().clone().requires_grad_()
+    for own in (weight, dense):
         for _ in range(2):
             loss = (F.linear(x, own.t()) * randn(3, 256, seed=3)).sum() + (F.linear(own, y) * randn(64, 5)).sum()
             loss = loss + F.linear(y, own).square().sum() + (x @ own).square().sum()
             loss.backward(retain_graph=True)
             loss.backward()
-    assert torch.allclose(weight.grad, plain.grad, rtol=1e-4, atol=1e-3)
+    assert torch.allclose(weight.grad, dense.grad, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
@@ -301,9 +301,9 @@ def test_copying_between_formats(source: str, target: str) -> None:
 @every_format
 def test_copying_from_and_to_dense_tensors(name: str) -> None:
     weight, numbers = made(name), randn(64, 256, seed=5)
-    plain = torch.zeros(64, 256, dtype=torch.bfloat16)
-    plain.copy_(weight)
-    assert torch.equal(plain, weight.dequantize().bfloat16())
+    dense = torch.zeros(64, 256, dtype=torch.bfloat16)
+    dense.copy_(weight)
+    assert torch.equal(dense, weight.dequantize().bfloat16())
     weight.copy_(numbers)
     assert torch.equal(weight, QuantizedWeight.quantize(numbers, name))
 
@@ -311,13 +311,13 @@ def test_copying_from_and_to_dense_tensors(name: str) -> None:
 @every_format
 def test_slices_of_rows_include_their_scales(name: str) -> None:
     weight = made(name)
-    whole = weight.dequantize()
+    full = weight.dequantize()
     for cut in (weight[8:24], weight.narrow(0, 8, 16), weight.split([8, 16, 40])[1]):
         assert isinstance(cut, QuantizedWeight)
-        assert torch.equal(cut.dequantize(), whole[8:24])
-    assert torch.equal(torch.cat([part.dequantize() for part in weight.chunk(4)]), whole)
+        assert torch.equal(cut.dequantize(), full[8:24])
+    assert torch.equal(torch.cat([part.dequantize() for part in weight.chunk(4)]), full)
     weight[8:24].copy_(torch.ones(16, 256))
-    assert torch.allclose(weight.dequantize()[8:24], torch.ones(16, 256), rtol=0.1)  # a view: the whole has changed
+    assert torch.allclose(weight.dequantize()[8:24], torch.ones(16, 256), rtol=0.1)  # a view: the full has changed
     assert torch.equal(weight.t().dequantize(), weight.dequantize().t())
     assert torch.equal(weight.t()[:, 8:24].dequantize(), weight.dequantize().t()[:, 8:24])
     assert weight.t().t().transposed is weight.permute(0, 1).transposed is False
