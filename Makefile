@@ -1,5 +1,5 @@
-# `make demo` trains a small model here, `make test` runs every check, `make soak` the fault lanes at full size.
-# Each makes its own environment in .venv from the pinned versions in constraints.txt; they need python >= 3.11.
+# `make demo` trains a small model, `make test` runs every check, `make soak` the fault tests at full size.
+# Each creates the environment .venv from the pinned versions in constraints.txt. Needs Python >= 3.11.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,21 +12,21 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/demo.stamp  ## train on the bundled corpus, draw the loss curve, write verse
+demo: $(VENV)/demo.stamp  ## train on the bundled corpus, plot the loss, generate text
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
 
-test: $(VENV)/test.stamp $(VENV)/llama.stamp $(VENV)/chromium.stamp  ## format, lint, import rule, types, tests
+test: $(VENV)/test.stamp $(VENV)/llama.stamp $(VENV)/chromium.stamp  ## check format, lint, imports and types, run the tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
-# Uses the active environment, not .venv: the CUDA build of torch and its libraries are the machine's own.
+# Uses the active environment, not .venv, because the CUDA build of torch depends on the machine.
 test-gpu:  ## tests that need a CUDA device, in the active environment
 	scripts/check-gpu
 
-soak: $(VENV)/test.stamp  ## kill, cut short, fill the disk and damage checkpoints thousands of times
+soak: $(VENV)/test.stamp  ## thousands of kills, write errors, full disks and corrupted checkpoints
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/soak
 
-# torch goes first and alone, so that nothing later asks for another build of it. Where pip would choose a build that
-# carries CUDA, tell pip (its own settings: find-links or an extra index) where the CPU builds are.
+# torch is installed first, so that no later package pulls in another build. If pip would choose a CUDA build, point it
+# to the CPU builds in its own configuration (find-links or extra-index-url).
 $(VENV)/torch.stamp: constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "whimbrel needs python >= 3.11, $(PYTHON) is %d.%d: make PYTHON=python3.11" % v[:2])'
 	@echo "installing the pinned packages into $(VENV) (once)"
@@ -43,19 +43,19 @@ $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) install --constraint constraints.txt --editable '.[dev,gguf,hf,hub,lowbit,plot,ray,serve,tensorboard]'
 	@touch $@
 
-# A peer, not a dependency: it runs the GGUF files that `whimbrel export` writes.
+# For tests only: llama.cpp runs the GGUF files that `whimbrel export` writes.
 $(VENV)/llama.stamp: $(VENV)/torch.stamp scripts/install-llama-cpp
 	scripts/install-llama-cpp $(VENV)/llama.cpp
 	@test ! -d $(VENV)/llama.cpp || touch $@
 
-# Another peer: it opens the chat page.
+# For tests only: Chromium opens the chat page.
 $(VENV)/chromium.stamp: $(VENV)/torch.stamp scripts/install-chromium
 	scripts/install-chromium
 	@! command -v chromedriver >/dev/null || touch $@
 
-constraints: $(VENV)/test.stamp  ## write constraints.txt anew from what .venv holds
+constraints: $(VENV)/test.stamp  ## regenerate constraints.txt from the packages in .venv
 	{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } > $(VENV)/constraints.txt
 	mv $(VENV)/constraints.txt constraints.txt
 
-clean:  ## remove the environment and the tools' caches
+clean:  ## remove the environment and tool caches
 	rm -rf $(VENV) .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory: random weights, large enough that it does not say the same word for ever."""
+    """A model directory: random weights, large enough that its output does not repeat one token."""
     pytest.importorskip("fastapi", reason="needs the extra `serve`")
     import torch
 
@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(tiny: Path) -> Iterator[Running]:
-    """One server for many tests; it asks for a key."""
+    """One server for many tests; it requires an API key."""
     from tests.e2e.serving import serving
 
     with serving(tiny) as running:

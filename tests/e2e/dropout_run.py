@@ -1,4 +1,4 @@
-"""A run by the library with dropout and accumulation, for killing.py: random numbers that no recipe of ours draws."""
+"""A run of the Python API with dropout and gradient accumulation, for killing.py: its forward pass uses the RNG."""
 
 from __future__ import annotations
 

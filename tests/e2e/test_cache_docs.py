@@ -1,4 +1,4 @@
-"""The programs of docs/cache.md, run as a reader would."""
+"""The examples of docs/cache.md run as shown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRINTED = [
 
 
 @pytest.mark.parametrize("number", range(len(PRINTED)))
-def test_a_program_prints_what_it_should(root: Path, tmp_path: Path, number: int) -> None:
+def test_example_prints_the_expected_output(root: Path, tmp_path: Path, number: int) -> None:
     programs = re.findall(r"```python\n(.*?)```", (root / "docs" / "cache.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(programs) == len(PRINTED)
     if "transformers" in programs[number]:

@@ -1,4 +1,4 @@
-"""`make demo`: a trained model, a picture, readable verse, and the commands to continue with. One test per step."""
+"""`make demo` trains a model, plots its loss and generates readable text. One test per step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from whimbrel.train import read_log
 
 @pytest.fixture(scope="module")
 def clone(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the script reads; `whimbrel` is the one under test."""
+    """A directory with the files that the script reads and a `whimbrel` program that runs the package under test."""
     folder = tmp_path_factory.mktemp("demo")
     for name in ("configs", "corpora", "scripts"):
         shutil.copytree(root / name, folder / name)
@@ -34,7 +34,7 @@ def demo(clone: Path, *steps: str) -> str:
     return done.stdout
 
 
-def test_tokenizer_and_shards(clone: Path) -> None:
+def test_demo_trains_a_tokenizer_and_writes_shards(clone: Path) -> None:
     assert "train:" in demo(clone, "tokenizer", "prepare")
 
 
@@ -45,12 +45,12 @@ def test_training_lowers_the_validation_loss(clone: Path) -> None:
     assert losses[-1] < 4.5
 
 
-def test_the_loss_curve_is_a_picture(clone: Path) -> None:
+def test_loss_curve_is_a_png_file(clone: Path) -> None:
     demo(clone, "plot")
     assert (clone / "runs/demo/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_verse_is_made_of_words(clone: Path, shakespeare: str) -> None:
+def test_generated_text_consists_of_known_words(clone: Path, shakespeare: str) -> None:
     out = demo(clone, "generate")
     generated = re.search(r"\$ whimbrel generate [^\n]*\n(.*?)\n\nTry your own", out, re.S)
     assert generated is not None
@@ -61,6 +61,6 @@ def test_the_verse_is_made_of_words(clone: Path, shakespeare: str) -> None:
     assert "whimbrel generate runs/demo" in out.rsplit("Try your own", 1)[1]
 
 
-def test_an_unknown_step_is_refused(clone: Path) -> None:
+def test_unknown_step_is_rejected(clone: Path) -> None:
     with pytest.raises(AssertionError, match="unknown step 'trian'"):
         demo(clone, "trian")

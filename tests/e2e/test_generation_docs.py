@@ -1,4 +1,4 @@
-"""docs/generation.md: its programs, its commands on a run that takes a second, and its table."""
+"""The commands and examples of docs/generation.md run as shown, on a tiny run; its table is complete."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def page(root: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
-    """A folder with a run, as the commands expect it."""
+def directory(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
+    """A directory with a run, as the commands expect it."""
     folder = tmp_path_factory.mktemp("generation")
     (folder / "text.txt").write_text(shakespeare[:40_000])
     tokenizer = train_tokenizer([shakespeare[:40_000]], 300)
@@ -44,13 +44,13 @@ def commands(page: str) -> list[str]:
     return re.findall(r"^\$ (whimbrel .*)$", page, re.MULTILINE)
 
 
-def test_the_page_shows_every_way_to_write(page):
+def test_page_has_every_command(page):
     assert len(commands(page)) == 7
 
 
 @pytest.mark.parametrize("number", range(7))
-def test_a_command(page, place, number, monkeypatch, capsys):
-    monkeypatch.chdir(place)
+def test_command_runs(page, directory, number, monkeypatch, capsys):
+    monkeypatch.chdir(directory)
     monkeypatch.setattr("sys.stdin", io.StringIO("Who art thou?\n/reset\nAnd thou?\n"))
     arguments = shlex.split(commands(page)[number])[1:]
     if "--max-new-tokens" not in arguments:
@@ -76,7 +76,7 @@ def test_a_command(page, place, number, monkeypatch, capsys):
         (3, r"[\s\S]*2\n"),
     ],
 )
-def test_a_program(page, tmp_path, number, printed, capsys):
+def test_example_prints_the_expected_output(page, tmp_path, number, printed, capsys):
     programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(programs) == 4
     (tmp_path / "program.py").write_text(programs[number])
@@ -84,6 +84,6 @@ def test_a_program(page, tmp_path, number, printed, capsys):
     assert re.fullmatch(printed, capsys.readouterr().out)
 
 
-def test_the_table_names_every_setting_of_sampling(page):
+def test_table_lists_every_sampling_parameter(page):
     named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*? \|", page, re.MULTILINE)))
     assert sorted(named) == sorted(field.name for field in dataclasses.fields(SamplingParams))

@@ -30,7 +30,7 @@ def run(program: str, folder: Path) -> str:
 
 def test_loop_with_low_rank_groups_learns(root: Path, tmp_path: Path) -> None:
     loss, words = run(blocks(root, "python")[0], tmp_path).split(" ", 1)
-    assert float(loss) < 2.0  # of log(64) = 4.2 before the first step
+    assert float(loss) < 2.0  # log(64) = 4.2 before the first step
     assert words == "warm rank 8, adamw 9252\n"
 
 

@@ -1,4 +1,4 @@
-"""docs/precision.md: its programs, settings and commands, on a run that takes a second, and its tables."""
+"""The examples, settings and commands of docs/precision.md work as shown, on a tiny run; its tables are complete."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def page(root: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
-    """A folder with a run, as the commands expect it."""
+def directory(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
+    """A directory with a run, as the commands expect it."""
     folder = tmp_path_factory.mktemp("precision")
     (folder / "text.txt").write_text(shakespeare[:40_000])
     tokenizer = train_tokenizer([shakespeare[:40_000]], 300)
@@ -55,13 +55,13 @@ def run(words: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_the_program_prints_what_is_shown(page: str, tmp_path: Path) -> None:
+def test_example_prints_the_output_shown(page: str, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     (program,), (shown,) = blocks(page, "python"), blocks(page, "text")
     assert run(["-c", program], tmp_path) == shown
 
 
-def test_the_settings_are_ones(page: str) -> None:
+def test_settings_are_valid(page: str) -> None:
     (table,) = blocks(page, "toml")
     settings = tomllib.loads(table)["train"] | {"steps": 1}
     others = [f"{name} = {value}" for name, value in re.findall(r'or: (\w+) = ("\S+?")', table)]
@@ -71,8 +71,8 @@ def test_the_settings_are_ones(page: str) -> None:
         run_config({"output_dir": "x", "data": {"path": "x"}, "model": MODEL, "train": kept | tomllib.loads(extra)})
 
 
-def test_the_commands_run_in_order(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
+def test_commands_run_in_order(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
     for command in [line for block in blocks(page, "bash") for line in block.splitlines()]:
         name, *words = shlex.split(command)
         assert name == "whimbrel"
@@ -80,10 +80,10 @@ def test_the_commands_run_in_order(page: str, place: Path, monkeypatch: pytest.M
             main(words)
         assert not ended.value.code, command
     for made in ("demo-int8", "demo-plain"):
-        assert (place / "models" / made / "model.safetensors").is_file()
+        assert (directory / "models" / made / "model.safetensors").is_file()
 
 
-def test_the_tables_have_every_recipe_and_every_format(page: str) -> None:
+def test_tables_list_every_recipe_and_format(page: str) -> None:
     sections = {part.partition("\n")[0]: part for part in page.split("\n## ")}
     for title, named in (("Recipes", RECIPES), ("Weight formats", FORMATS)):
         first = [row.split("|")[1] for row in sections[title].splitlines() if row.startswith("| `")]

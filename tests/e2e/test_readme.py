@@ -1,9 +1,9 @@
-"""Every command of the README runs, in order, in a folder that holds what a clone holds.
+"""Every command of the README runs, in order, in a directory with the files of a clone.
 
-A fenced `bash` block is a list of commands. `whimbrel` lines run as they stand, with the settings of SHORTER added so
-that each takes seconds; `make` lines must name targets that exist; `pip` lines install the package that is
-under test here and are only read. Any other command fails the test, so that the page holds nothing that is not tried.
-Each command is a test of its own, in the page's order; the `python` blocks run last, on what the commands made.
+A fenced `bash` block is a list of commands. `whimbrel` lines run with the arguments of SHORTER added, so that each
+takes seconds; `make` lines must name existing targets; `pip` lines are not run. Any other command fails the test, so
+that the page has no untested commands. Each command is its own test, in the order of the page; the `python` blocks
+run last, on the output of the commands.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(command: str | list[str], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the commands read: the recipes and the bundled corpus; `whimbrel` is the one under test."""
+    """A directory with the configs, the corpus and a `whimbrel` program that runs the package under test."""
     folder = tmp_path_factory.mktemp("clone")
     program = folder / "bin" / "whimbrel"
     program.parent.mkdir()
@@ -58,37 +58,37 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", [command for command in commands() if command.startswith("whimbrel ")])
-def test_the_commands_run_in_order(clone: Path, command: str):
+def test_commands_run_in_order(clone: Path, command: str):
     verb = " ".join(command.split()[:2])
     run(f"{command} {SHORTER.get(verb, '')}", clone)
 
 
 @pytest.mark.parametrize("block", blocks("python"))
-def test_the_python_runs_on_what_the_commands_made(clone: Path, block: str):
+def test_python_examples_run_on_the_output_of_the_commands(clone: Path, block: str):
     run([sys.executable, "-c", block], clone)
 
 
-def test_every_command_is_of_a_kind_that_is_tried():
+def test_every_command_is_tested():
     assert [command for command in commands() if command.split()[0] not in {"whimbrel", "make", "pip"}] == []
 
 
 @pytest.mark.parametrize("command", [command for command in commands() if command.startswith("make ")])
-def test_the_make_targets_exist(command: str):
+def test_make_targets_exist(command: str):
     run(f"{command} --dry-run", ROOT)
 
 
-def test_the_extras_that_the_page_names_exist():
+def test_extras_exist():
     named = set(re.findall(r"'\.\[(\w+)\]'", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert named <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     assert named
 
 
-def test_the_first_screen_shows_both_commands():
+def test_page_shows_make_demo_and_make_test():
     assert "make demo" in commands()
     assert "make test" in commands()
 
 
-def test_ci_runs_the_test_command_of_the_page():
+def test_ci_runs_make_test():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "make test" in script.read_text(encoding="utf-8")

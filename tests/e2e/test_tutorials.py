@@ -1,4 +1,4 @@
-"""The tutorials, as a reader would run them: every block in order in one namespace, and what it prints."""
+"""The code blocks of each tutorial run in order in one namespace and print the output shown."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOT
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Each program of a page and the output shown below it."""
+    """Each code block of a page and the output shown below it."""
     return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_prints_what_it_shows_and_leaves_the_flag_as_it_was(page: Path) -> None:
+def test_page_prints_the_output_shown_and_restores_the_swap_flag(page: Path) -> None:
     before = torch.__future__.get_swap_module_params_on_conversion()
     names: dict[str, object] = {"__name__": page.stem}
     shown = blocks(page)
@@ -36,13 +36,13 @@ def test_a_page_prints_what_it_shows_and_leaves_the_flag_as_it_was(page: Path) -
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_output_of_a_page_is_compared(page: Path) -> None:
+def test_every_output_of_a_page_belongs_to_a_code_block(page: Path) -> None:
     assert page.read_text(encoding="utf-8").count("```text\n") == sum(bool(output) for _, output in blocks(page))
 
 
-def test_the_teaching_class_is_short() -> None:
+def test_tutorial_class_has_at_most_60_lines() -> None:
     (program,) = (code for code, _ in blocks(ROOT / "docs/tutorials/quantized-weights.md") if "_make_wrapper" in code)
-    (taught,) = (node for node in ast.parse(program).body if isinstance(node, ast.ClassDef))
-    assert taught.name == "MyQuantizedLinearWeight"
-    assert taught.end_lineno is not None
-    assert taught.end_lineno - taught.lineno + 1 <= 60
+    (tutorial_class,) = (node for node in ast.parse(program).body if isinstance(node, ast.ClassDef))
+    assert tutorial_class.name == "MyQuantizedLinearWeight"
+    assert tutorial_class.end_lineno is not None
+    assert tutorial_class.end_lineno - tutorial_class.lineno + 1 <= 60

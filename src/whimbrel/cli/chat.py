@@ -1,4 +1,4 @@
-"""`whimbrel chat MODEL`: a conversation in the terminal."""
+"""`whimbrel chat MODEL`: chat with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from whimbrel.cli.model_options import (
     Model,
     RepetitionPenalty,
     Seed,
-    Stops,
+    StopStrings,
     Temperature,
     TokenizerPath,
     TopK,
@@ -39,14 +39,15 @@ if TYPE_CHECKING:
 
 __all__ = ["chat"]
 
-COMMANDS = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer"
+COMMANDS = "/reset starts over, /exit quits, Ctrl-C stops an answer"
 
 
 def chat(
     model: Model,
-    system: Annotated[str | None, typer.Option(help="What the model is told before anything else.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     template: Annotated[
-        str | None, typer.Option(help="A Jinja file, or the name of one of the model's own chat templates.")
+        str | None,
+        typer.Option(help="A Jinja file, or the name of one of the model's chat templates. (default: the model's)"),
     ] = None,
     max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
@@ -54,7 +55,7 @@ def chat(
     top_p: TopP = None,
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
-    stop: Stops = None,
+    stop: StopStrings = None,
     draft: DraftModel = None,
     weights: Weights = None,
     cache: Cache = "none",
@@ -63,101 +64,103 @@ def chat(
     device: Device = None,
     tokenizer: TokenizerPath = None,
 ) -> None:
-    """Talk with a model.
+    """Chat with a model.
 
-    It remembers what was said, as far as its context reaches. /reset begins anew, /exit or Ctrl-D leaves, and Ctrl-C
-    stops an answer.
+    The oldest messages are dropped if the conversation exceeds the model's context. /reset starts over, /exit or Ctrl-D
+    quits, and Ctrl-C stops an answer.
     """
     from whimbrel.inference import LLM, Conversation
     from whimbrel.model_io import open_model
     from whimbrel.train.device import choose_device
 
     opened = open_model(model, tokenizer)
-    sampling, most = sampling_params(
+    sampling, limit = sampling_params(
         opened.generation_config,
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         max_new_tokens=max_new_tokens,
     )  # fmt: skip
-    chosen = _template(opened.path, template)
-    drafts = draft_factory(draft, device)
+    chat_template = _load_template(opened.path, template)
+    new_draft = draft_factory(draft, device)
     llm = LLM(opened, device=choose_device(device), quantize=weights, cache=cache, compile=compile, max_batch=1)
-    talk = Conversation(llm, chosen, sampling, max_new_tokens=most, system=system, stop=tuple(stop or ()), seed=seed)
-    _say(COMMANDS)
-    while (line := _ask()) is not None and line != "/exit":
+    conversation = Conversation(
+        llm, chat_template, sampling, max_new_tokens=limit, system=system, stop=tuple(stop or ()), seed=seed
+    )
+    _print_notice(COMMANDS)
+    while (line := _read_line()) is not None and line != "/exit":
         if line == "/reset":
-            talk.reset()
-            _say("the conversation begins anew")
+            conversation.reset()
+            _print_notice("new conversation")
         elif line.startswith("/"):
-            _say(f"'{line}' is no command: {COMMANDS}")
+            _print_notice(f"unknown command '{line}': {COMMANDS}")
         elif line:
             try:
-                _answer(talk, line, drafts())
+                _print_answer(conversation, line, new_draft())
             except RequestError as error:
-                _say(str(error))
+                _print_notice(str(error))
 
 
-def _answer(talk: Conversation, line: str, draft: Draft | None) -> None:
-    """Print the answer to a line as it comes; Ctrl-C ends it."""
-    pieces, forgotten = talk.ask(line, draft)
-    if forgotten:
-        _say(f"the model's context is full: it no longer knows of the oldest {forgotten} messages")
-    begun = False
-    with _interrupts() as interrupted, closing(pieces):
+def _print_answer(conversation: Conversation, line: str, draft: Draft | None) -> None:
+    """Stream the answer, without leading whitespace; Ctrl-C stops it."""
+    pieces, num_dropped = conversation.ask(line, draft)
+    if num_dropped:
+        _print_notice(f"the context is full: dropped the {num_dropped} oldest messages")
+    started = False
+    with _catch_interrupt() as interrupted, closing(pieces):
         for piece in pieces:
-            shown = piece if begun else piece.lstrip()
-            begun = begun or bool(shown)
-            print_text(shown)
+            text = piece if started else piece.lstrip()
+            started = started or bool(text)
+            print_text(text)
             if interrupted():
                 break
     print("\n")
 
 
 @contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed: once is asked for, between tokens, and twice ends the program as ever."""
+def _catch_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed. A second Ctrl-C has its usual effect."""
     before = signal.getsignal(signal.SIGINT)
     pressed: list[int] = []
 
-    def note(number: int, _: object) -> None:
+    def handle(number: int, _: object) -> None:
         pressed.append(number)
         signal.signal(signal.SIGINT, before)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, handle)
     try:
         yield lambda: bool(pressed)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _ask() -> str | None:
-    """The next line; None at the end of the input."""
+def _read_line() -> str | None:
+    """Return the next line of input, or None at its end."""
     while True:
         try:
             return input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return None
         except KeyboardInterrupt:
-            _say(f"\n{COMMANDS}")
+            _print_notice(f"\n{COMMANDS}")
 
 
-def _say(words: str) -> None:
-    """A word of the program itself, apart from those of the model."""
-    typer.echo(escape_controls(words), err=True)
+def _print_notice(text: str) -> None:
+    """Print to standard error, so that standard output has only the answers."""
+    typer.echo(escape_controls(text), err=True)
 
 
-def _template(source: Path, asked: str | None) -> ChatTemplate:
-    """The template asked for, or the model's own, or a plain one."""
+def _load_template(directory: Path, name: str | None) -> ChatTemplate:
+    """Load a template file, or one of the model's templates by name. Models without one use DEFAULT_CHAT_TEMPLATE."""
     from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, load_chat_template, read_special_tokens
     from whimbrel.tokenization.chat_template import read_template
 
-    if asked is not None and Path(asked).is_file():
-        given = ChatTemplate(read_template(Path(asked)), read_special_tokens(source))
-        given.check()
-        return given
+    if name is not None and Path(name).is_file():
+        template = ChatTemplate(read_template(Path(name)), read_special_tokens(directory))
+        template.check()
+        return template
     try:
-        own = load_chat_template(source, "default" if asked is None else asked)
+        found = load_chat_template(directory, "default" if name is None else name)
     except ConfigError as error:
-        raise ConfigError(f"there is no file '{asked}', and {error}") from error
-    if own is None:
-        _say("the model has no chat template: it is shown the conversation as a play")
-    return own or DEFAULT_CHAT_TEMPLATE
+        raise ConfigError(f"no such file: '{name}'; {error}") from error
+    if found is None:
+        _print_notice('the model has no chat template: using a plain "User:/Assistant:" format')
+    return found or DEFAULT_CHAT_TEMPLATE

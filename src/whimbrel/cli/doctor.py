@@ -217,6 +217,6 @@ def _print_table(console: Console, report: Report) -> None:
         if section != current:
             table.add_row(f"[bold]{section}[/bold]", "")
             current = section
-        mark = {"yes": "green", "no": "red"}.get(value.partition(",")[0], "deproblem")
+        mark = {"yes": "green", "no": "red"}.get(value.partition(",")[0], "default")
         table.add_row(f"  {escape(what)}", f"[{mark}]{escape(value)}[/{mark}]")
     console.print(table)

@@ -26,15 +26,15 @@ def evaluate(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="The directory of the task files. (default: WHIMBREL_EVAL_DATA, or data/eval)"),
+        typer.Option(help="Directory of the task files. (default: WHIMBREL_EVAL_DATA, or data/eval)"),
     ] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="Compute bits per byte of a source as for `prepare`, or of token shards; can be repeated."),
+        typer.Option(help="Compute bits per byte of text (a source as in `prepare`) or token shards; can be repeated."),
     ] = None,
     text_key: Annotated[str, typer.Option(help="The text field of parquet and jsonl sources.")] = "text",
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first items of each task, or documents of each text.")
+        int | None, typer.Option(min=1, help="Use only the first N items of each task, or documents of each text.")
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Sequences per forward pass. (default: chosen by length)")
@@ -104,8 +104,8 @@ def _print_results(tasks: Mapping[str, TaskResult], texts: Mapping[str, TextResu
         if result.truncated:
             print(f"{name}: {result.truncated:,} contexts were truncated to fit into the model's context")
     if texts:
-        heads = ("text", "documents", "tokens", "bytes", "bits per byte", "bits per token", "perplexity")
-        print_table(heads, _text_rows(texts))
+        columns = ("text", "documents", "tokens", "bytes", "bits per byte", "bits per token", "perplexity")
+        print_table(columns, _text_rows(texts))
 
 
 def _task_rows(tasks: Mapping[str, TaskResult]) -> Iterator[tuple[str, ...]]:

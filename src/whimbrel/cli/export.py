@@ -1,17 +1,262 @@
-"""`whimbrel export SOURCE OUT`."""
+"""`whimbrel finalize SOURCE OUT` and `whimbrel export SOURCE OUT`: write a model for publishing or other programs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import ConfigError, DataError
 
-__all__ = ["export"]
+if TYPE_CHECKING:
+    from whimbrel.model_io import FinalizeResult, HeldOutResult
+    from whimbrel.models import GPT
+    from whimbrel.tokenization import Tokenizer
+
+__all__ = ["export", "finalize"]
 
 GGUF = ".gguf"
+SEQUENCE_LENGTH = 1024
+"""Sequence length of the held-out loss if there is no training run to take it from."""
+BATCH_TOKENS = 8192
+"""Tokens of one forward pass of the held-out loss, or one sequence if that is longer."""
+
+
+def finalize(
+    source: Annotated[Path, typer.Argument(help="A run, a checkpoint, or a model directory.")],
+    out: Annotated[Path, typer.Argument(help="The new model directory.")],
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="int8, int8-dynamic, int4, fp8, int8-dynamic-act-int4-weight or none. (default: the recipe of a QAT "
+            "run, else none)"
+        ),
+    ] = None,
+    quantize_embeddings: Annotated[
+        bool, typer.Option("--quantize-embeddings", help="Quantize the token embedding and the head too.")
+    ] = False,
+    checkpoint: Annotated[str | None, typer.Option(help="Of a run: latest, best or a step. (default: latest)")] = None,
+    dtype: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of unquantized weights and of scales.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Held-out token shards or text for the loss. (default: the validation data of the run)"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of held-out tokens.")] = 2**20,
+    chat_template: Annotated[Path | None, typer.Option(help="A Jinja chat template.")] = None,
+    generation_config: Annotated[Path | None, typer.Option(help="A JSON file with generation settings.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Generation: maximum number of tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Generation: temperature; 0 is greedy decoding.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Generation: sample from the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Generation: sample from this total probability.")] = None,
+    despite_qat: Annotated[
+        bool, typer.Option("--despite-qat", help="Allow another recipe than the one a QAT run was trained for.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="cuda, mps or cpu. (default: the fastest available)")] = None,
+) -> None:
+    """Prepare a model for publishing: quantize it, add tokenizer, chat template, generation settings and a model card.
+
+    The held-out loss before and after is printed and recorded in README.md and finalize.json.
+    """
+    import torch
+
+    from whimbrel.config import load_toml
+    from whimbrel.model_io import finalize_model, resolve_model
+    from whimbrel.model_io.load import choose_checkpoint, find_run
+    from whimbrel.train.device import choose_device
+
+    run = find_run(source)
+    file = None if run is None else run / "config.toml"
+    settings = load_toml(file) if file is not None and file.is_file() else {}
+    recipe = _choose_recipe(quantize, settings.get("train", {}).get("qat_recipe"), despite_qat=despite_qat)
+    generation = _generation_fields(generation_config, temperature, top_k, top_p, max_new_tokens)
+    if checkpoint is not None:
+        greater_is_better = _greater_is_better(settings.get("checkpoint", {}))
+        source = choose_checkpoint(source, checkpoint, greater_is_better=greater_is_better)
+    directory = resolve_model(source)
+    result = finalize_model(
+        directory,
+        out,
+        recipe=recipe,
+        embeddings=quantize_embeddings,
+        dtype={None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype],
+        device=choose_device(device),
+        chat_template=None if chat_template is None else _read_chat_template(chat_template),
+        generation=generation,
+        settings=_card_settings(settings),
+        evaluate=_held_out_evaluation(directory, settings, data, tokens),
+    )
+    _print_result(out, result)
+
+
+def _choose_recipe(quantize: str | None, qat_recipe: str | None, *, despite_qat: bool) -> str | None:
+    from whimbrel.model_io.quantized import weight_recipe
+
+    if quantize is None:
+        return qat_recipe
+    if quantize == "none":
+        return None
+    weight_format = weight_recipe("--quantize", quantize).finalize
+    if qat_recipe is not None and weight_recipe("qat_recipe", qat_recipe).finalize != weight_format and not despite_qat:
+        raise ConfigError(
+            f"expected --quantize {qat_recipe}, which the run was trained for (train.qat_recipe), got {quantize}: omit "
+            "--quantize, or pass --despite-qat too"
+        )
+    return quantize
+
+
+def _read_chat_template(file: Path) -> str:
+    from whimbrel.tokenization.chat_template import read_template
+
+    if not file.is_file():
+        raise ConfigError(f"no chat template at {file}: expected a Jinja file")
+    return read_template(file)
+
+
+def _generation_fields(
+    file: Path | None, temperature: float | None, top_k: int | None, top_p: float | None, max_new_tokens: int | None
+) -> dict[str, Any]:
+    """Fields of `generation_config.json`; null means unset."""
+    from whimbrel.inference import SamplingParams
+    from whimbrel.model_io.files import read_json
+
+    if file is not None and not file.is_file():
+        raise ConfigError(f"no generation config at {file}: expected a JSON file like generation_config.json")
+    fields = {} if file is None else read_json(file)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    given = {name: value for name, value in options.items() if value is not None}
+    SamplingParams(**given)  # type: ignore[arg-type]  # checks the values
+    if temperature == 0:
+        fields |= {"do_sample": False, **dict.fromkeys(options)}
+    elif given:
+        fields |= {"do_sample": True, **given}
+    return fields | ({} if max_new_tokens is None else {"max_new_tokens": max_new_tokens})
+
+
+def _greater_is_better(settings: Mapping[str, Any]) -> bool:
+    from whimbrel.train.evaluation import greater_is_better
+
+    return greater_is_better(settings.get("metric", "loss"), settings.get("greater_is_better"))
+
+
+def _card_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run for its model card, without training settings that have their default value."""
+    from whimbrel.config import to_table
+    from whimbrel.train.config import TrainConfig
+
+    defaults = to_table(TrainConfig(steps=1)) | {"device": settings.get("train", {}).get("device")}
+    shown = {name: settings[name] for name in ("model", "train", "optim", "schedule") if name in settings}
+    if "train" in shown:
+        shown["train"] = {name: value for name, value in shown["train"].items() if defaults.get(name) != value}
+    return shown
+
+
+class HeldOutTokens(NamedTuple):
+    """Held-out data: token ids, the token that starts each document, and a name."""
+
+    ids: NDArray[Any]
+    eot_id: int
+    name: str
+
+
+def _held_out_evaluation(
+    directory: Path, settings: dict[str, Any], data: str | None, max_tokens: int
+) -> Callable[[GPT], HeldOutResult] | None:
+    """Computes the loss on `data`, or on the validation data of the run; None without either."""
+    from whimbrel.data.shards import has_split
+    from whimbrel.model_io import load_tokenizer
+    from whimbrel.model_io.load import read_config
+    from whimbrel.train.config import run_config
+
+    config = read_config(directory).config
+    tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+    if data is not None:
+        if Path(data).is_dir() and any(Path(data).glob("*.bin")):
+            held_out = _read_shards(Path(data), tokenizer, config.vocab_size, max_tokens)
+        else:
+            held_out = _read_text(data, tokenizer, max_tokens)
+        return _evaluation(held_out, min(SEQUENCE_LENGTH, config.context_length))
+    run = run_config(settings) if "data" in settings else None
+    path = None if run is None else run.validation.path or run.data.path
+    if run is None or path is None or not has_split(path, "val"):
+        where = "" if path is None else f" ({path} of the run has no validation shards)"
+        print(f"held-out loss not measured{where}: pass text or token shards with --data")
+        return None
+    held_out = _read_shards(path, tokenizer, config.vocab_size, min(run.validation.tokens or max_tokens, max_tokens))
+    return _evaluation(held_out, run.sequence_length, join=run.data.documents == "join")
+
+
+def _read_shards(path: Path, tokenizer: Tokenizer | None, vocab_size: int, max_tokens: int) -> HeldOutTokens:
+    from whimbrel.data import read_manifest
+    from whimbrel.data.shards import open_stream
+
+    manifest = read_manifest(path)
+    if manifest and tokenizer and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise DataError(f"{path} was prepared with another tokenizer: pass shards of the model's tokenizer, or text")
+    stream, eot_id = open_stream(path, "val", vocab_size, tokenizer.eot_id if tokenizer and not manifest else None)
+    ids = np.empty(min(max_tokens + 1, len(stream)), dtype=stream.dtype)
+    stream.copy(0, ids)
+    return HeldOutTokens(ids, eot_id, path.name)
+
+
+def _read_text(source: str, tokenizer: Tokenizer | None, max_tokens: int) -> HeldOutTokens:
+    from whimbrel.data.sources import documents
+
+    if tokenizer is None:
+        raise ConfigError(f"the model has no tokenizer for {source}: pass token shards with --data")
+    pieces, count = [], 0
+    for text in documents([source]):
+        pieces += tokenizer.encode_documents([text])
+        count += len(pieces[-1])
+        if count > max_tokens:
+            break
+    ids = np.concatenate([np.empty(0, dtype=tokenizer.dtype), *pieces])
+    return HeldOutTokens(ids[: max_tokens + 1], tokenizer.eot_id, Path(source).name)
+
+
+def _evaluation(held_out: HeldOutTokens, length: int, *, join: bool = True) -> Callable[[GPT], HeldOutResult]:
+    """Computes the loss over complete sequences of `length` tokens; without `join`, attention is per document."""
+    import torch
+
+    from whimbrel.data import document_ids
+    from whimbrel.model_io import HeldOutResult
+    from whimbrel.models.held_out_loss import held_out_loss
+
+    ids, length = held_out.ids, min(length, len(held_out.ids) - 1)
+    if length < 1:
+        raise DataError(f"expected at least 2 held-out tokens, got {len(ids)} in {held_out.name}")
+    rows = (len(ids) - 1) // length
+    inputs = torch.from_numpy(ids[: rows * length].astype(np.int64)).view(rows, length)
+    targets = torch.from_numpy(ids[1 : rows * length + 1].astype(np.int64)).view(rows, length)
+
+    def batches(device: torch.device) -> Iterator[dict[str, Any]]:
+        step = max(1, BATCH_TOKENS // length)
+        for x, y in zip(inputs.to(device).split(step), targets.to(device).split(step), strict=True):
+            yield {"input_ids": x, "targets": y, "documents": None if join else document_ids(x, held_out.eot_id)}
+
+    def evaluate(model: GPT) -> HeldOutResult:
+        result = held_out_loss(model, batches(model.token_embedding.weight.device))
+        return HeldOutResult(result.loss, result.num_tokens, length, held_out.name)
+
+    return evaluate
+
+
+def _print_result(out: Path, result: FinalizeResult) -> None:
+    from whimbrel.base.progress import format_bytes
+
+    before, after = result.before, result.after
+    sizes = f"{format_bytes(before.num_bytes)} -> {format_bytes(after.num_bytes)}"
+    print(f"{out}: {result.num_parameters:,} parameters, {before.format} -> {after.format}, {sizes}")
+    if before.held_out is not None and after.held_out is not None:
+        old, new = before.held_out, after.held_out
+        change = new.perplexity / old.perplexity - 1
+        print(f"loss {old.loss:.4f} -> {new.loss:.4f}, on {old.num_tokens:,} tokens of {old.dataset}")
+        print(f"perplexity {old.perplexity:.3f} -> {new.perplexity:.3f} ({change:+.2%})")
 
 
 def export(

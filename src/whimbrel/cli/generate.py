@@ -1,4 +1,4 @@
-"""`whimbrel generate MODEL "text"`."""
+"""`whimbrel generate MODEL [PROMPT]`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from whimbrel.cli.model_options import (
     ParseSpecial,
     RepetitionPenalty,
     Seed,
-    Stops,
+    StopStrings,
     Temperature,
     TokenizerPath,
     TopK,
@@ -35,22 +35,22 @@ __all__ = ["generate"]
 
 def generate(
     model: Model,
-    text: Annotated[str, typer.Argument(help="What to go on from; nothing starts a new text.")] = "",
+    text: Annotated[
+        str, typer.Argument(help="The prompt; without one, a new text is generated.", metavar="PROMPT")
+    ] = "",
     max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
-    stop: Stops = None,
-    n: Annotated[int, typer.Option("--n", help="Write this many texts.")] = 1,
-    beams: Annotated[
-        int | None, typer.Option(help="Draw nothing, but search for the likeliest texts, this many side by side.")
-    ] = None,
+    stop: StopStrings = None,
+    n: Annotated[int, typer.Option("--n", help="Number of completions.")] = 1,
+    beams: Annotated[int | None, typer.Option(help="Use beam search with this many beams instead of sampling.")] = None,
     draft: DraftModel = None,
     parse_special: ParseSpecial = True,
-    past_end: Annotated[
-        bool, typer.Option("--past-end", help="Do not stop at the end of a text: begin another.")
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue generating after the end-of-text token.")
     ] = False,
     weights: Weights = None,
     cache: Cache = "none",
@@ -59,21 +59,21 @@ def generate(
     device: Device = None,
     tokenizer: TokenizerPath = None,
 ) -> None:
-    """Write on from a text, as it is drawn.
+    """Continue a prompt, streaming the output.
 
-    What is not given is as the model's generation_config.json says, where that draws at all.
+    Sampling options default to the model's generation_config.json.
     """
     from whimbrel.inference import LLM, encode_prompt, stream_text
     from whimbrel.model_io import open_model
     from whimbrel.train.device import choose_device
 
-    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    drawn |= {"repetition_penalty": repetition_penalty}
-    _check(n, beams, draft, **drawn, seed=seed)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options |= {"repetition_penalty": repetition_penalty}
+    _check_combination(n, beams, draft, **options, seed=seed)
     opened = open_model(model, tokenizer)
     defaults = opened.generation_config
     prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=defaults.bos_token_id)
-    sampling, most = sampling_params(defaults, **drawn, max_new_tokens=max_new_tokens)
+    sampling, limit = sampling_params(defaults, **options, max_new_tokens=max_new_tokens)
     llm = LLM(
         opened,
         device=choose_device(device),
@@ -85,37 +85,37 @@ def generate(
     stops = stop or ()
     texts: Iterable[Iterable[str]]
     if beams is not None:
-        found = llm.beam_search(prompt, beams=beams, max_new_tokens=most, ignore_eos=past_end)
-        texts = [stream_text(opened.tokenizer, prompt, beam.tokens, stops) for beam in found[:n]]
+        best = llm.beam_search(prompt, beams=beams, max_new_tokens=limit, ignore_eos=ignore_eos)
+        texts = [stream_text(opened.tokenizer, prompt, beam.tokens, stops) for beam in best[:n]]
     elif n > 1:
         [output] = llm.generate(
-            [prompt], sampling, n=n, max_new_tokens=most, seed=seed, stop=stops, ignore_eos=past_end
+            [prompt], sampling, n=n, max_new_tokens=limit, seed=seed, stop=stops, ignore_eos=ignore_eos
         )
         texts = [[completion.text or ""] for completion in output.outputs]
     else:
         texts = [
             llm.stream(
-                prompt, sampling, max_new_tokens=most, seed=seed, stop=stops, ignore_eos=past_end,
+                prompt, sampling, max_new_tokens=limit, seed=seed, stop=stops, ignore_eos=ignore_eos,
                 draft=draft_factory(draft, device)(),
             )
         ]  # fmt: skip
-    for number, pieces in enumerate(texts):
-        print_text("\n" * bool(number) + text)
+    for index, pieces in enumerate(texts):
+        print_text("\n" * bool(index) + text)
         for piece in pieces:
             print_text(piece)
         print()
 
 
-def _check(n: int, beams: int | None, draft: str | None, **drawn: float | None) -> None:
-    """Refuse options that would mean nothing beside each other."""
+def _check_combination(n: int, beams: int | None, draft: str | None, **sampling: float | None) -> None:
     if n < 1:
-        raise ConfigError(f"--n {n} must be at least 1")
+        raise ConfigError(f"expected --n of at least 1, got {n}")
     if n > 1 and draft is not None:
-        raise ConfigError("--draft goes ahead of one text: leave it or --n out")
+        raise ConfigError("--draft cannot be combined with --n: omit one of them")
     if beams is None:
         return
-    beside = [name for name, value in {**drawn, "draft": draft}.items() if value is not None]
-    if beside:
-        raise ConfigError(f"--beams searches and draws nothing: leave --{beside[0].replace('_', '-')} out")
+    conflicting = [name for name, value in {**sampling, "draft": draft}.items() if value is not None]
+    if conflicting:
+        option = conflicting[0].replace("_", "-")
+        raise ConfigError(f"--{option} cannot be combined with --beams: omit one of them")
     if n > beams:
-        raise ConfigError(f"--n {n} texts of --beams {beams}: search with more beams, or write fewer texts")
+        raise ConfigError(f"expected --n of at most --beams {beams}, got {n}: use more beams")

@@ -32,7 +32,7 @@ COMMANDS = {
     "plot": "plot:plot",
     "compare": "compare:compare",
     "eval": "eval:evaluate",
-    "finalize": "finalize:finalize",
+    "finalize": "export:finalize",
     "export": "export:export",
     "generate": "generate:generate",
     "chat": "chat:chat",
@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _set_passive_waiting()
     given = list(sys.argv[1:] if arguments is None else arguments)
     trace = "--trace" in given
-    given = [word for word in given if word != "--trace"]
-    if invalid := next((word for word in given if not _is_utf8(word)), None):
+    given = [argument for argument in given if argument != "--trace"]
+    if invalid := next((argument for argument in given if not _is_utf8(argument)), None):
         typer.echo(f"whimbrel: expected UTF-8 arguments, got {invalid!a}", err=True)
         sys.exit(2)
     try:
@@ -122,10 +122,10 @@ def _set_passive_waiting() -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
-def _is_utf8(word: str) -> bool:
+def _is_utf8(argument: str) -> bool:
     """False for arguments that Python could not decode: their bytes arrive as surrogates, which cannot be encoded."""
     try:
-        word.encode()
+        argument.encode()
     except UnicodeEncodeError:
         return False
     return True

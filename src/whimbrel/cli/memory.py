@@ -24,7 +24,7 @@ def memory(
     config: Annotated[Path, typer.Argument(help="TOML file of the run.")],
     device: Annotated[str | None, typer.Option(help="Predict for cuda or cpu; the device need not be present.")] = None,
     optimizer: Annotated[
-        list[str] | None, typer.Option(help="Compare only with this optimizer; may be repeated.")
+        list[str] | None, typer.Option(help="Compare only with this optimizer; can be repeated.")
     ] = None,
     parameters: Annotated[
         bool, typer.Option("--parameters", help="List the optimizer and state of each parameter.")
@@ -48,29 +48,29 @@ def memory(
         if name not in optimizer_names():
             raise ConfigError(f"unknown --optimizer {name}{did_you_mean(name, optimizer_names())}")
     loaded = load_run_config(config, context.args)
-    able = [name for name in optimizer_names() if loaded.train.weights is None or name not in DENSE_ONLY]
-    others = [name for name in optimizer or able if name != loaded.optim.name]
-    found = predict_memory(loaded, device, [loaded.optim.name, *others])
+    supported = [name for name in optimizer_names() if loaded.train.weights is None or name not in DENSE_ONLY]
+    others = [name for name in optimizer or supported if name != loaded.optim.name]
+    predictions = predict_memory(loaded, device, [loaded.optim.name, *others])
     if as_json:
         from dataclasses import asdict
 
-        print(json.dumps([asdict(prediction) for prediction in found], indent=1))
+        print(json.dumps([asdict(prediction) for prediction in predictions], indent=1))
     else:
-        _show(loaded, found, parameters=parameters)
+        _print_predictions(loaded, predictions, parameters=parameters)
 
 
-def _show(config: RunConfig, found: Sequence[MemoryPrediction], *, parameters: bool) -> None:
+def _print_predictions(config: RunConfig, predictions: Sequence[MemoryPrediction], *, parameters: bool) -> None:
     from whimbrel.base.progress import format_bytes
     from whimbrel.cli.terminal import print_table
     from whimbrel.train.summary import features
 
-    own = found[0]
+    own = predictions[0]
     step = f"{own.accumulation} x {own.micro_batch} sequences of {config.sequence_length} tokens per step"
-    print(f"Device: {own.device}, {step}{''.join(f', {word}' for word in features(config))}")
+    print(f"Device: {own.device}, {step}{''.join(f', {feature}' for feature in features(config))}")
     print()
-    heads = ("optimizer", "weights", "gradients", "state", "activations", "temporary", "peak", "peak during")
+    columns = ("optimizer", "weights", "gradients", "state", "activations", "temporary", "peak", "peak during")
     print_table(
-        heads,
+        columns,
         [
             (
                 row.optimizer + ", in backward" * row.in_backward,
@@ -80,7 +80,7 @@ def _show(config: RunConfig, found: Sequence[MemoryPrediction], *, parameters: b
                 ),
                 row.phase,
             )
-            for row in found
+            for row in predictions
         ],
     )
     print()
@@ -90,7 +90,7 @@ def _show(config: RunConfig, found: Sequence[MemoryPrediction], *, parameters: b
         print()
         print_table(
             ("parameter", "tensors", "shape", "dtype", "optimizer", "weights", "state"),
-            (_parameter(row) for row in own.parameters),
+            (_parameter_row(row) for row in own.parameters),
         )
 
 
@@ -106,7 +106,7 @@ def _notes(config: RunConfig, own: MemoryPrediction) -> Iterator[str]:
         yield "Compiled blocks save less for backward than predicted here."
 
 
-def _parameter(row: ParameterRow) -> tuple[str, ...]:
+def _parameter_row(row: ParameterRow) -> tuple[str, ...]:
     from whimbrel.base.progress import format_bytes
 
     shape = " x ".join(map(str, row.shape))

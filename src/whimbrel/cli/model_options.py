@@ -1,4 +1,4 @@
-"""Options of the commands that load a model, and the sampling parameters that follow from them."""
+"""Options shared by the commands that load a model, and the sampling parameters built from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
     "ParseSpecial",
     "RepetitionPenalty",
     "Seed",
-    "Stops",
+    "StopStrings",
     "Temperature",
     "TokenizerPath",
     "TopK",
@@ -40,16 +40,16 @@ MaxNewTokens = Annotated[
 Temperature = Annotated[
     float | None, typer.Option(help="Sampling temperature; 0 is greedy decoding. (default: the model's, or 0.8)")
 ]
-TopK = Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0 turns it off.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0 disables it.")]
 TopP = Annotated[float | None, typer.Option(help="Sample from the most likely tokens with this total probability.")]
 MinP = Annotated[
     float | None, typer.Option(help="Sample from tokens with at least this fraction of the highest probability.")
 ]
 RepetitionPenalty = Annotated[
     float | None,
-    typer.Option(help="Above 1, tokens that occurred before are less likely. (default: the model's, or 1)"),
+    typer.Option(help="Values above 1 penalize tokens that occurred before. (default: the model's, or 1)"),
 ]
-Stops = Annotated[list[str] | None, typer.Option(help="Stop before this string; can be repeated.")]
+StopStrings = Annotated[list[str] | None, typer.Option(help="Stop string: generation ends before it; can be repeated.")]
 DraftModel = Annotated[
     str | None,
     typer.Option(help="Speculative decoding: a smaller model with the same tokenizer, or 'ngram' for prompt lookup."),
@@ -57,10 +57,10 @@ DraftModel = Annotated[
 Weights = Annotated[
     str | None, typer.Option(help="Quantize an unquantized model while loading: int8, int8-dynamic, int4 or fp8.")
 ]
-Cache = Annotated[str, typer.Option(help="Quantize the KV cache: none, fp8, int8 or int4.")]
+Cache = Annotated[str, typer.Option(help="KV cache dtype: none (the model's), fp8, int8 or int4.")]
 Compile = Annotated[
     bool,
-    typer.Option("--compile", help="Compile the decode step: a slower start (up to minutes), then faster generation."),
+    typer.Option("--compile", help="Compile the decode step: slower startup (up to minutes), faster generation."),
 ]
 ParseSpecial = Annotated[
     bool,
@@ -69,17 +69,18 @@ ParseSpecial = Annotated[
         help="Parse special tokens in the text, such as <|im_start|>, or treat them as plain text.",
     ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Random seed for sampling.")]
+Seed = Annotated[int | None, typer.Option(help="Seed for sampling.")]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu. (default: the fastest available)")]
 TokenizerPath = Annotated[
-    Path | None, typer.Option(help="A tokenizer other than the model's own; required for a llama2.c .bin.")
+    Path | None, typer.Option(help="Use this tokenizer instead of the model's; required for a llama2.c .bin.")
 ]
 
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "max_new_tokens": 256}
+"""Used if neither an option nor the model's generation_config.json sets them."""
 
 
 def sampling_params(generation_config: GenerationConfig, **options: Any) -> tuple[SamplingParams, int]:
-    """Sampling parameters and max_new_tokens: from the options that are not None, else the model, else DEFAULTS."""
+    """Return SamplingParams and max_new_tokens. Options that are None fall back to the model, then to DEFAULTS."""
     from whimbrel.inference import SamplingParams
 
     settings = DEFAULTS | dict(generation_config.sampling)
@@ -91,7 +92,7 @@ def sampling_params(generation_config: GenerationConfig, **options: Any) -> tupl
 
 
 def draft_factory(draft: str | None, device: str | None) -> Callable[[], Draft | None]:
-    """Creates the draft for a sequence: none, a new n-gram lookup, or a draft model loaded once."""
+    """Return a function that creates the draft of a sequence: None, an n-gram lookup, or a model loaded once."""
     from whimbrel.inference import ModelDraft, NgramDraft
     from whimbrel.model_io import load_model
     from whimbrel.train.device import choose_device

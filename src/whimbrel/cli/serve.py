@@ -1,4 +1,4 @@
-"""`whimbrel serve MODEL`: the model over HTTP, until told to stop."""
+"""`whimbrel serve MODEL`: serve a model over HTTP."""
 
 from __future__ import annotations
 
@@ -27,58 +27,57 @@ KEY_VARIABLE = "WHIMBREL_API_KEY"
 def serve(
     model: Model,
     host: Annotated[
-        str, typer.Option(help="The address to listen at; any but this machine's own needs an API key.")
+        str, typer.Option(help="Address to listen on; any other than loopback requires an API key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port to listen at; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar=KEY_VARIABLE,
             show_envvar=True,
-            help="What clients must send; the variable keeps it out of the list of processes.",
+            help="API key that clients must send. The environment variable hides it from process listings.",
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="A name that clients may call this server by besides its own; '*' is any. May be repeated."),
+        typer.Option(help="Allow requests for this host name; '*' allows any; can be repeated."),
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="What clients call the model. (default: the name of its directory)")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Model id for clients. (default: the name of its directory)")] = None,
     weights: Weights = None,
     cache: Cache = "none",
     compile: Annotated[  # noqa: A002
         bool,
-        typer.Option("--compile", help="Compile the decoding step: slower startup, faster generation."),
+        typer.Option("--compile", help="Compile the decode step: slower startup (up to minutes), faster generation."),
     ] = False,
-    max_batch: Annotated[int, typer.Option(help="How many texts go on at once.")] = 64,
+    max_batch: Annotated[int, typer.Option(help="Maximum number of sequences that run at once.")] = 64,
     pages: Annotated[
-        int | None, typer.Option(help="Pages of 16 tokens in the cache. (default: enough, or what memory gives)")
+        int | None,
+        typer.Option(
+            help="KV cache blocks of 16 tokens. (default: enough for --max-batch sequences, if memory allows)"
+        ),
     ] = None,
-    max_requests: Annotated[int, typer.Option(help="Requests held at once, running or waiting.")] = 256,
+    max_requests: Annotated[int, typer.Option(help="Maximum number of requests, running or waiting.")] = 256,
     max_connections: Annotated[
         int, typer.Option(help="Maximum number of open connections; lower if the open-file limit requires it.")
     ] = 1024,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(help="The longest prompt. (default: what the model's context has room for)")
+        int | None, typer.Option(help="Maximum prompt length in tokens. (default: the context length minus 1)")
     ] = None,
-    max_body_bytes: Annotated[int, typer.Option(help="The largest body of a request.")] = 4 * 1024**2,
-    drain_seconds: Annotated[
-        float, typer.Option(help="How long running requests may take to finish once told to stop.")
-    ] = 30.0,
+    max_body_bytes: Annotated[int, typer.Option(help="Maximum size of a request body.")] = 4 * 1024**2,
+    drain_seconds: Annotated[float, typer.Option(help="Time that running requests have to finish on shutdown.")] = 30.0,
     device: Device = None,
     tokenizer: TokenizerPath = None,
 ) -> None:
-    """Serve a model over HTTP, in the manner of OpenAI's API, with a chat page.
+    """Serve a model over HTTP: an OpenAI-compatible API and a chat page.
 
-    Ends on SIGTERM or Ctrl-C once what runs has finished; a second one ends it at once.
+    SIGTERM or Ctrl-C stops the server once running requests have finished; a second one stops it at once.
     """
     from whimbrel.server import ServeConfig
 
     config = ServeConfig(
         host=host,
         port=port,
-        # Typer takes an empty variable for none; who sets one means to have a key, and is told that it is empty.
+        # Typer ignores an empty variable. Read it here, so that it is an error rather than a server without a key.
         api_key=os.environ.get(KEY_VARIABLE) if api_key is None else api_key,
         allowed_hosts=tuple(allow_host or ()),
         max_requests=max_requests,
@@ -91,8 +90,8 @@ def serve(
     _run(config, load, {"max_batch": max_batch, "num_blocks": pages, "cache": cache, "compile": compile})
 
 
-def _run(config: ServeConfig, load: Callable[[], ServedModel], engine: dict[str, Any]) -> None:
-    """Serve the model that `load` gives, once the address is ours."""
+def _run(config: ServeConfig, load: Callable[[], ServedModel], engine_options: dict[str, Any]) -> None:
+    """Bind the address, so that one in use is reported at once, then load the model and serve it."""
     try:
         from whimbrel.server.app import Service
         from whimbrel.server.http import Server, bind_socket, server_url
@@ -102,14 +101,14 @@ def _run(config: ServeConfig, load: Callable[[], ServedModel], engine: dict[str,
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("whimbrel.server").setLevel(logging.INFO)
-    limits = EngineConfig(**engine)
+    limits = EngineConfig(**engine_options)
     with bind_socket(config) as sock:
         served = load()
-        runs = Engine(served.model, limits)
-        runs.warm_up()  # compiles, before connections are accepted
-        server = Server(Service(served, runs, config))
-        where = f"serving {served.name} at {server_url(sock)} (chat page at /, API at /v1)"
-        server.run_on(sock, on_ready=lambda: print_text(where, "\n"))
+        engine = Engine(served.model, limits)
+        engine.warm_up()  # compiles, before connections are accepted
+        server = Server(Service(served, engine, config))
+        message = f"serving {served.name} at {server_url(sock)} (chat page at /, API at /v1)"
+        server.run_on(sock, on_ready=lambda: print_text(message, "\n"))
 
 
 def _load(

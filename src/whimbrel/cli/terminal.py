@@ -1,4 +1,4 @@
-"""Terminal output: log messages, tables, progress bars, and text with control characters escape_controls."""
+"""Terminal output: log messages, tables, progress bars, and text with escaped control characters."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def escape_controls(text: str) -> str:
 
 
 def parse_escapes(text: str) -> str:
-    """Replace `\\n`, `\\r`, `\\t` and `\\\\` in an option value by the characters they stand for."""
+    """Replace `\\n`, `\\r`, `\\t` and `\\\\` in an option value by the characters they encode."""
     return re.sub(r"\\([nrt\\])", lambda found: ESCAPES[found.group(1)], text)
 
 
 def print_text(text: str, end: str = "") -> None:
-    """Print generated text: unchanged to a file or pipe, with control characters escape_controls on a terminal."""
+    """Print generated text: unchanged to a file or pipe, with control characters escaped on a terminal."""
     print(escape_controls(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 

@@ -15,13 +15,13 @@ from whimbrel.cli.terminal import configure_logging
 __all__ = ["train"]
 
 
-def _list_settings(asked: bool) -> None:
+def _list_settings(requested: bool) -> None:
     """Print every setting with its default and description."""
     from whimbrel.config import list_settings
     from whimbrel.models import preset_names
     from whimbrel.train import RunConfig
 
-    if asked:
+    if requested:
         names = ", ".join(preset_names())
         print(f"--model.preset\n    Start from a preset; other model settings override its fields. One of {names}.")
         for setting in list_settings(RunConfig):

@@ -35,31 +35,31 @@ def directory(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_text_goes_on_from_the_prompt(model, directory, capsys):
+def test_prompt_is_continued(model, directory, capsys):
     generate(directory, "Once upon", max_new_tokens=20, temperature=0, device="cpu")
-    drawn = tokens_after(model, TOKENIZER.encode("Once upon"), max_new_tokens=20, temperature=0)
+    generated = tokens_after(model, TOKENIZER.encode("Once upon"), max_new_tokens=20, temperature=0)
     printed = capsys.readouterr().out
     assert printed.startswith("Once upon")
-    assert ("Once upon" + TOKENIZER.decode(drawn)).startswith(printed.removesuffix("\n"))
+    assert ("Once upon" + TOKENIZER.decode(generated)).startswith(printed.removesuffix("\n"))
 
 
-def test_special_tokens_in_the_text_are_parsed_unless_told_otherwise(model, directory, capsys):
+def test_special_tokens_in_the_prompt_are_parsed_by_default(model, directory, capsys):
     text = f"a{TOKENIZER.eot_token}b"
     for parse_special, prompt in ((True, [64, TOKENIZER.eot_id, 65]), (False, TOKENIZER.encode(text))):
         generate(directory, text, max_new_tokens=8, temperature=0, device="cpu", parse_special=parse_special)
-        drawn = tokens_after(model, prompt, max_new_tokens=8, temperature=0)
-        assert capsys.readouterr().out == "".join([text, *stream_text(TOKENIZER, prompt, drawn), "\n"])
+        generated = tokens_after(model, prompt, max_new_tokens=8, temperature=0)
+        assert capsys.readouterr().out == "".join([text, *stream_text(TOKENIZER, prompt, generated), "\n"])
 
 
-def test_a_seed_writes_the_same_text(directory, capsys):
-    written = []
+def test_equal_seeds_generate_equal_text(directory, capsys):
+    outputs = []
     for seed in (3, 3, 4):
         generate(directory, max_new_tokens=10, seed=seed, top_k=40, top_p=0.9, device="cpu")
-        written.append(capsys.readouterr().out)
-    assert written[0] == written[1] != written[2]
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
 
 
-def test_a_run_gives_its_newest_checkpoint(model, directory, tmp_path, capsys):
+def test_run_directory_resolves_to_its_newest_checkpoint(model, directory, tmp_path, capsys):
     older = GPT(model.config)
     for step, saved in ((5, older), (10, model)):
         component = StateComponent("model", model_state(saved, TOKENIZER), SharingPattern.GLOBAL)
@@ -79,7 +79,7 @@ def test_a_run_gives_its_newest_checkpoint(model, directory, tmp_path, capsys):
         ("model.bin", ConfigError, "model.bin has no tokenizer: .*--tokenizer"),
     ],
 )
-def test_what_holds_no_model_or_no_tokenizer_is_refused(model, workdir, path, error, message):
+def test_missing_model_or_tokenizer_is_rejected(model, workdir, path, error, message):
     Path("empty/checkpoints").mkdir(parents=True)
     Path("model.bin").write_bytes(bytes(28))
     save_model(model, "bare")
@@ -87,32 +87,32 @@ def test_what_holds_no_model_or_no_tokenizer_is_refused(model, workdir, path, er
         generate(Path(path), "text", device="cpu")
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_before_the_model_is_read(directory, tmp_path):
+def test_tokenizer_larger_than_the_vocabulary_is_rejected_before_loading_weights(directory, tmp_path):
     file = tmp_path / "model.bin"
     np.array([16, 32, 1, 2, 2, 257, 32], dtype="<i4").tofile(file)  # a llama2.c header, and no weights after it
-    for verb, source in ((generate, directory), (chat, directory), (generate, file)):
+    for command, source in ((generate, directory), (chat, directory), (generate, file)):
         with pytest.raises(ConfigError, match="at most 257 tokens .* got 50257"):
-            verb(source, tokenizer=Path("gpt2"), device="cpu")
+            command(source, tokenizer=Path("gpt2"), device="cpu")
 
 
-def test_a_model_may_have_more_tokens_than_the_tokenizer(tmp_path, capsys):
+def test_vocabulary_may_be_larger_than_the_tokenizer(tmp_path, capsys):
     save_model(GPT(GPTConfig(context_length=16, vocab_size=300, num_layers=1, embd_size=16, num_heads=2)), tmp_path)
-    TOKENIZER.save(tmp_path / "words")
-    generate(tmp_path, "To be", max_new_tokens=1, tokenizer=tmp_path / "words", device="cpu")
+    TOKENIZER.save(tmp_path / "tokenizer")
+    generate(tmp_path, "To be", max_new_tokens=1, tokenizer=tmp_path / "tokenizer", device="cpu")
     assert capsys.readouterr().out.startswith("To be")
 
 
-def test_a_prompt_that_is_no_text_is_refused(directory):
+def test_prompt_with_invalid_utf8_is_rejected(directory):
     with pytest.raises(RequestError, match="valid UTF-8, .* index 3"):
         generate(directory, "caf\udce9", device="cpu")
 
 
-def test_past_the_end_another_text_begins(model, directory, capsys, monkeypatch):
+def test_ignore_eos_continues_after_the_end_of_text_token(model, directory, capsys, monkeypatch):
     end = TOKENIZER.eot_id
-    drawn = iter([72, end, 73])
-    monkeypatch.setattr("whimbrel.inference.engine.sample", lambda *_, **__: torch.tensor([next(drawn)]))
-    generate(directory, "x", max_new_tokens=3, past_end=True, device="cpu")
+    generated = iter([72, end, 73])
+    monkeypatch.setattr("whimbrel.inference.engine.sample", lambda *_, **__: torch.tensor([next(generated)]))
+    generate(directory, "x", max_new_tokens=3, ignore_eos=True, device="cpu")
     assert capsys.readouterr().out == f"x{TOKENIZER.decode([72])}\n\n{TOKENIZER.decode([73])}\n"
-    drawn = iter([72, end])
+    generated = iter([72, end])
     generate(directory, "x", max_new_tokens=3, device="cpu")
     assert capsys.readouterr().out == f"x{TOKENIZER.decode([72])}\n"

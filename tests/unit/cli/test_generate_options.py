@@ -1,4 +1,4 @@
-"""The options of `whimbrel generate`: none is ignored, and none stands beside one that it contradicts."""
+"""Options of `whimbrel generate`: each has an effect, and conflicting ones are rejected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
-from whimbrel.base.errors import ConfigError, WhimbrelError
+from whimbrel.base.errors import WhimbrelError
 from whimbrel.cli.generate import generate
 from whimbrel.inference import LLM, SamplingParams, beam_search, stream_text
 from whimbrel.inference import generate as tokens_after
@@ -38,9 +38,7 @@ def directory(model: GPT, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def written(directory, capsys):
-    """What is printed."""
-
+def run_generate(directory, capsys):
     def run(text: str = "So", **options: object) -> str:
         generate(directory, text, **{"max_new_tokens": 20, "seed": 1, "device": "cpu"} | options)
         return capsys.readouterr().out
@@ -48,7 +46,7 @@ def written(directory, capsys):
     return run
 
 
-def shown(tokens: list[int], text: str = "So", stops: tuple[str, ...] = ()) -> str:
+def printed(tokens: list[int], text: str = "So", stops: tuple[str, ...] = ()) -> str:
     prompt = TOKENIZER.encode(text)
     return text + "".join(stream_text(TOKENIZER, prompt, tokens, stops)) + "\n"
 
@@ -65,15 +63,19 @@ def shown(tokens: list[int], text: str = "So", stops: tuple[str, ...] = ()) -> s
     ],
     ids=str,
 )
-def test_every_way_to_draw_is_heeded(model, written, options):
-    usual = {"temperature": 0.8, "max_new_tokens": 20, "seed": 1, "eos_id": END}
-    assert written(**options) == shown(tokens_after(model, TOKENIZER.encode("So"), **usual | options)) != written()
+def test_sampling_option_is_applied(model, run_generate, options):
+    defaults = {"temperature": 0.8, "max_new_tokens": 20, "seed": 1, "eos_id": END}
+    assert (
+        run_generate(**options)
+        == printed(tokens_after(model, TOKENIZER.encode("So"), **defaults | options))
+        != run_generate()
+    )
 
 
-def test_the_models_own_settings_hold_where_none_is_given(model, directory, written):
-    own = {"do_sample": True, "temperature": 1.3, "min_p": 0.1, "repetition_penalty": 2.0, "eos_token_id": END}
-    (directory / "generation_config.json").write_text(json.dumps(own))
-    drawn = {
+def test_sampling_defaults_come_from_generation_config(model, directory, run_generate):
+    config = {"do_sample": True, "temperature": 1.3, "min_p": 0.1, "repetition_penalty": 2.0, "eos_token_id": END}
+    (directory / "generation_config.json").write_text(json.dumps(config))
+    expected = {
         "temperature": 1.3,
         "min_p": 0.1,
         "repetition_penalty": 2.0,
@@ -82,66 +84,65 @@ def test_the_models_own_settings_hold_where_none_is_given(model, directory, writ
         "eos_id": END,
     }
     prompt = TOKENIZER.encode("So")
-    assert written() == shown(tokens_after(model, prompt, **drawn))
-    assert written(min_p=0.6) == shown(tokens_after(model, prompt, **drawn | {"min_p": 0.6}))
-    (directory / "generation_config.json").write_text(json.dumps(own | {"do_sample": False}))
+    assert run_generate() == printed(tokens_after(model, prompt, **expected))
+    assert run_generate(min_p=0.6) == printed(tokens_after(model, prompt, **expected | {"min_p": 0.6}))
+    (directory / "generation_config.json").write_text(json.dumps(config | {"do_sample": False}))
     greedy = {"temperature": 0, "repetition_penalty": 2.0, "max_new_tokens": 20, "eos_id": END}
-    assert written() == shown(tokens_after(model, prompt, **greedy))
+    assert run_generate() == printed(tokens_after(model, prompt, **greedy))
 
 
-def test_a_stop_string_ends_the_text(written):
-    plain = written(temperature=0)
-    stops = [plain[8:10], plain[12:14]]
-    assert written(temperature=0, stop=stops) == plain[: plain.index(stops[0], 2)] + "\n"
+def test_stop_string_ends_generation(run_generate):
+    full = run_generate(temperature=0)
+    stops = [full[8:10], full[12:14]]
+    assert run_generate(temperature=0, stop=stops) == full[: full.index(stops[0], 2)] + "\n"
 
 
-def test_several_texts_are_samples_of_one_seed(model, written):
+def test_n_completions_are_sampled_from_one_seed(model, run_generate):
     [output] = LLM(model, TOKENIZER).generate(["So"], SamplingParams(temperature=0.8), n=3, max_new_tokens=20, seed=1)
     samples = output.outputs
-    texts = [shown(sample.tokens) for sample in samples]
-    assert written(n=3) == "\n".join(texts)
-    assert written() == texts[0]
+    texts = [printed(sample.tokens) for sample in samples]
+    assert run_generate(n=3) == "\n".join(texts)
+    assert run_generate() == texts[0]
     stop = texts[1][9:11]
-    assert written(n=3, stop=[stop]) == "\n".join(shown(sample.tokens, stops=(stop,)) for sample in samples)
+    assert run_generate(n=3, stop=[stop]) == "\n".join(printed(sample.tokens, stops=(stop,)) for sample in samples)
 
 
-def test_beams_are_the_likeliest_texts(model, written):
+def test_beam_search_prints_the_best_beams(model, run_generate):
     found = beam_search(model, TOKENIZER.encode("So"), beams=4, max_new_tokens=20, eos_id=END)
-    assert written(beams=4, seed=None) == shown(found[0].tokens)
-    assert written(beams=4, seed=None, n=2) == shown(found[0].tokens) + "\n" + shown(found[1].tokens)
+    assert run_generate(beams=4, seed=None) == printed(found[0].tokens)
+    assert run_generate(beams=4, seed=None, n=2) == printed(found[0].tokens) + "\n" + printed(found[1].tokens)
 
 
 @pytest.mark.parametrize("draft", ["ngram", "itself"])
-def test_a_draft_changes_no_word(directory, written, draft):
+def test_draft_does_not_change_greedy_output(directory, run_generate, draft):
     name = str(directory) if draft == "itself" else draft
-    assert written(temperature=0, draft=name) == written(temperature=0)
+    assert run_generate(temperature=0, draft=name) == run_generate(temperature=0)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 0}, "--n 0 must be at least 1"),
-        ({"n": 2, "draft": "ngram"}, "--draft goes ahead of one text"),
-        ({"beams": 2}, "leave --seed out"),
-        ({"beams": 2, "seed": None, "top_p": 0.5}, "leave --top-p out"),
-        ({"beams": 2, "seed": None, "repetition_penalty": 2.0}, "leave --repetition-penalty out"),
-        ({"beams": 2, "seed": None, "draft": "ngram"}, "leave --draft out"),
-        ({"beams": 2, "seed": None, "n": 3}, "--n 3 texts of --beams 2"),
-        ({"beams": 0, "seed": None, "n": 1}, "--n 1 texts of --beams 0|beams = 0"),
+        ({"n": 0}, "--n of at least 1, got 0"),
+        ({"n": 2, "draft": "ngram"}, "--draft cannot be combined with --n"),
+        ({"beams": 2}, "--seed cannot be combined with --beams"),
+        ({"beams": 2, "seed": None, "temperature": 1.0}, "--temperature cannot be combined"),
+        ({"beams": 2, "seed": None, "top_p": 0.5}, "--top-p cannot be combined"),
+        ({"beams": 2, "seed": None, "repetition_penalty": 2.0}, "--repetition-penalty cannot be combined"),
+        ({"beams": 2, "seed": None, "draft": "ngram"}, "--draft cannot be combined"),
+        ({"beams": 2, "seed": None, "n": 3}, "--n of at most --beams 2, got 3"),
+        ({"beams": 0, "seed": None, "n": 1}, "--n of at most --beams 0, got 1"),
         ({"cache": "int3"}, "int3"),
         ({"stop": [""]}, "non-empty strings"),
     ],
 )
-def test_options_that_contradict_or_mean_nothing_are_refused(written, capsys, options, message):
+def test_invalid_or_conflicting_options_are_rejected(run_generate, capsys, options, message):
     with pytest.raises(WhimbrelError, match=message):
-        written(**options)
-    assert capsys.readouterr().out == ""  # not even the text to go on from
+        run_generate(**options)
+    assert capsys.readouterr().out == ""  # not even the prompt
 
 
-def test_a_draft_of_other_tokens_is_refused(written, tmp_path):
+def test_draft_with_another_vocabulary_is_rejected(run_generate, tmp_path):
     other = tmp_path / "other"
     save_model(GPT(GPTConfig(context_length=64, vocab_size=300, num_layers=1, embd_size=32, num_heads=2)), other)
     with pytest.raises(WhimbrelError, match="vocabulary of 257 tokens, got 300"):
-        written(draft=str(other))
-    with pytest.raises(ConfigError, match="leave --temperature out"):
-        written(beams=2, seed=None, temperature=1.0)
+        run_generate(draft=str(other))

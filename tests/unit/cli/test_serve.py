@@ -1,4 +1,4 @@
-"""`whimbrel serve`, up to where it would listen."""
+"""`whimbrel serve` until it listens."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 
 
-def test_without_its_extra_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    importing = builtins.__import__
+def test_missing_extra_names_the_package_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    original = builtins.__import__
 
     def without(name: str, *rest):
         if name.startswith(("whimbrel.server.app", "fastapi")):
             raise ModuleNotFoundError(f"No module named {name!r}", name="fastapi")
-        return importing(name, *rest)
+        return original(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtraError, match=r"needs the package 'fastapi': pip install 'whimbrel\[serve\]'"):
         serve(tmp_path)
 
 
-def test_another_address_needs_a_key(tmp_path: Path):
+def test_non_loopback_address_requires_an_api_key(tmp_path: Path):
     with pytest.raises(ConfigError, match="set an API key"):
         serve(tmp_path, host="0.0.0.0")
 
 
-def test_an_empty_key_is_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_empty_api_key_variable_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WHIMBREL_API_KEY", "")
-    answer = CliRunner().invoke(build_app(), ["serve", str(tmp_path)])
-    assert isinstance(answer.exception, ConfigError)
-    assert "expected api_key to be non-empty" in str(answer.exception)
+    result = CliRunner().invoke(build_app(), ["serve", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError)
+    assert "expected api_key to be non-empty" in str(result.exception)
 
 
-def test_a_port_that_is_taken_is_told_before_the_model_is_read(tmp_path: Path):
+def test_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path):
     pytest.importorskip("fastapi", reason="needs the extra `serve`")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1 port"):
@@ -64,13 +64,13 @@ def test_connections_are_refused_until_the_model_is_loaded(tmp_path: Path, monke
         serve(tmp_path, port=port)
 
 
-def test_no_model(tmp_path: Path):
+def test_missing_model_is_rejected(tmp_path: Path):
     pytest.importorskip("fastapi", reason="needs the extra `serve`")
     with pytest.raises(CheckpointError, match="no run or model"):
         serve(tmp_path / "nothing", port=0)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path):
+def test_tokenizer_larger_than_the_vocabulary_is_rejected(tmp_path: Path):
     pytest.importorskip("fastapi", reason="needs the extra `serve`")
     shape = {"context_length": 16, "vocab_size": 300, "num_layers": 1, "embd_size": 16, "num_heads": 2}
     save_model(GPT(GPTConfig(**shape)), tmp_path / "model")
@@ -78,26 +78,26 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path):
         serve(tmp_path / "model", port=0, tokenizer=Path("gpt2"), device="cpu")
 
 
-OTHERS = ["--name", "n", "--weights", "int4", "--device", "cpu", "--tokenizer", "gpt2"]
+MODEL_OPTIONS = ["--name", "n", "--weights", "int4", "--device", "cpu", "--tokenizer", "gpt2"]
 
 
 def test_every_option_reaches_the_engine_and_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given: list = []
     monkeypatch.setattr("whimbrel.cli.serve._run", lambda config, load, engine: given.extend((config, load, engine)))
-    words = f"serve {tmp_path} --compile --cache int8 --max-batch 3 --pages 70 --port 0 --api-key k --allow-host a.b"
-    words += " --max-requests 5 --max-connections 9 --max-prompt-tokens 6 --max-body-bytes 7 --drain-seconds 8"
-    answer = CliRunner().invoke(build_app(), [*words.split(), *OTHERS], catch_exceptions=False)
-    assert answer.exit_code == 0
+    command = f"serve {tmp_path} --compile --cache int8 --max-batch 3 --pages 70 --port 0 --api-key k --allow-host a.b"
+    command += " --max-requests 5 --max-connections 9 --max-prompt-tokens 6 --max-body-bytes 7 --drain-seconds 8"
+    result = CliRunner().invoke(build_app(), [*command.split(), *MODEL_OPTIONS], catch_exceptions=False)
+    assert result.exit_code == 0
     config, load, engine = given
     assert engine == {"max_batch": 3, "num_blocks": 70, "cache": "int8", "compile": True}
     assert (config.port, config.api_key, config.allowed_hosts, config.max_requests) == (0, "k", ("a.b",), 5)
     assert config.max_connections == 9
     assert (config.max_prompt_tokens, config.max_body_bytes, config.drain_seconds) == (6, 7, 8)
-    asked = {"name": "n", "tokenizer": Path("gpt2"), "device": "cpu", "weights": "int4"}
-    assert (load.args, load.keywords) == ((tmp_path,), asked)
+    expected = {"name": "n", "tokenizer": Path("gpt2"), "device": "cpu", "weights": "int4"}
+    assert (load.args, load.keywords) == ((tmp_path,), expected)
 
 
-def test_the_engine_is_warm_before_connections_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_engine_is_warmed_up_before_connections_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("fastapi", reason="needs the extra `serve`")
     shape = {"context_length": 16, "vocab_size": 257, "num_layers": 1, "embd_size": 16, "num_heads": 2}
     save_model(GPT(GPTConfig(**shape)), tmp_path / "model", byte_tokenizer())
