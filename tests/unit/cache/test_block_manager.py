@@ -1,4 +1,4 @@
-"""The pages of a pool against a plain model of them: who owns what, what is found again, what is overwritten."""
+"""Block tables and the prefix cache against a simple model of them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
 def marks(tokens: list[int]) -> torch.Tensor:
-    """What the pages must hold: for each position a number that tells its whole prefix from another."""
+    """What the blocks must store: for each position a number that identifies its complete prefix."""
     return torch.tensor([crc32(str(tokens[: end + 1]).encode()) for end in range(len(tokens))], dtype=torch.float64)
 
 
 def write(block_table: BlockTable, pool: AnyBlockPool, tokens: list[int]) -> None:
-    """Write the marks of `tokens` that the block_table lacks, as a forward pass of one row would."""
+    """Write the marks of the `tokens` that are not stored, as a forward pass would."""
     start, states = block_table.num_tokens, marks(tokens)[block_table.num_tokens :]
     batch = PagedBatch(
         pool,
@@ -50,13 +50,13 @@ def held(block_table: BlockTable, pool: AnyBlockPool) -> tuple[torch.Tensor, tor
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Rows that begin, go on, fork and end in any order, in a pool that is often full."""
+    """Sequences that start, grow, fork and end in any order, in a pool that is often full."""
 
     tables: Bundle[BlockTable] = Bundle("tables")
 
-    @initialize(pages=st.integers(2, 12), size=st.integers(1, 4))
-    def begin(self, pages: int, size: int) -> None:
-        self.pool = BlockPool(SHAPE, pages, size)
+    @initialize(blocks=st.integers(2, 12), size=st.integers(1, 4))
+    def begin(self, blocks: int, size: int) -> None:
+        self.pool = BlockPool(SHAPE, blocks, size)
         self.texts: dict[BlockTable, list[int]] = {}
 
     def grow(self, block_table: BlockTable, tokens: list[int]) -> None:
@@ -95,7 +95,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(block_table=consumes(tables), discard=st.booleans())
     def release(self, block_table: BlockTable, discard: bool) -> None:
-        last = {page for page in block_table.blocks if self.pool.ref_count(page) == 1}
+        last = {block for block in block_table.blocks if self.pool.ref_count(block) == 1}
         block_table.release(discard=discard)
         del self.texts[block_table]
         assert (len(block_table.blocks), block_table.num_tokens) == (0, 0)
@@ -103,17 +103,17 @@ class PoolMachine(RuleBasedStateMachine):
             assert all(not tensor[list(last)].any() for tensor in self.pool.tensors)
 
     @invariant()
-    def every_page_is_owned_by_those_who_hold_it(self) -> None:
-        owners = Counter(page for block_table in self.texts for page in block_table.blocks)
+    def reference_counts_match_the_block_tables(self) -> None:
+        owners = Counter(block for block_table in self.texts for block in block_table.blocks)
         assert owners[0] == 0
-        assert {page: self.pool.ref_count(page) for page in owners} == owners
+        assert {block: self.pool.ref_count(block) for block in owners} == owners
         assert self.pool.available == self.pool.num_blocks - 1 - len(owners)
         free = {*self.pool._free, *self.pool._evictable}
         assert len(free) == self.pool.available
         assert not free & owners.keys()
 
     @invariant()
-    def every_row_finds_its_own_text(self) -> None:
+    def every_sequence_reads_its_own_tokens(self) -> None:
         for block_table, tokens in self.texts.items():
             assert block_table.num_tokens == len(tokens)
             if tokens:
@@ -142,7 +142,7 @@ def matched(pool: AnyBlockPool, tokens: list[int], most: int | None = None) -> i
     return stored
 
 
-def test_a_prefix_is_found_by_full_pages_and_never_whole():
+def test_a_prefix_matches_by_full_blocks():
     pool = BlockPool(SHAPE, 20, 4)
     text = list(range(12))
     opened(pool, text)
@@ -152,10 +152,10 @@ def test_a_prefix_is_found_by_full_pages_and_never_whole():
     assert matched(pool, text[:7]) == 4
     assert matched(pool, [*text[:4], 99, *text[5:]]) == 4
     assert matched(pool, [99, *text[1:]]) == 0
-    assert matched(pool, text[4:8] * 3) == 0, "the same tokens after another prefix are another text"
+    assert matched(pool, text[4:8] * 3) == 0, "the same tokens after another prefix are another block"
 
 
-def test_texts_of_equal_hash_are_told_apart():
+def test_hash_collisions_do_not_match():
     """In Python -1 and -2 have the same hash, and so have tuples of them."""
     assert hash((0, (-1, -1))) == hash((0, (-2, -2)))
     pool = BlockPool(SHAPE, 20, 2)
@@ -163,20 +163,20 @@ def test_texts_of_equal_hash_are_told_apart():
     assert pool.match([-2, -2, 5], 2)[0] == []
 
 
-def test_pages_of_a_text_that_ended_are_kept_until_their_room_is_needed_the_oldest_ones_first():
+def test_unreferenced_blocks_are_evicted_least_recently_used_first():
     pool = BlockPool(SHAPE, 9, 2)
     for first in (10, 20, 30):
         opened(pool, [first, 1, 2, 3, 4]).release()
     assert pool.available == 8
     assert [matched(pool, [first, 1, 2, 3, 4]) for first in (10, 20, 30)] == [4, 4, 4]
     assert matched(pool, [10, 1, 2, 3, 4]) == 4  # 10 is the most recently used now
-    other = opened(pool, [50, 1, 2, 3, 4, 5, 6, 7])  # two empty pages, then the two of 20, its end first
+    other = opened(pool, [50, 1, 2, 3, 4, 5, 6, 7])  # two empty blocks, then the two of 20, its end first
     assert [matched(pool, [first, 1, 2, 3, 4]) for first in (10, 20, 30)] == [4, 0, 4]
     other.reserve(2)  # one more: of what is oldest now, the end
     assert sorted(matched(pool, [first, 1, 2, 3, 4]) for first in (10, 30)) == [2, 4]
 
 
-def test_one_text_is_known_once_though_two_rows_wrote_it():
+def test_duplicate_blocks_are_cached_once():
     pool = BlockPool(SHAPE, 9, 2)
     first, second = (opened(pool, [1, 2, 3], most=0) for _ in range(2))
     assert first.blocks[0] != second.blocks[0]
@@ -184,13 +184,13 @@ def test_one_text_is_known_once_though_two_rows_wrote_it():
     assert pool.match([1, 2, 3], 2)[0] == [first.blocks[0]]
 
 
-def test_rows_that_share_a_page_copy_it_before_they_write():
+def test_shared_blocks_are_copied_on_write():
     pool = BlockPool(SHAPE, 20, 4)
     row = opened(pool, [1, 2, 3, 4, 5, 6])
     twins = [row.fork() for _ in range(3)]
     assert pool.available == 19 - 2
     for end, each in enumerate((row, *twins)):
-        assert each.blocks_needed(1) == (end < 3), "the last one has the page for itself"
+        assert each.blocks_needed(1) == (end < 3), "the last one has the block for itself"
         each.reserve(1)
         write(each, pool, [1, 2, 3, 4, 5, 6, end])
     assert pool.available == 19 - 1 - 4
@@ -199,18 +199,18 @@ def test_rows_that_share_a_page_copy_it_before_they_write():
         assert torch.equal(held(each, pool)[0], marks([1, 2, 3, 4, 5, 6, end]))
 
 
-def test_a_fork_of_full_pages_copies_nothing():
+def test_a_fork_of_full_blocks_copies_nothing():
     pool = BlockPool(SHAPE, 20, 4)
     row = opened(pool, [1, 2, 3, 4])
-    row.reserve(3)  # a page the twin has no part in
+    row.reserve(3)  # a block the twin has no part in
     twin = row.fork()
     assert list(twin.blocks) == list(row.blocks[:1])
     assert (row.blocks_needed(1), twin.blocks_needed(1), twin.blocks_needed(0)) == (0, 1, 0)
 
 
 @pytest.mark.parametrize(
-    ("pages", "size", "message"), [(1, 4, "num_blocks: expected at least 2"), (4, 0, "block_size: .* got 0")]
+    ("blocks", "size", "message"), [(1, 4, "num_blocks: expected at least 2"), (4, 0, "block_size: .* got 0")]
 )
-def test_pools_that_make_no_sense_are_refused(pages, size, message):
+def test_invalid_pools_are_rejected(blocks, size, message):
     with pytest.raises(ConfigError, match=message):
-        BlockPool(SHAPE, pages, size)
+        BlockPool(SHAPE, blocks, size)

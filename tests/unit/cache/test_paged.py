@@ -1,4 +1,4 @@
-"""A forward pass over rows in pages gives what each row gives alone."""
+"""A forward pass over sequences in blocks gives the logits of each alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def batch(pool: BlockPool, starts: list[int], counts: list[int], tables: list[li
 
 
 @torch.inference_mode()
-def test_ragged_rows_read_in_pieces_give_what_each_gives_alone(model):
+def test_ragged_chunks_give_the_logits_of_each_row_alone(model):
     texts = torch.randint(50, (3, 20))
     whole = model(texts).logits
     pool = BlockPool(model.config, 10, 4)
@@ -52,7 +52,7 @@ def test_ragged_rows_read_in_pieces_give_what_each_gives_alone(model):
 
 
 @torch.inference_mode()
-def test_rows_of_padding_change_nothing_and_are_written_to_no_page_of_a_row(model):
+def test_padding_is_written_to_block_0_only(model):
     texts = torch.randint(50, (1, 20))
     pool = BlockPool(model.config, 10, 4)
     model(texts[:, :19], cache=batch(pool, [0], [19], TABLES[:1]))
@@ -66,8 +66,8 @@ def test_rows_of_padding_change_nothing_and_are_written_to_no_page_of_a_row(mode
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_a_pass_asks_the_device_for_nothing(codec):
-    """On the meta device there are no numbers: to look at one fails."""
+def test_a_pass_does_not_synchronize_with_the_device(codec):
+    """On the meta device, reading a number fails."""
     meta = torch.device("meta")
     pool = BlockPool(GPTConfig(**SMALL), 10, 4, device=meta, codec=codec)
     tables, starts, counts = (torch.zeros(shape, dtype=torch.int32, device=meta) for shape in ((3, 5), (3,), (3,)))
@@ -79,7 +79,7 @@ def test_a_pass_asks_the_device_for_nothing(codec):
 
 
 @torch.inference_mode()
-def test_the_same_tensors_with_other_numbers_make_another_batch(model):
+def test_a_batch_can_be_reused_with_other_numbers(model):
     texts = torch.randint(50, (3, 6))
     pool = BlockPool(model.config, 10, 4)
     reused = batch(pool, [0, 0, 0], [5, 5, 5])
@@ -90,8 +90,8 @@ def test_the_same_tensors_with_other_numbers_make_another_batch(model):
     torch.testing.assert_close(logits[:, -1], model(texts).logits[:, -1], rtol=0, atol=2e-5)
 
 
-def test_a_view_says_how_many_tokens_each_row_holds():
-    """The new ones included; a row of padding says one, for an attention over nothing is not a number."""
+def test_a_view_has_the_length_of_each_row():
+    """New tokens included; a row of padding has one, since attention over nothing is NaN."""
     paged = batch(BlockPool(GPTConfig(**SMALL), 10, 4), [9, 0, 0], [2, 3, 0])
     view = paged.append(*torch.randn(2, 3, 4, 3, 8), 0)
     assert view.lengths.tolist() == [11, 3, 1]
@@ -99,7 +99,7 @@ def test_a_view_says_how_many_tokens_each_row_holds():
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
-def test_codes_lie_in_pages_and_stay_as_they_were_written(codec):
+def test_quantized_blocks_store_codes_that_never_change(codec):
     config = GPTConfig(**SMALL)
     pool = BlockPool(config, 10, 4, codec=codec)
     states = torch.randn(3, 4, 7, 8)
@@ -115,7 +115,7 @@ def test_codes_lie_in_pages_and_stay_as_they_were_written(codec):
     assert pool.nbytes < 0.6 * BlockPool(config, 10, 4).nbytes
 
 
-def test_a_page_is_copied_and_cleared_with_its_scales_in_every_layer():
+def test_a_block_is_copied_and_cleared_with_its_scales_in_every_layer():
     pool = BlockPool(GPTConfig(**SMALL), 10, 4, codec="int8")
     for layer in range(2):
         batch(pool, [0, 0, 0], [4, 4, 4]).append(torch.randn(3, 4, 4, 8), torch.randn(3, 4, 4, 8), layer)
@@ -125,5 +125,5 @@ def test_a_page_is_copied_and_cleared_with_its_scales_in_every_layer():
     pool.clear(7)
     assert not any(tensor[7].any() for tensor in pool.tensors)
     assert all(tensor[5].any() for tensor in pool.tensors)
-    # A part of a whole that compiled code writes to by several names would have it copy the whole in every step.
+    # Compiled code that writes to several views of one tensor would copy all of it in every step.
     assert len({tensor.untyped_storage().data_ptr() for tensor in pool.tensors}) == len(pool.tensors)

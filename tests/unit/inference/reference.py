@@ -1,4 +1,4 @@
-"""What a request gives on its own, by the plainest means: the whole text through the model for every token."""
+"""A reference for the engine: one request at a time, the complete sequence through the model for every token."""
 
 from __future__ import annotations
 

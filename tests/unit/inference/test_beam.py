@@ -1,4 +1,4 @@
-"""Beam search beside a search of everything, and what it refuses."""
+"""Beam search against exhaustive search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model() -> GPT:
 
 
 @torch.no_grad()
-def test_enough_beams_find_the_likeliest_texts_of_all():
+def test_enough_beams_find_the_most_likely_sequences():
     torch.manual_seed(0)
     config = GPTConfig(context_length=8, vocab_size=5, num_layers=1, embd_size=16, num_heads=2, vocab_multiple=1)
     model, prompt = spread(GPT(config)), [1, 2]
@@ -42,7 +42,7 @@ def test_one_beam_is_greedy_decoding(model):
     assert beam.tokens == greedy[: greedy.index(greedy[5])]
 
 
-def test_more_beams_find_likelier_texts_and_longer_ones_are_favoured(model):
+def test_more_beams_score_higher_and_the_length_penalty_favors_long_sequences(model):
     best = [beam_search(model, [3, 4], beams=beams, max_new_tokens=12)[0].score for beams in (1, 8)]
     assert best[0] < best[1]
     ends = range(0, 97, 6)
@@ -55,7 +55,7 @@ def test_more_beams_find_likelier_texts_and_longer_ones_are_favoured(model):
     assert length(-2.0) < length(3.0)
 
 
-def test_a_coded_cache_gives_other_scores(model):
+def test_a_quantized_cache_changes_the_scores(model):
     plain, coded = (beam_search(model, [3, 4], beams=3, max_new_tokens=6, cache=codec)[0] for codec in ("none", "int4"))
     assert plain.score != coded.score
 
@@ -69,13 +69,13 @@ def test_a_coded_cache_gives_other_scores(model):
         ({"max_new_tokens": 32}, "at most 31 after a prompt of 2 tokens"),
     ],
 )
-def test_searches_that_make_no_sense_are_refused(model, options, message):
+def test_invalid_arguments_are_rejected(model, options, message):
     with pytest.raises(RequestError, match=message):
         beam_search(model, [1, 2], **{"max_new_tokens": 4} | options)
     assert beam_search(model, [1, 2], beams=1, max_new_tokens=31)
 
 
-def test_a_model_that_diverged_is_refused():
+def test_non_finite_logits_are_rejected():
     model = GPT(GPTConfig(context_length=8, vocab_size=5, num_layers=1, embd_size=16, num_heads=2))
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan

@@ -1,4 +1,4 @@
-"""Conversations: what the model is shown, what is read again, what is forgotten."""
+"""Conversations: prompts, prefix reuse, dropped turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    """Writes letters only, each byte a character: so that what it wrote is read as what it was."""
+    """Generates letters only, one byte each, so that its answers are tokenized as they were generated."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(context_length=120, vocab_size=258, num_layers=2, embd_size=32, num_heads=2))
     with torch.no_grad():
@@ -56,9 +56,7 @@ def conversation(
     return Conversation(LLM(model, tokenizer, block_size=1), TEMPLATE, sampling, **{"max_new_tokens": 12} | options)
 
 
-def test_every_turn_is_what_the_whole_conversation_gives_and_only_what_is_new_is_read(
-    model, tokenizer, letters_only, reads
-):
+def test_each_turn_prefills_only_new_tokens(model, tokenizer, letters_only, reads):
     talk = conversation(model, tokenizer, letters_only, system="Be brief.")
     said = [{"role": "system", "content": "Be brief."}]
     for turn, words in enumerate(("Hello", "And you?", "Why?")):
@@ -66,7 +64,7 @@ def test_every_turn_is_what_the_whole_conversation_gives_and_only_what_is_new_is
         reads.clear()
         pieces, forgotten = talk.ask(words)
         answer = "".join(pieces)
-        # Of the turn before, all but the last token that was drawn has been read.
+        # All but the last token of the turn before is stored.
         new = len(TEMPLATE.encode(tokenizer, said)) if turn == 0 else 1 + 3 + len(words) + 3
         assert reads == [new, *[1] * 11]
         assert forgotten == 0
@@ -83,14 +81,14 @@ def test_every_turn_is_what_the_whole_conversation_gives_and_only_what_is_new_is
     assert talk.messages == said[1:]
 
 
-def test_a_draft_changes_no_word(model, tokenizer, letters_only):
+def test_a_draft_does_not_change_the_answers(model, tokenizer, letters_only):
     plain, guessed = conversation(model, tokenizer, letters_only), conversation(model, tokenizer, letters_only)
     for words in ("one one one", "two"):
         assert list(plain.ask(words).pieces) == list(guessed.ask(words, NgramDraft()).pieces)
     assert plain.messages == guessed.messages
 
 
-def test_a_reset_conversation_knows_nothing_of_before(model, tokenizer):
+def test_reset_forgets_all_messages(model, tokenizer):
     talk = conversation(model, tokenizer, system="x")
     first = "".join(talk.ask("Hello").pieces)
     talk.reset()
@@ -98,7 +96,7 @@ def test_a_reset_conversation_knows_nothing_of_before(model, tokenizer):
     assert "".join(talk.ask("Hello").pieces) == first
 
 
-def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_went(model, tokenizer, letters_only):
+def test_a_stopped_answer_stays_in_the_conversation(model, tokenizer, letters_only):
     talk = conversation(model, tokenizer, letters_only)
     pieces = talk.ask("Hello").pieces
     said = next(pieces) + next(pieces)
@@ -109,7 +107,7 @@ def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_went(model, tokeni
     assert "".join(talk.ask("More").pieces) == "".join(whole.ask("More").pieces)
 
 
-def test_an_answer_that_is_left_before_its_first_word_is_an_empty_one(model, tokenizer, letters_only):
+def test_an_answer_stopped_before_its_first_token_is_empty(model, tokenizer, letters_only):
     alternating = (
         "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}{{ message.content }}{% endfor %}"
@@ -124,7 +122,7 @@ def test_an_answer_that_is_left_before_its_first_word_is_an_empty_one(model, tok
     assert talk.messages == []
 
 
-def test_answers_end_at_stop_strings_and_end_tokens(model, tokenizer, letters_only):
+def test_answers_end_at_stop_strings_and_eos(model, tokenizer, letters_only):
     text = "".join(conversation(model, tokenizer, letters_only).ask("Hello").pieces)
     stop = text[4:6]
     talk = conversation(model, tokenizer, letters_only, stop=[stop])
@@ -138,7 +136,7 @@ def test_answers_end_at_stop_strings_and_end_tokens(model, tokenizer, letters_on
     assert "".join(ending.ask("Hello").pieces) == text[: text.index(text[3])]
 
 
-def test_the_oldest_turns_make_room_and_half_the_context_is_kept(model, tokenizer, letters_only, reads):
+def test_old_turns_are_dropped_until_half_the_context_is_free(model, tokenizer, letters_only, reads):
     talk = conversation(model, tokenizer, letters_only, system="S")
     forgot = []
     for turn in range(12):
@@ -151,7 +149,7 @@ def test_the_oldest_turns_make_room_and_half_the_context_is_kept(model, tokenize
     assert talk.messages[-2]["content"] == "message 11"
 
 
-def test_a_message_that_cannot_fit_is_refused_and_not_remembered(model, tokenizer):
+def test_a_message_that_does_not_fit_is_rejected_and_forgotten(model, tokenizer):
     talk = conversation(model, tokenizer)
     list(talk.ask("Hello").pieces)
     before = list(talk.messages)
@@ -162,11 +160,11 @@ def test_a_message_that_cannot_fit_is_refused_and_not_remembered(model, tokenize
     assert len("".join(longest.ask("x" * 102).pieces)) > 0
 
 
-def test_the_longest_word_of_the_system_leaves_room_for_a_message(model, tokenizer):
+def test_the_longest_system_prompt_leaves_space_for_a_message(model, tokenizer):
     assert len("".join(conversation(model, tokenizer, system="x" * 98).ask("?").pieces)) > 0
 
 
-def test_seeds_settle_a_conversation_and_turns_differ(model, tokenizer):
+def test_a_seed_reproduces_a_conversation_and_turns_differ(model, tokenizer):
     def talked(seed: int | None) -> list[str]:
         talk, answers = conversation(model, tokenizer, SamplingParams(temperature=2.0), seed=seed), []
         for _ in range(2):
@@ -193,6 +191,6 @@ def test_seeds_settle_a_conversation_and_turns_differ(model, tokenizer):
         ({"system": "\ud800"}, "lone surrogate"),
     ],
 )
-def test_what_no_turn_could_be_answered_with_is_refused_before_the_first(model, tokenizer, options, message):
+def test_invalid_arguments_are_rejected_before_the_first_turn(model, tokenizer, options, message):
     with pytest.raises(RequestError, match=message):
         conversation(model, tokenizer, **options)

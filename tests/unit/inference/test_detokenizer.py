@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters, spaces, stop strings, bytes that are no text."""
+"""Incremental detokenization: complete characters, spaces, stop strings, invalid UTF-8."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def token_of(tokenizer: Tokenizer, byte: int | None) -> int:
     return next(token for token in ids if token is not None)
 
 
-def test_text_comes_in_whole_characters(tokenizer):
+def test_text_is_emitted_in_complete_characters(tokenizer):
     prompt, rest = tokenizer.encode("Say:"), tokenizer.encode("Say: " + TEXT)[len(tokenizer.encode("Say:")) :]
     pieces = list(stream_text(tokenizer, prompt, rest))
     assert "".join(pieces) == " " + TEXT
@@ -72,7 +72,7 @@ def test_text_comes_in_whole_characters(tokenizer):
     ),
     data=st.data(),
 )
-def test_bytes_are_read_as_a_text_of_them_all_and_each_token_stands_at_its_character(tokenizer, parts, data):
+def test_byte_tokens_decode_like_the_joined_bytes_with_correct_spans(tokenizer, parts, data):
     drawn = [byte for part in parts for byte in part]
     for place in data.draw(st.lists(st.integers(0, len(drawn)), max_size=5)):
         drawn.insert(place, LEFT_OUT)  # also amid a character
@@ -91,7 +91,7 @@ def test_bytes_are_read_as_a_text_of_them_all_and_each_token_stands_at_its_chara
 
 
 @given(text=st.text(), data=st.data())
-def test_pieces_make_the_text_of_all_tokens_at_once_up_to_any_stop(tokenizer, text, data):
+def test_pieces_join_to_the_decoded_text_up_to_any_stop(tokenizer, text, data):
     before, ids = tokenizer.encode("a the"), tokenizer.encode(text)
     for place in data.draw(st.lists(st.integers(0, len(ids)), max_size=5)):
         ids.insert(place, token_of(tokenizer, LEFT_OUT))
@@ -101,23 +101,23 @@ def test_pieces_make_the_text_of_all_tokens_at_once_up_to_any_stop(tokenizer, te
     assert "".join(stream_text(tokenizer, before, ids, [stop])) == written.split(stop)[0]
 
 
-def test_a_character_that_the_prompt_began_is_written_whole(gpt2):
+def test_a_character_started_by_the_prompt_is_completed(gpt2):
     ids = gpt2.encode("🐦!")
     assert len(ids) > 2
     assert "".join(stream_text(gpt2, ids[:1], ids[1:])) == "🐦!"
 
 
-def test_what_the_prompt_left_unfinished_or_spelled_is_not_written_again(gpt2):
+def test_text_of_the_prompt_is_not_repeated(gpt2):
     assert "".join(stream_text(gpt2, gpt2.encode("🐦")[:1], gpt2.encode("!"))) == "!"
     assert "".join(stream_text(gpt2, gpt2.encode("so \ufffd"), gpt2.encode(" then"))) == " then"
 
 
-def test_a_replacement_character_that_was_written_stays(tokenizer):
+def test_a_generated_replacement_character_is_kept(tokenizer):
     written = tokenizer.encode("the\ufffd")
     assert "".join(stream_text(tokenizer, [], written)) == "the\ufffd"
 
 
-def test_tokens_that_are_no_text_hold_nothing_up(tokenizer):
+def test_tokens_without_text_do_not_delay_others(tokenizer):
     """However many there are, each is looked at once; and those after the prompt do not make its text the first."""
     seen = []
 
@@ -136,20 +136,20 @@ def test_tokens_that_are_no_text_hold_nothing_up(tokenizer):
     assert len(seen) < 5 * len(none)
 
 
-def test_special_tokens_can_be_spelled(sentencepiece):
+def test_special_tokens_can_be_kept(sentencepiece):
     characters = Detokenizer(sentencepiece, keep_special=True)
     ids = [1, *sentencepiece.encode("the end"), 2]
     assert "".join(map(characters.push, ids)) == sentencepiece.decode(ids) == "<s> the end</s>"
 
 
-def test_the_space_after_the_prompt_stays_and_one_at_the_start_of_a_text_does_not(sentencepiece):
+def test_a_space_is_kept_after_the_prompt_but_not_at_the_start_of_a_text(sentencepiece):
     ids = sentencepiece.encode("the end")
     assert sentencepiece.pipeline.id_to_token(ids[0]) == "▁the"
     assert "".join(stream_text(sentencepiece, [1], ids)) == "the end"
     assert "".join(stream_text(sentencepiece, ids, ids)) == " the end"
 
 
-def test_bytes_that_are_no_text_are_shown_and_break_nothing(tokenizer):
+def test_invalid_utf8_is_replaced(tokenizer):
     rng = random.Random(0)
     whole = tokenizer.encode("the end 漢")
     for _ in range(300):
@@ -161,7 +161,7 @@ def test_bytes_that_are_no_text_are_shown_and_break_nothing(tokenizer):
     assert "\ufffd" in "".join(stream.push(awaited) for _ in range(4))  # not held for ever
 
 
-def test_a_stop_string_may_span_tokens_and_what_it_hides_is_never_shown(gpt2):
+def test_a_stop_string_may_span_tokens(gpt2):
     ids = gpt2.encode("First line\nUser: second")
     stream = TextStream(gpt2, [], ["ine\nUser:"])
     shown = []
@@ -177,12 +177,12 @@ def test_a_stop_string_may_span_tokens_and_what_it_hides_is_never_shown(gpt2):
     assert list(consumed) == ids[len(shown) :]  # no token is drawn after the stop
 
 
-def test_what_was_held_back_comes_at_the_end(gpt2):
+def test_held_back_text_is_flushed_at_the_end(gpt2):
     ids = gpt2.encode("one\nUse")
     assert "".join(stream_text(gpt2, [], ids, ["\nUser:"])) == "one\nUse"
 
 
-def test_what_comes_with_the_beginning_of_a_character_is_not_lost_with_it(gpt2):
+def test_text_before_an_incomplete_character_is_emitted(gpt2):
     """Some tokens are a space and the first bytes of a character."""
     half = next(token for token in range(50000) if gpt2.decode([token]) == " \ufffd")
     assert "".join(stream_text(gpt2, [], [*gpt2.encode("one"), half])) == "one "
@@ -192,7 +192,7 @@ def test_what_comes_with_the_beginning_of_a_character_is_not_lost_with_it(gpt2):
     assert stream.stopped
 
 
-def test_a_text_after_the_end_of_another_stands_apart(gpt2):
+def test_end_of_text_separates_texts(gpt2):
     ids = [*gpt2.encode("one"), gpt2.eot_id, *gpt2.encode("two")]
     assert "".join(stream_text(gpt2, [], ids)) == "one\n\ntwo"
 
@@ -205,7 +205,7 @@ def test_an_empty_prompt_is_the_bos_token(gpt2, sentencepiece):
     assert encode_prompt(named, "") == [named.pipeline.token_to_id("<s>")] != [named.eot_id]
 
 
-def test_special_tokens_in_a_prompt_are_parsed_unless_told_otherwise(tokenizer):
+def test_special_tokens_in_a_prompt_are_parsed_by_default(tokenizer):
     text = f"the{tokenizer.eot_token}end"
     assert encode_prompt(tokenizer, text).count(tokenizer.eot_id) == 1
     assert tokenizer.eot_id not in encode_prompt(tokenizer, text, parse_special=False)

@@ -1,4 +1,4 @@
-"""A request gives the same tokens in the engine as alone, whatever its neighbours, pages and chunks are."""
+"""A request gets the same tokens in the engine as alone, whatever the batch, the blocks and the chunks are."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ configs = st.builds(
     pauses=st.lists(st.integers(0, 6), min_size=7, max_size=7),
     left=st.sets(st.integers(0, 6)),
 )
-def test_a_request_gives_what_it_gives_alone(name, asked, config, spare, pauses, left):
-    """Requests come at any time and some are left at any time; the pool holds little more than the longest one."""
+def test_a_request_gets_the_tokens_it_gets_alone(name, asked, config, spare, pauses, left):
+    """Requests arrive and are aborted at any time; the pool holds little more than the longest one."""
     model = MODELS[name]
     longest = max(len(request.prompt_ids) + request.max_new_tokens for request in asked)
-    pages = -(-min(longest, model.config.context_length) // config.block_size) + 1 + spare
-    engine = Engine(model, EngineConfig(**{**fields(config), "num_blocks": pages}))
+    blocks = -(-min(longest, model.config.context_length) // config.block_size) + 1 + spare
+    engine = Engine(model, EngineConfig(**{**fields(config), "num_blocks": blocks}))
     numbers, events = [], []
     for request, pause in zip(asked, pauses, strict=False):
         numbers.append(engine.add_request(request))
@@ -75,7 +75,7 @@ def test_a_request_gives_what_it_gives_alone(name, asked, config, spare, pauses,
             given_back = found.get((number, sample), [])
             assert given_back == (expected if number not in left else expected[: len(given_back)])
     stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, pages - 1)
+    assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, blocks - 1)
 
 
 def fields(config: EngineConfig) -> dict[str, object]:
@@ -98,7 +98,7 @@ def many(count: int = 12, **settings: object) -> list[Request]:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 512])
-def test_tokens_are_those_of_generate(chunk):
+def test_tokens_equal_those_of_generate(chunk):
     model = MODELS["learned"]
     engine = Engine(model, EngineConfig(block_size=4, prefill_chunk=chunk))
     asked = many()
@@ -116,7 +116,7 @@ def test_tokens_are_those_of_generate(chunk):
         assert found[number, 0] == [*expected, "length"]
 
 
-def test_a_pool_too_small_for_all_makes_the_youngest_start_over():
+def test_the_latest_sequence_is_preempted_when_blocks_run_out():
     model = MODELS["rope"]
     asked = many()
     engine = Engine(model, EngineConfig(block_size=2, num_blocks=25, prefill_chunk=16))
@@ -129,8 +129,8 @@ def test_a_pool_too_small_for_all_makes_the_youngest_start_over():
     assert firsts == sorted(firsts), "first come, first served"
 
 
-def test_what_was_drawn_before_starting_over_still_counts_as_drawn():
-    """A model of 40 tokens draws each of them once, those of the prompt too, however often pages are taken away."""
+def test_penalties_survive_preemption():
+    """With a vocabulary of 40 and a huge presence penalty, each token is sampled once, however often preempted."""
     sampling = SamplingParams(temperature=0, presence_penalty=1e4)
     engine = Engine(MODELS["rope"], EngineConfig(block_size=2, num_blocks=50))
     for first in range(6):
@@ -140,7 +140,7 @@ def test_what_was_drawn_before_starting_over_still_counts_as_drawn():
     assert [sorted(tokens[:-1]) for tokens in drawn.values()] == [list(range(40))] * 6
 
 
-def test_a_prompt_seen_before_is_not_read_again():
+def test_the_prefix_cache_skips_known_prompts():
     model = MODELS["rope"]
     engine = Engine(model, EngineConfig(block_size=4))
     first = Request(prompt_ids=tuple(range(21)), max_new_tokens=7, sampling=SamplingParams(temperature=0))
@@ -163,7 +163,7 @@ def test_a_prompt_seen_before_is_not_read_again():
     assert without.pool.match(first.prompt_ids, 20)[0] == []
 
 
-def test_a_batch_padded_with_rows_of_nothing_gives_the_same():
+def test_padding_rows_do_not_change_the_tokens():
     model = MODELS["windows"]
     engine = Engine(model, EngineConfig(block_size=4, max_batch=8))
     heights = []
@@ -185,7 +185,7 @@ def test_a_batch_padded_with_rows_of_nothing_gives_the_same():
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
-def test_coded_pages_give_what_a_request_alone_gives_in_them(codec):
+def test_quantized_blocks_give_the_same_tokens_in_any_batch(codec):
     model = MODELS["rope"]
     asked = many(6)
     together = Engine(model, EngineConfig(block_size=4, num_blocks=20, prefill_chunk=7, cache=codec))
@@ -199,7 +199,7 @@ def test_coded_pages_give_what_a_request_alone_gives_in_them(codec):
     assert together.pool.codec.name == codec
 
 
-def test_numbers_that_are_not_finite_end_one_request_and_touch_no_other():
+def test_non_finite_logits_end_only_their_own_request():
     model = small_model()
     with torch.no_grad():
         model.token_embedding.weight[7] = torch.nan

@@ -1,4 +1,4 @@
-"""What a request may ask of the engine, what comes back, and what is refused."""
+"""Options of requests, the events they return, and invalid ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def assert_scored(score: Logprob, logs_V: torch.Tensor, token: int, number: int)
     assert [each for _, each in score.top] == pytest.approx(best.values.tolist(), abs=2e-5)
 
 
-def test_new_tokens_come_with_their_scores_where_asked():
+def test_new_tokens_come_with_logprobs_if_requested():
     engine = Engine(MODEL)
     asked = [None, 0, 4, 2]
     for number in asked:
@@ -65,7 +65,7 @@ def assert_prompt_scored(events: list[Event], prompt: tuple[int, ...], number: i
 
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_prompt_is_scored_whole_in_any_chunks_and_though_its_pages_are_known(chunk, warm):
+def test_prompt_logprobs_are_complete_with_chunks_and_prefix_cache(chunk, warm):
     engine = Engine(MODEL, EngineConfig(block_size=4, prefill_chunk=chunk))
     if warm:
         engine.add_request(Request(prompt_ids=PROMPT, max_new_tokens=1))
@@ -78,8 +78,8 @@ def test_a_prompt_is_scored_whole_in_any_chunks_and_though_its_pages_are_known(c
     assert engine.stats().prefix_hits == 0
 
 
-def test_a_prompt_that_starts_over_is_scored_once():
-    """An older text takes the pages of a prompt that is half read; scores that are known are not asked again."""
+def test_a_preempted_prompt_is_scored_once():
+    """An earlier sequence takes the blocks of a partly prefilled prompt; known scores are not computed again."""
     engine = Engine(MODEL, EngineConfig(block_size=1, num_blocks=46, prefill_chunk=3))
     older = Request(prompt_ids=PROMPT[:5], max_new_tokens=30, sampling=GREEDY)
     younger = Request(prompt_ids=PROMPT, max_new_tokens=10, sampling=GREEDY, prompt_logprobs=2)
@@ -93,7 +93,7 @@ def test_a_prompt_that_starts_over_is_scored_once():
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_a_prompt_can_be_scored_and_nothing_drawn(samples):
+def test_a_prompt_can_be_scored_without_sampling(samples):
     engine = Engine(MODEL)
     whole = tuple(index % 40 for index in range(48))
     for prompt in (PROMPT, whole, (5,)):
@@ -103,7 +103,7 @@ def test_a_prompt_can_be_scored_and_nothing_drawn(samples):
         assert events[1:] == [Event(number, sample, finish_reason="length") for sample in range(samples)]
 
 
-def test_samples_share_what_they_can_and_differ():
+def test_samples_share_the_blocks_of_the_prompt_and_differ():
     engine = Engine(MODEL, EngineConfig(block_size=4, num_blocks=100))
     request = Request(prompt_ids=PROMPT, max_new_tokens=6, seed=11, n=5)
     engine.add_request(request)
@@ -111,7 +111,7 @@ def test_samples_share_what_they_can_and_differ():
     assert sorted(event.sample for event in events) == [0, 1, 2, 3, 4]
     assert engine.stats().free_blocks == 99 - 6, "one prompt of 21 tokens"
     events += engine.step()
-    assert engine.stats().free_blocks == 99 - 5 - 5, "five full pages, and a last one for each"
+    assert engine.stats().free_blocks == 99 - 5 - 5, "five full blocks, and a last one for each"
     events += run(engine)
     found = texts(events)
     assert found == {(0, sample): alone(MODEL, request, sample) for sample in range(5)}
@@ -119,7 +119,7 @@ def test_samples_share_what_they_can_and_differ():
     assert engine.stats().free_blocks == 99
 
 
-def test_a_request_without_a_seed_draws_differently_each_time():
+def test_requests_without_a_seed_differ():
     engine = Engine(MODEL)
     for _ in range(2):
         engine.add_request(Request(prompt_ids=PROMPT, max_new_tokens=20, n=2))
@@ -127,7 +127,7 @@ def test_a_request_without_a_seed_draws_differently_each_time():
 
 
 @pytest.mark.parametrize("when", range(6))
-def test_pages_are_free_as_soon_as_a_request_is_left(when):
+def test_abort_frees_blocks_at_once(when):
     engine = Engine(MODEL, EngineConfig(block_size=4, num_blocks=100, prefill_chunk=8))
     number = engine.add_request(Request(prompt_ids=PROMPT, max_new_tokens=9, n=3))
     for _ in range(when):
@@ -142,7 +142,7 @@ def test_pages_are_free_as_soon_as_a_request_is_left(when):
 
 @pytest.mark.parametrize("when", range(6))
 @pytest.mark.parametrize("left", [{0}, {1}, {0, 2}])
-def test_samples_are_left_one_by_one(when, left):
+def test_samples_can_be_aborted_one_by_one(when, left):
     engine = Engine(MODEL, EngineConfig(block_size=4, prefill_chunk=8))
     request = Request(prompt_ids=PROMPT, max_new_tokens=9, seed=2, n=3, prompt_logprobs=0)
     number = engine.add_request(request)
@@ -158,7 +158,7 @@ def test_samples_are_left_one_by_one(when, left):
         engine.abort(number, sample)
 
 
-def test_a_stop_token_ends_a_text_and_is_not_part_of_it():
+def test_a_stop_token_ends_a_sequence_and_is_not_returned():
     engine = Engine(MODEL)
     free = alone(MODEL, Request(prompt_ids=PROMPT, max_new_tokens=20, seed=4))
     stop = free[7]
@@ -169,7 +169,7 @@ def test_a_stop_token_ends_a_text_and_is_not_part_of_it():
     assert last == Event(0, 0, finish_reason="stop")
 
 
-def test_a_text_ends_with_the_context():
+def test_a_sequence_ends_with_the_context():
     engine = Engine(MODEL)
     engine.add_request(Request(prompt_ids=PROMPT, max_new_tokens=1000, sampling=GREEDY))
     events = run(engine)
@@ -177,7 +177,7 @@ def test_a_text_ends_with_the_context():
     assert [event.finish_reason for event in events] == [None] * 26 + ["length"]
 
 
-def test_stats_count_what_was_done():
+def test_stats_count_tokens_and_sequences():
     engine = Engine(MODEL, EngineConfig(block_size=4, num_blocks=50, max_batch=2))
     for _ in range(3):
         engine.add_request(Request(prompt_ids=PROMPT, max_new_tokens=4))
@@ -207,14 +207,14 @@ def test_stats_count_what_was_done():
         ({"sampling": SamplingParams(logit_bias={40: 1.0})}, "logit_bias: .* got 40"),
     ],
 )
-def test_what_can_never_be_served_is_refused_at_once(changes, message):
+def test_unservable_requests_are_rejected_at_once(changes, message):
     engine = Engine(MODEL, EngineConfig(block_size=4, num_blocks=16, max_batch=8))
     with pytest.raises(RequestError, match=message):
         engine.add_request(Request(**{"prompt_ids": (1, 2, 3, 4), "max_new_tokens": 3, **changes}))
     assert not engine.busy
 
 
-def test_a_text_ends_where_a_pool_of_less_than_a_context_is_full():
+def test_a_pool_smaller_than_the_context_limits_the_length():
     engine = Engine(MODEL, EngineConfig(block_size=4, num_blocks=8))
     assert engine.context_length == 28
     request = Request(prompt_ids=(1, 2, 3, 4), max_new_tokens=24, sampling=GREEDY)
@@ -240,17 +240,17 @@ def test_a_text_ends_where_a_pool_of_less_than_a_context_is_full():
         ({"num_blocks": 10**12}, "num_blocks: expected .* got 1000000000000"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(ConfigError, match=message):
         Engine(MODEL, EngineConfig(**settings))
 
 
 @inductor.patch({"cpp.cxx": "no-such-compiler"})
-def test_a_step_that_torch_could_not_compile_is_refused_when_the_engine_is_built():
+def test_a_missing_compiler_is_reported_when_the_engine_is_built():
     with pytest.raises(ConfigError, match=r"compile needs a working C\+\+ compiler"):
         Engine(MODEL, EngineConfig(compile=True))
     Engine(MODEL)
 
 
-def test_pages_are_enough_for_every_text_of_a_batch_when_their_number_is_not_given():
+def test_the_default_pool_holds_a_full_batch():
     assert Engine(MODEL, EngineConfig(block_size=5, max_batch=3)).stats().blocks == 3 * 10

@@ -30,7 +30,7 @@ def uncached(model: GPT, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_tokens_are_those_of_the_uncached_model(kind):
+def test_greedy_tokens_equal_those_of_the_uncached_model(kind):
     torch.manual_seed(1)
     model = spread(GPT(KINDS[kind]))
     for prompt in ([3], [3, 1, 4, 1, 5], list(range(20))):
@@ -40,7 +40,7 @@ def test_greedy_tokens_are_those_of_the_uncached_model(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_in_bf16_a_token_differs_only_where_the_gap_is_under_the_measured_error(kind):
+def test_bf16_tokens_differ_only_within_the_measured_error(kind):
     """Of 60 tokens each: what is not the likeliest of the fp32 model is so close to it that bf16 cannot tell."""
     torch.manual_seed(2)
     model = spread(GPT(KINDS[kind]))
@@ -62,7 +62,7 @@ def test_in_bf16_a_token_differs_only_where_the_gap_is_under_the_measured_error(
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "mistral"])
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
 @torch.no_grad()
-def test_a_coded_cache_changes_logits_by_no_more_than_its_codes_do(kind, codec):
+def test_a_quantized_cache_changes_logits_within_its_error(kind, codec):
     torch.manual_seed(3)
     model = GPT(KINDS[kind])
     ids = torch.randint(97, (2, 32))
@@ -74,7 +74,7 @@ def test_a_coded_cache_changes_logits_by_no_more_than_its_codes_do(kind, codec):
     assert 1e-4 < off < {"int8": 0.005, "fp8": 0.02, "int4": 0.08}[codec]
 
 
-def test_text_runs_past_the_context(model):
+def test_generation_continues_past_the_context(model):
     tokens = generate(model, range(10), max_new_tokens=50, temperature=0)
     assert len(tokens) == 50
     whole = [*range(10), *tokens]
@@ -103,11 +103,11 @@ def test_tokens_stream_one_at_a_time(model):
     assert [first, *tokens] == generate(model, [1], max_new_tokens=5, temperature=0)
 
 
-def test_the_package_function_works_before_and_after_the_room_is_imported(model):
+def test_generate_is_offered_by_the_top_level_package(model):
     assert whimbrel.generate(model, [1], max_new_tokens=2, seed=0) == generate(model, [1], max_new_tokens=2, seed=0)
 
 
-def test_compiled_blocks_are_not_compiled_again_for_each_length(model):
+def test_compiled_blocks_are_not_recompiled_for_each_length(model):
     expected = generate(model, [1], max_new_tokens=12, temperature=0)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -117,7 +117,7 @@ def test_compiled_blocks_are_not_compiled_again_for_each_length(model):
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_a_cache_that_is_not_known_is_refused(model):
+def test_an_unknown_cache_is_rejected(model):
     with pytest.raises(WhimbrelError, match="int3"):
         generate(model, [1], cache="int3")
 
@@ -144,12 +144,12 @@ def test_a_cache_that_is_not_known_is_refused(model):
         ([1], {"stops": ["x"]}, "pass tokenizer"),
     ],
 )
-def test_requests_that_make_no_sense_are_refused(model, prompt, options, message):
+def test_invalid_arguments_are_rejected(model, prompt, options, message):
     with pytest.raises(RequestError, match=message):
         generate(model, prompt, **options)
 
 
-def test_a_model_that_diverged_is_refused(model):
+def test_non_finite_logits_are_rejected(model):
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
     with pytest.raises(RequestError, match="finite logits"):

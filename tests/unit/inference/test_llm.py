@@ -1,4 +1,4 @@
-"""Several prompts and samples side by side: each is what it would be alone."""
+"""`LLM`: batches, samples, streams, loading from a path."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model(models) -> GPT:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01}], ids=str)
-def test_texts_of_a_batch_are_those_of_each_prompt_alone(models, kind, settings):
+def test_prompts_in_a_batch_get_the_tokens_they_get_alone(models, kind, settings):
     """Also past the context of 32, which rows of different lengths reach at different times."""
     model = models[kind]
     found = generate_batch(model, PROMPTS, SamplingParams(**settings), max_new_tokens=50, seed=4)
@@ -54,7 +54,7 @@ def test_texts_of_a_batch_are_those_of_each_prompt_alone(models, kind, settings)
         assert completion.finish_reason == "length"
 
 
-def test_a_text_that_ends_leaves_the_others_alone(model):
+def test_a_finished_sequence_does_not_affect_the_others(model):
     alone = [generate(model, prompt, max_new_tokens=40, seed=1) for prompt in PROMPTS]
     ends = {alone[0][3], alone[1][9], alone[2][20]}
     for prompt, [found], tokens in zip(
@@ -65,7 +65,7 @@ def test_a_text_that_ends_leaves_the_others_alone(model):
         assert found.finish_reason == ("length" if stop is None else "stop")
 
 
-def test_the_others_go_on_past_the_context_when_the_longest_has_ended(model):
+def test_other_sequences_continue_past_the_context_after_the_longest_ends(model):
     alone = [generate(model, prompt, max_new_tokens=50, seed=1) for prompt in PROMPTS]
     end = next(token for token in alone[1][:20] if token not in alone[0] + alone[2])
     found = generate_batch(model, PROMPTS, max_new_tokens=50, seed=1, stop_ids=end)
@@ -74,7 +74,7 @@ def test_the_others_go_on_past_the_context_when_the_longest_has_ended(model):
     ]  # fmt: skip
 
 
-def test_samples_differ_and_share_one_reading_of_the_prompt(model, monkeypatch):
+def test_samples_differ_and_share_one_prefill(model, monkeypatch):
     read = []
     hidden_states = GPT.hidden_states
     monkeypatch.setattr(
@@ -90,7 +90,7 @@ def test_samples_differ_and_share_one_reading_of_the_prompt(model, monkeypatch):
 
 
 @torch.no_grad()
-def test_scores_are_the_log_probabilities_of_the_model_itself(model):
+def test_logprobs_are_those_of_the_model_itself(model):
     settings = SamplingParams(temperature=0.5, repetition_penalty=1.5)
     [[found], [other]] = generate_batch(model, PROMPTS[1:3], settings, max_new_tokens=8, seed=0, logprobs=2)
     for prompt, completion in zip(PROMPTS[1:3], (found, other), strict=True):
@@ -110,7 +110,7 @@ def test_scores_are_the_log_probabilities_of_the_model_itself(model):
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
-def test_penalties_count_what_was_drawn_also_past_the_context(model, penalty):
+def test_penalties_count_tokens_outside_the_context(model, penalty):
     """A model of 97 tokens and a context of 32 draws each of them once, those of the prompt too."""
     plain = generate(model, PROMPTS[2], max_new_tokens=97, temperature=0)
     assert set(plain) != set(range(97))
@@ -120,7 +120,7 @@ def test_penalties_count_what_was_drawn_also_past_the_context(model, penalty):
     assert [sorted(completion.tokens) for [completion] in beside] == [sorted(found)] * 4
 
 
-def test_the_penalty_of_repetition_counts_the_prompt_too(model):
+def test_the_repetition_penalty_counts_the_prompt(model):
     settings = {"temperature": 0, "max_new_tokens": 97 - 9}
     usual = generate(model, PROMPTS[1], **settings)
     assert {*usual} & {*PROMPTS[1]}
@@ -129,11 +129,11 @@ def test_the_penalty_of_repetition_counts_the_prompt_too(model):
     assert {*fresh, *PROMPTS[1]} == {*range(97)}
 
 
-def test_a_bias_brings_its_token(model):
+def test_logit_bias_forces_a_token(model):
     assert set(generate(model, [3], max_new_tokens=9, temperature=0, logit_bias={17: 1e4})) == {17}
 
 
-def test_stop_strings_end_a_text_where_they_are_spelled(models):
+def test_stop_strings_end_a_completion(models):
     tokenizer = load_tokenizer("gpt2")
     torch.manual_seed(0)
     model = GPT(KINDS["gpt2"].__class__(context_length=64, num_layers=1, embd_size=16, num_heads=2))
@@ -170,7 +170,7 @@ def test_a_quantized_cache_is_used(model):
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens: expected .* got 0"),
     ],
 )
-def test_requests_that_make_no_sense_are_refused(model, prompts, options, message):
+def test_invalid_arguments_are_rejected(model, prompts, options, message):
     with pytest.raises(RequestError, match=message):
         generate_batch(model, prompts, **options)
 

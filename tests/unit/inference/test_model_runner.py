@@ -1,4 +1,4 @@
-"""Steps that are recorded once and replayed: the same tokens as steps that are not."""
+"""Recorded and compiled decode steps give the same tokens as eager ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def texts(engine: Engine, prompts: list[list[int]], **sampling: float) -> list[l
 PROMPTS = [[5, 6, 7], [8], list(range(40)), [9, 3], [1, 1, 1, 1, 1]]
 
 
-def test_sizes_of_batch() -> None:
+def test_batch_sizes_are_powers_of_two_and_the_maximum() -> None:
     model = model_of("gpt2")
     graphs = DecodeGraphs(model, Engine(model, EngineConfig(max_batch=6)).pool, max_batch=6, compile_step=False)
     assert [graphs.padded(rows) for rows in (1, 2, 3, 4, 5, 6)] == [1, 2, 4, 4, 6, 6]
@@ -59,7 +59,7 @@ def test_sizes_of_batch() -> None:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are recorded as they are: compiling them takes long, and has a test of its own."""
+    """Record steps without compiling them, which takes long and has its own test."""
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     monkeypatch.setattr("whimbrel.inference.engine.check_compiler", lambda *_: None)
 
@@ -70,29 +70,27 @@ def alone(model: GPT, **settings: Any) -> list[list[int]]:
 
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("multi_step", [1, 2, 8, 100])
-@pytest.mark.parametrize("pages", [None, 17])  # which are too few for all: rows start over
+@pytest.mark.parametrize("blocks", [None, 17])  # too few for all: sequences are preempted
 @pytest.mark.parametrize("kind", SHAPES)
-def test_recorded_steps_change_nothing(
-    kind: str, pages: int | None, multi_step: int, monkeypatch: pytest.MonkeyPatch
+def test_recorded_steps_give_the_same_tokens(
+    kind: str, blocks: int | None, multi_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if multi_step != 2:
         monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 4)  # tables of many widths
     model = model_of(kind)
     engine = Engine(
-        model, EngineConfig(max_batch=6, compile=True, multi_step=multi_step, block_size=4, num_blocks=pages)
+        model, EngineConfig(max_batch=6, compile=True, multi_step=multi_step, block_size=4, num_blocks=blocks)
     )
-    for _ in range(2):  # the second time from pages that the first has left
+    for _ in range(2):  # the second time with the prefix cache
         assert texts(engine, PROMPTS, temperature=0) == alone(model)
-    assert engine.stats().preemptions > 0 or pages is None
+    assert engine.stats().preemptions > 0 or blocks is None
     assert engine.stats().free_blocks == engine.stats().blocks
     assert engine.stats().new_tokens == 2 * sum(len(text) for text in alone(model))
 
 
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("multi_step", [1, 8])
-def test_attention_reads_the_pages_that_are_filled_and_not_the_whole_context(
-    multi_step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_reads_only_filled_blocks(multi_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     widths = []
 
     class Noted(PagedBatch):
@@ -111,19 +109,19 @@ def test_attention_reads_the_pages_that_are_filled_and_not_the_whole_context(
     assert max(widths) == -(-(3 + 24) // 4)
 
 
-def test_graphs_of_coded_caches_have_widths_of_powers_of_two() -> None:
-    """So attention, which there reads all of the table, costs at most twice what is filled."""
+def test_graphs_of_quantized_caches_have_power_of_two_widths() -> None:
+    """Attention there reads the complete table, so it costs at most twice what is filled."""
     model = GPT(replace(SHAPES["gpt2"], context_length=1200))
     pool = Engine(model, EngineConfig(max_batch=1, cache="int8")).pool
     graphs = DecodeGraphs(model, pool, max_batch=1, compile_step=False)
-    assert [graphs.width(pages) for pages in (1, 16, 17, 75)] == [16, 16, 17, 75]  # on a CPU any width will do
+    assert [graphs.width(blocks) for blocks in (1, 16, 17, 75)] == [16, 16, 17, 75]  # on a CPU any width will do
     pool.device = torch.device("cuda")
-    assert [graphs.width(pages) for pages in (1, 16, 17, 32, 33, 75)] == [16, 16, 32, 32, 64, 75]
+    assert [graphs.width(blocks) for blocks in (1, 16, 17, 32, 33, 75)] == [16, 16, 32, 32, 64, 75]
     pool.codec = None
     assert graphs.width(1) == graphs.width(75) == 75  # the kernel stops at the length of each row
 
 
-def test_a_step_is_compiled_once_for_one_row_and_once_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_compiled_once_for_one_sequence_and_once_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounter()
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda step, options, **rest: compiled(step, backend=counter, **rest))
@@ -138,11 +136,11 @@ def test_a_step_is_compiled_once_for_one_row_and_once_for_more(monkeypatch: pyte
     other.join()
     assert drawn == [alone(model)]
     assert texts(engine, PROMPTS[:1], temperature=0) == alone(model)[:1]
-    assert counter.frame_count == 2  # whatever the number of rows, and of pages
+    assert counter.frame_count == 2  # whatever the number of rows, and of blocks
 
 
 @pytest.mark.usefixtures("recorded")
-def test_greedy_rows_are_drawn_several_tokens_at_a_time() -> None:
+def test_greedy_sequences_decode_several_tokens_per_step() -> None:
     engine = Engine(model_of("gpt2"), EngineConfig(compile=True, multi_step=8))
     engine.add_request(Request(prompt_ids=(1, 2), max_new_tokens=20, sampling=SamplingParams(temperature=0)))
     assert [len(engine.step()) for _ in range(4)] == [1, 8, 8, 3]
@@ -154,13 +152,13 @@ def test_greedy_rows_are_drawn_several_tokens_at_a_time() -> None:
         engine.add_request(
             Request(prompt_ids=(1, 2), max_new_tokens=9, **{"sampling": SamplingParams(temperature=0), **asked})
         )
-        assert [len(engine.step()) for _ in range(9)] == [1] * 9  # someone looks at each
+        assert [len(engine.step()) for _ in range(9)] == [1] * 9  # the host needs each
         assert not engine.busy
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("prompt", [(1,), tuple(range(17))])  # whose last token is read by itself
-def test_scores_of_a_prompt_are_told_before_tokens_are_drawn_ahead(prompt: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("prompt", [(1,), tuple(range(17))])  # whose last token is processed alone
+def test_prompt_logprobs_come_before_multi_step_tokens(prompt: tuple[int, ...]) -> None:
     engine = Engine(model_of("gpt2"), EngineConfig(compile=True, multi_step=8, prefill_chunk=16))
     engine.add_request(
         Request(prompt_ids=prompt, max_new_tokens=9, sampling=SamplingParams(temperature=0), prompt_logprobs=1)
@@ -173,7 +171,7 @@ def test_scores_of_a_prompt_are_told_before_tokens_are_drawn_ahead(prompt: tuple
 
 
 @pytest.mark.usefixtures("recorded")
-def test_what_was_drawn_past_a_stop_is_forgotten() -> None:
+def test_tokens_after_a_stop_token_are_dropped() -> None:
     model = model_of("llama")
     text = generate(model, [5, 6, 7], max_new_tokens=30, temperature=0)
     stop = next(token for token in text[3:] if token not in text[:3])
@@ -191,11 +189,11 @@ def test_what_was_drawn_past_a_stop_is_forgotten() -> None:
     assert engine.stats().free_blocks == engine.stats().blocks
     assert texts(engine, [[5, 6, 7]], temperature=0) == [
         text[:5]
-    ]  # pages known by what was read, not by what was drawn
+    ]  # the cache knows what was processed, not what was sampled
 
 
 @pytest.mark.usefixtures("recorded")
-def test_numbers_that_are_not_finite_end_a_text() -> None:
+def test_non_finite_logits_end_a_sequence() -> None:
     model = model_of("gpt2")
     engine = Engine(model, EngineConfig(compile=True))
     engine.add_request(Request(prompt_ids=(1, 2), max_new_tokens=9, sampling=SamplingParams(temperature=0)))
@@ -206,7 +204,7 @@ def test_numbers_that_are_not_finite_end_a_text() -> None:
 
 
 @pytest.mark.usefixtures("recorded")
-def test_numbers_that_are_not_finite_past_a_stop_leave_no_trace() -> None:
+def test_non_finite_blocks_after_a_stop_token_are_cleared() -> None:
     model = model_of("gpt2")
     text = generate(model, [5, 6, 7, 8, 9, 1, 2, 3], max_new_tokens=7, temperature=0)
     stop = next(token for token in text[1:] if token != text[0])
@@ -221,24 +219,24 @@ def test_numbers_that_are_not_finite_past_a_stop_leave_no_trace() -> None:
         )
     )
     engine.step()
-    model.transformer["wpe"].weight.data[8 + text.index(stop)] = float("nan")  # where the stop would be read
+    model.transformer["wpe"].weight.data[8 + text.index(stop)] = float("nan")  # where the stop token would be processed
     events = engine.step()
     assert events[-1].finish_reason == "stop"
     assert texts(engine, [[3]], temperature=0) == [generate(model_of("gpt2"), [3], max_new_tokens=5, temperature=0)]
 
 
-def test_one_process_may_compile_for_many_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_engines_can_compile_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda step, options, **rest: compiled(step, backend="eager", **rest)
     )  # as many compilations, but quick ones
     model = model_of("gpt2")
-    engines = [Engine(model, EngineConfig(max_batch=1, compile=True, num_blocks=pages)) for pages in range(20, 26)]
+    engines = [Engine(model, EngineConfig(max_batch=1, compile=True, num_blocks=blocks)) for blocks in range(20, 26)]
     for engine in engines:
         assert texts(engine, PROMPTS[:1], temperature=0) == alone(model)[:1]
 
 
-def test_a_compiled_step_draws_the_same_at_any_width_of_the_block_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_step_gives_the_same_tokens_at_any_block_table_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 8)
     torch.manual_seed(0)
     model = GPT(replace(SHAPES["llama"], num_layers=1, layer_types=None)).eval()
@@ -250,10 +248,10 @@ def test_a_compiled_step_draws_the_same_at_any_width_of_the_block_table(monkeypa
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # inductor's advice; fp32 here stays exact
 @pytest.mark.parametrize(("cache", "compiled"), [("none", False), ("none", True), ("int8", False), ("int4", False)])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_graphs_on_a_gpu(kind: str, cache: str, compiled: bool) -> None:
+def test_cuda_graphs_give_the_same_tokens(kind: str, cache: str, compiled: bool) -> None:
     model = model_of(kind, "cuda")
     engine = Engine(model, EngineConfig(max_batch=6, compile=compiled, cache=cache))
-    for _ in range(2):  # the second time from pages that the first has left
+    for _ in range(2):  # the second time with the prefix cache
         assert texts(engine, PROMPTS, temperature=0) == alone(model, cache=cache)
     drawn = texts(engine, PROMPTS, temperature=0.7)
     assert drawn == texts(Engine(model_of(kind), EngineConfig(cache=cache)), PROMPTS, temperature=0.7)  # as on a CPU

@@ -1,4 +1,4 @@
-"""SamplingParams: what is drawn and how often, beside the processors of `transformers`, and rows that are alone."""
+"""Sampling: distributions against transformers, frequencies, batch invariance."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ SETTINGS = [
 ]
 
 
-def draw_many(logits_V: torch.Tensor, sampling: SamplingParams, count: int, history: History = NOTHING) -> torch.Tensor:
-    """How often each token comes out of `count` rng."""
+def sample_counts(
+    logits_V: torch.Tensor, sampling: SamplingParams, count: int, history: History = NOTHING
+) -> torch.Tensor:
+    """How often each token is sampled in `count` tries."""
     rng = SampleRNG(0)
     keys = [rng.key() for _ in range(count)]
     tokens = sample(logits_V.expand(count, -1), [sampling] * count, keys, [history] * count)
@@ -68,7 +70,7 @@ def peer(sampling: SamplingParams) -> LogitsProcessorList:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_distributions_are_those_of_transformers(settings):
+def test_distributions_equal_those_of_transformers(settings):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(40, VOCAB, generator=generator) * 3
     histories = torch.randint(VOCAB, (40, 12), generator=generator)
@@ -82,8 +84,8 @@ def test_distributions_are_those_of_transformers(settings):
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.95, 0.999])
-def test_a_nucleus_of_many_tokens_is_that_of_transformers(top_p):
-    """Also where it reaches past the tokens that are looked at first, in some rows."""
+def test_a_large_nucleus_equals_that_of_transformers(top_p):
+    """Also if it is larger than TOP_P_CANDIDATES in some rows."""
     logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(4)) * torch.linspace(0.5, 3, 6)[:, None]
     sampling = SamplingParams(top_p=top_p)
     expected = peer(sampling)(torch.zeros(6, 1, dtype=torch.long), logits.clone()).softmax(-1)
@@ -94,8 +96,8 @@ def test_a_nucleus_of_many_tokens_is_that_of_transformers(top_p):
     assert (found > 0).sum(-1).max() > 1024 or top_p < 0.5
 
 
-def test_penalties_of_presence_and_frequency_count_what_was_drawn():
-    """As OpenAI's formula has it: what the prompt says is no repetition."""
+def test_presence_and_frequency_penalties_count_the_output():
+    """OpenAI's formula: tokens of the prompt do not count."""
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     sampling = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     for prompt in ([], [2], [3, 3, 2, 2]):
@@ -103,7 +105,7 @@ def test_penalties_of_presence_and_frequency_count_what_was_drawn():
         torch.testing.assert_close(found, torch.tensor([[1.0, 2 - 0.75, 3.0, 4 - 1.25]]).softmax(-1))
 
 
-def test_penalties_of_one_row_count_each_its_own():
+def test_penalties_combine():
     logits = torch.tensor([[1.0, -2.0, 3.0, 4.0]])
     sampling = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
     found = distribution(logits, [sampling], [History([1, 3, 3, 0], 2)])
@@ -111,7 +113,7 @@ def test_penalties_of_one_row_count_each_its_own():
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_tokens_come_as_often_as_their_probability_says(settings):
+def test_token_frequencies_match_the_distribution(settings):
     """Pearson's chi-square, four deviations above its mean at most, rare tokens taken together; the seed is fixed."""
     logits, count, history = (
         torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 2,
@@ -120,7 +122,7 @@ def test_tokens_come_as_often_as_their_probability_says(settings):
     )
     sampling = SamplingParams(**settings)
     expected = distribution(logits[None], [sampling], [history])[0] * count
-    seen = draw_many(logits, sampling, count, history).float()
+    seen = sample_counts(logits, sampling, count, history).float()
     possible = expected > 0
     assert not seen[~possible].any()
     rare = possible & (expected < 5)
@@ -144,8 +146,8 @@ def test_tokens_come_as_often_as_their_probability_says(settings):
         ({"temperature": 0}, [0, 0, 0, 1]),
     ],
 )
-def test_tokens_are_drawn_with_the_frequencies_asked_for(settings, expected):
-    found = (draw_many(torch.tensor([0.1, 0.2, 0.3, 0.4]).log(), SamplingParams(**settings), 4000) / 4000).tolist()
+def test_sampling_parameters_change_frequencies_as_expected(settings, expected):
+    found = (sample_counts(torch.tensor([0.1, 0.2, 0.3, 0.4]).log(), SamplingParams(**settings), 4000) / 4000).tolist()
     assert found == pytest.approx(expected, abs=0.03)
     assert [frequency == 0 for frequency in found] == [frequency == 0 for frequency in expected]
 
@@ -161,7 +163,7 @@ def splitmix64(key: int, count: int) -> list[int]:
     return numbers
 
 
-def test_the_first_of_those_that_wait_is_drawn():
+def test_gumbel_max_equals_a_reference_with_splitmix64():
     assert splitmix64(1234567, 2) == [6457827717110365317, 3203168211198807973]  # as published
     chances = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])
     keys = [0, 1234567, 2**63 - 2, *range(5, 60)]
@@ -171,15 +173,15 @@ def test_the_first_of_those_that_wait_is_drawn():
     assert len(set(first)) == 4  # and never the one that cannot be
 
 
-def test_luck_of_any_kind_draws_a_token_that_can_be(monkeypatch):
-    """Also the shortest and the longest waiting time that there is."""
+def test_extreme_noise_samples_a_possible_token(monkeypatch):
+    """The smallest and the largest noise."""
     for number in (0, 2**53 - 1):
         monkeypatch.setattr("whimbrel.inference.sampling._logical_shift", lambda mixed, bits, n=number: mixed * 0 + n)
         assert gumbel_max(torch.tensor([[0.0, 0.0, 1.0, 0.0]]), [5]).tolist() == [2]
 
 
-def test_rounding_of_the_logits_seldom_changes_what_is_drawn():
-    """A model may add up a larger batch in another order; what is drawn from many tokens must not hang on that."""
+def test_rounding_of_logits_rarely_changes_samples():
+    """A model may add up a larger batch in another order; samples must not depend on that."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(50_000, generator=generator)
     others = logits * (1 + 1e-4 * torch.randn(200, 50_000, generator=generator))
@@ -189,7 +191,7 @@ def test_rounding_of_the_logits_seldom_changes_what_is_drawn():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_rows_are_bitwise_those_of_the_row_alone(device):
+def test_rows_are_bitwise_equal_alone_and_in_a_batch(device):
     generator = torch.Generator().manual_seed(2)
     # Many tokens of equal logits: an order that neighbours could change would show.
     logits = (torch.randn(60, 5000, generator=generator) * 2).bfloat16().to(device)
@@ -207,7 +209,7 @@ def test_rows_are_bitwise_those_of_the_row_alone(device):
     assert sample(logits.cpu(), samplings, keys, histories).tolist() == together
 
 
-def test_greedy_rows_take_the_likeliest_token_and_no_number():
+def test_greedy_rows_take_the_argmax_without_a_key():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [4.0, 0.0, 0.0, 3.9]])
     nothing = (None, None)
     assert sample(logits, [SamplingParams(temperature=0)] * 2, nothing, [NOTHING] * 2).tolist() == [1, 0]
@@ -218,13 +220,13 @@ def test_greedy_rows_take_the_likeliest_token_and_no_number():
     assert logits.tolist() == [[1.0, 3.0, 3.0, 2.0], [4.0, 0.0, 0.0, pytest.approx(3.9)]]
 
 
-def test_a_temperature_next_to_nothing_is_greedy():
+def test_a_tiny_temperature_is_greedy():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     assert sample(logits, [SamplingParams(temperature=1e-300)], [9], [NOTHING]).tolist() == [1]
     assert distribution(logits, [SamplingParams(temperature=1e-300)], [NOTHING]).tolist() == [[0, 1, 0]]
 
 
-def test_seeds_settle_the_numbers_and_samples_have_their_own():
+def test_a_seed_reproduces_the_random_numbers_and_samples_differ():
     def numbers(*seed: int | None) -> list[float]:
         rng = SampleRNG(*seed)
         return [number for _ in range(5) for number in (rng.key(), rng.uniform())]
@@ -236,7 +238,7 @@ def test_seeds_settle_the_numbers_and_samples_have_their_own():
     assert all(0 <= number < 1 for number in many[1::2])
 
 
-def test_log_probabilities_are_the_models_own():
+def test_log_probabilities_ignore_sampling_parameters():
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]]).log()
     (first, best), (second, _) = log_probabilities(logits + 3, torch.tensor([1, 0]), top=2)
     assert (first, second) == (pytest.approx(math.log(0.2)), pytest.approx(math.log(0.7)))
@@ -246,7 +248,7 @@ def test_log_probabilities_are_the_models_own():
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_a_model_that_diverged_is_refused(number):
+def test_non_finite_logits_are_rejected(number):
     with pytest.raises(RequestError, match="finite logits"):
         sample(torch.tensor([[0.0, 1.0], [0.0, number]]), [SamplingParams()] * 2, [5] * 2, [NOTHING] * 2)
     with pytest.raises(RequestError, match="finite logits"):
@@ -268,16 +270,16 @@ def test_a_model_that_diverged_is_refused(number):
         ({"logit_bias": {1: math.inf}}, "logit_bias: .* inf for token 1"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(RequestError, match=message):
         SamplingParams(**settings)
 
 
-def test_a_bias_of_a_token_that_the_model_has_not_is_refused():
+def test_logit_bias_outside_the_vocabulary_is_rejected():
     SamplingParams(logit_bias={49: 1.0}).check_vocabulary(50)
     with pytest.raises(RequestError, match="logit_bias: .* from 0 to 49, got 50"):
         SamplingParams(logit_bias={50: 1.0}).check_vocabulary(50)
 
 
-def test_settings_can_be_told_apart_and_kept_in_sets():
+def test_sampling_parameters_are_hashable():
     assert len({SamplingParams(), SamplingParams(logit_bias={1: 2.0}), SamplingParams(), SamplingParams(top_k=3)}) == 3

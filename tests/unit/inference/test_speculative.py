@@ -1,4 +1,4 @@
-"""Speculative decoding: the same text, or the same distribution of texts, in fewer steps."""
+"""Speculative decoding: the same output, or the same distribution, in fewer steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def models() -> dict[str, GPT]:
 
 @pytest.fixture
 def reads(monkeypatch) -> list[int]:
-    """How many tokens each pass through a model read."""
+    """Number of tokens of each forward pass."""
     seen: list[int] = []
     hidden_states = GPT.hidden_states
     monkeypatch.setattr(
@@ -57,7 +57,7 @@ def speculate(
 
 
 def drafts(models: dict[str, GPT], kind: str) -> dict[str, object]:
-    """Drafts that guess always, sometimes and hardly ever right, and one whose own context is shorter."""
+    """Drafts that are always, sometimes and rarely right, and one with a shorter context."""
     torch.manual_seed(1)
     near = GPT(KINDS[kind])
     near.load_state_dict(models[kind].state_dict())
@@ -75,8 +75,8 @@ def drafts(models: dict[str, GPT], kind: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_is_exactly_that_of_plain_decoding(models, kind):
-    """Also past the context of 32, from which it goes on as plain decoding does."""
+def test_greedy_output_equals_decoding_without_a_draft(models, kind):
+    """Also past the context of 32."""
     model = models[kind]
     for prompt in PROMPTS if kind == "alternating" else PROMPTS[1:2]:
         plain = generate(model, prompt, max_new_tokens=45, temperature=0)
@@ -85,7 +85,7 @@ def test_greedy_text_is_exactly_that_of_plain_decoding(models, kind):
             assert found == plain, name
 
 
-def test_penalties_and_restrictions_hold(models):
+def test_penalties_apply_with_a_draft(models):
     model = models["llama3"]
     settings = {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {9: 1.5}}
     plain = generate(model, PROMPTS[1], max_new_tokens=24, **settings)
@@ -94,8 +94,8 @@ def test_penalties_and_restrictions_hold(models):
         assert speculate(model, PROMPTS[1], SamplingParams(**settings), draft, max_new_tokens=24) == plain
 
 
-def test_penalties_of_a_draft_count_what_those_of_the_model_count(models, reads):
-    """So a model that guesses for itself is always right, in a text that no token comes in twice."""
+def test_draft_and_model_apply_the_same_penalties(models, reads):
+    """So a model that drafts for itself is always right, in a sequence without repeated tokens."""
     model, sampling = models["gpt2"], SamplingParams(temperature=0, presence_penalty=1e4)
     found = speculate(model, list(range(8)), sampling, ModelDraft(model), max_new_tokens=20, num_draft_tokens=3)
     assert [count for count in reads[1:] if count > 2] == [8 + 3, 4, 4, 4, 4]
@@ -104,7 +104,7 @@ def test_penalties_of_a_draft_count_what_those_of_the_model_count(models, reads)
     assert set(found) == set(range(97))  # past the context, and those of the prompt too
 
 
-def test_right_guesses_save_steps_and_wrong_ones_are_taken_back(models, reads):
+def test_accepted_drafts_save_steps(models, reads):
     model = models["gpt2"]
     speculate(model, [3, 4], GREEDY, ModelDraft(model), max_new_tokens=20, num_draft_tokens=3)
     # The model reads the prompt and 3 guesses, then its own last token and 3 more; its draft one by one.
@@ -116,7 +116,7 @@ def test_right_guesses_save_steps_and_wrong_ones_are_taken_back(models, reads):
     assert reads[0] == 29 + 2  # the text was seen before: guessed as far as there is need
 
 
-def test_a_stop_token_ends_the_text_also_in_a_guess(models):
+def test_a_stop_token_in_a_draft_ends_the_sequence(models):
     model = models["gpt2"]
     plain = generate(model, [3], max_new_tokens=20, temperature=0)
     end = plain[6]
@@ -125,7 +125,7 @@ def test_a_stop_token_ends_the_text_also_in_a_guess(models):
         assert speculate(model, [3], GREEDY, draft, max_new_tokens=20, stop_ids=[end]) == cut
 
 
-def test_without_a_draft_a_seed_draws_what_it_draws_in_plain_decoding(models):
+def test_a_seed_reproduces_speculative_output(models):
     model, sampling = models["qwen3"], SamplingParams(top_p=0.9)
     plain = generate(model, PROMPTS[1], max_new_tokens=40, seed=3, top_p=0.9)
     assert speculate(model, PROMPTS[1], sampling, max_new_tokens=40, seed=3) == plain
@@ -137,7 +137,7 @@ def test_without_a_draft_a_seed_draws_what_it_draws_in_plain_decoding(models):
 
 @pytest.mark.parametrize("certain", [True, False], ids=["certain", "drawn"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 3}], ids=str)
-def test_what_comes_out_is_distributed_as_if_the_model_had_drawn_it(certain, settings):
+def test_verified_tokens_have_the_distribution_of_the_model(certain, settings):
     """Of two guessed tokens and the one after: each as often as the product of its probabilities says."""
     generator = torch.Generator().manual_seed(0)
     logits, other = torch.randn(3, 4, generator=generator), torch.randn(2, 4, generator=generator)
@@ -214,7 +214,7 @@ def test_logprobs_are_those_without_a_draft(models):
         ({"seed": -1}, "seed: expected .* got -1"),
     ],
 )
-def test_requests_that_make_no_sense_are_refused(models, options, message):
+def test_invalid_arguments_are_rejected(models, options, message):
     usual = {"prompt": [1], "sampling": GREEDY, "max_new_tokens": 3}
     with pytest.raises(RequestError, match=message):
         speculate(models["gpt2"], **usual | options)

@@ -38,7 +38,7 @@ def test_text_ends_before_the_stop_string_that_ends_first(pieces, stops):
 
 
 @given(st.text("ab", max_size=12), st.text("ab", min_size=1, max_size=5))
-def test_no_beginning_of_a_stop_string_is_shown_and_nothing_else_is_held(text, stop):
+def test_only_prefixes_of_stop_strings_are_held_back(text, stop):
     through, shown = StopStrings([stop]), ""
     for end, letter in enumerate(text, 1):
         shown += through.push(letter)
@@ -49,17 +49,17 @@ def test_no_beginning_of_a_stop_string_is_shown_and_nothing_else_is_held(text, s
         assert not any(stop.startswith(text[start:end]) for start in range(len(shown)))
 
 
-def test_pieces_come_as_soon_as_they_are_certain():
+def test_text_is_emitted_as_soon_as_it_is_safe():
     assert passed(["one\n", "\nH", "uman: yes"], ["\n\nHuman:"]) == (["one", "", "", ""], True)
     assert passed(["one\n", "\nHu", "go\n"], ["\n\nHuman:"]) == (["one", "", "\n\nHugo", "\n"], False)
     assert passed(["a", "b"], []) == (["a", "b", ""], False)
 
 
-def test_nothing_follows_a_stop_string():
+def test_no_text_follows_a_stop_string():
     assert passed(["a.b", "c.", "d"], ["."]) == (["a", "", "", ""], True)
 
 
 @pytest.mark.parametrize("stops", ["end", [""], ["end", ""]])
-def test_stops_that_stop_nothing_are_refused(stops):
+def test_empty_stop_strings_are_rejected(stops):
     with pytest.raises(RequestError, match="non-empty strings"):
         StopStrings(stops)
