@@ -120,7 +120,7 @@ def check_output(file: File) -> Iterator[str]:
 
 
 def check_public_names(file: File) -> Iterator[str]:
-    """`__init__` lists its public names; every list is sorted, and each name in it exists."""
+    """`__init__` lists its public names, and each listed name exists. (ruff sorts the lists.)"""
     lists = [
         node.value
         for node in file.tree.body
@@ -131,8 +131,6 @@ def check_public_names(file: File) -> Iterator[str]:
             yield "missing __all__"
         return
     names = ast.literal_eval(lists[0])
-    if names != sorted(set(names)):
-        yield "__all__ is not sorted"
     if any(part in file.path.stem for part in ("triton", "hf")):
         return  # imports a package that this machine may not have
     module = importlib.import_module(file.module)
@@ -245,6 +243,7 @@ def violations() -> Iterator[str]:
     for rule, files in rules:
         for file in files:
             yield from (f"{file.path.relative_to(ROOT)}: {problem}" for problem in rule(file))
+    yield from check_small_files(source)
     yield from check_packages(ROOT / "src" / "whimbrel")
     yield from check_dependencies()
     yield from check_machine_paths()

@@ -63,7 +63,7 @@ GENERATION_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 """Supported fields of `generation_config.json`: a description of valid values, and the check."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
     """Generation defaults of a model."""
 
@@ -74,6 +74,7 @@ class GenerationConfig:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The sampling parameters in `generation_config.json`, as `SamplingParams` takes them."""
     max_new_tokens: int | None = None
+    """Maximum number of new tokens in `generation_config.json`, if set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +346,7 @@ def read_generation_config(source: Path, tokenizer: Tokenizer, vocab_size: int) 
     Sampling parameters are included only with `do_sample`; `do_sample: false` is temperature 0.
     """
     if source.is_file():
-        return GenerationConfig(tokenizer.bos_id, (tokenizer.eot_id,))
+        return GenerationConfig(bos_token_id=tokenizer.bos_id, eos_token_ids=(tokenizer.eot_id,))
     config = read_json(source / CONFIG)
     _check_special_tokens(source / CONFIG, config)
     generation = _read_generation_fields(source)
@@ -360,10 +361,10 @@ def read_generation_config(source: Path, tokenizer: Tokenizer, vocab_size: int) 
         )
     sampling = _sampling_defaults(source / GENERATION_CONFIG, generation)
     return GenerationConfig(
-        bos if bos is not None and 0 <= bos < tokenizer.vocab_size else tokenizer.bos_id,
-        known or (tokenizer.eot_id,),
-        {name: value for name, value in sampling.items() if name != "max_new_tokens"},
-        sampling.get("max_new_tokens"),
+        bos_token_id=bos if bos is not None and 0 <= bos < tokenizer.vocab_size else tokenizer.bos_id,
+        eos_token_ids=known or (tokenizer.eot_id,),
+        sampling={name: value for name, value in sampling.items() if name != "max_new_tokens"},
+        max_new_tokens=sampling.get("max_new_tokens"),
     )
 
 

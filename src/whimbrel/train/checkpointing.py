@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -66,7 +67,7 @@ IGNORED_SUBSTRINGS = ("drop", "token_id", "output_", "return_dict", "label2id", 
 """Substrings of the names of such entries; a different dropout rate changes the training, not the model."""
 
 
-class CheckpointMethods:
+class CheckpointMethods(ABC):
     """The methods of a trainer that save and load: `BaseTrainer` inherits them and sets the attributes below."""
 
     config: TrainerConfig
@@ -99,13 +100,13 @@ class CheckpointMethods:
     """`state.log_history` as JSON, so that a save encodes only new entries."""
     _states_being_saved: dict[int, TrainerState]
 
+    @abstractmethod
     def dispatch(self, event: str, *, state: TrainerState | None = None, **keywords: Any) -> TrainerControl:
         """Dispatch an event to the callbacks; see BaseTrainer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def flush_metrics(self) -> None:
         """Wait for the metrics of all steps so far; see BaseTrainer."""
-        raise NotImplementedError
 
     def unwrapped_model(self) -> nn.Module:
         """The model as it was passed in, without wrappers from compiling or sharding."""

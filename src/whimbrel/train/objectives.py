@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ class LossOutput(NamedTuple):
     """Scalars to log beside the loss, weighted like it: sums over the targets, divided by `num_items`."""
 
 
-class Objective:
+class Objective(ABC):
     """Base class of objectives. A subclass implements `__call__`, and `count` if labels are not in `batch["labels"]`.
 
     Instances are passed to the trainer as `objective=`.
@@ -61,12 +62,12 @@ class Objective:
         targets = batch.get("labels") if isinstance(batch, Mapping) else _pair(batch)[1]
         return _count_targets(targets, batch, model)
 
+    @abstractmethod
     def __call__(self, model: nn.Module, batch: Batch, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:
         """The loss of a micro-batch, divided by `num_items`, the number of targets in the optimizer step.
 
         `with_logits`: the caller needs logits, which a model may omit to save memory.
         """
-        raise NotImplementedError
 
 
 @dataclass(slots=True)

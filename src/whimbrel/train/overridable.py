@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -62,7 +63,7 @@ class Accelerator:
         self._precision.scale(loss).backward()
 
 
-class OverridableMethods:
+class OverridableMethods(ABC):
     """Methods that a subclass of the trainer may override, with the signatures of `transformers.Trainer`.
 
     `BaseTrainer` sets the attributes below, and calls the methods.
@@ -98,23 +99,23 @@ class OverridableMethods:
     """What `log` is called for: "metrics" or "evaluation"; callbacks get it as `kind` of `on_log`."""
     _ignore_keys: list[str] | None = None
 
+    @abstractmethod
     def unwrapped_model(self) -> nn.Module:
         """The model without wrappers; see BaseTrainer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def dispatch(self, event: str, **keywords: Any) -> TrainerControl:
         """Dispatch an event to the callbacks; see BaseTrainer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def log(self, logs: dict[str, Any]) -> TrainerControl:
         """Log metrics; see BaseTrainer."""
-        raise NotImplementedError
 
-    def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None: ...
 
-    def _torch_settings(self) -> contextlib.AbstractContextManager[None]:
-        raise NotImplementedError
+    @abstractmethod
+    def _torch_settings(self) -> contextlib.AbstractContextManager[None]: ...
 
     # Loss and steps
 

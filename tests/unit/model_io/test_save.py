@@ -39,7 +39,9 @@ def test_saved_directory_has_the_files_that_other_tools_expect(tmp_path):
     }  # fmt: skip
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert (config["model_type"], config["architectures"], config["dtype"]) == ("gpt2", ["GPT2LMHeadModel"], "float32")
-    assert open_model(tmp_path / "model").generation_config == GenerationConfig(50256, (50256,))
+    assert open_model(tmp_path / "model").generation_config == GenerationConfig(
+        bos_token_id=50256, eos_token_ids=(50256,)
+    )
     weights = load_file(tmp_path / "model" / "model.safetensors")
     assert weights["transformer.wte.weight"].shape == (50257, 16)
     assert weights["transformer.h.0.attn.c_attn.weight"].shape == (16, 48)
