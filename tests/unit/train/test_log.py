@@ -41,9 +41,9 @@ def test_truncating_a_log_removes_later_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ('{"kind": "step"}\n', "1 is no line of a run's log: it has no 'after'"),
+        ('{"kind": "step"}\n', "'after' in .*:1"),
         ('{"kind": "step", "after": 1, "loss": 1, "tokens": 1}\nnonsense\n', "2 is not JSON"),
-        ("3\n", "1 is no line of a run's log: it has no 'kind'"),
+        ("3\n", "'kind' in .*:1"),
     ],
 )
 def test_an_invalid_log_raises_an_error(tmp_path: Path, text: str, fault: str) -> None:
