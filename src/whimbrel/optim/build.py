@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from whimbrel.base.errors import ConfigError, OptimizerError
 from whimbrel.optim.config import DENSE_ONLY, OPTIONS_BY_OPTIMIZER, GroupConfig, OptimConfig
 from whimbrel.optim.galore import GaLore, matrix_shape
-from whimbrel.optim.lowrank import LowRankOptimizer, rename_saved_options
+from whimbrel.optim.lowrank import LowRankOptimizer
 from whimbrel.optim.muon import Muon
 from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, QGaLore
 from whimbrel.optim.store import QuantizedParameter
@@ -199,10 +199,7 @@ def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     Raises `OptimizerError` if the state is of other parameters, or of options with which it means something else.
     """
     own = optimizer.state_dict()
-    saved_groups = saved["param_groups"]
-    if "moment_transfer" in own["param_groups"][0]:
-        saved_groups = [rename_saved_options(group) for group in saved_groups]
-    mine, theirs = (_by_name(groups) for groups in (own["param_groups"], saved_groups))
+    mine, theirs = (_by_name(groups) for groups in (own["param_groups"], saved["param_groups"]))
     if mine.keys() != theirs.keys():
         odd = sorted(mine.keys() ^ theirs.keys())
         raise OptimizerError(f"the saved state is of other parameters: only one side has {odd[0]}")

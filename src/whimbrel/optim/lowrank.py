@@ -24,7 +24,7 @@ from whimbrel.optim.sharding import Shard
 from whimbrel.optim.store import QuantizedParameter, add_rounded_, state_codec
 from whimbrel.optim.subspace import BACK_PROJECTIONS, FullUpdate, add_product_, back_project, zero_rounding_errors_
 
-__all__ = ["LowRankOptimizer", "Options", "rename_saved_options"]
+__all__ = ["LowRankOptimizer", "Options"]
 
 BATCH_ELEMENTS = 1 << 24
 """Elements that are updated together, which bounds the memory of temporaries."""
@@ -129,10 +129,6 @@ class LowRankOptimizer(BaseOptimizer):
         loss = super().step(closure)
         self._clear_projected()
         return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = [rename_saved_options(group) for group in state_dict["param_groups"]]
-        super().load_state_dict({**state_dict, "param_groups": groups})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -397,23 +393,6 @@ def _check_combination(options: Mapping[str, Any], *, linear: bool) -> None:
         raise OptimizerError(
             "back_projection = 'fira' requires an orthonormal basis: use subspace = 'warm' or 'svd', not 'random'"
         )
-
-
-RENAMED_OPTIONS = {
-    "carry": ("moment_transfer", {"turn": "first", "transport": "both"}),
-    "lift": ("back_projection", {"back": "galore"}),
-}
-"""Options under their names in older checkpoints: the name now, and values that were renamed."""
-
-
-def rename_saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group of a state dict with options of older checkpoints under their names now."""
-    renamed = dict(group)
-    for old, (new, values) in RENAMED_OPTIONS.items():
-        if old in renamed:
-            value = renamed.pop(old)
-            renamed[new] = values.get(value, value)
-    return renamed
 
 
 def _batch_elements(param: ParamState) -> int:

@@ -15,7 +15,6 @@ from whimbrel.config import build
 from whimbrel.optim import (
     GaLore,
     GroupConfig,
-    LowRankOptimizer,
     OptimConfig,
     RoutedParameter,
     ScheduleConfig,
@@ -364,23 +363,6 @@ def test_restore_includes_the_count_of_skipped_steps() -> None:
     first.skipped = 3
     restore_optimizer(second, first.state_dict())
     assert second.skipped == 3
-
-
-def test_state_saved_under_former_option_names_is_restored() -> None:
-    first, second = (build_optimizer(OptimConfig(name="galore_warm"), route_parameters(Net(True))) for _ in range(2))
-    for parameter in (p for group in first.param_groups for p in group["params"]):
-        parameter.grad = torch.ones_like(parameter)
-    first.step()
-    saved = first.state_dict()
-    for group in saved["param_groups"]:
-        assert group.pop("moment_transfer") == "first"
-        assert group.pop("back_projection") == "galore"
-        group |= {"carry": "turn", "lift": "back"}
-    for load in (restore_optimizer, LowRankOptimizer.load_state_dict):
-        load(second, copy.deepcopy(saved))  # type: ignore[arg-type]
-        assert second.param_groups[0]["moment_transfer"] == "first"
-        for own, other in zip(second.state.values(), first.state.values(), strict=True):
-            assert all(torch.equal(value, own[key]) for key, value in other.items())
 
 
 def routed() -> list[RoutedParameter]:
