@@ -87,7 +87,7 @@ def test_finished_run_is_reported(folder: Path, capsys: pytest.CaptureFixture[st
     run("train", "recipe.toml", "--train.steps=1")
     capsys.readouterr()
     assert run("train", "recipe.toml", "--train.steps=1") == 0
-    assert "Already at step 1 of 1: nothing to do; raise train.steps" in capsys.readouterr().out
+    assert "Already at step 1 of 1: nothing to do" in capsys.readouterr().out
 
 
 def test_version_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +123,7 @@ def test_overrides_reach_the_run(folder: Path) -> None:
         (["train", "recipe.toml", "--data.path=gone"], "whimbrel: no such directory: gone"),
         (["train"], "whimbrel train: Missing argument"),
         (["trian"], "whimbrel: No such command 'trian'. Did you mean 'train'?"),
-        (["plot", "nowhere"], "whimbrel: nowhere is not a run: it has no log.jsonl"),
+        (["plot", "nowhere"], "whimbrel: expected a run directory"),
     ],
 )
 def test_error_is_one_line_and_exit_code_2(
@@ -180,7 +180,7 @@ def test_plot_writes_the_curves(folder: Path, capsys: pytest.CaptureFixture[str]
     assert run("plot", "run", "run/log.jsonl", "--tokens", "--out", "curves.svg") == 0
     assert "tokens" in (folder / "curves.svg").read_text()
     assert run("plot", "run", "--out", "curves.bmp") == 2
-    assert "ends in .png or .svg" in capsys.readouterr().err
+    assert ".png or .svg" in capsys.readouterr().err
 
 
 def start(*words: str) -> subprocess.Popen[str]:
