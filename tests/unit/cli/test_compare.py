@@ -103,7 +103,7 @@ def test_wide_table_is_not_wrapped_in_a_pipe(workdir: Path, capsys: pytest.Captu
     ("words", "line"),
     [
         (["a"], "expected two or more runs, got only a"),
-        (["a", "b"], "b is not a run: it has no log.jsonl"),
+        (["a", "b"], "expected a run directory or its log.jsonl, got b"),
         (["a", "empty"], "empty/log.jsonl has no steps to compare"),
     ],
 )

@@ -89,7 +89,7 @@ def test_default_output_is_in_the_run_directory(folder: Path) -> None:
     [
         (["a", "--what", "loss,weight"], "unknown panel 'weight' in --what (choose from: loss, lr, norm, speed)"),
         (["a", "--out", "a.gif"], "expected --out to end in .png or .svg, got a.gif"),
-        (["c"], "c is not a run: it has no log.jsonl"),
+        (["c"], "expected a run directory or its log.jsonl, got c"),
         (["empty"], "empty/log.jsonl has no steps to plot"),
     ],
 )
