@@ -1,13 +1,12 @@
-"""Kills a training run again and again until it has finished: `python killing.py KILLS SEED` prints what it saw.
+"""Kill a training run at random times until it has finished, and print a JSON report.
 
-It works in the current folder, which holds a `recipe.toml` that writes to `run`, or, with a third argument, runs that
-script, which has to write to `run` and to define STEPS, EVERY and main(). The first run is left in peace and
-becomes `whole`. The next is killed at random instants, four of ten inside a save (the folder that a save is written in
-has appeared and is still there), looked at, and begun again with the same command; once finished it becomes `broken-0`.
-If there are kills left, another run follows it.
+Usage: `python killing.py KILLS SEED [SCRIPT]`. Runs `whimbrel train recipe.toml` in the current directory, or SCRIPT,
+which defines STEPS, EVERY and main(); both write to `run`. The first run is not killed and becomes `uninterrupted`. The
+next is killed at random times, 40% of them during a save (its temporary directory exists), checked, and restarted with
+the same command; when it finishes, it becomes `killed-0`. If there are kills left, another run starts.
 
-This process has torch loaded and runs no thread, so it can fork an attempt from itself, and 300 of them take minutes,
-not hours. Some are `python -m whimbrel` from the start all the same.
+This process has imported torch and has no other threads, so most attempts are forked from it: 300 of them take minutes,
+not hours. Some start as `python -m whimbrel`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-# What every attempt would load is loaded here, once; the first step of an optimizer loads _dynamo.
+# Import once what every attempt needs; the first optimizer step imports _dynamo.
 import torch._dynamo
 
 import whimbrel.inference  # noqa: F401
@@ -40,71 +39,71 @@ from whimbrel.train.control import Endpoint, run_status
 
 RECIPE, RUN, OUTPUT = Path("recipe.toml"), Path("run"), Path("output.txt")
 SCRIPT = sys.argv[3] if len(sys.argv) > 3 else None
-AIMED, LATE = 0.4, 0.1
-"""Shares of the kills that are aimed inside a save, and between the last save and the end."""
+DURING_SAVE, AFTER_LAST_SAVE = 0.4, 0.1
+"""Fractions of the kills during a save, and between the last save and the exit."""
 FRESH = 0.1
-"""Share of the kills that hit a process which is not a fork of this one."""
-LIFE = 3
-"""Saves that an attempt lives to see at most."""
-PATIENCE = 120.0
-"""Seconds until an attempt that neither ends nor gets where it is to be killed counts as hung."""
+"""Fraction of the kills of new processes, which are not forks of this one."""
+MAX_SAVES = 3
+"""Maximum number of saves of an attempt before it is killed."""
+ATTEMPT_SECONDS = 120.0
+"""Time limit of an attempt."""
 
 
 class Attempt:
-    """A process, forked or from the start, that runs `whimbrel train recipe.toml`, its output in a file."""
+    """A process, forked or new, that runs the training and appends its output to OUTPUT."""
 
     def __init__(self, *, fresh: bool = False) -> None:
         self.code: int | None = None
-        """Its exit code, once it has one."""
-        self._said = OUTPUT.stat().st_size if OUTPUT.exists() else 0
+        """Exit code; negative if killed, None while running."""
+        self._output_start = OUTPUT.stat().st_size if OUTPUT.exists() else 0
         self.pid = _spawn() if fresh else _fork()
-        if fresh:  # loading torch is no part of a run's life
+        if fresh:  # start-up time, mostly importing torch, does not count
             for _ in self.watch():
                 if self.training:
                     break
 
     def watch(self) -> Iterator[None]:
-        """Look again and again, until it has ended."""
-        end = time.monotonic() + PATIENCE
+        """Yield until the process has exited."""
+        end = time.monotonic() + ATTEMPT_SECONDS
         while self.code is None:
             done, status = os.waitpid(self.pid, os.WNOHANG)
             if done:
                 self.code = os.waitstatus_to_exitcode(status)
                 return
             if time.monotonic() > end:
-                raise TimeoutError(f"process {self.pid} seems to hang: {said()}")
+                raise TimeoutError(f"process {self.pid} hangs: {output_tail()}")
             yield
             time.sleep(0.0005)
 
     def kill(self) -> None:
-        """End it at once, unless it has ended."""
+        """Send SIGKILL, unless the process has exited."""
         if self.code is None:
             os.kill(self.pid, signal.SIGKILL)
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     @property
     def training(self) -> bool:
-        """Whether it has begun to train."""
+        """Whether training has started."""
         endpoint = Endpoint.read(RUN)
         return endpoint is not None and endpoint.pid == self.pid
 
     @property
     def steps(self) -> list[int]:
-        """The steps that it has told of, in order, as their number when they are done."""
+        """Step counts after each step that the attempt printed."""
         with OUTPUT.open("rb") as file:
-            file.seek(self._said)
+            file.seek(self._output_start)
             return [int(step) + 1 for step in re.findall(rb"^step:(\d+)/", file.read(), re.MULTILINE)]
 
     @property
     def save(self) -> Path | None:
-        """The folder of a save that it has begun and not finished."""
+        """The temporary directory of an unfinished save."""
         return next((RUN / "checkpoints").glob(f"{PARTIAL}{self.pid}-*"), None)
 
 
 def _spawn() -> int:
-    words = [sys.executable, *([SCRIPT] if SCRIPT else ["-m", "whimbrel", "train", str(RECIPE)])]
+    command = [sys.executable, *([SCRIPT] if SCRIPT else ["-m", "whimbrel", "train", str(RECIPE)])]
     output = (os.POSIX_SPAWN_OPEN, 1, OUTPUT, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    return os.posix_spawn(sys.executable, words, os.environ, file_actions=[output, (os.POSIX_SPAWN_DUP2, 1, 2)])
+    return os.posix_spawn(sys.executable, command, os.environ, file_actions=[output, (os.POSIX_SPAWN_DUP2, 1, 2)])
 
 
 def _fork() -> int:
@@ -126,14 +125,13 @@ def _fork() -> int:
         os._exit(70)
 
 
-def said() -> str:
-    """What the attempts printed last."""
+def output_tail() -> str:
     return OUTPUT.read_text(errors="replace")[-500:]
 
 
 @dataclass
 class Times:
-    """How long things take here and now, in seconds."""
+    """Measured durations in seconds."""
 
     start_up: float
     save: float
@@ -142,8 +140,8 @@ class Times:
     """From the last checkpoint to the exit."""
 
 
-def run_unbroken(last: int) -> Times:
-    """Run to the end once and watch the saves."""
+def run_uninterrupted(last: int) -> Times:
+    """Run to the end once and measure the saves."""
     start, trains, saved, begins, ends = time.monotonic(), 0.0, 0.0, [], []
     attempt = Attempt()
     for _ in attempt.watch():
@@ -153,113 +151,112 @@ def run_unbroken(last: int) -> Times:
         if saving != (len(begins) > len(ends)):
             (begins if saving else ends).append(now)
     if attempt.code:
-        raise RuntimeError(f"the unbroken run ended with {attempt.code}: {said()}")
-    lasted = median(end - begin for begin, end in zip(begins, ends, strict=False))
-    rhythm = median(later - sooner for sooner, later in pairwise(begins))
-    return Times(trains - start, lasted, rhythm, time.monotonic() - saved)
+        raise RuntimeError(f"the uninterrupted run exited with {attempt.code}: {output_tail()}")
+    save = median(end - begin for begin, end in zip(begins, ends, strict=False))
+    between_saves = median(later - sooner for sooner, later in pairwise(begins))
+    return Times(trains - start, save, between_saves, time.monotonic() - saved)
 
 
 @dataclass
 class Killer:
-    """Waits for the instant of a kill; returns early where the attempt has ended by itself."""
+    """Waits for the time of a kill; returns early if the attempt exits by itself."""
 
-    chance: random.Random
+    rng: random.Random
     times: Times
     last: int
     """The last step of a run."""
 
-    def anywhere(self, attempt: Attempt) -> None:
-        """Any instant from the start on."""
-        instant = time.monotonic() + self.chance.uniform(0, self.times.start_up + LIFE * self.times.between_saves)
+    def at_any_time(self, attempt: Attempt) -> None:
+        """Wait for a random time after the start."""
+        instant = time.monotonic() + self.rng.uniform(0, self.times.start_up + MAX_SAVES * self.times.between_saves)
         for _ in attempt.watch():
             if time.monotonic() >= instant:
                 return
 
-    def inside_a_save(self, attempt: Attempt, first: int | None = None) -> None:
-        """While a save is under way, not always the first: after `first` others."""
-        left, instant, before = self.chance.randrange(LIFE) if first is None else first, 0.0, None
+    def during_save(self, attempt: Attempt, first: int | None = None) -> None:
+        """Wait for a random time during a save, after `first` other saves. (default: random)"""
+        left, instant, before = self.rng.randrange(MAX_SAVES) if first is None else first, 0.0, None
         for _ in attempt.watch():
             now, save = time.monotonic(), attempt.save
             if save is not None and save != before:
-                left, instant = left - 1, now + self.chance.uniform(0, self.times.save)
+                left, instant = left - 1, now + self.rng.uniform(0, self.times.save)
             if save is not None and left < 0 and now >= instant:
                 return
             before = save
 
-    def after_the_last_save(self, attempt: Attempt) -> None:
-        """When all steps are saved and the process is about to end."""
+    def after_last_save(self, attempt: Attempt) -> None:
+        """Wait for a random time between the last save and the exit."""
         instant = 0.0
         for _ in attempt.watch():
             now = time.monotonic()
             if not instant and self.last in list_checkpoints(RUN):
-                instant = now + self.chance.uniform(0, self.times.end)
+                instant = now + self.rng.uniform(0, self.times.end)
             if instant and now >= instant:
                 return
-        self.times.end /= 2  # too late: aim earlier the next time
+        self.times.end /= 2  # too late: try an earlier time next
 
     def never(self, attempt: Attempt) -> None:
-        """Let it finish."""
+        """Wait for the exit."""
         for _ in attempt.watch():
             pass
 
     def plan(self, kills: int) -> list[Callable[[Attempt], None]]:
-        """How each kill is aimed; the last leaves a checkpoint to resume from."""
-        aimed, late = round(AIMED * kills), max(1, round(LATE * kills))
-        plan: list[Callable[[Attempt], None]] = [self.inside_a_save] * (aimed - 1) + [self.after_the_last_save] * late
-        plan += [self.anywhere] * (kills - aimed - late)
-        self.chance.shuffle(plan)
-        return [*plan, partial(self.inside_a_save, first=1)]
+        """The time of each kill; before the last one, there is a checkpoint to resume from."""
+        aimed, late = round(DURING_SAVE * kills), max(1, round(AFTER_LAST_SAVE * kills))
+        plan: list[Callable[[Attempt], None]] = [self.during_save] * (aimed - 1) + [self.after_last_save] * late
+        plan += [self.at_any_time] * (kills - aimed - late)
+        self.rng.shuffle(plan)
+        return [*plan, partial(self.during_save, first=1)]
 
 
 @dataclass
-class Seen:
-    """What came of the kills."""
+class Report:
+    """Results of the kills."""
 
     kills: int = 0
     inside: int = 0
-    """Kills after which the folder of an unfinished save was there."""
+    """Kills that left an unfinished save."""
     fresh: int = 0
     """Kills of processes that were not forked."""
     runs: int = 0
-    """Runs that got to their end."""
+    """Runs that finished."""
     resumed: int = 0
-    """Attempts that were seen to resume from a checkpoint."""
+    """Attempts that resumed from a checkpoint."""
     newest: list[int] = field(default_factory=list)
     """The step of the newest checkpoint after each kill."""
     faults: list[str] = field(default_factory=list)
 
-    def look(self, before: int, steps: list[int], at_risk: int) -> int:
-        """After a kill: what counts as a checkpoint is whole, none is lost, and the run is known to be dead.
+    def check_after_kill(self, before: int, steps: list[int], at_risk: int) -> int:
+        """Check that all checkpoints are valid, none was lost, and the run is listed as dead.
 
-        The attempt went on from the newest checkpoint, and at most `at_risk` of its steps are lost.
+        The attempt must have resumed from the newest checkpoint and have lost at most `at_risk` steps.
         """
         found = list_checkpoints(RUN)
         newest = max(found, default=0)
         if newest < before:
-            self.faults.append(f"kill {self.kills}: step {before} had a checkpoint; now there are {list(found)}")
-        self.follow(before, steps)
+            self.faults.append(f"kill {self.kills}: step {before} had a checkpoint, found only {list(found)}")
+        self.check_steps(before, steps)
         if steps and steps[-1] - newest > at_risk:
-            self.faults.append(f"kill {self.kills}: step {steps[-1]} was done and the newest checkpoint is {newest}")
+            self.faults.append(f"kill {self.kills}: step {steps[-1]} was done, but the newest checkpoint is {newest}")
         for path in found.values():
             try:
                 verify_checkpoint(path)
             except CheckpointError as error:
                 self.faults.append(f"kill {self.kills}: {error}")
         if Endpoint.path(RUN).exists() and run_status(RUN) != "dead":
-            self.faults.append(f"kill {self.kills}: the run passes for {run_status(RUN)}")
+            self.faults.append(f"kill {self.kills}: the run is listed as {run_status(RUN)}")
         self.newest.append(newest)
         return newest
 
-    def follow(self, before: int, steps: list[int]) -> None:
-        """An attempt does all steps after the checkpoint that it found, and no others."""
+    def check_steps(self, before: int, steps: list[int]) -> None:
+        """Check that an attempt ran every step after the checkpoint it resumed from."""
         if steps and steps != list(range(before + 1, steps[-1] + 1)):
-            self.faults.append(f"after kill {self.kills}: the checkpoint was at {before}, and the steps were {steps}")
+            self.faults.append(f"after kill {self.kills}: expected steps from {before + 1} on, got {steps}")
         self.resumed += bool(steps) and before > 0
 
 
 def main() -> None:
-    """Kill, look, begin again."""
-    kills, chance = int(sys.argv[1]), random.Random(sys.argv[2])
+    kills, rng = int(sys.argv[1]), random.Random(sys.argv[2])
     torch.set_num_threads(1)
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("a process with threads cannot fork itself safely")
@@ -269,30 +266,30 @@ def main() -> None:
     else:
         config = load_run_config(RECIPE)
         last, every = config.train.steps or 0, int(config.checkpoint.every or 0)
-        # one save may be in flight until the next is due, which waits for it
+        # an asynchronous save may take until the next one, which waits for it
         at_risk = 2 * every if config.checkpoint.asynchronous else every
-    times = run_unbroken(last)
-    RUN.rename("whole")
-    killer, seen, newest = Killer(chance, times, last), Seen(), 0
-    plan, fresh = killer.plan(kills), set(chance.sample(range(kills), max(1, round(FRESH * kills))))
-    while seen.kills < kills or RUN.exists():
-        attempt = Attempt(fresh=seen.kills in fresh)
-        wait = plan[seen.kills] if seen.kills < kills else killer.never
+    times = run_uninterrupted(last)
+    RUN.rename("uninterrupted")
+    killer, report, newest = Killer(rng, times, last), Report(), 0
+    plan, fresh = killer.plan(kills), set(rng.sample(range(kills), max(1, round(FRESH * kills))))
+    while report.kills < kills or RUN.exists():
+        attempt = Attempt(fresh=report.kills in fresh)
+        wait = plan[report.kills] if report.kills < kills else killer.never
         wait(attempt)
         attempt.kill()
         if attempt.code == -signal.SIGKILL:
-            seen.inside += attempt.save is not None
-            seen.fresh += seen.kills in fresh
-            seen.kills += 1
-            newest = seen.look(newest, attempt.steps, at_risk)
+            report.inside += attempt.save is not None
+            report.fresh += report.kills in fresh
+            report.kills += 1
+            newest = report.check_after_kill(newest, attempt.steps, at_risk)
         elif attempt.code == 0:
-            seen.follow(newest, attempt.steps)
-            RUN.rename(f"broken-{seen.runs}")
-            seen.runs, newest = seen.runs + 1, 0
+            report.check_steps(newest, attempt.steps)
+            RUN.rename(f"killed-{report.runs}")
+            report.runs, newest = report.runs + 1, 0
         else:
-            seen.faults.append(f"after kill {seen.kills}: exit code {attempt.code}: {said()}")
+            report.faults.append(f"after kill {report.kills}: exit code {attempt.code}: {output_tail()}")
             break
-    json.dump(asdict(seen) | asdict(times), sys.stdout)
+    json.dump(asdict(report) | asdict(times), sys.stdout)
 
 
 if __name__ == "__main__":

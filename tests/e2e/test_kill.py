@@ -1,4 +1,4 @@
-"""Whatever ends a run, and when: the same command goes on with it, and it ends as if nothing had happened."""
+"""A run that is killed or stopped at any time resumes with the same command and ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOAK = os.environ.get("WHIMBREL_SOAK") == "1"
 KILLS = 50 if SOAK else 4
 """Kills of each recipe: 450 in all with WHIMBREL_SOAK=1, else 20."""
 TIMED = {"seconds", "peak_memory"}
-"""What no two runs have in common."""
+"""Values that differ between equal runs."""
 
 Table = dict[str, dict[str, Any]]
 
@@ -44,7 +44,7 @@ EVERYTHING: Table = {
     "ema": {"decay": 0.9},
     "log": {"every": 6},
 }  # fmt: skip
-"""A run with all that has a state on: each of these has to go on where it was."""
+"""A run with every feature that has state to resume."""
 
 RECIPES: dict[str, Table] = {
     "adamw": {"schedule": {"name": "constant"}, "optim": {"lr": 3e-2}},  # its best checkpoint is not its last
@@ -68,7 +68,7 @@ if importlib.util.find_spec("tensorboard"):
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
-    """A little Shakespeare, which a run passes over twice; a vocabulary of 300, every speech a document."""
+    """Shards for two epochs; the vocabulary has 300 tokens, and every speech is a document."""
     folder, text = tmp_path_factory.mktemp("shards"), shakespeare[:16_000]
     (folder / "text.txt").write_text(text)
     tokenizer = train_tokenizer([text], 300)
@@ -90,7 +90,7 @@ def write_recipe(shards: Path, changes: Table) -> None:
 
 
 def contents(run: Path) -> dict[str, Any]:
-    """Every file of a run: to the byte, or, where it holds times, to the last bit of each number."""
+    """The bytes of every file of a run; files with times are parsed, without the times."""
     files = [path for path in sorted(run.rglob("*")) if path.is_file() and "tfevents" not in path.name]
     found = {path.relative_to(run).as_posix(): content(path) for path in files}
     return found | {folder.parent.name: curves(folder) for folder in run.glob("runs/*")}
@@ -110,7 +110,7 @@ def content(path: Path) -> Any:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, str]]]:
-    """What TensorBoard shows of a run."""
+    """The scalars that TensorBoard shows."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
@@ -119,7 +119,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, str]]]:
 
 
 def timeless(value: Any) -> Any:
-    """Without times and memory; numbers as hexadecimal, so that equal is equal in every bit."""
+    """Remove times and memory; floats become hexadecimal, to compare every bit."""
     if isinstance(value, dict):
         return {key: timeless(own) for key, own in value.items() if key not in TIMED}
     if isinstance(value, list | tuple):
@@ -127,16 +127,16 @@ def timeless(value: Any) -> Any:
     return value.hex() if isinstance(value, float) else value
 
 
-def assert_same(whole: Path, broken: Path) -> None:
-    expected, found = contents(whole), contents(broken)
+def assert_same(uninterrupted: Path, killed: Path) -> None:
+    expected, found = contents(uninterrupted), contents(killed)
     assert sorted(found) == sorted(expected)
     assert [name for name in expected if found[name] != expected[name]] == []
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc whether it may fork")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc to check that it can fork")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [*RECIPES, *(SOAK_RECIPES if SOAK else ())])
-def test_killed_again_and_again(
+def test_run_killed_at_random_times_ends_with_the_same_files(
     workdir: Path, shards: Path, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     write_recipe(shards, (RECIPES | SOAK_RECIPES)[name])
@@ -152,26 +152,26 @@ def test_killed_again_and_again(
     assert seen["inside"] >= (0.3 if SOAK else 0.2) * KILLS
     assert seen["resumed"] >= (0.3 * KILLS if SOAK else 1), "too few attempts were seen to resume from a checkpoint"
     for number in range(seen["runs"]):
-        assert_same(workdir / "whole", workdir / f"broken-{number}")
-        assert whimbrel("verify", f"broken-{number}") == 0
-    said = (workdir / "output.txt").read_text()
-    assert "skipped" not in said, "a kill left a damaged checkpoint"
+        assert_same(workdir / "uninterrupted", workdir / f"killed-{number}")
+        assert whimbrel("verify", f"killed-{number}") == 0
+    output = (workdir / "output.txt").read_text()
+    assert "skipped" not in output, "a kill left a damaged checkpoint"
     record_property(
         "faults", f"killed while training ({name}): {seen['kills']} kills, {seen['inside']} inside a save, "
-        f"{seen['fresh']} of new processes, {seen['runs']} runs, all equal to the unbroken one",
+        f"{seen['fresh']} of new processes, {seen['runs']} runs, all equal to the uninterrupted one",
     )  # fmt: skip
 
 
-def start(*words: str) -> subprocess.Popen[bytes]:
+def start(*arguments: str) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "whimbrel", "train", "recipe.toml", *words]
+    command = [sys.executable, "-m", "whimbrel", "train", "recipe.toml", *arguments]
     with Path("output.txt").open("ab") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
 
-def wait_until(process: subprocess.Popen[bytes], there: Callable[[], bool]) -> None:
+def wait_until(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
-    while not there():
+    while not condition():
         assert process.poll() is None, Path("output.txt").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -182,36 +182,38 @@ def steps_logged(run: Path = Path("run")) -> int:
     return sum(line["kind"] == "step" for line in read_log(log)) if log.exists() else 0
 
 
-def whimbrel(*words: str) -> int:
+def whimbrel(*arguments: str) -> int:
     with pytest.raises(SystemExit) as end:
-        main(words)
+        main(arguments)
     return int(end.value.code or 0)
 
 
-def test_signals_end_a_run_that_goes_on_as_if_never_ended(folder: Path) -> None:
-    seldom = ("--checkpoint.every=23", "--validation.every=29", "--log.every=31", "--sample.every=37")
-    assert start(*seldom).wait(120) == 0
-    Path("run").rename("whole")
-    for number, words, code in ((signal.SIGTERM, (), 0), (signal.SIGINT, ("--exit-143",), 143)):
+def test_run_stopped_by_signals_resumes_to_the_same_files(folder: Path) -> None:
+    rarely = ("--checkpoint.every=23", "--validation.every=29", "--log.every=31", "--sample.every=37")
+    assert start(*rarely).wait(120) == 0
+    Path("run").rename("uninterrupted")
+    for number, options, code in ((signal.SIGTERM, (), 0), (signal.SIGINT, ("--exit-143",), 143)):
         before = steps_logged()
-        process = start(*seldom, *words)
+        process = start(*rarely, *options)
         wait_until(process, lambda before=before: steps_logged() >= before + 10)
         process.send_signal(number)
         assert process.wait(120) == code
         newest = max(list_checkpoints(Path("run")))
         assert newest == steps_logged() < 46
-    assert start(*seldom).wait(120) == 0
-    expected, found = contents(Path("whole")), contents(Path("run"))
+    assert start(*rarely).wait(120) == 0
+    expected, found = contents(Path("uninterrupted")), contents(Path("run"))
     for name in expected:
         assert found[name] == expected[name], name
-    strangers = {Path(name).parent for name in found.keys() - expected.keys()}
-    assert {path.parent.name for path in strangers} == {"ema"}  # the mean of the weights at each of the two ends
+    extra = {Path(name).parent for name in found.keys() - expected.keys()}
+    assert {path.parent.name for path in extra} == {"ema"}  # EMA weights of the two checkpoints that the signals caused
 
 
-def test_a_second_signal_kills_and_the_run_counts_as_dead(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    process = start("--train.accumulation=1300")  # a step of seconds
+def test_second_signal_kills_at_once_and_the_run_is_listed_as_dead(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = start("--train.accumulation=1300")  # a step takes seconds
     wait_until(process, lambda: steps_logged() >= 1)
-    time.sleep(0.2)  # the next step is under way
+    time.sleep(0.2)  # the next step has started
     process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     assert process.poll() is None
@@ -224,7 +226,7 @@ def test_a_second_signal_kills_and_the_run_counts_as_dead(folder: Path, capsys: 
     assert "run is not running" in capsys.readouterr().err
 
 
-def test_a_running_job_obeys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_running_job_saves_stops_and_aborts_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     endless = ("--train.steps=1000000", "--checkpoint.every=none", "--validation.every=none", "--sample=none")
     run = Path("run")
     process = start(*endless)
@@ -233,7 +235,7 @@ def test_a_running_job_obeys(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "1000000" in capsys.readouterr().out.replace(",", "")
     assert whimbrel("runs", ".") == 0
     assert "running" in capsys.readouterr().out
-    assert start(*endless).wait(120) == 2  # nobody else may work there
+    assert start(*endless).wait(120) == 2  # the run directory is locked
     assert whimbrel("control", "run", "save") == 0
     wait_until(process, lambda: bool(list_checkpoints(run)))
     [saved] = list_checkpoints(run)
@@ -256,7 +258,7 @@ def test_a_running_job_obeys(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "stopped" in capsys.readouterr().out
 
 
-def test_only_one_of_several_runs_gets_the_directory(folder: Path) -> None:
+def test_only_one_of_several_jobs_gets_the_run_directory(folder: Path) -> None:
     endless = ("--train.steps=1000000", "--validation.every=none", "--sample=none")
     processes = [start(*endless, f"--optim.lr={rate}") for rate in (0.01, 0.02, 0.03)]
     deadline = time.monotonic() + 300
@@ -267,8 +269,8 @@ def test_only_one_of_several_runs_gets_the_directory(folder: Path) -> None:
     wait_until(winner, lambda: bool(list_checkpoints(Path("run"))))
     winner.send_signal(signal.SIGTERM)
     assert winner.wait(120) == 0
-    said = Path("output.txt").read_text()
+    output = Path("output.txt").read_text()
     assert sorted(process.returncode for process in processes) == [0, 2, 2]
-    assert said.count(f"run is in use by process {winner.pid} on ") == 2
+    assert output.count(f"run is in use by process {winner.pid} on ") == 2
     losses = [line for line in read_log(Path("run/log.jsonl")) if line["kind"] == "step"]
     assert [line["after"] for line in losses] == list(range(1, len(losses) + 1))

@@ -21,10 +21,10 @@ def write_run(folder: Path, losses: list[float], *, lr: float = 1e-3, tokens: in
                 file.write(log_line("validation", step + 1, {"loss": loss + 0.5}))
 
 
-def compare(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
+def compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[str]]:
     """The table, each row by its columns."""
     with pytest.raises(SystemExit) as ended:
-        main(["compare", *words])
+        main(["compare", *arguments])
     assert not ended.value.code
     return [[cell for cell in line.split("  ") if cell.strip()] for line in capsys.readouterr().out.splitlines()]
 
@@ -100,17 +100,17 @@ def test_wide_table_is_not_wrapped_in_a_pipe(workdir: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         (["a"], "expected two or more runs, got only a"),
         (["a", "b"], "expected a run directory or its log.jsonl, got b"),
         (["a", "empty"], "empty/log.jsonl has no steps to compare"),
     ],
 )
-def test_error_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+def test_error_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str) -> None:
     write_run(Path("a"), [1.0])
     write_run(Path("empty"), [])
     with pytest.raises(SystemExit) as ended:
-        main(["compare", *words])
+        main(["compare", *arguments])
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"whimbrel: {line}\n"

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,41 +45,62 @@ def folder(workdir: Path, shakespeare: str) -> Path:
     return workdir
 
 
-def start() -> subprocess.Popen[str]:
+@pytest.fixture
+def job(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A training process, which is killed if the test fails. Its output is a file: it would block on a full pipe."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    with Path("output.txt").open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
-def wait_until(job: subprocess.Popen[str], there: Callable[[], bool]) -> None:
+def wait_until(job: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 600
-    while not there():
-        assert job.poll() is None, job.communicate()[0]
-        assert time.monotonic() < deadline
+    while not condition():
+        assert job.poll() is None, Path("output.txt").read_text()
+        assert time.monotonic() < deadline, Path("output.txt").read_text()
         time.sleep(0.02)
 
 
-def control(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def wait_for_exit(job: subprocess.Popen[bytes]) -> str:
+    """Wait until the job exits with code 0. Returns its output."""
+    code = job.wait(600)
+    out = Path("output.txt").read_text()
+    assert code == 0, out
+    return out
+
+
+def control(capsys: pytest.CaptureFixture[str], action: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        main(["control", *words])
+        main(["control", "run", action])
     assert not ended.value.code, capsys.readouterr().err
     return capsys.readouterr().out
 
 
-def test_running_training_reports_its_status_saves_and_stops(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def status(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    return dict(re.split(r"\s{2,}", line.strip()) for line in control(capsys, "status").splitlines())
+
+
+def test_running_training_reports_its_status_saves_and_stops(
+    folder: Path, job: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
     run, log = folder / "run", folder / "run" / "log.jsonl"
-    job = start()
-    wait_until(job, lambda: Endpoint.read(run) is not None and last_step(log) is not None)
-    status = dict(re.split(r"\s{2,}", line.strip()) for line in control(capsys, "run", "status").splitlines())
-    assert status["process"] == str(job.pid)
-    assert re.fullmatch(r"\d+/1000000", status["step"])
-    assert {"loss", "lr", "tokens/s", "time left"} <= status.keys()
-    assert "saves after the current step" in control(capsys, "run", "save")
+    wait_until(job, lambda: Endpoint.read(run) is not None)
+    wait_until(job, lambda: "loss" in status(capsys))  # log.jsonl may have the first step before the status does
+    reported = status(capsys)
+    assert reported["process"] == str(job.pid)
+    assert re.fullmatch(r"\d+/1000000", reported["step"])
+    assert {"loss", "lr", "tokens/s", "time left"} <= reported.keys()
+    assert "saves after the current step" in control(capsys, "save")
     wait_until(job, lambda: latest_checkpoint(run) is not None)
     first = latest_checkpoint(run)
-    assert "without an evaluation" in control(capsys, "run", "save-stop")
-    out, _ = job.communicate(timeout=600)
-    assert job.returncode == 0, out
+    assert "without an evaluation" in control(capsys, "save-stop")
+    out = wait_for_exit(job)
     assert "ControlCallback requested stop: whimbrel control save-stop" in out
     assert re.search(r"Stopped at step \d+, saved to run/checkpoints/step-\d+: rerun the same command to resume", out)
     last = latest_checkpoint(run)
@@ -90,30 +111,33 @@ def test_running_training_reports_its_status_saves_and_stops(folder: Path, capsy
     assert Endpoint.read(run) is None
 
 
-@pytest.mark.parametrize(("verb", "validated", "saved"), [("stop", True, True), ("abort", False, False)])
+@pytest.mark.parametrize(("action", "validated", "saved"), [("stop", True, True), ("abort", False, False)])
 def test_stop_evaluates_and_saves_and_abort_does_neither(
-    folder: Path, capsys: pytest.CaptureFixture[str], verb: str, validated: bool, saved: bool
+    folder: Path,
+    job: subprocess.Popen[bytes],
+    capsys: pytest.CaptureFixture[str],
+    action: str,
+    validated: bool,
+    saved: bool,
 ) -> None:
     run, log = folder / "run", folder / "run" / "log.jsonl"
-    job = start()
     wait_until(job, lambda: Endpoint.read(run) is not None and last_step(log) is not None)
-    control(capsys, "run", verb)
-    out, _ = job.communicate(timeout=600)
-    assert job.returncode == 0, out
-    assert f"ControlCallback requested {verb}" in out
+    control(capsys, action)
+    out = wait_for_exit(job)
+    assert f"ControlCallback requested {action}" in out
     assert any(line["kind"] == "validation" for line in read_log(log)) is validated
     assert (latest_checkpoint(run) is not None) is saved
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         (["run", "die"], "unknown action 'die' (choose from: status, save, stop, save-stop, abort)"),
         (["run", "stop"], "run is not running: it has no endpoint.json"),
     ],
 )
-def test_error_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+def test_error_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["control", *words])
+        main(["control", *arguments])
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"whimbrel: {line}\n"

@@ -1,4 +1,4 @@
-"""`whimbrel doctor`: findings that agree with the machine, and advice where something is absent."""
+"""`whimbrel doctor`: results match the machine, and missing packages come with install commands."""
 
 from __future__ import annotations
 

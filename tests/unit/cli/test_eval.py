@@ -74,14 +74,14 @@ def test_tasks_all(model, fixtures, monkeypatch, capsys):
 
 
 def test_bits_per_byte_of_text(model, tmp_path, capsys):
-    (tmp_path / "said.jsonl").write_text('{"said": "To be, or not to be"}\n{"said": "naïve"}\n', encoding="utf-8")
-    (tmp_path / "said.txt").write_text("That is the question.")
-    options = ("--text", tmp_path / "said.jsonl", "--text-key", "said", "--text", tmp_path / "said.txt")
+    (tmp_path / "texts.jsonl").write_text('{"body": "To be, or not to be"}\n{"body": "naïve"}\n', encoding="utf-8")
+    (tmp_path / "text.txt").write_text("That is the question.")
+    options = ("--text", tmp_path / "texts.jsonl", "--text-key", "body", "--text", tmp_path / "text.txt")
     assert whimbrel("eval", model, *options, "--device", "cpu", "--out", tmp_path / "results.json") == 0
     scorer = Scorer.load(model)
     written = json.loads((tmp_path / "results.json").read_text())["texts"]
     printed = rows(capsys.readouterr().out)
-    for name, texts in (("said.jsonl", ["To be, or not to be", "naïve"]), ("said.txt", ["That is the question."])):
+    for name, texts in (("texts.jsonl", ["To be, or not to be", "naïve"]), ("text.txt", ["That is the question."])):
         found = perplexity(scorer, texts)
         assert written[str(tmp_path / name)]["bits_per_byte"] == pytest.approx(found.bits_per_byte)
         assert written[str(tmp_path / name)]["bytes"] == sum(len(text.encode()) for text in texts)

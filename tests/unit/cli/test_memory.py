@@ -37,16 +37,16 @@ def recipe(workdir: Path) -> str:
     return "run.toml"
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+def run_memory(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     with pytest.raises(SystemExit) as ended:
-        main(["memory", *words])
+        main(["memory", *arguments])
     streams = capsys.readouterr()
     assert (ended.value.code or 0) == code, streams
     return streams.err if code else streams.out
 
 
 def table(text: str, head: str) -> list[list[str]]:
-    """The rows of the table whose first head is this."""
+    """The rows of the table whose first column has this name."""
     lines = text.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(head))
     rows = [re.split(r"\s{2,}", line.strip()) for line in lines[start:]]
@@ -54,44 +54,46 @@ def table(text: str, head: str) -> list[list[str]]:
 
 
 def test_optimizers_are_compared_with_the_runs_own_first(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, recipe, "--device", "cuda")
+    text = run_memory(capsys, recipe, "--device", "cuda")
     assert text.startswith("Device: cuda, 3 x 2 sequences of 64 tokens per step")
-    heads, *rows = table(text, "optimizer")
-    assert heads == ["optimizer", "weights", "gradients", "state", "activations", "temporary", "peak", "peak during"]
+    columns, *rows = table(text, "optimizer")
+    assert columns == ["optimizer", "weights", "gradients", "state", "activations", "temporary", "peak", "peak during"]
     assert [row[0] for row in rows] == ["muon", *(name for name in optimizer_names() if name != "muon")]
-    assert all(len(row) == len(heads) for row in rows)
+    assert all(len(row) == len(columns) for row in rows)
     assert not Path("run").exists()
 
 
 def test_int8_weights_limit_the_optimizers(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, *rows = table(said(capsys, recipe, "--train.weights=int8", "--optim.name=adamw8bit"), "optimizer")
+    _, *rows = table(run_memory(capsys, recipe, "--train.weights=int8", "--optim.name=adamw8bit"), "optimizer")
     assert {row[0] for row in rows} == set(optimizer_names()) - {"galore", "muon"}
 
 
 def test_json_output_follows_overrides(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def peak(*words: str) -> dict[str, Any]:
-        own, other = json.loads(said(capsys, recipe, "--device=cpu", "--json", "--optimizer", "adamw", *words))
+    def peak(*arguments: str) -> dict[str, Any]:
+        own, other = json.loads(
+            run_memory(capsys, recipe, "--device=cpu", "--json", "--optimizer", "adamw", *arguments)
+        )
         assert (own["optimizer"], other["optimizer"]) == ("muon", "adamw")
         assert own["states"] < other["states"] == sum(row["state"] for row in other["parameters"])
         return dict(own)
 
-    plain, more = peak(), peak("--train.micro_batch=8")
-    assert sum(plain["at_peak"].values()) == plain["peak"]
-    assert more["activations"] > 2 * plain["activations"]
-    assert more["weights"] == plain["weights"]
+    small, more = peak(), peak("--train.micro_batch=8")
+    assert sum(small["at_peak"].values()) == small["peak"]
+    assert more["activations"] > 2 * small["activations"]
+    assert more["weights"] == small["weights"]
 
 
 def test_parameters_are_listed_with_their_optimizer(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("--optim.name=galore_warm", "--optim.rank=8", "--optimizer=galore_warm", "--parameters")
-    heads, *rows = table(said(capsys, recipe, *settings), "parameter")
-    assert heads == ["parameter", "tensors", "shape", "dtype", "optimizer", "weights", "state"]
+    columns, *rows = table(run_memory(capsys, recipe, *settings), "parameter")
+    assert columns == ["parameter", "tensors", "shape", "dtype", "optimizer", "weights", "state"]
     by_name = {row[0]: row[1:] for row in rows}
     assert by_name["transformer.h.*.attn.c_proj.weight"][:4] == ["2", "64 x 64", "float32", "warm rank 8, adamw"]
     assert by_name["transformer.wte.weight"][3] == "adamw"
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("arguments", "reason"),
     [
         (["--device", "tpu"], "expected --device cuda or cpu, got tpu"),
         (["--optimizer", "adam"], "did you mean 'adamw'?"),
@@ -100,8 +102,8 @@ def test_parameters_are_listed_with_their_optimizer(recipe: str, capsys: pytest.
     ],
 )
 def test_bad_options_give_one_line(
-    recipe: str, capsys: pytest.CaptureFixture[str], words: list[str], reason: str
+    recipe: str, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str
 ) -> None:
-    text = said(capsys, recipe, *words, code=2)
+    text = run_memory(capsys, recipe, *arguments, code=2)
     assert reason in text
     assert len(text.splitlines()) == 1

@@ -23,9 +23,9 @@ def write_run(folder: Path, steps: int, tokens: int = 64) -> None:
                 file.write(log_line("validation", step + 1, {"loss": 2.0}))
 
 
-def run(*words: str) -> int:
+def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        main(["plot", *words])
+        main(["plot", *arguments])
     return int(ended.value.code or 0)
 
 
@@ -40,8 +40,8 @@ def folder(workdir: Path) -> Path:
 def test_all_panels_of_all_runs_are_plotted(folder: Path) -> None:
     assert run("a", "b/log.jsonl", "--out", "curves.svg") == 0
     text = (folder / "curves.svg").read_text()
-    for words in ("loss", "learning rate", "gradient norm", "tokens/s", "a, train", "a, validation", "b, train"):
-        assert f"<!-- {words} -->" in text
+    for label in ("loss", "learning rate", "gradient norm", "tokens/s", "a, train", "a, validation", "b, train"):
+        assert f"<!-- {label} -->" in text
     assert text.count("<!-- step -->") == 4
 
 
@@ -54,7 +54,7 @@ def test_panels_and_x_axis_can_be_chosen(folder: Path) -> None:
 
 
 def fork(folder: Path) -> None:
-    """A run that went on from another's checkpoint of step 4, and was evaluated before its first step."""
+    """A run resumed from another run's checkpoint of step 4, and evaluated before its first step."""
     folder.mkdir()
     lines = [log_line("validation", 4, {"loss": 1.0})]
     lines += [log_line("step", after, {"loss": 9 / after, "tokens": 100}) for after in (5, 6, 7)]
@@ -75,8 +75,8 @@ def test_resumed_run_is_plotted_at_its_own_steps(
     _plot_panel(axes, "loss", read_log(folder / "fork" / "log.jsonl"), "fork", tokens=tokens)
     assert [list(line.get_xdata()) for line in axes.get_lines()] == [trained, held_out]
     assert run("fork", "--out", "fork.svg", *["--tokens"] * tokens) == 0
-    said = "fork/log.jsonl starts after step 4" in capsys.readouterr().out
-    assert said == tokens
+    noted = "fork/log.jsonl starts after step 4" in capsys.readouterr().out
+    assert noted == tokens
 
 
 def test_default_output_is_in_the_run_directory(folder: Path) -> None:
@@ -85,7 +85,7 @@ def test_default_output_is_in_the_run_directory(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         (["a", "--what", "loss,weight"], "unknown panel 'weight' in --what (choose from: loss, lr, norm, speed)"),
         (["a", "--out", "a.gif"], "expected --out to end in .png or .svg, got a.gif"),
@@ -93,7 +93,7 @@ def test_default_output_is_in_the_run_directory(folder: Path) -> None:
         (["empty"], "empty/log.jsonl has no steps to plot"),
     ],
 )
-def test_error_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+def test_error_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str) -> None:
     write_run(folder / "empty", 0)
-    assert run(*words) == 2
+    assert run(*arguments) == 2
     assert capsys.readouterr().err == f"whimbrel: {line}\n"

@@ -178,16 +178,16 @@ def test_failed_preparation_leaves_the_directory_unchanged(whimbrel, workdir: Pa
 
 
 def test_full_disk_leaves_an_existing_tokenizer(whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failure comes after the manifest and some shards are written: they go, what was there stays."""
+    """The failure comes after the manifest and some shards are written: they are removed, earlier files stay."""
     Path("birds.jsonl").write_bytes(GOOD * 100)
     load_tokenizer().save("out")
     before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
-    plain, calls = files.os.fsync, iter(range(10**6))
+    fsync, calls = files.os.fsync, iter(range(10**6))
 
     def nearly_full(descriptor: int) -> None:
         if next(calls) > 6:
             raise OSError(errno.ENOSPC, "No space left on device")
-        plain(descriptor)
+        fsync(descriptor)
 
     monkeypatch.setattr(files.os, "fsync", nearly_full)
     done = whimbrel("prepare", "birds.jsonl", "--tokenizer", "out", "--out-dir", "out", "--shard-size", "50")
@@ -223,13 +223,13 @@ def test_prepare_resumes_after_the_disk_was_full(whimbrel, workdir: Path, monkey
     rows = pa.table({"text": ["a bird flies"] * 1000})
     Path("birds.parquet").write_bytes(parquet(rows))
     arguments = ("prepare", "birds.parquet", "--shard-size", "500", "--workers", "1", "--out-dir")
-    whimbrel(*arguments, "whole")
-    plain, calls = files.os.fsync, iter(range(10**6))
+    whimbrel(*arguments, "complete")
+    fsync, calls = files.os.fsync, iter(range(10**6))
 
     def nearly_full(descriptor: int) -> None:
         if next(calls) > 30:
             raise OSError(errno.ENOSPC, "No space left on device")
-        plain(descriptor)
+        fsync(descriptor)
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "fsync", nearly_full)
@@ -238,7 +238,7 @@ def test_prepare_resumes_after_the_disk_was_full(whimbrel, workdir: Path, monkey
     assert "birds_train_000000.bin" in left
     assert not [name for name in left if name.startswith(".")]
     assert whimbrel(*arguments, "out").code == 0
-    for path in Path("whole").iterdir():
+    for path in Path("complete").iterdir():
         assert (Path("out") / path.name).read_bytes() == path.read_bytes()
 
 

@@ -24,9 +24,9 @@ def write_run(folder: Path, steps: int, total: int) -> None:
     (folder / "log.jsonl").write_text("".join(lines))
 
 
-def rows(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:
+def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[str]]:
     with pytest.raises(SystemExit) as ended:
-        main(["runs", *words])
+        main(["runs", *arguments])
     assert not ended.value.code
     lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["run", "state", "step", "loss", "checkpoint", "age"]

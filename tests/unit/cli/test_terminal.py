@@ -1,4 +1,4 @@
-"""Terminal output: escape_controls control characters and the progress bar."""
+"""Terminal output: escaped control characters and the progress bar."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_chat_escapes_control_characters_only_on_a_terminal(model, terminal, mon
 
 def test_error_messages_escape_control_characters(monkeypatch, capsys):
     def fail(*given, **named):
-        raise DataError(f"the template says {HOSTILE}")
+        raise DataError(f"invalid template {HOSTILE}")
 
     monkeypatch.setattr("whimbrel.cli.main.build_app", fail)
     with pytest.raises(SystemExit):
         main(["doctor"])
-    said = capsys.readouterr().err
-    assert r"\x1b[2J" in said
-    assert escape_controls(said) == said
+    printed = capsys.readouterr().err
+    assert r"\x1b[2J" in printed
+    assert escape_controls(printed) == printed
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`whimbrel train` and `whimbrel plot` as a person uses them."""
+"""`whimbrel train`, and general behavior of the command line: errors, --version, --trace."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ max_new_tokens = 8
 
 @pytest.fixture
 def folder(workdir: Path, shakespeare: str) -> Iterator[Path]:
-    """An empty directory with shards and a recipe; signal handlers are put back after the test."""
+    """An empty directory with shards and a recipe; signal handlers are restored after the test."""
     (workdir / "text.txt").write_text(shakespeare[:20_000])
     tokenizer = train_tokenizer([shakespeare[:20_000]], 300)
     prepare(["text.txt"], "shards", tokenizer, name="tiny", separator="\n\n", val_tokens=800)
@@ -55,9 +55,9 @@ def folder(workdir: Path, shakespeare: str) -> Iterator[Path]:
         signal.signal(number, handler)
 
 
-def run(*words: str) -> int:
+def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        main(arguments)
     return int(ended.value.code or 0)
 
 
@@ -111,7 +111,7 @@ def test_overrides_reach_the_run(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         (["train", "none.toml"], "whimbrel: no such configuration file: none.toml"),
         (["train", "recipe.toml", "--optim.lrr=1"], "whimbrel: unknown setting 'optim.lrr': did you mean 'lr'?"),
@@ -127,9 +127,9 @@ def test_overrides_reach_the_run(folder: Path) -> None:
     ],
 )
 def test_error_is_one_line_and_exit_code_2(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
 ) -> None:
-    assert run(*words) == 2
+    assert run(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(line)
     assert captured.err.count("\n") == 1
@@ -153,10 +153,10 @@ def test_trace_shows_the_traceback(folder: Path) -> None:
 def test_unexpected_error_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise TypeError("two\nlines")
 
-    monkeypatch.setattr("whimbrel.train.Trainer.train", broken)
+    monkeypatch.setattr("whimbrel.train.Trainer.train", fail)
     assert run("train", "recipe.toml") == 1
     assert capsys.readouterr().err == "whimbrel: unexpected TypeError: two lines (--trace prints the traceback)\n"
     with pytest.raises(TypeError, match="two"):
@@ -183,9 +183,9 @@ def test_plot_writes_the_curves(folder: Path, capsys: pytest.CaptureFixture[str]
     assert ".png or .svg" in capsys.readouterr().err
 
 
-def start(*words: str) -> subprocess.Popen[str]:
+def start(*arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "whimbrel", "train", "recipe.toml", *words]
+    command = [sys.executable, "-m", "whimbrel", "train", "recipe.toml", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
@@ -195,9 +195,9 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def wait_until(process: subprocess.Popen[str], there: Callable[[], bool]) -> None:
+def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 600
-    while not there():
+    while not condition():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -205,19 +205,19 @@ def wait_until(process: subprocess.Popen[str], there: Callable[[], bool]) -> Non
 
 def test_killed_run_resumes_to_the_same_result(folder: Path) -> None:
     long = ["--train.steps=60", "--checkpoint.every=10", "--schedule.name=cosine", "--sample=none"]
-    finish(start(*long, "--output_dir=whole"))
-    broken = start(*long, "--output_dir=broken")
-    wait_until(broken, lambda: len(list_checkpoints(folder / "broken")) >= 2)
-    broken.kill()
-    broken.communicate()
-    finish(start(*long, "--output_dir=broken"))
+    finish(start(*long, "--output_dir=uninterrupted"))
+    killed = start(*long, "--output_dir=killed")
+    wait_until(killed, lambda: len(list_checkpoints(folder / "killed")) >= 2)
+    killed.kill()
+    killed.communicate()
+    finish(start(*long, "--output_dir=killed"))
     traces = []
-    for name in ("whole", "broken"):
+    for name in ("uninterrupted", "killed"):
         lines = read_log(folder / name / "log.jsonl")
         traces.append([(line["kind"], line["after"], line["loss"].hex()) for line in lines])
     assert traces[0] == traces[1]
     assert len(traces[0]) == 60 + 20
-    files = [latest_checkpoint(folder / name) for name in ("whole", "broken")]
+    files = [latest_checkpoint(folder / name) for name in ("uninterrupted", "killed")]
     a, b = (load_model(path / "model").state_dict() for path in files if path is not None)
     assert all((a[name] == b[name]).all() for name in a)
 
@@ -238,9 +238,9 @@ def test_signal_saves_and_exits_0(folder: Path, number: signal.Signals) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_full_standard_output_does_not_end_a_run(folder: Path) -> None:
-    words = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
+    arguments = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("cannot write to <stdout>: [Errno 28] No space left on device; training continues") == 1
     assert "Exception ignored" not in done.stderr
@@ -248,21 +248,21 @@ def test_full_standard_output_does_not_end_a_run(folder: Path) -> None:
 
 
 def test_closed_pipe_does_not_end_a_run(folder: Path) -> None:
-    words = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    arguments = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
-    said = process.stderr.read()
+    errors = process.stderr.read()
     process.stderr.close()
-    assert process.wait() == 0, said
-    assert said.count("Broken pipe; training continues") == 1
+    assert process.wait() == 0, errors
+    assert errors.count("Broken pipe; training continues") == 1
     assert list(list_checkpoints(Path("run"))) == [6]
 
 
 def test_start_from_scratch_is_reported(folder: Path) -> None:
-    words = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
+    arguments = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
     for expected in (1, 0):
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        done = subprocess.run(arguments, capture_output=True, text=True, check=True)
         assert done.stderr.count("No checkpoint found in run: starting from scratch") == expected

@@ -15,7 +15,7 @@ from whimbrel.cli.verify import verify
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with two checkpoints, and one at another place."""
+    """A run with two checkpoints, and a checkpoint outside of its checkpoints directory."""
     module = torch.nn.Linear(3, 2)
     components = [
         StateComponent("model", module, SharingPattern.GLOBAL),
