@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GPT",
-    "GPTConfig",
     "LLM",
+    "GPTConfig",
     "Trainer",
     "TrainingArguments",
     "__version__",

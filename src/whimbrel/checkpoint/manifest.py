@@ -19,10 +19,10 @@ from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import parse_json, sha256_file
 
 __all__ = [
-    "ComponentEntry",
     "FORMAT",
-    "FileEntry",
     "MANIFEST",
+    "ComponentEntry",
+    "FileEntry",
     "Manifest",
     "checkpoint_path",
     "latest_checkpoint",

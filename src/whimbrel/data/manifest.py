@@ -14,10 +14,10 @@ from whimbrel.config import build
 
 __all__ = [
     "MANIFEST_FILE",
-    "Manifest",
-    "ResumePoint",
     "SHARD_SIZE",
     "SPLITS",
+    "Manifest",
+    "ResumePoint",
     "ShardRecord",
     "ShardSettings",
     "SourceRecord",

@@ -26,8 +26,8 @@ from whimbrel.data.manifest import MANIFEST_FILE, SPLITS, Manifest, ShardRecord,
 
 __all__ = [
     "HEADER_BYTES",
-    "Header",
     "MAX_TOKENS",
+    "Header",
     "ShardWriter",
     "TokenStream",
     "has_split",

@@ -23,8 +23,8 @@ from whimbrel.base.errors import ConfigError, DataError, MissingExtraError
 from whimbrel.data.manifest import SourceRecord
 
 __all__ = [
-    "DocumentBatch",
     "FINEWEB",
+    "DocumentBatch",
     "HubDataset",
     "LocalFile",
     "Source",

@@ -6,12 +6,12 @@ from whimbrel.evaluate.tasks import TASKS, Estimate, Item, Task
 from whimbrel.evaluate.text_perplexity import TextResult, perplexity, shard_perplexity
 
 __all__ = [
+    "TASKS",
     "Estimate",
     "Item",
     "Pair",
     "Score",
     "Scorer",
-    "TASKS",
     "Task",
     "TaskResult",
     "TextResult",

@@ -22,7 +22,7 @@ from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.evaluate.scoring import Score
 from whimbrel.models.held_out_loss import perplexity
 
-__all__ = ["DATA_VARIABLE", "Estimate", "Item", "Metric", "TASKS", "Task", "find_file", "find_task", "read_items"]
+__all__ = ["DATA_VARIABLE", "TASKS", "Estimate", "Item", "Metric", "Task", "find_file", "find_task", "read_items"]
 
 DATA_VARIABLE = "WHIMBREL_EVAL_DATA"
 """Environment variable with the directory of the task files."""

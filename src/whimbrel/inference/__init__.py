@@ -11,6 +11,7 @@ from whimbrel.inference.sequence import Event, Logprob, Request
 from whimbrel.inference.speculative import Draft, ModelDraft, NgramDraft, Proposal
 
 __all__ = [
+    "LLM",
     "Answer",
     "Beam",
     "Completion",
@@ -21,7 +22,6 @@ __all__ = [
     "EngineConfig",
     "Event",
     "History",
-    "LLM",
     "Logprob",
     "ModelDraft",
     "NgramDraft",

@@ -6,11 +6,11 @@ from whimbrel.models.layers import KVStore
 from whimbrel.models.presets import preset, preset_names
 
 __all__ = [
-    "Block",
     "GPT",
+    "IGNORE_INDEX",
+    "Block",
     "GPTConfig",
     "GPTOutput",
-    "IGNORE_INDEX",
     "KVStore",
     "RopeScaling",
     "preset",

@@ -27,7 +27,7 @@ from whimbrel.models.layers import (
 )
 from whimbrel.ops import attend, linear_cross_entropy
 
-__all__ = ["Block", "GPT", "GPTOutput", "IGNORE_INDEX"]
+__all__ = ["GPT", "IGNORE_INDEX", "Block", "GPTOutput"]
 
 IGNORE_INDEX = -100
 """Labels with this value are excluded from the loss."""

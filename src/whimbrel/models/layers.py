@@ -16,12 +16,12 @@ from whimbrel.models.config import GPTConfig, RopeScaling
 from whimbrel.ops import View
 
 __all__ = [
+    "MLP",
     "Attention",
     "CachedAttention",
     "HFCache",
     "HFCacheAdapter",
     "KVStore",
-    "MLP",
     "Norm",
     "RopeTable",
     "causal_mask",

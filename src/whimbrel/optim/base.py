@@ -19,7 +19,7 @@ from whimbrel.base.errors import NoSparseGradientError, OptimizerError
 from whimbrel.config import did_you_mean
 from whimbrel.optim.sharding import Shard, all_ranks_true, copy_, shard_of, to_local
 
-__all__ = ["BaseOptimizer", "MAX_GRAD", "check_integer", "check_numbers", "lr_of", "run_eagerly"]
+__all__ = ["MAX_GRAD", "BaseOptimizer", "check_integer", "check_numbers", "lr_of", "run_eagerly"]
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Literal
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import build, check_choices, check_unused, to_table
 
-__all__ = ["DENSE_ONLY", "GroupConfig", "OPTIONS_BY_OPTIMIZER", "OptimConfig"]
+__all__ = ["DENSE_ONLY", "OPTIONS_BY_OPTIMIZER", "GroupConfig", "OptimConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

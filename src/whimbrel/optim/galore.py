@@ -29,7 +29,7 @@ from whimbrel.optim.rules import adam_update_
 from whimbrel.optim.sharding import Shard, gather_rows, shard_of, sum_rows, to_local
 from whimbrel.optim.subspace import add_product_, singular_vectors, zero_rounding_errors_
 
-__all__ = ["GaLore", "GaLoreProjector", "PROJECTION_TYPES", "matrix_shape", "side_of"]
+__all__ = ["PROJECTION_TYPES", "GaLore", "GaLoreProjector", "matrix_shape", "side_of"]
 
 PROJECTION_TYPES = ("std", "reverse_std", "right", "left", "full")
 """std projects the longer side away, reverse_std the shorter one; the others name the side."""

@@ -17,10 +17,10 @@ from whimbrel.precision.weight import QuantizedWeight
 
 __all__ = [
     "FORMATS",
+    "RECIPES",
     "LayerSelection",
     "PrecisionPlan",
     "QuantizedWeight",
-    "RECIPES",
     "Recipe",
     "WeightFormat",
     "dequantize_",

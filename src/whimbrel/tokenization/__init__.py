@@ -10,8 +10,8 @@ from whimbrel.tokenization.chat_template import (
 from whimbrel.tokenization.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
-    "ChatTemplate",
     "DEFAULT_CHAT_TEMPLATE",
+    "ChatTemplate",
     "Message",
     "Tokenizer",
     "load_chat_template",

@@ -28,8 +28,8 @@ from whimbrel.tokenization.template_sandbox import (
 from whimbrel.tokenization.tokenizer import EncodedPrompt, Tokenizer
 
 __all__ = [
-    "ChatTemplate",
     "DEFAULT_CHAT_TEMPLATE",
+    "ChatTemplate",
     "Message",
     "encode_up_to",
     "load_chat_template",

@@ -36,10 +36,10 @@ from whimbrel.train.hf_compat import HF_ALTERNATIVES, CheckedArguments, translat
 from whimbrel.train.schedules import schedule_arguments, schedule_settings
 
 __all__ = [
-    "BaseTrainingArguments",
-    "MinimalTrainingArguments",
     "CONFIG_ONLY",
     "TRANSLATIONS",
+    "BaseTrainingArguments",
+    "MinimalTrainingArguments",
     "TrainingArguments",
     "Translation",
     "argument_name",

@@ -16,13 +16,13 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.config import suggest
 
 __all__ = [
-    "Alternative",
-    "CheckedArguments",
     "HF_ALTERNATIVES",
     "HF_TRANSLATED",
     "SUPPORTED_OVERRIDES",
     "TRAINER_ALTERNATIVES",
     "UNSUPPORTED_OVERRIDES",
+    "Alternative",
+    "CheckedArguments",
     "accepted_keywords",
     "check_overrides",
     "missing_attribute",
