@@ -44,28 +44,28 @@ class Run:
         self.state = TrainerState(max_steps=100)
         self.trainer = SimpleNamespace(config=SimpleNamespace(output_dir=folder))
 
-    def tell(self, event: str, **own: Any) -> None:
+    def dispatch(self, event: str, **own: Any) -> None:
         self.control = self.callbacks.dispatch(event, self.control, state=self.state, trainer=self.trainer, **own)
 
     def step(self) -> None:
         self.state.global_step += 1
-        self.tell("on_step_end")
+        self.dispatch("on_step_end")
         step = self.state.global_step
         metrics = {"step": step, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "tokens": 512, "seconds": 0.5}
-        self.tell("on_train_metrics", metrics=metrics)
+        self.dispatch("on_train_metrics", metrics=metrics)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     own = Run(tmp_path / "run")
-    own.tell("on_train_begin")
+    own.dispatch("on_train_begin")
     yield own
-    own.tell("on_train_end")
+    own.dispatch("on_train_end")
 
 
 def test_the_endpoint_is_private_and_removed_with_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    run.tell("on_train_begin")
+    run.dispatch("on_train_begin")
     file = Endpoint.path(run.folder)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     endpoint = Endpoint.read(run.folder)
@@ -73,7 +73,7 @@ def test_the_endpoint_is_private_and_removed_with_the_run(tmp_path: Path) -> Non
     assert endpoint.pid == os.getpid()
     assert len(endpoint.token) > 40
     assert run_status(run.folder) == "running"
-    run.tell("on_train_end")
+    run.dispatch("on_train_end")
     assert list(run.folder.iterdir()) == []
     assert run_status(run.folder) == "ended"
     with pytest.raises(RequestError, match="is not running: it has no endpoint.json"):
@@ -83,10 +83,10 @@ def test_the_endpoint_is_private_and_removed_with_the_run(tmp_path: Path) -> Non
 def test_every_run_has_its_own_token(tmp_path: Path) -> None:
     runs = [Run(tmp_path / name) for name in "ab"]
     for run in runs:
-        run.tell("on_train_begin")
+        run.dispatch("on_train_begin")
     tokens = {endpoint.token for run in runs if (endpoint := Endpoint.read(run.folder)) is not None}
     for run in runs:
-        run.tell("on_train_end")
+        run.dispatch("on_train_end")
     assert len(tokens) == 2
 
 
@@ -97,7 +97,7 @@ def test_status_reports_the_latest_metrics(run: Run) -> None:
     }  # fmt: skip
     for _ in range(20):
         run.step()
-    run.tell("on_save", checkpoint=Path("run/checkpoints/step-00000020"), step=20)
+    run.dispatch("on_save", checkpoint=Path("run/checkpoints/step-00000020"), step=20)
     assert send_request(run.folder, "status")["status"] == {
         "pid": os.getpid(), "step": 20, "max_steps": 100, "loss": 2.5, "lr": 1e-3, "tokens_per_second": 1024.0,
         "eta_seconds": pytest.approx(40.0), "checkpoint": "run/checkpoints/step-00000020",
@@ -133,7 +133,7 @@ def test_actions_are_applied_after_the_step(
 def test_a_request_during_an_evaluation_is_applied_after_it(run: Run) -> None:
     run.step()
     send_request(run.folder, "stop")
-    run.tell("on_evaluate", metrics={"eval_loss": 1.0})
+    run.dispatch("on_evaluate", metrics={"eval_loss": 1.0})
     assert run.control.should_training_stop
 
 
@@ -267,14 +267,14 @@ def test_a_killed_run_is_dead_and_can_be_restarted(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="is not running: its endpoint"):
         send_request(folder, "stop")
     run = Run(folder)
-    run.tell("on_train_begin")
+    run.dispatch("on_train_begin")
     assert send_request(folder, "status")["status"]["pid"] == os.getpid()
-    run.tell("on_train_end")
+    run.dispatch("on_train_end")
 
 
 def test_another_process_at_the_port_is_not_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    run.tell("on_train_begin")
+    run.dispatch("on_train_begin")
     endpoint = Endpoint.read(run.folder)
     assert endpoint is not None
     other = tmp_path / "other"
@@ -282,7 +282,7 @@ def test_another_process_at_the_port_is_not_the_run(tmp_path: Path) -> None:
     assert run_status(other) == "dead"
     with pytest.raises(RequestError, match="refused.*wrong token"):
         send_request(other, "stop")
-    run.tell("on_train_end")
+    run.dispatch("on_train_end")
 
 
 def test_a_run_on_another_host_is_elsewhere(tmp_path: Path) -> None:
