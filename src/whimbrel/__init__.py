@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from whimbrel.base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from whimbrel import train
@@ -31,26 +32,12 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "GPT": "whimbrel.models",
-    "GPTConfig": "whimbrel.models",
-    "LLM": "whimbrel.inference",
-    "Trainer": "whimbrel.train",
-    "TrainingArguments": "whimbrel.train",
-    "generate": "whimbrel.inference",
-    "load_model": "whimbrel.model_io",
-    "load_tokenizer": "whimbrel.model_io",
-    "save_model": "whimbrel.model_io",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name == "train":  # a package, not a name inside one
-        return import_module("whimbrel.train")
-    if name not in _MODULES:
-        raise AttributeError(f"module 'whimbrel' has no attribute '{name}'")
-    return getattr(import_module(_MODULES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "inference": ["LLM", "generate"],
+        "model_io": ["load_model", "load_tokenizer", "save_model"],
+        "models": ["GPT", "GPTConfig"],
+        "train": ["Trainer", "TrainingArguments"],
+    },
+)

@@ -5,8 +5,9 @@ Names are imported on first use: listing and verifying checkpoints needs no torc
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from whimbrel.base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from whimbrel.checkpoint.component import DirectoryStateful, Ranks, SharingPattern, StateComponent, Stateful
@@ -49,34 +50,21 @@ __all__ = [
     "write_tensors",
 ]
 
-_MODULES = {
-    "CheckpointManager": "manager",
-    "DirectoryStateful": "component",
-    "Manifest": "manifest",
-    "RNGState": "rng",
-    "Ranks": "component",
-    "Saved": "manager",
-    "SharingPattern": "component",
-    "StateComponent": "component",
-    "Stateful": "component",
-    "best_first": "manager",
-    "checkpoint_path": "manifest",
-    "latest_checkpoint": "manifest",
-    "list_checkpoints": "manifest",
-    "missing_components": "reader",
-    "pack": "serialization",
-    "read_component": "reader",
-    "read_manifest": "manifest",
-    "read_tensors": "serialization",
-    "step_directories": "manifest",
-    "unpack": "serialization",
-    "verify_checkpoint": "reader",
-    "verify_component": "reader",
-    "write_tensors": "serialization",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "component": ["DirectoryStateful", "Ranks", "SharingPattern", "StateComponent", "Stateful"],
+        "manager": ["CheckpointManager", "Saved", "best_first"],
+        "manifest": [
+            "Manifest",
+            "checkpoint_path",
+            "latest_checkpoint",
+            "list_checkpoints",
+            "read_manifest",
+            "step_directories",
+        ],
+        "reader": ["missing_components", "read_component", "verify_checkpoint", "verify_component"],
+        "rng": ["RNGState"],
+        "serialization": ["pack", "read_tensors", "unpack", "write_tensors"],
+    },
+)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from whimbrel.base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from whimbrel.data.loader import TokenDataLoader, document_ids
@@ -12,17 +13,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Manifest", "TokenDataLoader", "document_ids", "read_manifest", "read_shard", "write_shard"]
 
-_MODULES = {
-    "Manifest": "manifest",
-    "TokenDataLoader": "loader",
-    "document_ids": "loader",
-    "read_manifest": "manifest",
-    "read_shard": "shards",
-    "write_shard": "shards",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "loader": ["TokenDataLoader", "document_ids"],
+        "manifest": ["Manifest", "read_manifest"],
+        "shards": ["read_shard", "write_shard"],
+    },
+)

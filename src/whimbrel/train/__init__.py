@@ -6,8 +6,9 @@ does not import torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from whimbrel.base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from whimbrel.train.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
@@ -50,36 +51,23 @@ __all__ = [
     "train",
 ]
 
-_MODULES = {
-    "BaseTrainer": "whimbrel.train.trainer",
-    "BaseTrainingArguments": "whimbrel.train.arguments",
-    "LossOutput": "whimbrel.train.objectives",
-    "MinimalTrainingArguments": "whimbrel.train.arguments",
-    "Objective": "whimbrel.train.objectives",
-    "Prediction": "whimbrel.train.evaluation",
-    "RunConfig": "whimbrel.train.config",
-    "Sampler": "whimbrel.train.build",
-    "StopRequest": "whimbrel.train.callback",
-    "TrainOutput": "whimbrel.train.state",
-    "Trainer": "whimbrel.train.trainer",
-    "TrainerCallback": "whimbrel.train.callback",
-    "TrainerControl": "whimbrel.train.state",
-    "TrainerState": "whimbrel.train.state",
-    "TrainingArguments": "whimbrel.train.arguments",
-    "load_run_config": "whimbrel.train.config",
-    "logits_from_outputs": "whimbrel.train.objectives",
-    "loss_and_logits_from_outputs": "whimbrel.train.objectives",
-    "loss_from_outputs": "whimbrel.train.objectives",
-    "read_log": "whimbrel.train.log",
-    "train": "whimbrel.train.trainer",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'whimbrel.train' has no attribute '{name}'")
-    return getattr(import_module(_MODULES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "arguments": ["BaseTrainingArguments", "MinimalTrainingArguments", "TrainingArguments"],
+        "build": ["Sampler"],
+        "callback": ["StopRequest", "TrainerCallback"],
+        "config": ["RunConfig", "load_run_config"],
+        "evaluation": ["Prediction"],
+        "log": ["read_log"],
+        "objectives": [
+            "LossOutput",
+            "Objective",
+            "logits_from_outputs",
+            "loss_and_logits_from_outputs",
+            "loss_from_outputs",
+        ],
+        "state": ["TrainOutput", "TrainerControl", "TrainerState"],
+        "trainer": ["BaseTrainer", "Trainer", "train"],
+    },
+)
