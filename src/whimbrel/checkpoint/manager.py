@@ -130,10 +130,10 @@ class CheckpointManager:
         check_components(components, self._groups)
         stored = _as_json({**(about or {}), **({TEMPORARY: True} if temporary else {})})
         self._wait_for_write()
-        if path is not None:
+        target = checkpoint_path(self.run, step)
+        if path is not None and Path(path) != target:
             self._save(Path(path), step, components, metric, stored)
             return Path(path)
-        target = checkpoint_path(self.run, step)
         self._acquire()
         thread_releases = False
         try:

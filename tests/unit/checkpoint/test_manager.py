@@ -121,6 +121,17 @@ def test_host_buffers_are_reused(tmp_path: Path, parts) -> None:
     assert torch.equal(read_component(checkpoint_path(tmp_path, 3), "optimizer")["m"], torch.ones(500))
 
 
+def test_explicit_path_of_the_step_keeps_the_directory_locked(tmp_path: Path, parts, asynchronous: bool) -> None:
+    manager, other = (CheckpointManager(tmp_path, asynchronous=asynchronous) for _ in range(2))
+    with manager.lock:
+        manager.save(1, parts(1.0), path=checkpoint_path(tmp_path, 1))
+        manager.drain()
+        with pytest.raises(ConfigError, match="in use"):
+            other.lock.acquire()
+    other.lock.acquire()
+    other.lock.release()
+
+
 def test_same_step_is_written_once(tmp_path: Path, parts) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, parts(1.0))
