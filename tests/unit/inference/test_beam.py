@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tests.unit.models.test_gpt import KINDS, spread
+from tests.unit.models.test_gpt import KINDS, add_noise
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import beam_search, generate
@@ -16,14 +16,14 @@ from whimbrel.models import GPT, GPTConfig
 @pytest.fixture(scope="module")
 def model() -> GPT:
     torch.manual_seed(0)
-    return spread(GPT(KINDS["llama3"]))
+    return add_noise(GPT(KINDS["llama3"]))
 
 
 @torch.no_grad()
 def test_enough_beams_find_the_most_likely_sequences():
     torch.manual_seed(0)
     config = GPTConfig(context_length=8, vocab_size=5, num_layers=1, embd_size=16, num_heads=2, vocab_multiple=1)
-    model, prompt = spread(GPT(config)), [1, 2]
+    model, prompt = add_noise(GPT(config)), [1, 2]
     scores = {}
     for text in itertools.product(range(5), repeat=3):
         logs = model(torch.tensor([[*prompt, *text]])).logits[0, 1:-1].log_softmax(-1)

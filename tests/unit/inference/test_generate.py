@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.models.test_gpt import KINDS, spread
+from tests.unit.models.test_gpt import KINDS, add_noise
 
 import whimbrel
 from whimbrel.base.errors import RequestError, WhimbrelError
@@ -32,7 +32,7 @@ def uncached(model: GPT, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_equal_those_of_the_uncached_model(kind):
     torch.manual_seed(1)
-    model = spread(GPT(KINDS[kind]))
+    model = add_noise(GPT(KINDS[kind]))
     for prompt in ([3], [3, 1, 4, 1, 5], list(range(20))):
         count = 32 - len(prompt)
         assert generate(model, prompt, max_new_tokens=count, temperature=0) == uncached(model, prompt, count)
@@ -43,7 +43,7 @@ def test_greedy_tokens_equal_those_of_the_uncached_model(kind):
 def test_bf16_tokens_differ_only_within_the_measured_error(kind):
     """Of 60 tokens each: what is not the likeliest of the fp32 model is so close to it that bf16 cannot tell."""
     torch.manual_seed(2)
-    model = spread(GPT(KINDS[kind]))
+    model = add_noise(GPT(KINDS[kind]))
     ids = torch.randint(97, (2, 32))
     exact = model(ids).logits
     small = GPT(KINDS[kind]).bfloat16()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.models.test_gpt import KINDS, spread
+from tests.unit.models.test_gpt import KINDS, add_noise
 from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import RequestError
@@ -35,7 +35,7 @@ def generate_batch(
 @pytest.fixture(scope="module")
 def models() -> dict[str, GPT]:
     torch.manual_seed(0)
-    return {kind: spread(GPT(config)) for kind, config in KINDS.items()}
+    return {kind: add_noise(GPT(config)) for kind, config in KINDS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_invalid_arguments_are_rejected(model, prompts, options, message):
 def small(models) -> GPT:
     """A model for the byte tokenizer."""
     torch.manual_seed(0)
-    return spread(GPT(replace(KINDS["llama3"], vocab_size=257)))
+    return add_noise(GPT(replace(KINDS["llama3"], vocab_size=257)))
 
 
 @pytest.fixture

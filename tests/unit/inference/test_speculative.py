@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tests.unit.models.test_gpt import KINDS, spread
+from tests.unit.models.test_gpt import KINDS, add_noise
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import (
@@ -35,7 +35,7 @@ PROMPTS = [[3], [5, 6, 7, 8, 9, 5, 6, 7], list(range(40))]
 @pytest.fixture(scope="module")
 def models() -> dict[str, GPT]:
     torch.manual_seed(0)
-    return {kind: spread(GPT(config)) for kind, config in KINDS.items()}
+    return {kind: add_noise(GPT(config)) for kind, config in KINDS.items()}
 
 
 @pytest.fixture
