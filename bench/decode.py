@@ -1,4 +1,4 @@
-"""Tokens per second of greedy decoding, beside `transformers.generate` in the same process.
+"""Tokens per second of greedy decoding, compared with `transformers.generate` in the same process.
 
     python bench/decode.py --device cuda --model gpt2 --batch 1 --batch 64 --out decode-gpt2.json
     python bench/decode.py --device cuda --model llama2-7b --batch 1 --new 128
@@ -34,7 +34,7 @@ from whimbrel.models import GPTConfig, preset
 
 DEMO = Path(__file__).parent.parent / "configs" / "shakespeare-cpu.toml"
 READ_BANDWIDTH = 4.54e12
-"""Bytes a second that an H200 reads, as a copy kernel measures it."""
+"""Read bandwidth of an H200 in bytes per second, measured with a copy kernel."""
 SHARED_MEMORY = Path("/dev/shm")
 Leg = Callable[[list[list[int]]], list[list[int]]]
 

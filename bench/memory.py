@@ -39,14 +39,14 @@ from whimbrel.train.memory import dry_run, empty_model, optimizer_names, predict
 
 GIB = 2**30
 STEPS = 2
-"""Of each measurement: the first makes states and bases, the second has them from the beginning."""
+"""Steps per measurement: the first allocates optimizer state and computes the bases; the second starts with both."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-"""Blocks of 64 KiB and more are mapped on their own, and handed back when they are freed."""
+"""glibc malloc: allocations of 64 KiB or more use mmap and are returned to the OS when freed."""
 SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def run(model: dict[str, Any], optim: dict[str, Any] | None = None, **train: Any) -> RunConfig:
-    """A run that reads no data and writes nothing: only its steps are made."""
+    """Config of a run that is only stepped; nothing is read from or written to its paths."""
     return run_config(
         {
             "output_dir": "unused", "data": {"path": "unused"}, "model": model, "optim": optim or {},
@@ -56,7 +56,7 @@ def run(model: dict[str, Any], optim: dict[str, Any] | None = None, **train: Any
 
 
 def llama(layers: int, width: int, heads: int, mlp: int, length: int) -> dict[str, Any]:
-    """A model of Llama's shape with a vocabulary of 32,000."""
+    """`[model]` table of a Llama-shaped model with a vocabulary of 32,000."""
     return {
         "preset": "llama2-7b", "num_layers": layers, "embd_size": width, "num_heads": heads, "mlp_size": mlp,
         "context_length": length,
@@ -82,12 +82,12 @@ SIZES: dict[str, dict[str, RunConfig]] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A run that must go under a cap of GPU memory."""
+    """A run that must fit under a cap on GPU memory."""
 
     cap: int
     config: RunConfig
     steps: int = 56
-    """Past those over which the first bases are sought, one gap of 50."""
+    """More than one gap (50), so that all initial bases have been computed."""
 
 
 def target(cap: float, model: dict[str, Any], rank: int, side: str = "right", weights: str | None = None) -> Target:
@@ -109,7 +109,7 @@ TARGETS = {
 
 
 def measure(config: RunConfig, device: torch.device, steps: int, cap: int | None) -> dict[str, int]:
-    """Bytes of a few steps at their peak."""
+    """Peak memory of a few steps, in bytes."""
     if cap is not None:
         torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(device).total_memory)
     small = llama(1, 64, 2, 64, 64)
@@ -119,14 +119,14 @@ def measure(config: RunConfig, device: torch.device, steps: int, cap: int | None
         torch.cuda.reset_peak_memory_stats()
         make_steps(config, device, steps)
         return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset VmHWM
     before = resident("VmRSS")
     make_steps(config, device, steps)
     return {"resident": resident("VmHWM") - before}
 
 
 def make_steps(config: RunConfig, device: torch.device, steps: int) -> None:
-    """Steps of the run, on any tokens, and from any codes."""
+    """Build the model and run `steps` training steps on random tokens; quantized weights get random codes."""
     with device:
         model = init_model(config) if config.train.weights is None else drawn_codes(config, device)
     apply_activation_checkpointing(model, config.train.recompute)
@@ -139,13 +139,13 @@ def make_steps(config: RunConfig, device: torch.device, steps: int) -> None:
 
 @torch.no_grad()
 def drawn_codes(config: RunConfig, device: torch.device) -> GPT:
-    """A model whose weights were codes from the beginning: plain ones might be more than the cap."""
+    """A model with random quantized weights, created without dense weights, which might exceed the cap."""
     model = empty_model(config, device)
     for parameter in model.parameters():
         if isinstance(parameter, QuantizedWeight):
             parameter.codes.random_(-64, 64)
             parameter.scales.fill_(5e-4)
-        elif parameter.dim() == 1:  # of norms
+        elif parameter.dim() == 1:  # norm weights
             parameter.fill_(1)
         else:
             parameter.normal_(std=0.02)
@@ -153,13 +153,13 @@ def drawn_codes(config: RunConfig, device: torch.device) -> GPT:
 
 
 def resident(name: str) -> int:
-    """Bytes of this process in memory, now (VmRSS) or at most (VmHWM)."""
+    """Resident memory of this process in bytes: current (VmRSS) or peak (VmHWM)."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split(f"{name}:")[1].split()[0]) * 1024
 
 
 def measure_apart(config: RunConfig, device: str, steps: int = STEPS, cap: int | None = None) -> dict[str, Any]:
-    """The same in a process of its own; what it says where it fails."""
+    """`measure` in a subprocess; on failure, returns the last line of its stderr as `failed`."""
     asked = json.dumps({"config": to_table(config), "steps": steps, "cap": cap})
     done = subprocess.run(
         [sys.executable, __file__, "--device", device, "--measure", asked],
@@ -172,7 +172,7 @@ def measure_apart(config: RunConfig, device: str, steps: int = STEPS, cap: int |
 
 
 def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, RunConfig, int, int | None]]:
-    """What is measured: a name, a run, how many steps, and under which cap."""
+    """Yields (name, config, number of steps, memory cap) for each measurement."""
     if arguments.targets:
         for name, aim in TARGETS.items():
             yield name, aim.config, aim.steps, aim.cap
@@ -183,7 +183,7 @@ def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, RunConfig, int, i
 
 
 def main() -> None:
-    """Predict and measure all, and print them side by side."""
+    """Run all measurements and print them next to the predictions."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=list(SIZES), default="cpu")
     parser.add_argument("--optimizer", choices=optimizer_names(), action="append")
@@ -214,7 +214,7 @@ def main() -> None:
 
 
 def line(size: str, optimizer: str, predicted: int, measured: dict[str, Any], cap: int | None) -> str:
-    """One run for people."""
+    """Format one result as a line."""
     head = f"{size:37} {optimizer:12} predicted {predicted / GIB:6.3f} GiB"
     if "failed" in measured:
         return f"{head}, failed: {measured['failed']}"

@@ -1,4 +1,4 @@
-"""What optimizers in a subspace cost, and what they reach.
+"""Cost and quality of low-rank optimizers.
 
     python bench/optim.py refresh --out bench/results/optim-refresh.json
     python bench/optim.py step --out bench/results/optim-step.json
@@ -53,7 +53,7 @@ SHAPES = ((4096, 4096, 1024), (11008, 4096, 1024), (2752, 1024, 256))
 
 
 def seconds(work: Any, rounds: int) -> float:
-    """The median time of `work`, with the device waited for."""
+    """Median time of `work` in seconds, synchronizing the device."""
     times = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def seconds(work: Any, rounds: int) -> float:
 
 
 def peer_projector() -> Any:
-    """galore-torch's own projector, from its file: the package itself asks for bitsandbytes."""
+    """galore-torch's GaLoreProjector, loaded from its file because importing the package requires bitsandbytes."""
     package = importlib.util.find_spec("galore_torch")
     if package is None or package.submodule_search_locations is None:
         raise SystemExit("galore-torch is the peer of this benchmark: pip install galore-torch")
@@ -94,7 +94,7 @@ def drifting_gradients(rows: int, columns: int, count: int) -> list[Tensor]:
 
 
 def energy(grad: Tensor, basis: Tensor) -> float:
-    """The share of the squared length of `grad` that a basis holds."""
+    """Fraction of the squared Frobenius norm of `grad` that lies in the span of `basis`."""
     return float((grad.float() @ basis).square().sum() / grad.float().square().sum())
 
 
@@ -105,7 +105,7 @@ def measure_refresh(rounds: int) -> dict[str, Any]:
 
 
 def refresh_row(rows: int, columns: int, rank: int, rounds: int) -> dict[str, Any]:
-    """The figures of one shape."""
+    """Measure one shape."""
     *earlier, last = drifting_gradients(rows, columns, 4)
     generator = torch.Generator("cuda").manual_seed(1)
     basis = cold_basis(earlier[0], rank, generator).basis
@@ -135,7 +135,7 @@ def refresh_row(rows: int, columns: int, rank: int, rounds: int) -> dict[str, An
 
 
 def step_times(model: GPT, ids: Tensor, optimizer: torch.optim.Optimizer | None, count: int) -> list[float]:
-    """Seconds of each step of four micro-batches, as the device counts them; nothing waits for it in between."""
+    """Seconds of each step of four micro-batches, measured with CUDA events and without synchronizing between steps."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     marks[0].record()
     for mark in marks[1:]:
@@ -153,7 +153,7 @@ def step_times(model: GPT, ids: Tensor, optimizer: torch.optim.Optimizer | None,
 
 
 def measure_steps(names: list[str], count: int) -> dict[str, Any]:
-    """Steps of 65,536 tokens with each optimizer and with none: the worst, and what the optimizer adds."""
+    """Time steps of 65,536 tokens with each optimizer and with none: slowest step, and the optimizer's share."""
     torch.set_float32_matmul_precision("high")
     config = llama(1024, 24, 16, 16, 2752, vocab=32_000, context=1024)
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def measure_steps(names: list[str], count: int) -> dict[str, Any]:
         settings: dict[str, Any] = {"name": name, "lr": 1e-4} | ({} if name == "adamw" else {"rank": 256})
         optimizer = build_optimizer(OptimConfig(**settings), routed_parameters(model))
         if isinstance(optimizer, LowRankOptimizer):
-            optimizer.skip_nonfinite = False  # as in the trainer, whose loop looks at the norm
+            optimizer.skip_nonfinite = False  # as in the trainer, which checks the gradient norm itself
         first, *_ = step_times(model, ids, optimizer, 3)
         times = step_times(model, ids, optimizer, count)
         results[name] = {
@@ -183,7 +183,7 @@ def measure_steps(names: list[str], count: int) -> dict[str, Any]:
 
 
 def cpu_legs() -> dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]:
-    """Ours and those of other packages, as far as they are installed; no basis is refreshed after the first step."""
+    """Factories of our optimizers and those of installed packages; no basis is refreshed after the first step."""
     low: dict[str, Any] = {"rank": 32, "update_proj_gap": 10**6, "scale": 0.25}
     contenders: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
         "galore": lambda params: GaLore(params, lr=1e-3, **low),
@@ -227,7 +227,7 @@ def measure_cpu_steps(rounds: int) -> dict[str, Any]:
 
 
 class Quality:
-    """One model, trained anew for each optimizer on the same tokens in the same order."""
+    """One model, retrained from scratch for each optimizer on the same tokens in the same order."""
 
     def __init__(self, data: Path, tokens: int, batch: int, context: int) -> None:
         torch.set_float32_matmul_precision("high")
@@ -241,7 +241,7 @@ class Quality:
             block.compile()
 
     def run(self, settings: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Train once; the curve, the validation loss and the time."""
+        """Train once. Returns the training loss curve, the validation loss and the time."""
         torch.manual_seed(seed)
         self.model.reset_parameters()
         self.loader.reset()
@@ -281,7 +281,7 @@ class Quality:
 
 
 def sweep(data: Path, tokens: int, tried: list[dict[str, Any]], seeds: int) -> dict[str, Any]:
-    """One optimizer at each of its settings, the best of them again with other seeds."""
+    """Train with each of the settings, then repeat the best with more seeds."""
     quality = Quality(data, tokens, 64, 512)
     runs = [shown(quality.run(settings, 0)) for settings in tried]
     best = min(runs, key=lambda run: float(run["loss"]))
@@ -290,14 +290,14 @@ def sweep(data: Path, tokens: int, tried: list[dict[str, Any]], seeds: int) -> d
 
 
 def compare(data: Path, tokens: int, rates: dict[str, list[dict[str, Any]]], seeds: int) -> dict[str, Any]:
-    """Each optimizer in a process of its own, side by side: losses are compared here, not times."""
+    """Run the sweep of each optimizer in a separate process, concurrently: only losses are compared, not times."""
     with ProcessPoolExecutor(len(rates), mp_context=get_context("spawn")) as pool:
         sweeps = {name: pool.submit(sweep, data, tokens, tried, seeds) for name, tried in rates.items()}
         return {name: done.result() for name, done in sweeps.items()}
 
 
 def shown(run: dict[str, Any]) -> dict[str, Any]:
-    """Print a run in one line."""
+    """Print a run as one line and return it."""
     print(json.dumps(run["settings"]), run["seed"], round(run["loss"], 4), f"{run['seconds']:.1f} s", flush=True)
     return run
 
@@ -314,8 +314,8 @@ def candidates() -> dict[str, list[dict[str, Any]]]:
 
 
 def draw_curves(results: Path, out: Path) -> None:
-    """The training loss of the best run of each optimizer, from the figures of `quality`."""
-    from matplotlib import pyplot as plt  # an extra, for this part alone
+    """Plot the training loss of the best run of each optimizer, from the results of `quality`."""
+    from matplotlib import pyplot as plt  # optional dependency, used only here
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, row in json.loads(results.read_text(encoding="utf-8"))["results"].items():
@@ -327,7 +327,7 @@ def draw_curves(results: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Measure one part and write it down."""
+    """Run one benchmark and record the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("refresh", "step", "quality", "curves"))
     parser.add_argument("--out", type=Path)

@@ -1,4 +1,4 @@
-"""Number formats, measured: how fast, how good, how large.
+"""Speed, quality and memory of low-precision training and quantized weights.
 
     python bench/precision.py fp8 --device cuda --out bench/results/precision-fp8.json
     python bench/precision.py fp8-loss --device cuda --data data/webmix20M --out bench/results/precision-fp8-loss.json
@@ -13,7 +13,7 @@ further plain and with each QAT recipe, and quantised: which share of the loss t
 bytes of 8-bit Adam for a parameter. decode: the time of one token at batch 1, weights in each format, beside the time
 that reading them takes. load: memory and time of quantising while loading, and of loading first.
 
-`--tiny` runs any of them in seconds on a CPU: it shows that they work, and measures nothing.
+`--tiny` is a smoke test: any of them runs in seconds on a CPU; the numbers are meaningless.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def block_pass(model: GPT, ids: Tensor) -> Callable[[], None]:
 
 
 def first_pass(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of the first passes, compilation and all."""
+    """Seconds of the first three passes, including compilation."""
     start = now(device)
     for _ in range(3):
         work()
@@ -85,7 +85,7 @@ def first_pass(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def peak_over(work: Callable[[], Any], device: torch.device) -> int | None:
-    """Bytes that the GPU holds at most in one pass, beyond what it holds before it."""
+    """Peak GPU memory of one pass above what was allocated before it, in bytes; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats(device)
@@ -98,7 +98,7 @@ def peak_over(work: Callable[[], Any], device: torch.device) -> int | None:
 
 
 def measure_state(args: argparse.Namespace) -> dict[str, Any]:
-    """Bytes of optimizer state a parameter after one step, for Adam in fp32 and in 8 bits."""
+    """Bytes of optimizer state per parameter after one step, for fp32 and 8-bit AdamW."""
     config = llama(**TINY) if args.tiny else preset("gpt2")
     found: dict[str, Any] = {}
     for name in ("adamw", "adamw8bit"):
@@ -117,26 +117,26 @@ def measure_state(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Filled:
-    """A cache that is full: each step writes its token over the last one, so that every step is the same."""
+    """A full KV cache: each step overwrites the last token, so that all steps cost the same."""
 
     def __init__(self, config: GPTConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         shape = (config.num_layers, 2, 1, config.kv_heads, tokens, config.head_width)
         self.held, self.tokens = torch.randn(shape, device=device, dtype=dtype), tokens
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Put the token into the last place and hand back all."""
+        """Write the token to the last slot and return all keys and values."""
         keys, values = self.held[layer_idx]
         keys[:, :, -1:], values[:, :, -1:] = key_states, value_states
         return keys, values
 
     def get_seq_length(self) -> int:
-        """All but the last place."""
+        """All slots but the last."""
         return self.tokens - 1
 
 
 @torch.no_grad()
 def measure_decode(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of one token at batch 1 after 128 others, in bf16 and with each kind of weights."""
+    """Seconds per token at batch 1 with a context of 128 tokens, in bf16 and with each weight format."""
     device = args.device
     config = llama(**TINY) if args.tiny else preset(args.shape)
     rate = None if args.tiny else bandwidth(device)
@@ -162,7 +162,7 @@ def measure_decode(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def captured(model: GPT, cache: Filled, token: Tensor) -> Callable[[], Any]:
-    """One step; on a GPU as a graph of kernels, as launching them one by one takes longer than they do."""
+    """One decode step; on a GPU as a CUDA graph, because kernel launches would dominate."""
 
     def step() -> None:
         model(token, cache=cache)
@@ -175,14 +175,14 @@ def captured(model: GPT, cache: Filled, token: Tensor) -> Callable[[], Any]:
     with torch.cuda.graph(graph):
         step()
 
-    def replay(_read: object = step) -> None:  # what the graph reads must outlive it: `step` holds it
+    def replay(_read: object = step) -> None:  # `step` keeps the tensors that the graph reads alive
         graph.replay()
 
     return replay
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that a large tensor is read with."""
+    """Read bandwidth for a large tensor, in bytes per second."""
     large = torch.ones(2**31 if device.type == "cuda" else 2**26, dtype=torch.bfloat16, device=device)
     seconds = interleave({"sum": large.amax}, device, 5, 5)["sum"]
     return large.nbytes / seconds
@@ -195,7 +195,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Measure one part and write it down."""
+    """Run one benchmark and record the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
@@ -213,7 +213,7 @@ def main() -> None:
     args = parser.parse_args()
     args.compile = not args.tiny if args.compile is None else args.compile
     switches = torch_flags(matmul_precision="high", recompile_limit=64 if args.compile else None)
-    # A product with one row is then made by the kernel that also decodes the weight.
+    # With this, inductor fuses dequantization into the matrix-vector product.
     tuned = torch._inductor.config.patch(coordinate_descent_tuning=args.part == "decode")
     with switches, tuned:
         results = PARTS[args.part](args)

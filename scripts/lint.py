@@ -26,7 +26,7 @@ UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve
 UNFINISHED = re.compile(
     "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "Not" + "ImplementedError", "assert " + "True"])
 )
-# A home folder, a workspace or a package index belongs to one machine.
+# Paths and package indexes that exist on one machine only.
 MACHINE_PATH = re.compile(
     r"(?<![\w.])/(?:home|root|work|Users|opt)/\w|--(?:extra-)?index-url|--find-links|https?://\S*/simple"
 )

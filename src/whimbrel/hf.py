@@ -42,9 +42,9 @@ __all__ = ["CrossAttentionCache", "WhimbrelConfig", "WhimbrelForCausalLM", "Whim
 
 
 class CrossAttentionCache(EncoderDecoderCache):
-    """Two of our caches as the `past_key_values` of an encoder-decoder model.
+    """Wraps two Whimbrel caches as the `past_key_values` of an encoder-decoder model.
 
-    `EncoderDecoderCache` accepts only caches of transformers. Models read the stored encoder keys directly from the
+    `EncoderDecoderCache` accepts only transformers caches. Models read the stored encoder keys directly from the
     layers of `cross_attention_cache`, so these cannot be quantized.
     """
 
@@ -125,9 +125,9 @@ class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """The arguments of a causal language model in transformers; see `GPT.forward`.
+        """Takes the arguments of a transformers causal LM; see `GPT.forward`.
 
-        `position_ids` and `cache_position` are accepted only if they equal the positions that follow from
+        `position_ids` and `cache_position` are accepted only if they match the positions implied by
         `attention_mask` and the cache.
         """
         if output_attentions or output_hidden_states:
@@ -160,7 +160,7 @@ class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _equal_positions(given: Tensor, expected: Tensor) -> bool:
-    """Whether positions are equal, except those of padding, which `expected` has as -1."""
+    """Whether positions are equal, ignoring padding (-1 in `expected`)."""
     return given.shape[-1] == expected.shape[-1] and bool(((given == expected) | (expected < 0)).all())
 
 
@@ -184,13 +184,13 @@ class WhimbrelQuantization(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class WhimbrelQuantizer(HfQuantizer):
-    """Joins codes and scales while loading: linear layers keep their class and get quantized weights."""
+    """Combines codes and scales into quantized weights while loading; linear layers keep their class."""
 
     requires_calibration = True  # only directories that are already quantized can be loaded
     quantization_config: WhimbrelQuantization
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """Join two stored tensors to one parameter."""
+        """Combine two stored tensors into one parameter."""
         return [WeightConverter([f"weight{CODES}", f"weight{SCALES}"], "weight", [_Join(self)])]
 
     def update_attn_implementation(self, config: Any) -> Any:
@@ -229,7 +229,7 @@ class WhimbrelQuantizer(HfQuantizer):
 
 
 class _Join(ConversionOps):
-    """Codes and scales to a quantized weight, transposed for the Conv1D layers of GPT-2."""
+    """Combines codes and scales into a quantized weight, transposed for the Conv1D layers of GPT-2."""
 
     def __init__(self, hf_quantizer: WhimbrelQuantizer) -> None:
         self.hf_quantizer = hf_quantizer  # with this attribute the loader does not convert dtypes

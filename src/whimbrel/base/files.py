@@ -106,18 +106,18 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove partial files that killed processes left in `folder`; runs once per process and folder."""
+    """Remove partial files of killed processes in `folder`; at most once per process and folder."""
     if folder in _swept:
         return
     _swept.add(folder)
     for path in _partial_of_dead_processes(folder):
         if not path.name.endswith(REPLACED):  # it may be the only complete copy
-            with contextlib.suppress(OSError):  # harmless if it stays
+            with contextlib.suppress(OSError):  # not fatal: it is retried by the next process
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _partial_of_dead_processes(folder: Path, ending: str = "") -> list[Path]:
-    """Partial files and directories in `folder` of processes of this machine that no longer run."""
+    """Partial files and directories in `folder` whose process, on this host, no longer exists."""
     named = re.compile(rf"{re.escape(PARTIAL)}(\d{{1,10}})-{_host()}-.*{re.escape(ending)}", re.DOTALL)
     found = ((path, named.fullmatch(path.name)) for path in folder.iterdir())
     return [path for path, match in found if match and not is_alive(int(match[1]))]

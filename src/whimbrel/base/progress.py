@@ -14,7 +14,7 @@ class Progress(Protocol):
         """Start a job of `total` units (None: unknown), of which earlier runs completed `done`."""
 
     def expect(self, total: int) -> None:
-        """Update the estimated number of units, if `start` was given none."""
+        """Update the estimated total, if `start` got None."""
 
     def advance(self, count: int) -> None:
         """Report `count` more completed units."""

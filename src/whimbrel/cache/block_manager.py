@@ -42,7 +42,7 @@ class BlockManager(ABC):
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> key
         self._prefix_ids = count(EMPTY_PREFIX + 1)
         self.single_sequence = False
-        """Whether only one sequence uses the blocks at a time: it then gets consecutive blocks, whatever is cached."""
+        """Whether only one sequence uses the blocks at a time: it then gets consecutive blocks, even if cached."""
 
     @abstractmethod
     def copy(self, source: int, target: int) -> None:
@@ -54,7 +54,7 @@ class BlockManager(ABC):
 
     @property
     def available(self) -> int:
-        """Number of blocks that can be allocated, including cached blocks that nobody references."""
+        """Number of blocks that can be allocated, including unreferenced cached blocks."""
         return len(self._free) + len(self._evictable)
 
     def ref_count(self, block: int) -> int:
@@ -62,7 +62,7 @@ class BlockManager(ABC):
         return self._ref_counts[block]
 
     def allocate(self, count: int, after: int = NULL_BLOCK) -> list[int]:
-        """`count` blocks with a reference count of 1, after block `after` if possible; cached ones are evicted last."""
+        """Allocate `count` blocks, after block `after` if possible; cached blocks are evicted only if none are free."""
         if count > self.available:
             raise RequestError(f"expected {count} free blocks, got {self.available}: release some first")
         blocks = []
@@ -73,13 +73,13 @@ class BlockManager(ABC):
         return blocks
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """Increment reference counts; unreferenced cached blocks are in use again."""
+        """Increment reference counts; cached blocks are no longer evictable."""
         for block in blocks:
             self._evictable.pop(block, None)
             self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Decrement reference counts, last block first: it is reached through the others, so it is evicted first."""
+        """Decrement reference counts, last block first: it is only matched after the others, so it is evicted first."""
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
@@ -110,7 +110,7 @@ class BlockManager(ABC):
         return blocks, prefix
 
     def add_to_cache(self, prefix: int, tokens: tuple[int, ...], block: int) -> int:
-        """Make a full block findable; returns the id of the prefix that ends with it.
+        """Add a full block to the prefix cache; returns the id of the prefix that ends with it.
 
         If another block has the same key, that one stays in the cache.
         """
@@ -121,7 +121,7 @@ class BlockManager(ABC):
         return self._cached[key][0]
 
     def _take(self, preferred: int) -> int:
-        """Remove and return a block that nobody references."""
+        """Remove an unreferenced block from the pool and return it; `preferred` if possible."""
         if preferred in self._free or (preferred in self._evictable and self.single_sequence):
             block = preferred
         else:
@@ -135,7 +135,7 @@ class BlockManager(ABC):
 
 
 class BlockTable:
-    """The blocks of one sequence, in order, and how many of its tokens they store."""
+    """The blocks of one sequence, in order, and the number of tokens stored in them."""
 
     __slots__ = ("_manager", "_num_cached", "_prefix", "blocks", "num_tokens")
 

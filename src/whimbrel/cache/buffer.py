@@ -36,7 +36,7 @@ class KVBuffer(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Keys, values and the scales there are."""
+        """Keys and values, and the scales if there is a codec."""
         return [tensor for tensor in self if tensor is not None]
 
     @property
@@ -74,23 +74,23 @@ class KVBuffer(NamedTuple):
             tensor.zero_()
 
     def resize(self, slots: int) -> KVBuffer:
-        """A copy with memory for `slots`; the added slots are uninitialized."""
+        """A copy with capacity for `slots` slots; the added ones are uninitialized."""
         larger = self.new_empty(slots)
         larger.write(0, self)
         return larger
 
     def new_empty(self, slots: int) -> KVBuffer:
-        """Uninitialized memory of the same kind with another number of slots."""
+        """An uninitialized buffer of the same shape and dtype except for the number of slots."""
         return self._map_copy(lambda tensor: tensor.new_empty((*tensor.shape[:2], slots, *tensor.shape[3:])))
 
     def concat(self, new: KVBuffer) -> KVBuffer:
-        """Both in new memory."""
+        """Concatenate along the token dimension, into new memory."""
         joined = self.resize(self.num_slots + new.num_slots)
         joined.write(self.num_slots, new)
         return joined
 
     def concat_with_grad(self, new: KVBuffer) -> KVBuffer:
-        """Both, differentiable: no tensor is written in place."""
+        """Like `concat`, but differentiable: nothing is written in place."""
         pairs = zip(self.tensors, new.tensors, strict=True)
         return type(self)(*(torch.cat(pair, dim=2) for pair in pairs))
 
@@ -99,19 +99,19 @@ class KVBuffer(NamedTuple):
         return self._map_copy(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     def where(self, rows: Sequence[bool], other: KVBuffer) -> KVBuffer:
-        """A copy with these slots in the rows that are True, and those of `other` in the rest."""
+        """A copy with the rows of this buffer where `rows` is True, and those of `other` elsewhere."""
         chosen = torch.tensor(rows, device=self.keys.device)[:, None, None, None]
         theirs = iter(other.tensors)
         return self._map_copy(lambda tensor: torch.where(chosen, tensor, next(theirs)))
 
     def gather_slots(self, starts: Sequence[int], slots: int) -> KVBuffer:
-        """A copy of `slots` slots of each row, beginning at the row's own start."""
+        """A copy of `slots` slots of each row, beginning at `starts[row]`."""
         device = self.keys.device
         index = torch.tensor(starts, device=device)[:, None] + torch.arange(slots, device=device)
         return self._map_copy(lambda tensor: tensor.take_along_dim(index[:, None, :, None], dim=2))
 
     def _map_copy(self, change: Callable[[Tensor], Tensor]) -> KVBuffer:
-        """Apply `change` such that the results can be written to outside of inference mode, too."""
+        """Apply `function` outside of inference mode, so that the results can be modified in place later."""
         with_grad = torch.is_grad_enabled()  # read first: leaving inference mode would enable it
         with torch.inference_mode(False):  # noqa: FBT003 - torch.compile does not support the keyword here
             return self._map(lambda tensor: change(tensor if with_grad else tensor.detach()))
@@ -127,7 +127,7 @@ class TokenMajorBuffer(KVBuffer):
     """
 
     def new_empty(self, slots: int) -> KVBuffer:
-        """Uninitialized memory of the same kind with another number of slots."""
+        """As in `KVBuffer`, but token-major."""
         return self._map_copy(
             lambda tensor: tensor.new_empty((slots, *tensor.shape[:2], *tensor.shape[3:])).permute(1, 2, 0, 3)
         )

@@ -2,7 +2,7 @@
 
 With 8 bits, 64 neighboring values of one head of one token share a bf16 scale. With 4 bits that is not enough for keys:
 a few channels are many times larger than the rest and would use up the range of their group. There a group is 8 values,
-each with a minimum and a step (`AffineCodec`).
+each with a minimum and a scale (`AffineCodec`).
 
 Heads and tokens are encoded independently: a token is encoded once, its codes never change, and a later outlier cannot
 clip it.

@@ -1,4 +1,4 @@
-"""Caches of complete models: `Cache` and its versions built from a config, `DynamicCache` and `StaticCache`."""
+"""KV caches of whole models: `Cache`, and `DynamicCache` and `StaticCache`, which are built from a model config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WINDOW_ATTRIBUTES = {
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-"""Config attribute of the window of each layer type. A window of the size of a chunk always covers the chunk."""
+"""Config attribute of the window size of each layer type. A window of one chunk always covers the chunk."""
 
 
 class CacheOptions(TypedDict, total=False):
@@ -98,7 +98,7 @@ class Cache:
     ) -> tuple[Any, Any]:
         """Append tokens to a layer; returns all keys and values that they may attend to, in order.
 
-        `copy` overrides that of the cache.
+        `copy` overrides the cache's setting.
         """
         keys, keys_back = to_torch(key_states)
         values, values_back = to_torch(value_states)
@@ -138,7 +138,7 @@ class Cache:
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """Positions of the next tokens: (tokens,), or with padding (batch, tokens), negative for padding itself."""
         seen = self.get_seq_length()
-        return self._subtract_padding(torch.arange(tokens, device=device) + seen)  # compiled, `seen` is a tensor
+        return self._subtract_padding(torch.arange(tokens, device=device) + seen)  # with torch.compile a tensor
 
     def _subtract_padding(self, positions: Tensor) -> Tensor:
         if self._padding is None:
@@ -194,7 +194,7 @@ class Cache:
             self.padding = self.padding[index.to(self.padding.device)]
 
     def repeat(self, count: int) -> None:
-        """Replace each sequence by `count` copies, side by side."""
+        """Repeat each sequence `count` times, like `torch.repeat_interleave`."""
         count = checked_int("count", count, minimum=1)
         batch = self._batch_size()
         if batch is not None:
@@ -243,18 +243,18 @@ class Cache:
             raise CacheIndexError(f"expected indices from 0 to {batch - 1} (batch of {batch}), got {invalid[0]}")
         return index
 
-    # The names that models and `generate` of transformers use
+    # Names that transformers models and `generate` call
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """`reorder`."""
+        """Alias of `reorder`."""
         self.reorder(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """`reorder`."""
+        """Alias of `reorder`."""
         self.reorder(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """`repeat`."""
+        """Alias of `repeat`."""
         self.repeat(repeats)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -280,9 +280,9 @@ class Cache:
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` of transformers may compile a model with this cache, and masks single queries, too.
+        """Whether `generate` of transformers may compile a model with this cache; it then masks single queries, too.
 
-        True if any layer is: it returns slots without tokens, which have to be masked.
+        True if any layer is compileable: such a layer returns empty slots, which must be masked.
         """
         return any(layer.is_compileable for layer in self.layers or self._future_layers())
 
@@ -303,9 +303,9 @@ class Cache:
 
 
 class DynamicCache(Cache):
-    """Grows with the sequence; layers with a sliding window store no more than the window.
+    """Grows with the sequence; sliding-window layers only store the window.
 
-    With a `config` (a `GPTConfig`, or one of transformers) it has one layer for each of the model's that caches keys
+    With a `config` (a `GPTConfig`, or one of transformers) it has one layer per layer of the model that caches keys
     and values; without, layers have full attention and are created as they are first written to. `codec` (fp8, int8,
     int4) quantizes keys and values.
 

@@ -2,7 +2,7 @@
 
 Inputs are read without a copy if possible, and never written to. Outputs are views of the cache's memory, valid until
 the next update; they are copied only if the other type cannot alias it (JAX has no strided arrays, for example, and
-another device always needs a copy). No framework is imported here: both conversions are found on the given value.
+another device always needs a copy). No framework is imported here: conversions are looked up on the type of the value.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TORCH_BITS = {1: torch.uint8, 2: torch.uint16}
 
 
 def register_foreign(foreign: type, to_torch: Callable[[Any], Tensor], from_torch: FromTorch) -> None:
-    """Convert between `foreign` and torch with these functions, in preference to any protocol of the type.
+    """Convert between `foreign` and torch with these functions, in preference to any protocol that the type supports.
 
     Applies to subclasses, too; the most specific type wins. Registering a type again replaces its functions.
     """
@@ -57,7 +57,7 @@ def register_foreign(foreign: type, to_torch: Callable[[Any], Tensor], from_torc
 def to_torch(value: Any) -> tuple[Tensor, FromTorch]:
     """`value` as a torch tensor, which must not be written to, and the function that converts results back.
 
-    Raises for every unsupported value, so the caller may change its state afterwards.
+    Raises for unsupported values, also if results could not be converted back; so call it before changing any state.
     """
     if type(value) is Tensor:
         return value, _unchanged
@@ -138,7 +138,7 @@ def _numpy_converter(value: np.ndarray[Any, Any]) -> Converter:
 
 
 def _read_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """Any array whose dtype torch has; those of ml_dtypes (such as bfloat16) are reinterpreted from their bits."""
+    """Any array whose dtype torch supports; those of ml_dtypes (such as bfloat16) are reinterpreted from their bits."""
     dtype = getattr(torch, array.dtype.name, None)
     if isinstance(array, np.ma.MaskedArray) or not isinstance(dtype, torch.dtype) or not array.dtype.isnative:
         what = "masks" if isinstance(array, np.ma.MaskedArray) else f"dtype {array.dtype.str!r}"

@@ -33,12 +33,12 @@ class CacheLayerMixin(ABC):
     values: Tensor | None = None
     """As `keys`."""
     dtype: torch.dtype | None = None
-    """Of the states passed in and returned; that of the first update."""
+    """Dtype of the states passed in and returned; set by the first update."""
     device: torch.device | None = None
-    """That of the first update."""
+    """Set by the first update."""
     is_initialized: bool = False
     is_sliding: bool = False
-    """Whether a token is visible only to the tokens within a window after it."""
+    """Whether the layer uses sliding-window attention."""
     is_croppable: bool = False
     """Whether the newest tokens can always be removed, once `activate_past_recording` was called."""
     is_compileable: bool = False
@@ -48,7 +48,7 @@ class CacheLayerMixin(ABC):
     padding: tuple[int, ...] | None = None
     """Left padding of each sequence in tokens; set by the cache, None without padding."""
     needs_padding: bool = False
-    """Whether the layer is wrong if it does not know the padding."""
+    """Whether results are wrong for left-padded batches unless `padding` is set."""
     record_past: bool = False
     """Whether tokens outside of the window are kept until the next `crop`."""
 
@@ -57,7 +57,7 @@ class CacheLayerMixin(ABC):
 
     @abstractmethod
     def lazy_initialization(self, key_states: Tensor) -> None:
-        """Take dtype, device and shape from the first keys."""
+        """Set dtype, device and shape from the first keys."""
 
     @abstractmethod
     def update(
@@ -130,7 +130,7 @@ class CacheLayerMixin(ABC):
 
 
 class StateSpec(NamedTuple):
-    """What all keys and values of a layer have in common."""
+    """Dtype, device and shape that all keys and values of a layer must have."""
 
     dtype: torch.dtype
     device: torch.device
@@ -174,7 +174,7 @@ class BufferedLayer(CacheLayerMixin):
         self._start = self._end = self._seen = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Take dtype, device and shape from the first keys and values; values default to the shape of the keys."""
+        """Set dtype, device and shape from the first keys and values; values default to the shape of the keys."""
         values = key_states if value_states is None else value_states
         spec = StateSpec.of(key_states, values)
         self._memory = self._encode(key_states[:, :, :0], values[:, :, :0]).new_empty(0)
@@ -278,7 +278,7 @@ class BufferedLayer(CacheLayerMixin):
         self._seen = kept
 
     def _append_slots(self, first: int, new: KVBuffer) -> None:
-        """Write `new` at the end; if that reallocates, only the slots from `first` on are kept."""
+        """Append `new`; if this reallocates the buffer, only the slots from `first` on are kept."""
         if self._needs_grad(new):
             self._memory = self._buffer.slice(first, self._end).concat_with_grad(new)
             self._start, self._end = 0, self._memory.num_slots
@@ -333,7 +333,7 @@ class BufferedLayer(CacheLayerMixin):
             self.keys, self.values = stored.keys, stored.values
 
     def _check_states(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise if the states differ in kind from those before, or their gradient would be lost."""
+        """Raise if dtype, device or shape differ from earlier states, or if gradients would be lost."""
         spec = StateSpec.of(key_states, value_states)
         if self._spec is not None and spec != self._spec:
             raise CacheError(f"{self!r}: expected {self._spec}, got {spec}: convert them, or use another cache")

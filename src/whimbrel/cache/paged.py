@@ -29,10 +29,10 @@ class Shape(Protocol):
 
 
 class BlockPool(BlockManager):
-    """The memory of all blocks: block i means row i of every layer's tensors. Block 0 takes padding.
+    """The memory of all blocks: block i is row i of every layer's tensors. Block 0 is reserved for padding.
 
     Everything is allocated once and filled with zeros: slots that were never written are masked in attention, and a
-    masked number must still be finite.
+    masked value must still be finite.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BlockPool(BlockManager):
         write_blocks(layer["keys"], layer["values"], keys, values, slots)
 
     def view(self, layer_idx: int, tables: Tensor, lengths: Tensor) -> View:
-        """What sequences with these block tables and lengths may read of a layer."""
+        """View of a layer for attention over sequences with these block tables and lengths."""
         layer = self._layers[layer_idx]
         return View(
             layer["keys"],
@@ -141,7 +141,7 @@ class PagedBatch:
     Row b reads `counts[b]` new tokens after the `starts[b]` stored in its blocks. Rows shorter than the widest are
     padded at the end; a row of padding only has count 0 and a block table of zeros. Padding is written to block 0, at
     the position of its row's last token. Everything is computed on the device from the three tensors, once for all
-    layers: the host never waits, and a CUDA graph can replay the pass with other numbers at the same addresses.
+    layers: the host never synchronizes, and a CUDA graph can replay the pass with other values at the same addresses.
     """
 
     def __init__(self, pool: BlockPool, tables: Tensor, starts: Tensor, counts: Tensor, *, stored: int = 0) -> None:
@@ -175,15 +175,15 @@ class PagedBatch:
         return self.pool.view(layer_idx, self.tables, self._lengths)
 
     def get_seq_length(self) -> int:
-        """Tokens stored before this pass, in the longest row."""
+        """Number of tokens stored before this pass for the longest sequence."""
         return self._stored
 
 
 class ContiguousCache:
     """The KV cache of one forward pass over one sequence whose blocks are consecutive.
 
-    Its keys and values are a slice of the pool: no gather and no mask, so on a CPU a step costs what it costs with a
-    cache that holds one sequence only, and rounds the same way.
+    Its keys and values are a slice of the pool: no gather and no mask, so on a CPU a step is as fast as with a
+    cache of a single sequence, and rounds identically.
     """
 
     def __init__(self, pool: BlockPool, first_block: int, stored: int) -> None:

@@ -28,7 +28,7 @@ class SlidingLayer(BufferedLayer):
         super().__init__(codec=codec)
         self.sliding_window = checked_int("sliding_window", sliding_window, minimum=1, error=ConfigError)
         self._span = self.sliding_window
-        """Slots stored once enough tokens were seen."""
+        """Maximum number of stored slots."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys the next `query_length` tokens will attend to, and the position of the first key."""
@@ -36,7 +36,7 @@ class SlidingLayer(BufferedLayer):
         return before + query_length, self._seen - before
 
     def get_max_length(self) -> int:
-        """Tokens stored at most."""
+        """Maximum number of stored tokens."""
         return self._span
 
     def check_crop(self, length: int) -> None:
@@ -89,9 +89,9 @@ class SlidingLayer(BufferedLayer):
 
 
 class SinkLayer(SlidingLayer):
-    """Stores the first `sinks` tokens, which attention falls back to (attention sinks), and the last `sliding_window`.
+    """Stores the first `sinks` tokens, known as attention sinks (StreamingLLM), and the last `sliding_window`.
 
-    Positions stay those of the sequence, so generation continues up to the model's context length in constant memory.
+    Tokens keep their original positions, so generation continues up to the model's context length in constant memory.
     Tokens appended together all attend to each other.
 
     The window advances as in `SlidingLayer`, over `sinks + sliding_window` slots. A left-padded sequence first evicts
@@ -138,7 +138,7 @@ class SinkLayer(SlidingLayer):
         self._drop_sinks()
 
     def check_capacity(self, tokens: int) -> None:
-        """Raise if no token is appended."""
+        """Raise on an empty update."""
         if tokens < 1:
             raise CacheError(f"{self!r}: expected at least 1 token, got {tokens}")
 

@@ -1,4 +1,4 @@
-"""A layer whose memory is allocated once and never moves."""
+"""`StaticLayer`: a cache layer with fixed capacity, for torch.compile and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["StaticLayer"]
 
 
 class StaticLayer(BufferedLayer):
-    """Stores up to `max_cache_len` tokens at a fixed address; more raise before any is written.
+    """Stores up to `max_cache_len` tokens at a fixed address; appending more raises before anything is written.
 
     `update` returns the complete buffer, zero where there is no token yet, and `get_mask_sizes` reports its size:
-    models of transformers mask the rest, and shapes never change, as `torch.compile` and CUDA graphs require. `append`
+    transformers models mask the rest, and shapes never change, as `torch.compile` and CUDA graphs require. `append`
     returns only the filled slots.
 
     The number of tokens is stored twice: on the host, to check the capacity and read only filled slots, and on the
@@ -162,7 +162,7 @@ class StaticLayer(BufferedLayer):
             self._device_length.fill_(self._seen)
 
     def _mark_static_addresses(self) -> None:
-        """Without this the compiler makes no CUDA graphs of code that writes to the buffer."""
+        """Without this, torch.compile does not use CUDA graphs for code that writes to the buffer."""
         if torch.compiler.is_compiling() or self._device_length is None:
             return
         for tensor in (*self._buffer.tensors, self._device_length):

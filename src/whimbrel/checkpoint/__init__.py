@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent: components (tensors and JSON) under a manifest with checksums.
+"""Atomic checkpoints: components (tensors and JSON) described by a manifest with checksums.
 
 Names are imported on first use: listing and verifying checkpoints needs no torch.
 """

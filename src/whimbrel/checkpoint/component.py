@@ -124,7 +124,7 @@ def check_skipped(skip: Collection[str], components: Sequence[StateComponent]) -
 
 
 class Location(NamedTuple):
-    """The files of a component on this rank: how their names start, and whether this rank writes them."""
+    """The files of a component on this rank: the file name stem, and whether this rank writes them."""
 
     stem: str
     is_writer: bool

@@ -125,7 +125,7 @@ class CheckpointManager:
         Waits for the previous save to be written. A step that this manager already saved, and whose files are still
         there, is not written again; anything else at that path (a damaged directory, a checkpoint from before a
         rollback) is replaced. A `temporary` checkpoint is removed once a newer one exists, and `keep` does not count
-        it. Raises what a synchronous save failed with; for an asynchronous one, `wait` does.
+        it. Raises the error of a failed synchronous save; `wait` raises that of an asynchronous one.
         """
         check_components(components, self._groups)
         stored = _as_json({**(about or {}), **({TEMPORARY: True} if temporary else {})})
@@ -244,7 +244,7 @@ class CheckpointManager:
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def wait(self) -> None:
-        """Wait for pending saves. Raises what the last one failed with, if it failed after all retries."""
+        """Wait for pending saves. Raises the error of the last save if it failed after all retries."""
         self.drain()
         if self._error is not None:
             raise self._error
@@ -347,7 +347,7 @@ class CheckpointManager:
 
         self._ranks.run(restore)
 
-    # Which checkpoints there are
+    # Queries
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric; None if none has a metric."""
@@ -371,7 +371,7 @@ class CheckpointManager:
         return next(reversed(permanent or complete), None)
 
     def forget(self, step: int) -> None:
-        """Make the next save of `step` write it again, even though it was saved before."""
+        """Make the next save of `step` overwrite the existing checkpoint instead of skipping it."""
         self.drain()
         self._own_steps.discard(step)
 

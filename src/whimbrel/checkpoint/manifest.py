@@ -96,7 +96,7 @@ class ComponentEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of `manifest.json`. `about` is what the run stored with the checkpoint, such as its config hash."""
+    """The content of `manifest.json`. `metadata` is stored by the run with the checkpoint, such as its config hash."""
 
     step: int
     components: dict[str, ComponentEntry]

@@ -63,7 +63,7 @@ def missing_components(path: Path, manifest: Manifest) -> list[str]:
 
 
 def absent_components(path: Path, manifest: Manifest, stems: Mapping[str, str]) -> set[str]:
-    """The components, by key, that lack files whose names start with their stem."""
+    """Keys of the components in `stems` whose files (named after the stem) are not all present."""
     absent = set()
     for key, stem in stems.items():
         files = manifest.components[key].files if key in manifest.components else []

@@ -55,7 +55,7 @@ class HostBuffers:
         self._copies: list[torch.cuda.Event] = []
 
     def reserve(self, key: str, state: Any) -> None:
-        """Allocate the buffer for such a state."""
+        """Allocate the buffer for a state with tensors of these sizes."""
         tensors, _ = pack(state)
         self._buffer(key, tensors)
 
@@ -144,7 +144,7 @@ def _write_component(directory: Path, stem: str, component: StateComponent, snap
     if isinstance(component.stateful, DirectoryStateful):
         try:
             component.stateful.save_directory(snapshot.state(), directory / stem)
-        except SafetensorError as error:  # how that library reports a full disk
+        except SafetensorError as error:  # safetensors reports a full disk with this error
             raise WriteError(f"cannot write {directory / stem}: {error}") from error
         files = sorted(path for path in (directory / stem).rglob("*") if path.is_file())
     else:

@@ -117,7 +117,7 @@ def _print_answer(conversation: Conversation, line: str, draft: Draft | None) ->
 
 @contextmanager
 def _catch_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed. A second Ctrl-C has its usual effect."""
+    """Yield a function that returns whether Ctrl-C was pressed. A second Ctrl-C raises KeyboardInterrupt as usual."""
     before = signal.getsignal(signal.SIGINT)
     pressed: list[int] = []
 
@@ -133,7 +133,7 @@ def _catch_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 def _read_line() -> str | None:
-    """Return the next line of input, or None at its end."""
+    """Return the next line of input, or None at end of file."""
     while True:
         try:
             return input("> " if sys.stdin.isatty() else "").strip()

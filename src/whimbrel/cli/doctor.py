@@ -1,4 +1,4 @@
-"""`whimbrel doctor`: check the machine, what works on it, and what to install for the rest."""
+"""`whimbrel doctor`: check the environment: what is installed, what works, and what is missing."""
 
 from __future__ import annotations
 

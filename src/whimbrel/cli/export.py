@@ -167,7 +167,7 @@ class HeldOutTokens(NamedTuple):
 def _held_out_evaluation(
     directory: Path, settings: dict[str, Any], data: str | None, max_tokens: int
 ) -> Callable[[GPT], HeldOutResult] | None:
-    """Computes the loss on `data`, or on the validation data of the run; None without either."""
+    """Returns a function that computes the loss on `data` or on the run's validation data; None if there is neither."""
     from whimbrel.data.shards import has_split
     from whimbrel.model_io import load_tokenizer
     from whimbrel.model_io.load import read_config

@@ -1,7 +1,7 @@
 """`whimbrel COMMAND`: the commands, and how errors are printed.
 
 Only the module of the command that is run is imported (all of them for `--help`), and commands import torch when they
-need it, so that `whimbrel runs` and `--help` answer at once.
+need it, so that `whimbrel runs` and `--help` start quickly.
 """
 
 from __future__ import annotations

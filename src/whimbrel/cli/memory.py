@@ -31,7 +31,7 @@ def memory(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Predict the peak memory of a training step, with the run's optimizer and with the others.
+    """Predict the peak memory of a training step for the run's optimizer and for all others.
 
     The step runs on fake tensors, so it needs neither the device nor its memory. Override any setting with
     --section.name=value.

@@ -11,7 +11,7 @@ from whimbrel.cli.terminal import parse_escapes
 
 __all__ = ["prepare", "tokenizer_app"]
 
-SHARD_SIZE = 100_000_000  # that of whimbrel.data.manifest, which --help should not import
+SHARD_SIZE = 100_000_000  # copy of whimbrel.data.manifest.SHARD_SIZE: importing it would slow down --help
 
 Separator = Annotated[
     str | None,

@@ -11,9 +11,9 @@ import typer
 __all__ = ["control", "runs"]
 
 LOG_PATTERNS = ("log.jsonl", "*/log.jsonl", "*/*/log.jsonl")
-"""Where runs are searched: the directory itself, and two levels below."""
+"""Where to look for runs: the directory itself and two levels below."""
 STATES = {"elsewhere": "on another host", "foreign": "other user"}
-"""How states of `run_status` are displayed, where not by their own name."""
+"""Display names of `run_status` states; other states are displayed unchanged."""
 
 
 def runs(
@@ -21,7 +21,7 @@ def runs(
         list[Path] | None, typer.Argument(help="Runs, or directories that contain runs. (default: runs)")
     ] = None,
 ) -> None:
-    """List runs: running, finished, stopped (rerun the same command to resume) or dead (killed; resumes as well).
+    """List runs: running, finished, stopped (rerun the same command to resume) or dead (killed; can be resumed, too).
 
     A run on another machine is "on another host"; an unfinished run of another user is "other user".
     """
@@ -72,7 +72,7 @@ def control(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     action: Annotated[str, typer.Argument(help="status, save, stop, save-stop or abort.")],
 ) -> None:
-    """Show the status of a running training, or make it save, stop or abort.
+    """Show the status of a running training job, or make it save, stop or abort.
 
     The action takes effect after the current step. stop ends the run like its last step, with the configured
     evaluation and checkpoint; save-stop saves and ends without an evaluation; abort ends without either.

@@ -51,7 +51,7 @@ def escape_controls(text: str) -> str:
 
 
 def parse_escapes(text: str) -> str:
-    """Replace `\\n`, `\\r`, `\\t` and `\\\\` in an option value by the characters they encode."""
+    """Replace `\\n`, `\\r`, `\\t` and `\\\\` in an option value with the characters they encode."""
     return re.sub(r"\\([nrt\\])", lambda found: ESCAPES[found.group(1)], text)
 
 
@@ -94,7 +94,7 @@ class ProgressBar:
         self._start_time = self._last_print = time.monotonic()
 
     def start(self, total: int | None, unit: str, done: int = 0) -> None:
-        """Start a job of `total` units; the `done` units of earlier runs do not count in the rate."""
+        """Start a job of `total` units; the `done` units of earlier runs are excluded from the rate."""
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
         self._total, self._estimate, self._unit, self._done, self._resumed_at = total, None, unit, done, done
@@ -120,7 +120,7 @@ class ProgressBar:
             self._print()
 
     def finish(self) -> None:
-        """Replace the bar by a final line."""
+        """Replace the bar with a final line."""
         self.close()
         self._estimate = None
         self._print()

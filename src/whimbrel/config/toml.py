@@ -1,4 +1,4 @@
-"""TOML files, the subset of TOML that configurations are written in, and `--a.b=c` overrides."""
+"""Read TOML files, write the TOML subset that configs use, and apply `--a.b=c` overrides."""
 
 from __future__ import annotations
 

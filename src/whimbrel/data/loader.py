@@ -2,7 +2,7 @@
 
 The order of sequences depends only on the data, the seed and the sequence length. A position is a count of tokens read
 over all epochs; where it lies in the shards is computed directly. Resuming therefore takes no time, and works with
-another batch size, number of ranks or gradient accumulation.
+a different batch size, number of ranks or gradient accumulation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["TokenDataLoader", "derive_seed", "document_ids"]
 IGNORE_INDEX = -100
 """Target that the loss ignores, as in torch.nn.functional.cross_entropy."""
 MASK_CHECK_TOKENS = 1 << 24
-"""Number of tokens at the start that should contain a document boundary."""
+"""Number of leading tokens searched for a document boundary."""
 FEISTEL_ROUNDS = 4
 MASK64 = (1 << 64) - 1
 
@@ -126,11 +126,11 @@ class TokenDataLoader:
         self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the properties of the stream and order that give it its meaning."""
+        """The position, and the stream and shuffling properties that it depends on."""
         return {"position": self.position, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a position. Raises DataError if it comes from another stream or order."""
+        """Restore a position. Raises DataError if it belongs to a different stream or order."""
         for name, value in self._identity.items():
             if state.get(name) != value:
                 raise DataError(
@@ -319,7 +319,7 @@ def _mix(value: int) -> int:
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """A 63-bit seed from `seed` and names, equal on every machine. Different names give independent RNG streams."""
+    """A 63-bit seed from `seed` and names, equal on every machine. Different names produce independent RNG streams."""
     text = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

@@ -51,7 +51,7 @@ class SourceRecord:
     role: str
     """Its split: train or val."""
     name: str
-    """File name (relative to the directory given), or `owner/dataset[:config]`."""
+    """File name (relative to the source directory), or `owner/dataset[:config]`."""
     size: int
     """Bytes; 0 for a Hub dataset."""
     sha256: str
@@ -63,7 +63,7 @@ class ShardSettings:
     """All settings besides sources and tokenizer that affect the content of the shards."""
 
     name: str
-    """First part of the shards' file names."""
+    """Prefix of the shard file names."""
     shard_size: int
     """Tokens in a full shard."""
     total_tokens: int | None = None
@@ -109,7 +109,7 @@ class Manifest:
     tool: str
     """Name and version of the program that wrote the shards."""
     tokenizer: TokenizerRecord
-    """The tokenizer."""
+    """The tokenizer that the shards were prepared with."""
     sources: tuple[SourceRecord, ...]
     """All sources, in the order they are read."""
     settings: ShardSettings

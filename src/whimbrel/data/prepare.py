@@ -47,7 +47,7 @@ from whimbrel.tokenization.tokenizer import SETTINGS_FILE, TOKENIZER_FILE
 __all__ = ["Backend", "available_cores", "default_directory", "encode_on_ray", "encode_on_threads", "prepare"]
 
 BYTES_PER_TOKEN = 4
-"""Estimate for plain text; only used to size the share of documents to hold out."""
+"""Estimate for plain text, used only to choose the share of documents to hold out."""
 HELD_OUT_FACTOR = 4.0
 """How much more text than requested is considered for validation, so that enough is found; the rest is trained on."""
 HELD_OUT_SHARE = 0.01

@@ -40,9 +40,9 @@ __all__ = [
 
 HEADER_INTS, HEADER_BYTES = 256, 1024
 FORMATS: dict[np.dtype[Any], tuple[int, int]] = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}
-"""Magic number and version of each token type."""
+"""Magic number and version of the header, by token dtype."""
 MAX_TOKENS = 2**31 - 1
-"""Tokens in one shard: the header counts them in an int32."""
+"""Maximum number of tokens in a shard: the header stores the count as int32."""
 WRITE_SLACK = 1 << 20
 """Tokens of buffer beyond a full shard, for the rest of a batch; the buffer grows if a document needs more."""
 DEFAULT_EOT = {2: 50256, 4: 128000}
@@ -147,7 +147,7 @@ class ShardWriter:
         self._buffer = np.empty(self._shard_size + WRITE_SLACK, dtype=dtype)
         self._filled = 0
         self.written: set[Path] = set()
-        """Files that this run created or started to."""
+        """Files that this run created, including partly written ones."""
         self._full_shards = [record for record in records if record.tokens == self._shard_size]
         for record in records[len(self._full_shards) :]:
             self.add(self._reopen(record))
@@ -224,7 +224,7 @@ class TokenStream:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         max_mapped = MAX_MAPPED if soft == resource.RLIM_INFINITY else max(1, min(MAX_MAPPED, soft // 4))
         self.shard = functools.lru_cache(max_mapped)(self._open_shard)
-        """The tokens of the shard with an index."""
+        """`shard(i)`: the memory-mapped tokens of shard i; least recently used maps are closed."""
 
     def __len__(self) -> int:
         return self._ends[-1]

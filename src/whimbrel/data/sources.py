@@ -1,4 +1,4 @@
-"""Sources of documents: parquet, jsonl and text files (plain, gz, zst), and datasets of the Hugging Face Hub.
+"""Sources of documents: parquet, jsonl and text files (plain, gz, zst), and datasets on the Hugging Face Hub.
 
 A source yields its documents in order, in batches of bounded size. One thread reads the raw bytes; parsing is deferred
 to `DocumentBatch.parse`, so that worker threads can do it.
@@ -46,7 +46,7 @@ RECORD_BYTES = 1 << 16
 """Bytes hashed at each end of a file to identify it."""
 
 BATCH_BYTES = 1 << 20
-"""Approximate size of a batch of text; a longer document is a batch of its own."""
+"""Approximate size of a batch of text; a longer document forms a batch alone."""
 BATCH_DOCUMENTS = 64
 """Documents in a batch of parquet or Hub rows."""
 MAX_DOCUMENT_BYTES = 1 << 28

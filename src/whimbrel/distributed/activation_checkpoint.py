@@ -1,6 +1,6 @@
 """Activation checkpointing: recompute activations in backward instead of storing them, or offload them to the host.
 
-A checkpointed block is given a subclass of its own class. Unlike a wrapper module, this leaves parameter names, the
+The class of a checkpointed block is replaced by a subclass. Unlike a wrapper module, this leaves parameter names, the
 weights and the sharing of compiled code between blocks unchanged.
 """
 
@@ -38,7 +38,7 @@ SAVED_OPS = [
     ATEN._scaled_dot_product_efficient_attention.default,
     ATEN._scaled_dot_product_cudnn_attention.default,
 ]
-"""Ops whose outputs selective checkpointing stores: matmuls and attention are expensive to recompute, and small."""
+"""Ops whose outputs selective checkpointing stores: matmuls and attention, small but slow to recompute."""
 
 
 @runtime_checkable
@@ -70,7 +70,7 @@ def apply_activation_checkpointing(model: nn.Module, mode: str | float, *, compi
     """Make `model` recompute activations in backward. Modifies its blocks in place; a second call changes nothing.
 
     "full" stores only the input of each block; "selective" also the outputs of matmuls and attention. With a number,
-    torch.compile decides what to store within that share of the memory: this function only checks `compiled`, and
+    torch.compile decides what to store within that fraction of the memory: this function only checks `compiled`, and
     `activation_memory_budget` must be active while the model is compiled.
     """
     if isinstance(mode, float):
@@ -94,7 +94,7 @@ def apply_activation_checkpointing(model: nn.Module, mode: str | float, *, compi
 
 
 def activation_memory_budget(mode: str | float) -> AbstractContextManager[Any]:
-    """Context in which torch.compile stores at most the share `mode` of activations; no effect if `mode` is a name."""
+    """Context in which torch.compile stores at most the fraction `mode` of activations; no effect for a named mode."""
     if not isinstance(mode, float):
         return contextlib.nullcontext()
     import torch._functorch.config as functorch  # imports the compiler stack
@@ -111,7 +111,7 @@ def offload_activations(device: torch.device, *, enabled: bool = True) -> Abstra
 
 
 def _disable_kv_cache(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Run forwards with gradients without a KV cache.
+    """Disable the KV cache in forward passes with gradients.
 
     transformers models fill one by default (`config.use_cache`). A block recomputed in backward would append its keys
     and values a second time and return different activations.

@@ -33,7 +33,7 @@ class TaskResult:
     truncated: int
     """Number of choices whose context was truncated to fit into the model's context."""
     items_sha256: str
-    """Hash of the questions as asked: equal if results are comparable."""
+    """Hash of the formatted prompts and answers; results with equal hashes are comparable."""
     file: str
     file_sha256: str
 

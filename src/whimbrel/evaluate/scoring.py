@@ -1,6 +1,6 @@
 """Log-likelihoods of continuations: `score` for token ids, `Scorer` for text.
 
-Every evaluation reduces to this: an answer after its question, a document after its BOS token. Sequences are padded on
+Every evaluation reduces to this: an answer given its question, a document given BOS. Sequences are padded on
 the right, where causal attention never looks, so no mask is needed; and the head runs only at scored positions.
 """
 
@@ -142,7 +142,7 @@ class Scorer:
     bos_id: int
     """The token before a text without context: BOS, or EOS if there is none."""
     parse_special: bool = True
-    """Whether special tokens in a text are parsed, as in lm-eval, or read as plain text."""
+    """Whether special tokens in a text are parsed, as in lm-eval, or treated as plain text."""
 
     @classmethod
     def load(

@@ -1,4 +1,4 @@
-"""Multiple-choice tasks: reading their files, wording the questions as lm-eval does, and the metrics.
+"""Multiple-choice tasks: file formats, prompts as in lm-eval, and metrics.
 
 A line of a task file is a record as the dataset was published, or in the short form {query, choices, gold}.
 """
@@ -55,7 +55,7 @@ class Estimate(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """A value per item, and their aggregation."""
+    """A per-item value and its aggregation over items."""
 
     evaluate: Callable[[Item, Sequence[Score]], float]
     aggregate: Callable[[Sequence[float]], Estimate]

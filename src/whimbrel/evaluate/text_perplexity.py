@@ -24,7 +24,7 @@ CHUNK_TOKENS = 2**18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextResult:
-    """The score of a text."""
+    """Log-likelihood of a text, and the metrics derived from it."""
 
     documents: int
     tokens: int

@@ -25,9 +25,9 @@ class Beam(NamedTuple):
     """A sequence found by beam search."""
 
     score: float
-    """Its log-probability, divided by its length to the power of the length penalty."""
+    """Log-probability of the sequence divided by length ** length_penalty."""
     tokens: list[int]
-    """What follows the prompt; an end-of-text token counts in the score and is left out."""
+    """Tokens after the prompt. An end-of-text token contributes to the score but is not included."""
 
 
 def beam_search(
@@ -44,8 +44,8 @@ def beam_search(
 
     Each step extends the `beams` most likely unfinished sequences. A length penalty above 0 favors longer sequences: 1
     compares mean log-probabilities, 0 sums. The search ends when no unfinished sequence, if it ended now, would be
-    among the best. Same results as `num_beams` and `length_penalty` of transformers. Beams share the blocks of their
-    common prefix (copy on write). With an `Engine`, its blocks and its decode step are used, and its `cache`.
+    among the best. Results match `num_beams` and `length_penalty` in transformers. Beams share the blocks of their
+    common prefix (copy on write). With an `Engine`, its block pool and decode step are used, and `cache` is ignored.
     """
     engine = model if isinstance(model, Engine) else None
     config = model.config if isinstance(model, GPT) else model.model.config
@@ -54,7 +54,7 @@ def beam_search(
         raise RequestError(f"beams: expected from 1 to {MAX_BEAMS}, got {beams}")
     if max_new_tokens < 1:
         raise RequestError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
-    length = len(ids) + max_new_tokens - 1  # the last token is never processed
+    length = len(ids) + max_new_tokens - 1  # the last token is never fed back to the model
     if length > config.context_length:
         raise RequestError(
             f"max_new_tokens: expected at most {max(0, config.context_length + 1 - len(ids))} after a prompt of "

@@ -1,4 +1,4 @@
-"""Multi-turn chat: messages, as many as fit into the context, on one engine."""
+"""Multi-turn chat: a conversation that drops its oldest messages when the context is full."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Answer", "Conversation"]
 
 
 class Answer(NamedTuple):
-    """The start of an answer."""
+    """An answer that is being generated."""
 
     pieces: Generator[str, None, None]
-    """Its text as it is generated; some pieces are empty. Close it to stop: the answer so far stays in `messages`."""
+    """Text as it is generated; some pieces are empty. Close it to stop; the answer so far stays in `messages`."""
     num_dropped: int
-    """Number of old messages that were dropped to make it fit."""
+    """Number of old messages dropped to fit the context."""
 
 
 class Conversation:
@@ -60,7 +60,7 @@ class Conversation:
         self.messages = []
 
     def ask(self, text: str, draft: Draft | None = None) -> Answer:
-        """Send a message. If it does not fit into the context, RequestError is raised and it is not remembered."""
+        """Send a message. Raises RequestError if it does not fit into the context; `messages` is then unchanged."""
         messages = [*self.messages, {"role": "user", "content": text}]
         first, ids = self._fit(messages)
         tokens = self._llm.stream_tokens(

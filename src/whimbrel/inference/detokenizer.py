@@ -1,4 +1,4 @@
-"""Prompts to tokens, and tokens to text as they are generated: complete characters only, up to stop strings."""
+"""Prompt encoding, and incremental decoding of generated tokens to text with stop strings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TEXT_SEPARATOR = "\n\n"
 """Replaces an end-of-text token in the middle of the output."""
 
 REPLACEMENT = "\ufffd"
-"""What a decoder emits for bytes that are not, or not yet, valid UTF-8."""
+"""Emitted by decoders for invalid or incomplete UTF-8."""
 
 MAX_UTF8_BYTES = 4
-"""Maximum bytes, and so tokens, of a character."""
+"""Maximum number of bytes, and therefore tokens, per character."""
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """Spelling of byte tokens in SentencePiece vocabularies."""
@@ -47,8 +47,8 @@ def encode_prompt(
 class Detokenizer:
     """Incremental decoding: each character as soon as it is complete, and the span of each token in the text.
 
-    The tokenizer's decoder determines what a token adds after the one before it, such as a space. It cannot tell bytes
-    that start a character from invalid ones, so tokens with such bytes are decoded byte by byte.
+    The tokenizer's decoder determines what a token adds after the previous one, such as a space. It cannot tell bytes
+    that start a character from invalid bytes, so tokens with such bytes are decoded byte by byte.
     `tokenizers.decoders.DecodeStream` fails on invalid UTF-8 from byte tokens, which models do generate.
     """
 
@@ -87,7 +87,7 @@ class Detokenizer:
         return text
 
     def insert(self, text: str) -> str:
-        """Write other text in place of a token; an incomplete character is dropped."""
+        """Emit `text` instead of the text of a token; an incomplete character is dropped."""
         self._utf8.reset()
         start, self._length = self._length, self._length + len(text)
         self.span = (start, self._length)
@@ -116,7 +116,7 @@ class Detokenizer:
         return bool(self._utf8.getstate()[0])
 
     def _last_text_tokens(self, ids: Sequence[int]) -> list[int]:
-        """The last tokens with text, as many as a character can have."""
+        """The last `MAX_UTF8_BYTES` tokens with text: a character has at most that many."""
         tokens = (token for token in reversed(ids) if self._has_text(token))
         return [*itertools.islice(tokens, MAX_UTF8_BYTES)][::-1]
 
@@ -130,7 +130,7 @@ class Detokenizer:
 class StopStrings:
     """Passes text through in pieces, up to the first stop string; text that may become one is held back.
 
-    The stop string that ends first counts, so the result does not depend on how the text is cut into pieces.
+    The stop string that ends first wins, so the result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
@@ -141,7 +141,7 @@ class StopStrings:
         self._held_back = ""
 
     def push(self, piece: str) -> str:
-        """The text that certainly comes before a stop string."""
+        """Add text; returns the part that cannot belong to a stop string."""
         if self.found:
             return ""
         if not self._stops:
@@ -156,7 +156,7 @@ class StopStrings:
         return text[:safe]
 
     def flush(self) -> str:
-        """What was held back, after the last piece."""
+        """The text held back so far; call after the last piece."""
         held_back, self._held_back = self._held_back, ""
         return held_back
 
@@ -167,7 +167,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextStream:
-    """Tokens to text that can be shown at once: complete characters, nothing from the first stop string on.
+    """Converts tokens to text that is safe to show: complete characters only, nothing from the first stop string on.
 
     The prompt determines the spacing of the first piece.
     """
@@ -194,14 +194,14 @@ class TextStream:
         return self._stops.push(self._detokenizer.push(token))
 
     def flush(self) -> str:
-        """What was held back for a stop string, after the last token."""
+        """The text held back for a stop string; call after the last token."""
         return self._stops.flush()
 
 
 def stream_text(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], tokens: Iterable[int], stops: Sequence[str] = ()
 ) -> Iterator[str]:
-    """The text of `tokens` in pieces of complete characters, up to the first of `stops`, which are checked at once."""
+    """The text of `tokens` in pieces of complete characters, up to the first of `stops` (validated immediately)."""
     return _pieces(TextStream(tokenizer, prompt_ids, stops), tokens)
 
 

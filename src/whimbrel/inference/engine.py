@@ -24,12 +24,12 @@ from whimbrel.ops.compiler import check_compiler
 __all__ = ["Engine", "EngineConfig", "Stats"]
 
 MEMORY_FRACTION = {"cuda": 0.8, "cpu": 0.25}
-"""Fraction of a GPU's free memory, or of a machine's total memory, for blocks if their number is not given."""
+"""Fraction of a GPU's free memory, or of a machine's total memory, for KV-cache blocks if `num_blocks` is not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Limits and options of an engine."""
+    """Engine options: KV cache size, batching, compilation."""
 
     block_size: int = 16
     """Tokens per block of the KV cache."""
@@ -44,8 +44,8 @@ class EngineConfig:
     prefix_cache: bool = True
     """Reuse the blocks of earlier requests that start with the same tokens."""
     multi_step: int = 8
-    """Maximum number of greedy tokens per step with CUDA graphs or `compile`: they arrive together, and fewer waits
-    for the device make them faster."""
+    """Maximum number of greedy tokens decoded per step with CUDA graphs or `compile`. Fewer host synchronizations make
+    decoding faster, but tokens arrive in groups."""
     compile: bool = False
     """Compile the decode step: takes up to minutes at `warm_up` or the first request, then decoding is faster."""
     cuda_graphs: bool = True
@@ -59,7 +59,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Gauges and counters of an engine; counters start at 0 with the engine."""
+    """Gauges and counters of an engine since it was created."""
 
     running: int
     waiting: int
@@ -73,9 +73,9 @@ class Stats:
 
 
 class Engine:
-    """`add_request` at any time, call `step` while `busy`, `abort` requests that nobody waits for.
+    """`add_request` at any time, call `step` while `busy`, `abort` requests that are no longer needed.
 
-    A request gets the tokens it would get alone, whatever else runs. Not thread-safe.
+    The output of a request does not depend on what else is in the batch. Not thread-safe.
     """
 
     def __init__(self, model: GPT, config: EngineConfig | None = None) -> None:
@@ -132,7 +132,7 @@ class Engine:
         )
 
     def add_request(self, request: Request) -> int:
-        """Queue a request; returns its number. Raises RequestError if it can never be served."""
+        """Queue a request; returns its id. Raises RequestError if it can never be served."""
         self._check(request)
         number = next(self._numbers)
         seq = Sequence.from_request(request, number, self.pool, self.context_length)
@@ -142,7 +142,7 @@ class Engine:
         return number
 
     def abort(self, request: int, sample: int | None = None) -> None:
-        """Drop a request, or one of its samples, and free its blocks at once; no error if it has finished."""
+        """Cancel a request, or one of its samples, and free its blocks immediately. Does nothing if it has finished."""
         for seq in list(self._sequences.get(request, ())):
             if sample is None or seq.samples == [sample]:
                 self._remove(seq)
@@ -150,7 +150,7 @@ class Engine:
                 seq.remove_sample(sample)
 
     def step(self) -> list[Event]:
-        """Run one pass over the scheduled sequences and sample a token for those with no pending tokens left."""
+        """Schedule, run the model and sample a token for every sequence that has no pending tokens left."""
         self._propose()
         plan = self._scheduler.schedule()
         if plan.num_steps > 1:
@@ -191,7 +191,7 @@ class Engine:
         Sequences with draft tokens are finished here: their `events` are added.
         """
         sequences, counts = plan.prefills, plan.prefill_counts()
-        offsets: list[list[int]] = []  # whose logits are needed: to score the prompt, to verify drafts, to sample
+        offsets: list[list[int]] = []  # logits needed to score the prompt, to verify drafts, to sample
         num_scored: list[int] = []
         for seq, tokens in zip(sequences, counts, strict=True):
             start, unscored = seq.block_table.num_tokens, seq.unscored
@@ -215,7 +215,7 @@ class Engine:
                 logits.append(last_logits)
 
     def _verify(self, seq: Sequence, logits_KV: Tensor) -> list[Event]:
-        """Accept or reject the draft tokens of a sequence; rejected ones are overwritten by the next pass."""
+        """Accept or reject the draft tokens of a sequence; the next step overwrites rejected ones in the cache."""
         assert seq.proposal is not None
         events = self._prompt_event(seq)
         proposal, seq.proposal = seq.proposal, None
@@ -237,11 +237,11 @@ class Engine:
         return events
 
     def _multi_step(self, plan: Plan) -> list[Event]:
-        """Several greedy tokens of each sequence, decoded without a look in between."""
+        """Decode several greedy tokens per sequence without synchronizing with the host in between."""
         chunks = [Chunk(seq.block_table, seq.next_tokens(1)) for seq in plan.decodes]
         events: list[Event] = []
         for seq, tokens in zip(plan.decodes, self.runner.decode_steps(chunks, plan.num_steps), strict=True):
-            # Tokens after a stop token are dropped. If their logits were not finite, so may be the blocks.
+            # Tokens after a stop token are dropped; if their logits were not finite, the blocks may contain NaN too.
             discard = min(tokens) < 0
             for token in tokens:
                 seq.advance(1, cache=self.config.prefix_cache)

@@ -34,7 +34,7 @@ MIN_TOKENS_FOR_GRAPHS = 64
 
 @dataclass(slots=True)
 class Completion:
-    """One sample of what follows a prompt."""
+    """One completion of a prompt."""
 
     tokens: list[int] = field(default_factory=list)
     """Without the prompt and the stop token; tokens that spell a stop string are included."""
@@ -43,7 +43,7 @@ class Completion:
     text: str | None = None
     """Up to the stop string; None without a tokenizer."""
     logprobs: list[Logprob] = field(default_factory=list)
-    """The model's own log-probability of each token, if `logprobs` was given."""
+    """Log-probability of each token before temperature and penalties, if `logprobs` was set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class LLM:
     ) -> None:
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
-        """Tokens that end a text."""
+        """End-of-text token ids."""
         self.bos_id: int | None = None
         self._path: Path | None = None
         self.default_sampling: dict[str, Any] = {}
@@ -98,7 +98,7 @@ class LLM:
             self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
             self.eos_ids = frozenset({self.tokenizer.eot_id})
         self.engine = Engine(model, EngineConfig(**engine))
-        self._inboxes: dict[int, deque[Event]] = {}  # events of each request that were not returned yet
+        self._inboxes: dict[int, deque[Event]] = {}  # request id -> events not yet consumed
 
     @property
     def model(self) -> GPT:
@@ -107,7 +107,7 @@ class LLM:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The model's chat template, or a plain one."""
+        """The model's chat template, or `DEFAULT_CHAT_TEMPLATE`."""
         own = load_chat_template(self._path) if self._path is not None and self._path.is_dir() else None
         return own or DEFAULT_CHAT_TEMPLATE
 
@@ -127,7 +127,7 @@ class LLM:
         num_draft_tokens: int = 4,
         parse_special: bool = True,
     ) -> list[RequestOutput]:
-        """`n` completions of each prompt, which is a string or token ids; one result per prompt.
+        """Generate `n` completions per prompt (a string or token ids); returns one result per prompt.
 
         A completion does not depend on the other prompts; the first of each prompt is what `whimbrel.generate` returns
         for the same seed. A sequence that fills the model's context continues from the newest half of it.
@@ -143,7 +143,7 @@ class LLM:
         return self.complete(requests, [stop] * len(requests))
 
     def complete(self, requests: Sequence[Request], stop: Sequence[Sequence[str]] = ()) -> list[RequestOutput]:
-        """Run requests with settings of their own; `stop` has the stop strings of each."""
+        """Run requests that may have different settings; `stop` has the stop strings of each request."""
         stop = stop or [()] * len(requests)
         streams = [
             [self._text_stream(request, strings) for _ in range(request.n)]
@@ -183,9 +183,9 @@ class LLM:
         num_draft_tokens: int = 4,
         parse_special: bool = True,
     ) -> Iterator[str]:
-        """The text that follows a prompt, in pieces of complete characters as they are generated.
+        """Yield generated text as it becomes available, in pieces of complete characters.
 
-        Arguments are checked at once, not at the first piece. Closing the iterator aborts the request.
+        Arguments are validated immediately, not at the first piece. Closing the iterator aborts the request.
         """
         ids, stop_set = self.encode(prompt, parse_special=parse_special), self._stop_set(stop_ids, ignore_eos)
         options = {"max_new_tokens": max_new_tokens, "seed": seed, "draft": draft, "num_draft_tokens": num_draft_tokens}
@@ -206,7 +206,7 @@ class LLM:
         draft: Draft | None = None,
         num_draft_tokens: int = 4,
     ) -> Iterator[int]:
-        """Like `stream`, but the tokens."""
+        """Like `stream`, but yields token ids."""
         ids, stop_set = self.encode(prompt), self._stop_set(stop_ids, ignore_eos)
         options = {"max_new_tokens": max_new_tokens, "seed": seed, "draft": draft, "num_draft_tokens": num_draft_tokens}
         request = self._request(ids, sampling, stop_set, **options)
@@ -272,7 +272,7 @@ class LLM:
     def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Event]]:
         """Events with the index of their request, until all have finished.
 
-        Several iterators may be consumed in turn: each step serves them all. A closed iterator aborts its requests.
+        Several iterators may be interleaved: each step advances all of them. Closing an iterator aborts its requests.
         """
         if not requests:
             raise RequestError("prompts: expected at least one, got none")
@@ -298,7 +298,7 @@ class LLM:
                 del self._inboxes[number]
 
     def _finish(self, event: Event) -> None:
-        """End a sample whose text reached a stop string, as if the engine had."""
+        """Finish a sample whose text reached a stop string; the engine only knows stop tokens."""
         if event.finish_reason is None:
             inbox = self._inboxes[event.request]
             dropped = [each for each in inbox if (each.request, each.sample) == (event.request, event.sample)]
@@ -333,7 +333,7 @@ def generate(
     cache: str = "none",
     compile: bool = False,  # noqa: A002
 ) -> list[int]:
-    """The tokens that follow a prompt, without the prompt and the stop token.
+    """Generate token ids after a prompt; the prompt and the stop token are not included.
 
     Temperature 0 is greedy. The same seed gives the same tokens. `stops` are strings, found in the text that
     `tokenizer` decodes. A sequence that fills the model's context continues from the newest half of it. `cache` is the

@@ -1,4 +1,4 @@
-"""The model's part of a step: tokens and block tables in, logits out. Also CUDA graphs and the compiled decode step."""
+"""Forward passes of the engine: tokens and block tables in, logits out; CUDA graphs and the compiled decode step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from whimbrel.models import GPT, KVStore
 __all__ = ["Chunk", "DecodeGraphs", "ModelRunner", "decode_one", "prefill"]
 
 WARM_UPS = 3
-"""Runs before a graph is captured, in which kernels are chosen, compiled and loaded."""
+"""Runs before graph capture, so that autotuning, compilation and module loading are not captured."""
 
 MIN_TOKENS = 256
-"""Tokens in the narrowest block table: attention over fewer costs too little to be worth another width."""
+"""Tokens covered by the narrowest block table: attention over fewer saves too little to be worth another graph."""
 
 UNLIMITED = 2**31 - 1
-"""Limit of recompilations: above any number of engines."""
+"""Effectively disables the recompile limits of torch."""
 
 
 class Chunk(NamedTuple):
@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
 class ModelRunner:
     """Runs the model over chunks of sequences: `decode` for one token each, `prefill` for several.
 
-    Without `graphs` the model runs eagerly. Blocks that the caller compiled for training run eagerly too, since every
+    Without `graphs` the model runs eagerly. Layers that the caller compiled for training run eagerly too, since every
     new length would be compiled again.
     """
 
@@ -78,7 +78,7 @@ class ModelRunner:
         return list(logits.split([len(each) for each in offsets]))
 
     def _inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, KVStore]:
-        """Tokens (sequences, tokens) and the cache for a pass that is not recorded."""
+        """Tokens (sequences, tokens) and the cache for an eager pass."""
         if len(chunks) == 1 and self._pool.device.type == "cpu" and chunks[0].table.is_contiguous:
             table, tokens = chunks[0]
             return torch.tensor([tokens]), ContiguousCache(self._pool, table.blocks[0], table.num_tokens)
@@ -97,7 +97,7 @@ class ModelRunner:
             tokens[index, : len(new)] = new
             own = table.blocks
             tables[index, : len(own)] = own
-            tables[index, len(own) :] = own[-1]  # masked, but read: its own block can at least not be non-finite
+            tables[index, len(own) :] = own[-1]  # masked, but read: a block of the same sequence is finite
         stored = int((starts + counts).max()) - width
         sent = torch.from_numpy(ints).to(self._pool.device, non_blocking=True).split(sizes)
         batch = PagedBatch(self._pool, sent[1].view(height, blocks), sent[2], sent[3], stored=stored)
@@ -132,10 +132,10 @@ class DecodeGraphs:
     """The decode step as one launch: a CUDA graph, compiled code or both, for a few batch sizes.
 
     For a small model, Python takes longer to launch the kernels of a step than the GPU takes to run them. So the step
-    is recorded once per batch size, with fixed tensors for what changes (tokens, block tables, lengths), and replayed;
+    is recorded once per batch size, with static input tensors (tokens, block tables, lengths), and replayed;
     smaller batches are padded. Attention reads as many blocks as the block table is wide, so the table is only as wide
     as the longest sequence needs. A step writes its argmax tokens to the inputs of the next one, so several greedy
-    steps can be replayed before the host looks at the result.
+    steps can be replayed before the host reads the result.
     """
 
     def __init__(self, model: GPT, pool: BlockPool, *, max_batch: int, compile_step: bool) -> None:
@@ -172,7 +172,7 @@ class DecodeGraphs:
     def warm_up(self) -> None:
         """Compile the step and capture graphs ahead of the first request.
 
-        Compiled code on a CPU serves one sequence, or any number from two; on a GPU there is a graph per batch size.
+        On a CPU, the step is compiled for batch size 1 and for larger batches; on a GPU, one graph per batch size.
         """
         sizes = self._sizes if self._pool.device.type == "cuda" else self._sizes[:2]
         for rows in sizes:
@@ -238,7 +238,7 @@ class DecodeGraphs:
             self._mark_dynamic(*inputs)
         if device.type != "cuda":
             return RecordedStep(*inputs, replay=lambda: self._step(*inputs))
-        side_stream = torch.cuda.Stream(device)  # capture needs warm-up runs on a stream of their own
+        side_stream = torch.cuda.Stream(device)  # warm-up before capture must run on a side stream
         side_stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side_stream):
             for _ in range(WARM_UPS):
@@ -285,8 +285,8 @@ def _run_eagerly() -> AbstractContextManager[object]:
 
 @contextmanager
 def _unlimited_compilations() -> Iterator[None]:
-    """Several compilations of the step, a few per engine, are intended; torch limits them by default."""
-    import torch._dynamo  # takes seconds: only where it is needed
+    """Lift the recompile limit: every engine compiles the step a few times on purpose."""
+    import torch._dynamo  # slow to import (seconds)
 
     with torch._dynamo.config.patch(recompile_limit=UNLIMITED, accumulated_recompile_limit=UNLIMITED):
         yield

@@ -1,6 +1,6 @@
 """From logits to the next token: sampling parameters per row, one random key per sampled token.
 
-Rows do not influence each other, not even in rounding: sums along a row are sums of integers, which are exact in any
+Rows do not affect each other, not even by rounding: sums along a row are integer sums, which are exact in any
 order. So a request gets the same tokens alone and in any batch. If the logits themselves are rounded differently (a
 model may add up a larger batch in another order), samples rarely change: tokens are sampled with the Gumbel-max trick,
 where the noise of each token is independent. With a cumulative distribution each token would depend on all before it,
@@ -39,12 +39,12 @@ GOLDEN, *MIX = (0x9E3779B97F4A7C15 - 2**64, (30, 0xBF58476D1CE4E5B9 - 2**64), (2
 """Constants of splitmix64 (Steele, Lea, Flood, 2014), as signed integers: counter increment; shifts and factors."""
 
 TOP_P_CANDIDATES = 1024
-"""Tokens among which the `top_p` nucleus is searched first: sorting a large vocabulary can outlast the model."""
+"""Tokens among which the `top_p` nucleus is searched first: sorting a large vocabulary can be slower than the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a token is sampled: bias, penalties, temperature, top_k, top_p, min_p, applied in this order."""
+    """Sampling parameters: bias, penalties, temperature, top_k, top_p, min_p, applied in this order."""
 
     temperature: float = 1.0
     """Above 1 flattens the distribution, below 1 sharpens it; 0 is greedy decoding."""
@@ -88,7 +88,7 @@ class SamplingParams:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the token is the argmax of the model's own logits."""
+        """Whether the token is the argmax of the unmodified logits."""
         return self.greedy and not self.has_penalties and not self.logit_bias
 
     @property
@@ -106,7 +106,7 @@ class SamplingParams:
 
 
 class History(NamedTuple):
-    """The tokens that penalties count."""
+    """The tokens that penalties are computed from."""
 
     tokens: Sequence[int]
     """The prompt and the output so far."""
@@ -114,7 +114,7 @@ class History(NamedTuple):
 
 
 class SampleRNG:
-    """The random numbers of one sample of a request; the same seed gives the same ones on any device."""
+    """Random number generator of one sample of a request; a seed gives the same numbers on every device."""
 
     def __init__(self, seed: int | None = None, sample: int = 0) -> None:
         if seed is not None and not 0 <= seed < 2**63:
@@ -122,15 +122,15 @@ class SampleRNG:
         self._generator = torch.Generator()
         if seed is None:
             self._generator.seed()
-        else:  # samples of one seed are far from samples of the neighboring seeds
+        else:  # so that sample 1 of a seed is not sample 0 of the next seed
             self._generator.manual_seed((seed + sample * 0x9E3779B97F4A7C15) % 2**63)
 
     def key(self) -> int:
-        """The next key for `sample` or `gumbel_max`, at least 0 and below 2**63 - 1."""
+        """The next key for `sample` or `gumbel_max`, in [0, 2**63 - 1)."""
         return int(torch.randint(2**63 - 1, (), generator=self._generator))
 
     def uniform(self) -> float:
-        """The next number, at least 0 and below 1."""
+        """The next random number in [0, 1)."""
         return torch.rand((), dtype=torch.float64, generator=self._generator).item()
 
 
@@ -216,7 +216,7 @@ def distribution(logits_BV: Tensor, params: Sequence[SamplingParams], histories:
 def log_probabilities(logits_BV: Tensor, tokens_B: Tensor, top: int = 0) -> list[tuple[float, list[tuple[int, float]]]]:
     """For each row: the log-probability of its token, and the `top` most likely tokens with theirs.
 
-    They are the model's own, before temperature, penalties and restrictions.
+    Computed from the raw logits, before temperature, penalties and top-k/top-p/min-p filtering.
     """
     logs_BV = logits_BV.float().log_softmax(-1)
     own = logs_BV.gather(1, tokens_B[:, None])[:, 0].tolist()

@@ -1,4 +1,4 @@
-"""Which sequences run in the next step: first come, first served, within the blocks and the token budget there are."""
+"""Chooses the sequences of the next step: first come, first served, limited by free blocks and the token budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Plan", "Scheduler"]
 
 @dataclass(slots=True)
 class Plan:
-    """What one step processes. Every sequence has blocks for it."""
+    """The sequences of one step. Blocks for their tokens are already reserved."""
 
     decodes: list[Sequence] = field(default_factory=list)
     """Sequences with one pending token."""
@@ -23,7 +23,7 @@ class Plan:
     prefill_width: int = 0
     """Maximum number of tokens of each of `prefills`."""
     num_steps: int = 1
-    """How many tokens `decodes` generate before the host looks at them."""
+    """Number of tokens that `decodes` generate before the host reads them."""
 
     def prefill_counts(self) -> list[int]:
         """Number of tokens of each of `prefills`, draft tokens included."""
@@ -33,10 +33,10 @@ class Plan:
 class Scheduler:
     """Waiting and running sequences, both in order of arrival.
 
-    Sequences that are decoding always take part, one token each. In addition, sequences with more pending tokens share
+    Decoding sequences run in every step, one token each. In addition, sequences with more pending tokens share
     `prefill_chunk` tokens (padding included) in order of arrival; so a long prompt never stalls decoding, and no
     sequence overtakes an earlier one. When blocks run out, the latest sequence is preempted: it releases its blocks
-    and waits, to be prefilled again (its tokens and RNG are kept). The earliest sequence can always run, so all finish.
+    and waits, to be prefilled again (its tokens and RNG are kept). The earliest can always run, so every one finishes.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Scheduler:
         return plan
 
     def _plan_multi_step(self, plan: Plan) -> None:
-        """Decode several tokens before the host looks at them, if no sequence ends before and there are blocks."""
+        """Decode several tokens per host synchronization if no sequence ends before that and enough blocks are free."""
         steps = min(self._max_steps, *(seq.steps_left for seq in plan.decodes))
         if steps > 1 and sum(seq.block_table.blocks_needed(steps) for seq in plan.decodes) <= self._manager.available:
             for seq in plan.decodes:
@@ -87,7 +87,7 @@ class Scheduler:
             plan.num_steps = steps
 
     def _reserve_running(self) -> None:
-        """Blocks for all pending tokens, in order of arrival; the latest sequences are preempted if needed."""
+        """Reserve blocks for all pending tokens, in order of arrival; preempt the latest sequences if needed."""
         done = 0
         while done < len(self.running):
             seq = self.running[done]
@@ -107,7 +107,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _admit(self, seq: Sequence) -> bool:
-        """Reserve blocks for a waiting sequence, with one to spare for each running one (else it is preempted soon)."""
+        """Reserve blocks for a waiting sequence, plus one per running sequence (else it would soon be preempted)."""
         if sum(len(each.samples) for each in (seq, *self.running)) > self._max_batch:
             return False
         table = seq.block_table

@@ -41,17 +41,17 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How each token is sampled."""
     seed: int | None = None
-    """Seed of the random numbers; None for different ones each time."""
+    """Random seed; None for a different one each time."""
     n: int = 1
     """Number of samples; they share the blocks of the prompt."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a sample; they are not part of it."""
     logprobs: int | None = None
-    """Return the log-probability of each new token, and of this many of the most likely ones."""
+    """Return the log-probability of each new token, and of this many top tokens."""
     prompt_logprobs: int | None = None
-    """Return the log-probability of each prompt token, and of this many of the most likely ones."""
+    """Return the log-probability of each prompt token, and of this many top tokens."""
     draft: Draft | None = None
-    """Proposes tokens that the model verifies (speculative decoding); needs n = 1."""
+    """Proposes tokens that the model verifies (speculative decoding); requires n = 1."""
     num_draft_tokens: int = 4
     """Maximum number of tokens proposed per step."""
     context_shift: bool = False
@@ -74,7 +74,7 @@ class Request:
 
 
 class Event(NamedTuple):
-    """Something that happened to one sample of a request."""
+    """An update of one sample of a request: a new token, prompt log-probabilities, or its end."""
 
     request: int
     """The number returned by `add_request`."""
@@ -96,7 +96,7 @@ class Event(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sequence in the engine: its tokens, and the block table that stores the keys and values of the first of them.
+    """A sequence in the engine: its tokens, and the block table of those whose keys and values are already stored.
 
     Tokens that are not stored yet are pending. Once the last one has been processed, the next token is sampled. So a
     new prompt, a prompt that is partly prefilled, a sequence that is decoding and one that was preempted only differ
@@ -110,7 +110,7 @@ class Sequence:
     tokens: list[int]
     """The prompt and the sampled tokens."""
     samples: list[int]
-    """Samples of the request that this sequence stands for: all of them until the prompt is prefilled, then one."""
+    """Samples of the request that this sequence represents: all of them until the prompt is prefilled, then one."""
     logprobs: list[Logprob]
     """Log-probabilities of the prompt's tokens computed so far."""
     rng: SampleRNG
@@ -227,7 +227,7 @@ class Sequence:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether its next token is the argmax of the logits, and nothing else about it is to be returned."""
+        """Whether several steps can run without the host: greedy, no log-probabilities, no draft, one sample."""
         request = self.request
         prompt_reported = request.prompt_logprobs is None or self.num_sampled > 0
         argmax = request.sampling.is_argmax and request.logprobs is None and request.draft is None
@@ -242,7 +242,7 @@ class Sequence:
 
 
 def as_token_ids(prompt: abc.Sequence[int] | Tensor, vocab_size: int) -> list[int]:
-    """A prompt as a list of ints; raises RequestError if it is not one of token ids of the vocabulary."""
+    """A prompt as a list of ints; raises RequestError unless it is a non-empty 1-D list of valid token ids."""
     try:
         ids = torch.as_tensor(prompt, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -259,5 +259,5 @@ def as_token_ids(prompt: abc.Sequence[int] | Tensor, vocab_size: int) -> list[in
 
 
 def as_token_set(tokens: int | abc.Iterable[int] | None) -> frozenset[int]:
-    """One token, several or none as a set."""
+    """Normalize one token id, several or None to a set."""
     return frozenset([tokens] if isinstance(tokens, int) else tokens or ())

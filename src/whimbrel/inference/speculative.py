@@ -1,6 +1,6 @@
 """Speculative decoding: a draft proposes a few tokens, the model verifies them in one pass.
 
-Proposals are accepted or rejected such that the output has exactly the model's own distribution; greedy output is
+Proposals are accepted or rejected such that the output has exactly the distribution of the model; greedy output is
 identical. The quality of the draft only determines the speed.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["Draft", "ModelDraft", "NgramDraft", "Proposal", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may come next."""
+    """Draft tokens for the model to verify."""
 
     tokens: list[int]
     probabilities: Tensor | None = None
@@ -35,7 +35,7 @@ class Draft(Protocol):
     """Proposes tokens for one sequence."""
 
     def propose(self, history: History, count: int, sampling: SamplingParams, rng: SampleRNG) -> Proposal:
-        """At most `count` tokens to follow `history`, which extends the history of the call before."""
+        """Propose at most `count` tokens after `history`, which extends the history of the previous call."""
 
 
 class NgramDraft:
@@ -63,7 +63,7 @@ class NgramDraft:
 class ModelDraft:
     """Proposes tokens sampled from a smaller model with the same vocabulary.
 
-    It serves one sequence at a time; the longest common prefix with the tokens it processed before is not recomputed.
+    Serves one sequence at a time; the longest common prefix with the tokens processed before is not recomputed.
     """
 
     def __init__(self, model: GPT) -> None:

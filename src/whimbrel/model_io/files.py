@@ -1,4 +1,4 @@
-"""Files of a model directory: JSON objects, and named tensors in one safetensors file or several with an index."""
+"""Files of a model directory: JSON, and tensors in one safetensors file or in shards with an index."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class TensorFiles:
-    """The tensors of a model directory by name; each is read from disk when requested."""
+    """The tensors of a model directory by name; each is read from disk on demand."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -1,4 +1,4 @@
-"""`finalize_model`: from a checkpoint to a directory to publish, optionally quantized, with a model card."""
+"""`finalize_model`: convert a checkpoint to a publishable directory, optionally quantized, with a model card."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HeldOutResult:
     sequence_length: int
     """The text is evaluated in sequences of this length; later tokens of a sequence have more context."""
     dataset: str
-    """The name of the text."""
+    """Name of the evaluation text."""
 
     @property
     def perplexity(self) -> float:
@@ -48,7 +48,7 @@ class HeldOutResult:
 
 @dataclass(frozen=True, slots=True)
 class WeightsInfo:
-    """The weights in a directory."""
+    """Format, size and held-out loss of the weights in a directory."""
 
     format: str
     """The dtype, and the quantization format if there is one."""
@@ -56,7 +56,7 @@ class WeightsInfo:
     held_out: HeldOutResult | None
 
     def to_json(self) -> dict[str, Any]:
-        """As in `finalize.json`."""
+        """The entry in `finalize.json`."""
         held_out = self.held_out
         measured = None if held_out is None else {
             "loss": held_out.loss, "tokens": held_out.num_tokens, "length": held_out.sequence_length,
@@ -67,7 +67,7 @@ class WeightsInfo:
 
 @dataclass(frozen=True, slots=True)
 class FinalizeResult:
-    """What `finalize_model` wrote."""
+    """Summary of what `finalize_model` wrote, also saved as `finalize.json`."""
 
     recipe: str | None
     """The quantization recipe; None if the model is unquantized."""
@@ -78,7 +78,7 @@ class FinalizeResult:
     """Linear layers of a quantized model that are not quantized."""
 
     def to_json(self) -> dict[str, Any]:
-        """As in `finalize.json`."""
+        """The content of `finalize.json`."""
         return {
             "recipe": self.recipe,
             "parameters": self.num_parameters,
@@ -101,14 +101,14 @@ def finalize_model(
     settings: Mapping[str, Any] | None = None,
     evaluate: Callable[[GPT], HeldOutResult] | None = None,
 ) -> FinalizeResult:
-    """Write a run, checkpoint or model directory as a directory to publish, atomically.
+    """Write a publishable model directory from a run, checkpoint or model directory, atomically.
 
     Args:
         recipe: Quantize the linear layers, and with `embeddings` also the token embedding and the head.
         dtype: Convert the weights first.
         generation: Fields to add to `generation_config.json`.
         settings: The config of the training run, for the model card.
-        evaluate: Computes the held-out loss, of the source and of the result as read back from its files.
+        evaluate: Computes the held-out loss; called with the source model and with the result reloaded from disk.
     """
     chosen = None if recipe is None else weight_recipe("quantize", recipe, embeddings=embeddings)
     if embeddings and chosen is None:

@@ -49,7 +49,7 @@ ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": 
 
 
 class DtypeCode(NamedTuple):
-    """A dtype in GGUF: the code of a tensor, the code of the file, and the numpy dtype with the same bits."""
+    """A dtype in GGUF: the tensor type, the file type, and the numpy dtype of the same width."""
 
     tensor: GGMLQuantizationType
     file: LlamaFileType
@@ -64,7 +64,7 @@ DTYPES = {
 
 
 class TensorEntry(NamedTuple):
-    """A tensor of the GGUF file and how to make it from the model directory."""
+    """A tensor of the GGUF file and how to build it from the model directory."""
 
     stored_name: str
     weight_format: WeightFormat | None
@@ -275,12 +275,12 @@ PRE_TOKENIZERS = {
     (None, QWEN2, False): "qwen2",
     ("NFC", QWEN2, False): "qwen2",
 }
-"""llama.cpp's name of a pre-tokenizer, by normalizer, regex and `ignore_merges`.
+"""llama.cpp's pre-tokenizer names by (normalizer, regex, `ignore_merges`).
 
-llama.cpp does not normalize: for a tokenizer with NFC, ids differ for text that is not in that form.
+llama.cpp does not normalize: with an NFC tokenizer, ids differ for text that is not in NFC.
 """
 UNSUPPORTED_BPE = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-"""Options of a BPE model that llama.cpp does not have."""
+"""BPE options that llama.cpp does not support."""
 END_TOKENS = ("eos", "eot", "eom")
 """Names in GGUF for tokens that end a sequence."""
 
@@ -317,7 +317,7 @@ def _pre_tokenizer_name(content: Mapping[str, Any]) -> str:
 
 
 def _regex(pre_tokenizer: Mapping[str, Any]) -> str | None:
-    """The regex, or a name for it, of a byte-level pre-tokenizer; None for any other."""
+    """The regex of a byte-level pre-tokenizer, or a name for it; None for any other pre-tokenizer."""
     *before, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         return None
@@ -354,7 +354,7 @@ def _add_tokens(writer: GGUFWriter, tokenizer: Tokenizer, content: Mapping[str, 
 
 
 def _add_special_tokens(writer: GGUFWriter, directory: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Add BOS and EOS; always, because readers have defaults of their own for missing ones."""
+    """Add BOS and EOS. Always, because readers would use their own defaults for missing ones."""
     generation = read_generation_config(directory, tokenizer, vocab_size)
     prefix, suffix = _added_tokens(tokenizer)
     eos_ids = generation.eos_token_ids

@@ -20,7 +20,7 @@ MAGIC = 0x616B3432
 
 
 class Header(NamedTuple):
-    """The header; a negative `vocab_size` means that the head is not tied."""
+    """A negative `vocab_size` means that the head is not tied."""
 
     dim: int
     hidden_dim: int

@@ -68,7 +68,7 @@ class GenerationConfig:
     """Generation defaults of a model."""
 
     bos_token_id: int
-    """The token that replaces an empty prompt."""
+    """The token to start from if the prompt is empty."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a sequence; at least one."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with everything that generation needs."""
+    """A model with its tokenizer, generation defaults and chat template."""
 
     model: GPT
     tokenizer: Tokenizer
@@ -134,7 +134,7 @@ def load(
 
 
 def open_model(path: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> ModelSource:
-    """Find a model and read all but its weights, so that errors appear before minutes of loading."""
+    """Read everything but the weights, so that errors appear before minutes of loading."""
     source = resolve_model(path)
     if source.is_file():
         _reject_gguf(source)
@@ -225,7 +225,7 @@ def load_tokenizer(path_or_name: str | os.PathLike[str] = "gpt2") -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: GPTConfig) -> None:
-    """Reject a tokenizer with ids beyond the model's vocabulary; a model may have more ids than its tokenizer."""
+    """Raise if the tokenizer has more tokens than the model's vocabulary; fewer are allowed (padding)."""
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"expected a tokenizer of at most {config.vocab_size} tokens for this model, got {tokenizer.vocab_size}: "
@@ -233,7 +233,7 @@ def check_tokenizer(tokenizer: Tokenizer, config: GPTConfig) -> None:
         )
 
 
-# Paths: a run, a checkpoint or a directory to the directory that has the files.
+# Resolve paths: run, checkpoint or model directory -> model directory
 
 
 def resolve_model(path: str | os.PathLike[str]) -> Path:
@@ -259,7 +259,7 @@ def _model_path(path: str | os.PathLike[str]) -> Path:
 
 
 def find_run(path: str | os.PathLike[str]) -> Path | None:
-    """The run that a path is, or that contains it as a checkpoint or its model; None for other models."""
+    """The run directory at `path`, or the run that contains this checkpoint or its model; None for other models."""
     source = Path(path)
     return next((folder for folder in (source, *source.absolute().parents[1:3]) if _is_run(folder)), None)
 
@@ -317,7 +317,7 @@ class ModelConfig(NamedTuple):
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Read the `config.json` of a model directory."""
+    """Read `config.json`; raises `CheckpointError` for unsupported architectures."""
     table = read_json(directory / CONFIG)
     try:
         weight_format = stored_format(table)

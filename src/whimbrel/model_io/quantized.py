@@ -45,7 +45,7 @@ def quantization_entries(weight_format: WeightFormat | None) -> dict[str, Any]:
 
 
 def quantization_config(weight_format: WeightFormat) -> dict[str, Any]:
-    """The `quantization_config` for this format; `format` spells out what the name in `recipe` implies."""
+    """The `quantization_config` for this format; `format` contains the details that the name in `recipe` implies."""
     details = {
         "codes": weight_format.codes,
         "group": weight_format.group_size,
@@ -76,7 +76,7 @@ def stored_format(table: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def weight_recipe(argument: str, name: str, *, embeddings: bool = False) -> Recipe:
-    """The weight-quantization recipe called `name`; `argument` is the option that named it, for error messages.
+    """The weight-quantization recipe called `name`; `argument` is the option to name in error messages.
 
     With `embeddings` it also quantizes the token embedding and the head.
     """

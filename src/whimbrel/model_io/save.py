@@ -42,7 +42,7 @@ COPIED_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
-"""Files of a model directory, besides weights and config, that a copy needs to generate the same text."""
+"""Files other than weights and config that a copied model directory must contain to generate the same text."""
 
 
 def save_model(
@@ -55,7 +55,7 @@ def save_model(
 ) -> None:
     """Write a model directory atomically, in weight files of at most `max_shard_size` bytes.
 
-    A model of a family that transformers has is saved as that (`gpt2`, `llama`, ...); any other as `whimbrel`, which
+    A model whose family exists in transformers is saved as that (`gpt2`, `llama`, ...), any other as `whimbrel`, which
     transformers loads after `import whimbrel.hf`. Quantized weights are saved as codes and scales. `state`, a
     `weight_state`, is saved instead of the current weights.
     """
@@ -78,7 +78,7 @@ def save_model(
 
 
 def copy_model(source: Path, model: GPT, folder: Path) -> None:
-    """Write the current weights of `model` into `folder`, and all other files from its directory `source`."""
+    """Write the current weights of `model` into `folder`, and copy all other files from its directory `source`."""
     dtype = model.token_embedding.weight.dtype
     table = read_json(source / CONFIG) | {"dtype": str(dtype).removeprefix("torch.")}
     for key in (QUANTIZATION, WEIGHTS_FILE, "torch_dtype"):
@@ -95,7 +95,7 @@ def copy_model(source: Path, model: GPT, folder: Path) -> None:
 def export_hf(
     source: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
 ) -> None:
-    """Write an unquantized copy of a run, checkpoint or model directory atomically, in `dtype` or the stored one."""
+    """Write an unquantized copy of a run, checkpoint or model directory atomically, in `dtype` or the stored dtype."""
     directory = exportable_directory(source)
     with atomic_directory(path) as folder:
         model = load_model(directory, dtype=dtype)

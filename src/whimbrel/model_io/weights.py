@@ -1,4 +1,4 @@
-"""Stored tensors to parameters and back, one at a time: each is rows of a parameter, dense or quantized."""
+"""Convert between stored tensors and parameters, one at a time; each is rows of a parameter, dense or quantized."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHUNK_SIZE, MAX_CHUNKS = 2**18, 16
 
 
 class StoredTensor(NamedTuple):
-    """The tensor in a directory for a mapping; if `quantized`, `name` is the prefix of its codes and scales."""
+    """A mapping matched to a stored tensor; if `quantized`, `name` is the prefix of its codes and scales."""
 
     mapping: TensorMapping
     name: str
@@ -64,7 +64,7 @@ def stored_dtype(files: TensorFiles, found: list[StoredTensor]) -> torch.dtype:
 
 
 def dense_linears(model: nn.Module, files: TensorFiles, found: list[StoredTensor]) -> tuple[str, ...]:
-    """Linear layers that a quantized directory stores dense."""
+    """Linear layers that are stored unquantized in a quantized directory."""
     quantized = {stored.mapping.name for stored in found if stored.quantized}
     if not quantized:
         raise CheckpointError(f"{files.directory} has no quantized tensors, but a quantization_config in config.json")
@@ -104,7 +104,7 @@ def stored_tensors(mappings: Iterable[TensorMapping], state: Mapping[str, Tensor
 
 
 def _quantize_into(rows: QuantizedWeight, dense: Tensor) -> None:
-    # Rows are quantized independently, so a chunk at a time gives the same codes with less memory.
+    # Rows are quantized independently, so quantizing in chunks yields the same codes with less memory.
     step = max(1, max(CHUNK_SIZE, rows.numel() // MAX_CHUNKS) // rows.shape[1])
     for target, chunk in zip(torch.split(rows, step), torch.split(dense, step), strict=True):
         target.copy_(chunk.to(device=target.device, dtype=target.dtype))

@@ -23,7 +23,7 @@ RopeScalingKind = Literal["linear", "llama3"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Scaling of rotary frequencies for contexts longer than those of the original training."""
+    """Scaling of rotary frequencies for contexts longer than in the original training."""
 
     kind: RopeScalingKind
     """`linear` divides every frequency by `factor`; `llama3` only low frequencies, with a smooth transition."""
@@ -199,7 +199,7 @@ class GPTConfig:
 
 MAX_LAYERS = 10_000
 MAX_COUNT = 2**31 - 1
-"""Upper limits of sizes: a larger value comes from a corrupt file, and building the model would hang."""
+"""Upper limits: a larger value means a corrupt file, and building the model would hang."""
 
 _CHOICES = {
     "norm": NormKind,

@@ -1,7 +1,7 @@
 """Hugging Face model families: `config.json` to `GPTConfig` and back, and the names of their tensors.
 
 A family can represent a model if converting its config to the family and back changes nothing. This round trip is the
-only rule: there is no second list of conditions for what is a Llama. A model that no family can represent has
+only rule; there is no separate list of conditions per family. A model that no family can represent has
 `model_type: "whimbrel"`.
 """
 
@@ -54,7 +54,7 @@ def _round_trips(family: Family, config: GPTConfig) -> bool:
 
 
 def canonical(config: GPTConfig) -> GPTConfig:
-    """A config that is equal for models that compute the same function.
+    """A normalized config, equal for all models that compute the same function.
 
     Derived sizes are filled in; settings without effect on the function (initialization, padding) get their defaults.
     """
@@ -83,7 +83,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "relu2": "relu2",
 }
-"""Activation names of transformers and ours."""
+"""Activation names: transformers to ours."""
 
 
 def _read_gpt2(table: Table) -> GPTConfig:
@@ -230,7 +230,7 @@ ROPE_SETTINGS = {
         "original_max_position_embeddings": "original_context_length",
     },
 }
-"""Settings of each kind of RoPE scaling: names of transformers and ours."""
+"""Settings of each kind of RoPE scaling: transformers names to ours."""
 
 
 def _read_rope(table: Table) -> tuple[Any, dict[str, Any] | None]:
@@ -291,7 +291,7 @@ def _one_of(key: str, value: Any, known: Collection[str]) -> str:
 
 
 class TensorMapping(NamedTuple):
-    """A tensor of a checkpoint is `rows` of a parameter of `GPT`, transposed for the Conv1D layers of GPT-2."""
+    """Maps a checkpoint tensor to `rows` of a `GPT` parameter; transposed for the Conv1D layers of GPT-2."""
 
     hf_name: str
     name: str

@@ -70,7 +70,7 @@ class Block(nn.Module):
     """Pre-norm attention and MLP with residual connections.
 
     All blocks of a model have equal attributes except for their weights, so `torch.compile` compiles one graph for all;
-    what differs between layers (mask, cache) is an argument.
+    per-layer inputs (mask, cache) are passed as arguments.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -129,13 +129,13 @@ class GPT(nn.Module):
         return cast(nn.Embedding, self.transformer["wte"])
 
     def tie_head(self) -> None:
-        """Share the embedding weight with a tied head; call it again after parameters were replaced (`to_empty`)."""
+        """Share the embedding weight with a tied head; call it again after parameters are replaced (`to_empty`)."""
         if self.config.tied_head:
             self.lm_head.weight = self.token_embedding.weight
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize the weights: linear layers and embeddings normal, biases and padding rows zero."""
+        """Initialize the weights: normal for linear layers and embeddings, zero for biases and padding rows."""
         config = self.config
         zeroed = {"c_proj": config.zero_init_projections, "lm_head": config.zero_init_head}
         for name, module in self.named_modules():
@@ -170,13 +170,13 @@ class GPT(nn.Module):
 
         Args:
             attention_mask: (batch, tokens), 0 for padding, on either side. Positions are counted over the other tokens.
-                With a transformers cache it also covers the stored tokens; our caches know their padding.
+                With a transformers cache it also covers the cached tokens; Whimbrel caches track padding themselves.
             labels: (batch, tokens), usually `input_ids`; shifted here, so that position i predicts label i + 1.
             targets: (batch, tokens), already shifted: position i predicts target i. Logits are then returned only with
                 `return_logits`, because the fused loss does not materialize them.
-            num_items_in_batch: Divisor of the loss, which is a sum in fp32 over labels that are not -100. Default:
-                their number, which makes it a mean. With gradient accumulation pass the number of the complete batch.
-            return_logits: Whether to compute logits. Default: unless there are `targets`.
+            num_items_in_batch: Divisor of the loss, which is summed in fp32 over labels that are not -100. Default:
+                their number (a mean). With gradient accumulation, pass the number in the whole batch.
+            return_logits: Whether to compute logits. Default: True unless `targets` are passed.
             cache: Keys and values of earlier tokens; those of `input_ids` are appended.
             documents: (batch, tokens), a document number for each token; tokens attend only within their document.
             logits_to_keep: Compute logits for this many last positions only.
@@ -268,7 +268,7 @@ class GPT(nn.Module):
         return padded_positions(attention_mask)
 
     def _check_ids(self, input_ids: Tensor) -> None:
-        """Reject ids of padding rows, which the embedding would accept; only on the CPU, where it needs no sync."""
+        """Reject ids of padding rows, which the embedding would accept; CPU only, since a GPU would have to sync."""
         readable = type(input_ids) is Tensor and input_ids.device.type == "cpu" and not torch.compiler.is_compiling()
         if not readable or not input_ids.numel():
             return
@@ -303,7 +303,7 @@ class GPT(nn.Module):
         """FLOPs of a forward and backward pass per token, in sequences of `num_tokens`.
 
         The usual convention (PaLM, appendix B): 6 per parameter of a matrix product, which excludes embedding lookups,
-        and 12 * heads * head size * keys per layer for attention. Causality is not discounted, a sliding window is.
+        and 12 * heads * head size * keys per layer for attention. The causal mask is ignored, a sliding window is not.
         """
         config = self.config
         looked_up = config.context_length if config.position == "learned" else 0
@@ -314,7 +314,7 @@ class GPT(nn.Module):
 
 
 def _retie_head(model: GPT, _incompatible: object) -> None:
-    """`load_state_dict(..., assign=True)` replaces the shared parameter by two."""
+    """`load_state_dict(..., assign=True)` replaces the tied parameter with two separate ones."""
     model.tie_head()
 
 

@@ -1,4 +1,4 @@
-"""Loss on held-out data: a mean over tokens, accumulated over batches, and the numbers derived from it."""
+"""Loss on held-out data: a mean over tokens, accumulated over batches, and metrics derived from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["HeldOutLoss", "LossAccumulator", "held_out_loss", "perplexity"]
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a mean loss in nats; infinite instead of an overflow error."""
+    """The exponential of a mean loss in nats; inf instead of an OverflowError."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -49,10 +49,10 @@ class HeldOutLoss:
 
 
 class LossAccumulator:
-    """Adds up the losses of batches, weighted by their tokens.
+    """Accumulates batch losses, weighted by number of tokens.
 
-    Sums stay on the device in fp64 until `result`: no synchronization per batch, and fp32 sums of many batches add up
-    without rounding.
+    Sums stay on the device in fp64 until `result`: no synchronization per batch, and summing many fp32 batch
+    losses does not lose precision.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ class KVStore(Protocol):
         """Positions of the next tokens: (tokens,), or (batch, tokens) if sequences differ; negative for padding."""
 
     def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
-        """Store the new keys and values of a layer and return a view of all that its queries can attend to."""
+        """Store the new keys and values of a layer and return all keys and values that its queries can attend to."""
 
     def get_seq_length(self) -> int:
         """Number of tokens stored, padding included."""
@@ -98,7 +98,7 @@ def padded_positions(attention_mask: Tensor) -> Tensor:
 
 
 def causal_mask(positions: Tensor, *, window: int | None = None, documents_BT: Tensor | None = None) -> Tensor | None:
-    """True where a query may attend, shape (T, T) or (B, 1, T, T); None if plain causal attention is equivalent.
+    """True where a query may attend, shape (T, T) or (B, 1, T, T); None if `is_causal=True` is equivalent.
 
     `positions` is (T,), or (B, T) with negative values for padding. A query attends to itself and earlier tokens, to at
     most `window` tokens, and only within its own document.
@@ -174,7 +174,7 @@ class Norm(nn.Module):
 
     @classmethod
     def from_config(cls, config: GPTConfig) -> Norm:
-        """The norm of the residual stream."""
+        """A norm over the residual stream, as configured."""
         bias = config.bias == "all"
         return cls(config.embd_size, kind=config.norm, eps=config.norm_eps, affine=config.norm_affine, bias=bias)
 
@@ -203,7 +203,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BTC: Tensor, rope: RopeTable | None, mask: Tensor | None, cached: CachedAttention | None
     ) -> Tensor:
-        """Attend within `x`, or over the cache behind `cached`; without a mask attention is causal."""
+        """Attend within `x`, or through `cached` over a KV cache; without a mask, attention is causal."""
         B, T, _ = x_BTC.shape
         heads_BHTD = self.c_attn(x_BTC).view(B, T, -1, self.head_size).transpose(1, 2)
         q, k, v = heads_BHTD.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)

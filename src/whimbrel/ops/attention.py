@@ -1,4 +1,4 @@
-"""Attention over a KV cache: what may be read (`View`), reading it (`attend`), writing blocks of a paged cache."""
+"""Attention over a KV cache: the keys and values (`View`), attention (`attend`), writes to a paged cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["View", "attend", "attend_reference", "write_blocks"]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What attention may read of one layer of a cache, including the newest tokens.
+    """Keys and values of one cache layer that attention reads, including the newest tokens.
 
     Contiguous cache: slot i has the token at position `key_positions[i]`; if that is None, the slots are the newest
     tokens in order. Paged cache: the token at position p of sequence b is in block `block_tables[b, p // block size]`.
@@ -68,7 +68,7 @@ def write_blocks(keys: Tensor, values: Tensor, new_keys_THX: Tensor, new_values_
 def attend(q_BHTD: Tensor, view: View, positions: Tensor, *, window: int | None = None) -> Tensor:
     """Attention of queries at `positions`, (T,) or (batch, T), over the keys and values of `view`.
 
-    A query at position q attends to keys at positions 0 to q, to at most `window` of them.
+    A query at position q attends to keys at positions 0 to q, or only to the last `window` of them.
     """
     decoding = q_BHTD.size(2) == 1 and view.codec is None and q_BHTD.is_cuda
     if decoding and view.block_tables is not None and view.lengths is not None:
@@ -104,6 +104,6 @@ def _mask(view: View, positions: Tensor, slots: int, window: int | None) -> Tens
     mask = (distance >= 0) & (keys >= 0)[..., None, :]
     if window is not None:
         mask &= distance < window
-    # A padding query would attend to nothing, which gives NaN: let it attend to everything.
+    # A padding query would attend to nothing and yield NaN, so let it attend to everything.
     mask |= (positions < 0)[..., :, None]
     return mask if mask.dim() == 2 else mask[:, None]

@@ -1,7 +1,7 @@
-"""Triton kernels of the paged KV cache: writing new tokens to blocks, and decoding attention without gathering them.
+"""Triton kernels for the paged KV cache: write new tokens to blocks, and decode-phase attention without a gather.
 
 The tokens of a sequence are split among programs, so that a few long sequences still fill a GPU (as flash-decoding
-does); each computes an online softmax over its part, and a second kernel combines the parts. Lengths and block tables
+does); each computes an online softmax over its split, and a second kernel combines the splits. Lengths and block tables
 are read on the device: a captured CUDA graph works for sequences of any length.
 
 Both are custom operators that declare which tensors they mutate: torch.compile cannot know that of a Triton kernel, and
@@ -20,7 +20,7 @@ __all__ = ["paged_attention", "write_blocks_cuda"]
 BLOCK = 32
 """Tokens per tile of a program."""
 PROGRAMS = 256
-"""Programs that keep a large GPU busy."""
+"""Number of programs that fills a large GPU."""
 MAX_SPLITS = 16
 """Maximum number of programs per sequence and KV head."""
 LOG2_E = 1.4426950408889634

@@ -1,4 +1,4 @@
-"""Whether `torch.compile` has the compiler it needs, checked before it would fail in the middle of a run."""
+"""Check that the compiler for `torch.compile` is installed, before it fails in the middle of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def missing_compiler(kind: str) -> str | None:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler that torch would use: CXX, else a default one; None if it does not run."""
+    """The C++ compiler that torch would use ($CXX or a default); None if it does not run."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second to import
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -1,7 +1,7 @@
 """Fused output layer and loss: cross-entropy of `hidden @ weight.T` without materializing all logits.
 
 Tokens are processed in chunks. The logits of a chunk are computed, reduced to the loss, overwritten by the gradient of
-the loss, and multiplied into the gradients of `hidden` and `weight` at once. So memory is one chunk of logits, and no
+the loss, and multiplied into the gradients of `hidden` and `weight` right away. Memory is one chunk of logits, and no
 product is computed twice. Backward only scales the gradients that forward has computed.
 """
 
@@ -67,7 +67,7 @@ def linear_cross_entropy(
 
 
 def _check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise for ids without a logit: those of the padding have infinite loss, those beyond it undefined loss."""
+    """Raise for ids outside the vocabulary: the loss of padding rows is infinite, beyond them it is undefined."""
     if targets.is_meta or getattr(targets, "fake_mode", None) is not None:
         return
     wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))
@@ -145,7 +145,7 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 def fused_loss_and_gradient_(
     logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
 ) -> Tensor:
-    """`_loss_and_gradient_` in one Triton kernel; a TorchFunctionMode can override it, as any function of torch."""
+    """`_loss_and_gradient_` in one Triton kernel; a TorchFunctionMode can override it, like any torch function."""
     if not torch.compiler.is_compiling() and has_torch_function_unary(logits):
         arguments = (logits, targets, vocab_size, softcap, ignore_index, gradient)
         return handle_torch_function(fused_loss_and_gradient_, (logits,), *arguments)

@@ -1,4 +1,4 @@
-"""Triton kernel of `linear_cross_entropy`: one program per row of logits, gradient written in place."""
+"""Triton kernel for `linear_cross_entropy`: one program per row of logits, gradient written in place."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Low-bit codecs: tensors stored as int8, int4 or fp8 codes with one scale per group of neighboring values.
 
-Groups never cross the last dimension, so codes and scales can be sliced, sharded and concatenated along all others.
-Three scale rules, each exact to the bit because checkpoints and resumed runs depend on it:
+Groups lie within the last dimension, so codes and scales can be sliced, sharded and concatenated along all others.
+Three scale rules, each bit-exact, because checkpoints and resumed runs depend on it:
 
     SymmetricCodec  x' = c s          weights, and int8/fp8 KV caches
     AffineCodec     x' = m + c s      int4 KV caches, whose keys have outlier channels
@@ -46,10 +46,10 @@ __all__ = [
 BLOCK_SIZE = 256
 """Group size of `PowerCodec`."""
 BF16_MARGIN = 2.0**-8
-"""Above the relative rounding error of bf16: a value moved by it stays on that side after rounding."""
+"""Larger than the relative rounding error of bf16, so a value shifted by it stays on that side when rounded."""
 MAX_BYTE = 255
 HEADROOM, MIN_FILL = 1.05, 0.5
-"""Of `SymmetricCodec.update_scales`: the growth a new scale allows, and the filled part below which it shrinks."""
+"""For `update_scales`: headroom above the maximum in a new scale, and the used range below which it shrinks."""
 GOLDEN = 0x9E3779B1
 """2^32 / golden ratio: its multiples are spread evenly over 32 bits (Fibonacci hashing)."""
 
@@ -59,7 +59,7 @@ GOLDEN = 0x9E3779B1
 
 @dataclass(frozen=True, slots=True)
 class CodeType:
-    """Range and storage of one kind of code."""
+    """Value range and storage dtype of one kind of code."""
 
     name: str
     min: float
@@ -72,7 +72,7 @@ class CodeType:
     """Whether two codes share a byte."""
 
     def width(self, size: int) -> int:
-        """Stored elements of `size` codes."""
+        """Number of stored elements for `size` codes."""
         return (size + 1) // 2 if self.packed else size
 
     def encode_(self, ratios: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -86,13 +86,13 @@ class CodeType:
         return self.pack(rounded.clamp_(self.min, self.max))
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Integer codes, as floats, in storage layout."""
+        """Convert codes (integers in a float tensor) to the storage layout."""
         if not self.packed:
             return codes.to(self.dtype)
         return pack_nibbles((codes + self.zero if self.zero else codes).to(torch.uint8), fill=self.zero)
 
     def decode(self, codes: Tensor, dtype: torch.dtype, *, width: int | None = None) -> Tensor:
-        """Unpacked codes, one element each, unscaled; `width` cuts off the fill of an odd last pair."""
+        """Unpacked codes, one element each, unscaled; `width` drops the padding of an odd width."""
         if self.name == "fp8":
             return codes.view(torch.float8_e4m3fn).to(dtype)
         if self.packed:
@@ -109,9 +109,9 @@ FP8 = CodeType("fp8", -448, 448, torch.float8_e4m3fn)
 
 
 def pack_nibbles(codes: Tensor, *, fill: int = 0) -> Tensor:
-    """Pairs of 4-bit codes along the last dimension in one byte each, the even one in the low half.
+    """Pack pairs of 4-bit codes along the last dimension into bytes, the even one in the low nibble.
 
-    `fill` completes an odd last pair.
+    `fill` pads an odd width.
     """
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1), value=fill)
@@ -119,7 +119,7 @@ def pack_nibbles(codes: Tensor, *, fill: int = 0) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """The inverse of `pack_nibbles`, including the fill of an odd last pair."""
+    """The inverse of `pack_nibbles`, including the padding of an odd width."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
@@ -127,7 +127,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def split_groups(x: Tensor, group_size: int | None) -> Tensor:
-    """(..., width) as (..., groups, group size); None: one group. A short last group is filled with its last value."""
+    """(..., width) as (..., groups, group size); None: one group. A short last group is padded with its last value."""
     width = x.shape[-1]
     size = min(group_size or width, width)
     if width % size:
@@ -149,7 +149,7 @@ def scale_groups_(x: Tensor, scales: Tensor, group_size: int | None, *, divide: 
     return x
 
 
-# Codecs of weights and KV caches
+# Codecs for weights and KV caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class GroupCodec(ABC):
         return self.code_type.width(size)
 
     def num_groups(self, size: int) -> int:
-        """Groups of `size` values; the last one may be shorter."""
+        """Number of groups in `size` values; the last one may be shorter."""
         return 1 if self.group_size is None else -(-size // self.group_size)
 
     def scale_width(self, size: int) -> int:
@@ -188,7 +188,7 @@ class GroupCodec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales. Values that are not finite spoil their own group; with `AffineCodec`, all groups."""
+        """Codes and scales. A non-finite value corrupts its group; with `AffineCodec`, all groups."""
 
     @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -205,7 +205,7 @@ class SymmetricCodec(GroupCodec):
     """
 
     def encode(self, x: Tensor, *, scales: Tensor | None = None, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Codes and scales: the given scales, or the best. `noise`: see `CodeType.encode_`."""
+        """Codes and scales; `scales` default to max|x| / n. `noise`: see `CodeType.encode_`."""
         width = x.shape[-1]
         self.code_width(width)
         groups = split_groups(x.float(), self.group_size)
@@ -228,8 +228,8 @@ class SymmetricCodec(GroupCodec):
     def update_scales(self, scales: Tensor, x: Tensor) -> Tensor:
         """Scales for a weight that changes little from step to step: the old ones, as long as `x` fits them.
 
-        A new scale re-rounds every code of its group, and stochastic rounding would move weights that the step did
-        not. New scales leave some headroom, so that they are rare, and clip nothing.
+        A new scale re-rounds every code of its group, and stochastic rounding would change weights that the step did
+        not. New scales have some headroom, so that they are rarely needed, and never clip.
         """
         largest = split_groups(x.float(), self.group_size).abs().amax(dim=-1)
         full = self.code_type.max * scales.float()
@@ -250,7 +250,7 @@ class AffineCodec(GroupCodec):
         return 2 * self.num_groups(size) + 3 * torch.bfloat16.itemsize
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales; a value that is not finite spoils all groups."""
+        """Codes and scales; a non-finite value corrupts all groups."""
         width = x.shape[-1]
         self.code_width(width)
         groups = split_groups(x.float(), self.group_size)
@@ -306,7 +306,7 @@ def _as_bf16(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).float()
 
 
-# Codecs of optimizer state, which is rewritten in place at every step
+# Codecs for optimizer state, which is rewritten in place at every step
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +316,7 @@ class FloatCodec:
     dtype: torch.dtype
 
     def allocate(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-        """Stored tensors of a state of zeros."""
+        """Allocate the storage of an all-zero state."""
         return (torch.zeros(*shape, dtype=self.dtype, device=device),)
 
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -324,7 +324,7 @@ class FloatCodec:
         return torch.Size(shape).numel() * self.dtype.itemsize
 
     def decode(self, stored: Sequence[Tensor], width: int) -> Tensor:
-        """The state in fp32; of fp32 it is the stored tensor itself, not a copy."""
+        """The state in fp32; if stored as fp32, the stored tensor itself, not a copy."""
         return stored[0].float()
 
     def encode_(self, stored: Sequence[Tensor], values: Tensor, noise: Tensor | None = None) -> None:
@@ -350,7 +350,7 @@ class PowerCodec:
         return self.code_type.dtype
 
     def allocate(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-        """Stored tensors of a state of zeros: codes and scales."""
+        """Allocate the storage of an all-zero state: codes and scales."""
         *rows, width = shape
         codes = torch.zeros(*rows, self.code_type.width(width), dtype=self.dtype, device=device)
         if self.code_type.packed:
@@ -419,7 +419,7 @@ def hash_uniform(shape: Sequence[int], seed: int, start: int, device: torch.devi
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> Tensor:
-    """fp32 to bf16 or fp16, to one of the two nearest values."""
+    """Round fp32 to bf16 or fp16 stochastically: to one of the two neighboring values."""
     if dtype == torch.bfloat16:
         noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
         return _truncate_to_bf16(x, noise)
@@ -432,7 +432,7 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, generator: torch.Generator |
 
 
 def _truncate_to_bf16(x: Tensor, noise: Tensor) -> Tensor:
-    """Add `noise`, an int32 below 2^16, to the mantissa bits that bf16 lacks, then cut them off."""
+    """Add `noise`, an int32 below 2^16, to the mantissa bits that bf16 lacks, then truncate them."""
     rounded = x.contiguous().view(torch.int32).add(noise).bitwise_and_(-(1 << 16)).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).bfloat16()
 

@@ -1,20 +1,20 @@
-"""Optimizers that work during backward, so that full gradients need not exist until the step.
+"""Run the optimizer, or its gradient projection, during backward instead of keeping all full gradients.
 
 `step_in_backward` updates each parameter as soon as its gradient is computed and frees the gradient: one exists at a
-time, and nothing may depend on all of them together (no accumulation, no clipping).
+time, so nothing may depend on all of them together (no accumulation, no clipping).
 
 `project_in_backward` has no such restriction: R_acc += G Q for each micro-batch, then one step after the last; this is
-exact, since projecting is linear. A matrix whose basis is due keeps its full gradient for that step; refreshes are
+exact, since projecting is linear. A matrix due for a basis refresh keeps its full gradient for that step; refreshes are
 staggered, so these are few. With `model`, linear layers never compute their full weight gradients at all (see
 `ProjectedLinear`).
 
-The norm of all gradients, for clipping, is exact if one micro-batch makes a step and gradients are computed at all:
+The norm of all gradients, for clipping, is exact with one micro-batch per step and without `model`:
 each is measured before it is freed. Otherwise |G|^2 is estimated as |R|^2 + |G w - R Q^T w|^2 / 16, w being 16
 Gaussian directions: the part inside the basis is exact, the rest is unbiased, with an error of about 1% for a complete
 model.
 
 Ranks with replicas of the model average R, not G: m x r numbers per matrix and step, and full gradients only for
-parameters whose basis is due or that have none.
+parameters that are due for a refresh or have no basis.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SKETCH_SIZE = 16
 
 
 class InBackward(torch.optim.Optimizer):
-    """Wraps an optimizer: same groups, same state, and state dicts that either of them loads."""
+    """Wraps an optimizer: same groups, same state, interchangeable state dicts."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, InBackward) or getattr(optimizer, "works_in_backward", False):
@@ -73,7 +73,7 @@ class InBackward(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a run with or without work in backward."""
+        """Load a state dict saved with or without the wrapper."""
         self.optimizer.load_state_dict(state_dict)
         self._share_state()
 
@@ -102,7 +102,7 @@ class InBackward(torch.optim.Optimizer):
         return self.optimizer
 
     def _attach(self, handles: Iterable[Any]) -> None:
-        """The last step of construction: register hooks."""
+        """Register hooks; called last in `__init__`, so that a failed constructor leaves none."""
         self._handles += handles
         self.optimizer.works_in_backward = True  # type: ignore[attr-defined]
 
@@ -139,7 +139,7 @@ class StepInBackward(InBackward):
         )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """End the step; backward has updated the weights already."""
+        """End the step; backward has already updated the weights."""
         loss = None if closure is None else closure()
         self._step_started = False
         return loss
@@ -202,7 +202,7 @@ class StepInBackward(InBackward):
 
 
 class Probe:
-    """The basis by which a linear layer projects its weight gradient, and the leaves at which the projection arrives.
+    """The basis with which a linear layer projects its weight gradient, and the leaf tensors that receive the result.
 
     The leaves are tensors of zeros that take no memory; autograd accumulates R and the sketch of G into their `grad`.
     `sketch` holds a few random directions, from which the norm of the part of G outside the basis is estimated.
@@ -219,7 +219,7 @@ class Probe:
         self.sketched = _empty_leaf((param.shape[-2], sketch.shape[-1]), sketch.device, dtype)
 
     def basis(self) -> Tensor:
-        """The basis and the directions of the sketch, side by side."""
+        """The basis and the sketch directions, concatenated along columns."""
         return torch.cat((self.codec.decode(self.stored, self.rank), self.sketch), dim=-1)
 
 
@@ -229,13 +229,13 @@ class ProjectedLinear(nn.Linear):
     With Y = X W^T the gradient of W is G = dY^T X, and its projection is
         R = G Q = dY^T (X Q)          (projected columns: forward keeps X Q, r numbers per token, instead of X)
         R = G^T P = X^T (dY P)        (projected rows: forward keeps X)
-    either way r/n or r/m of the FLOPs of G, and no matrix of the size of W.
+    either way r/n or r/m of the FLOPs of G, and no weight-sized temporary.
     """
 
     probe: Probe
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `nn.Linear`; if gradients are enabled, the probe gets the projected gradient and the weight gets none."""
+        """As `nn.Linear`; with gradients enabled, the probe gets the projected gradient; `weight.grad` stays None."""
         probe = self.probe
         if not (probe.enabled and torch.is_grad_enabled() and self.weight.requires_grad):
             return super().forward(x)
@@ -413,12 +413,12 @@ class ProjectInBackward(InBackward):
         return super().remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a run with or without work in backward, including which bases are due."""
+        """Load a state dict saved with or without the wrapper, including pending basis refreshes."""
         super().load_state_dict(state_dict)
         self._enable_probes()
 
     def simulate_peak_step(self) -> None:
-        """Make bases due as in the planned step that keeps the most bytes of full gradients.
+        """Schedule basis refreshes as in the planned step that keeps the most bytes of full gradients.
 
         For memory estimates only: the optimizer cannot be used for training afterwards.
         """
@@ -477,7 +477,7 @@ class ProjectInBackward(InBackward):
         return self._directions[width, device]
 
     def _replace_linears(self, model: nn.Module) -> dict[Any, Tensor]:
-        """Give a probe to each linear layer whose weight has a stored basis; returns the layers with their weights."""
+        """Convert linear layers whose weight has a stored basis to `ProjectedLinear`; returns layers and weights."""
         projected = {id(p) for p in self._projected_params}
         found: dict[Any, Tensor] = {}
         for module in model.modules():
@@ -502,12 +502,12 @@ class ProjectInBackward(InBackward):
         return self.dtype or (torch.float32 if parameter.dtype == torch.float16 else parameter.dtype)
 
     def _enable_probes(self) -> None:
-        """Before a step: linear layers whose basis is due compute their full gradient in it."""
+        """Before a step: let linear layers that are due for a basis refresh compute their full gradient."""
         for module, weight in self._linears.items():
             module.probe.enabled = not self.optimizer.is_refresh_due(weight)
 
     def _collect_probes(self) -> None:
-        """Move what arrived at the probes to the optimizer."""
+        """Move the projected gradients from the linear layers to the optimizer."""
         for module, weight in self._linears.items():
             probe = module.probe
             if probe.low.grad is not None:
@@ -540,7 +540,7 @@ class ProjectInBackward(InBackward):
             p.grad = None
 
     def _average_sketches(self) -> None:
-        """Average the sketches over ranks, if the norm is needed: that of a mean cannot be computed otherwise."""
+        """Average the sketches over ranks: the norm of a mean cannot be computed from per-rank norms."""
         if self.process_group is None or self._averaged_sketches:
             return
         self._averaged_sketches = True
@@ -555,7 +555,7 @@ class ProjectInBackward(InBackward):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _check_ranks(self, params: list[Tensor], model: nn.Module | None) -> None:
-        """Raise for ranks that would diverge, or average twice."""
+        """Raise if ranks would diverge, or average gradients twice."""
         if any(is_dtensor(p) for p in params) and (model is not None or self.process_group is not None):
             name = "process_group" if model is None else "model"
             raise OptimizerError(f"fully_shard computes and averages gradients itself: leave out {name}=")

@@ -23,7 +23,7 @@ __all__ = ["MAX_GRAD", "BaseOptimizer", "check_integer", "check_numbers", "lr_of
 
 logger = logging.getLogger(__name__)
 
-run_eagerly = _disable_dynamo  # as torch.compiler.disable, without importing the compiler along with this module
+run_eagerly = _disable_dynamo  # torch.compiler.disable, without importing the compiler
 """Run a function, and everything it calls, eagerly under `torch.compile`.
 
 A parameter that is reached by two paths (as a key of `state` and as `ParamState.parameter`) is guarded by one of them
@@ -47,7 +47,7 @@ OPTIONAL = ("rank", "betas", "eps", "momentum")
 
 
 class BaseOptimizer(torch.optim.Optimizer):
-    """Runs the closure with gradients on, rejects sparse gradients, and skips a step with a non-finite gradient.
+    """Runs the closure with gradients enabled, rejects sparse gradients, and skips a step with a non-finite gradient.
 
     Subclasses allocate the state of a group when the group is added (`_init_group`), except those with `lazy_state`.
     """
@@ -79,7 +79,7 @@ class BaseOptimizer(torch.optim.Optimizer):
             self._remember_layout(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Check the options of a group and allocate its state; a rejected group leaves the optimizer as it was."""
+        """Check the options of a group and allocate its state; a rejected group leaves the optimizer unchanged."""
         _check_keys(type(self).__name__, param_group, self.defaults)
         self._check_options(self.defaults | param_group)
         super().add_param_group(param_group)
@@ -111,7 +111,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         return loss
 
     def reset(self) -> None:
-        """Restore the state of a new optimizer, in the tensors that exist: other objects may refer to them."""
+        """Reset all state in place, since other objects may hold references to the tensors."""
         self.skipped = 0
         for parameter, state in self.state.items():
             if state:
@@ -160,11 +160,11 @@ class BaseOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    # What a subclass defines
+    # For subclasses to override
 
     @abstractmethod
     def _update_all(self) -> None:
-        """The update of all parameters that have gradients."""
+        """Update all parameters that have gradients."""
 
     @abstractmethod
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -178,7 +178,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         """Check the parameters of a new group; allocate their state."""
 
     def _state_signature(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What must agree between a saved state and the state of this optimizer: shapes, by name."""
+        """Shapes by name, which must match between a saved state and the state of this optimizer."""
         return {name: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in state.items()}
 
     def _shards(self) -> Iterable[Shard | None]:
@@ -224,7 +224,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         grads = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         try:
             for p, grad in grads.items():
-                if grad.dtype != torch.float16:  # its largest number is smaller
+                if grad.dtype != torch.float16:  # the fp16 maximum is below MAX_GRAD
                     p.grad = grad.clamp(-MAX_GRAD, MAX_GRAD)
             self._update_all()
         finally:
@@ -238,7 +238,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         self._layouts |= dict.fromkeys(group["params"], layout)
 
     def _check_layout(self, group: Mapping[str, Any]) -> None:
-        """Raise if options of a group no longer fit the state that was allocated for them."""
+        """Raise if options of a group have changed since its state was allocated."""
         for parameter in group["params"]:
             for name, value in self._layouts[parameter].items():
                 if group[name] != value:
@@ -284,7 +284,7 @@ def _check_keys(optimizer: str, group: Mapping[str, Any], known: Collection[str]
 
 
 def check_numbers(options: Mapping[str, Any]) -> None:
-    """Raise `OptimizerError` for numbers out of range, of those options that are there."""
+    """Raise `OptimizerError` if an option that is present is out of range."""
     given = {name: value for name, value in options.items() if value is not None or name not in OPTIONAL}
     for name in NO_TENSOR:
         value = given.get(name)

@@ -1,4 +1,4 @@
-"""From a model and a config to an optimizer: parameter roles, parameter groups, and restoring saved state by name."""
+"""Build an optimizer from a model and a config: parameter roles and groups; restore saved state by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Role", "RoutedParameter", "build_optimizer", "restore_optimizer", "r
 
 logger = logging.getLogger(__name__)
 DEFAULT_RANK = 128
-"""Of the presets."""
+"""Default rank of the low-rank presets."""
 
 STATE_OPTIONS = (
     "rule", "rank", "subspace", "back_projection", "store", "basis_store", "side", "error_feedback", "projection_type",
@@ -37,7 +37,7 @@ Role = Literal["hidden", "embedding", "head", "scalar"]
 
 @dataclass(frozen=True, slots=True)
 class RoutedParameter:
-    """A parameter, its role in the model, and the rows of its separate matrices if it is fused (q, k, v)."""
+    """A parameter, its role in the model and, if it is fused (q, k, v), the number of rows of each part."""
 
     name: str
     parameter: nn.Parameter
@@ -146,7 +146,7 @@ def _group_options(config: OptimConfig, item: RoutedParameter) -> dict[str, Any]
 
 
 def _rank(item: RoutedParameter, group: GroupConfig | None) -> dict[str, int | None]:
-    """The `rank` option of a parameter: its own, None for no subspace, or absent for the default of the optimizer."""
+    """The `rank` option of a parameter: a number, None for no subspace, or absent for the optimizer's default."""
     if item.parameter.ndim < 2:
         return {"rank": None}
     if group is not None and group.rank is not None:
@@ -156,7 +156,7 @@ def _rank(item: RoutedParameter, group: GroupConfig | None) -> dict[str, int | N
 
 
 def _check_patterns(config: OptimConfig, parameters: Sequence[RoutedParameter]) -> None:
-    """Raise for groups that match no parameter, or give a subspace to vectors only."""
+    """Raise if a group matches no parameter, or sets a subspace but matches only vectors."""
     for group in config.groups:
         found = [item.parameter for item in parameters if re.search(group.pattern, item.name)]
         if not found:
@@ -194,9 +194,9 @@ def _warn_of_full_rank(config: OptimConfig, groups: Iterable[dict[str, Any]]) ->
 
 
 def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load saved state by parameter name; groups and options of `optimizer` stay as they are.
+    """Load saved state by parameter name; groups and options of `optimizer` do not change.
 
-    Raises `OptimizerError` if the state is of other parameters, or of options with which it means something else.
+    Raises `OptimizerError` if the state was saved for other parameters or with incompatible options.
     """
     own = optimizer.state_dict()
     mine, theirs = (_by_name(groups) for groups in (own["param_groups"], saved["param_groups"]))

@@ -19,13 +19,13 @@ class GroupConfig:
     pattern: str
     """Regular expression, searched for in parameter names; a parameter belongs to the first group that matches."""
     lr: float | None = None
-    """Peak learning rate; default: as for the other parameters."""
+    """Peak learning rate; default: the value for other parameters."""
     weight_decay: float | None = None
-    """Decoupled weight decay; default: as for the other parameters."""
+    """Decoupled weight decay; default: the value for other parameters."""
     rank: int | None = None
-    """Rank of the subspace of these matrices, embeddings and head included; default: as for the other parameters."""
+    """Rank of the subspace of these matrices, including embeddings and head; default: the value for other matrices."""
     subspace: bool | None = None
-    """Whether these matrices are updated in a subspace; default: hidden matrices are, and those with a rank."""
+    """Whether these matrices are updated in a subspace; default: only hidden matrices and those with a rank."""
 
     def __post_init__(self) -> None:
         try:
@@ -57,10 +57,10 @@ OptimizerName = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """The optimizer and its options. Optimizers for matrices update the hidden ones; AdamW updates everything else."""
+    """The optimizer and its options. Matrix optimizers update hidden matrices; AdamW updates the rest."""
 
     name: OptimizerName = "adamw"
-    """Optimizer; all except adamw and adamw8bit are for hidden matrices, with AdamW for the other parameters."""
+    """Optimizer; all except adamw and adamw8bit apply to hidden matrices and use AdamW for other parameters."""
     lr: float = 3e-4
     """Peak learning rate; with muon, of the hidden matrices."""
     embedding_lr: float | None = None
@@ -86,13 +86,13 @@ class OptimConfig:
     rank: int | None = None
     """Rank of the subspace of hidden matrices; default: 128, with apollo_mini 1."""
     gap: int | None = None
-    """Steps between two bases of a subspace; default: 200, with galore_warm 10."""
+    """Steps between basis refreshes; default: 200, with galore_warm 10."""
     lazy: bool | None = None
     """Whether the gap grows while a basis hardly changes and shrinks while it does; default: false."""
     moment_transfer: Literal["first", "both", "align", "keep"] | None = None
     """Moments after a basis change: project first or both, align the basis, or keep them unchanged; default: first."""
     scale: float | None = None
-    """Factor of updates in a subspace; default: 0.25 with galore, qgalore, fira; sqrt(128) with apollo_mini; else 1."""
+    """Scale of low-rank updates; default: 0.25 with galore, qgalore, fira; sqrt(128) with apollo_mini; else 1."""
     side: Literal["right", "left", "std", "cheapest"] | None = None
     """Projected side of a matrix: right (columns), left (rows), std (shorter), cheapest; default: right."""
     store: Literal["fp32", "bf16", "int8"] | None = None
@@ -132,7 +132,7 @@ class OptimConfig:
                 check_unused("optim.groups", group, ("rank", "subspace"), f"optim.name = {_optimizers_with('rank')}")
 
     def has_option(self, option: str) -> bool:
-        """Whether this optimizer has an option of those that only some have."""
+        """Whether this optimizer accepts `option`, one of those that only some optimizers have."""
         return option in OPTIONS_BY_OPTIMIZER[self.name]
 
     def with_name(self, name: str) -> OptimConfig:
@@ -152,7 +152,7 @@ OPTIONS_BY_OPTIMIZER: dict[str, tuple[str, ...]] = {
     "ldadam": ("rank", "scale"),
     "muon": ("momentum", "momentum_start", "momentum_warmup"),
 }
-"""Options of only some optimizers: rejected for others, where they would have no effect."""
+"""Options accepted by only some optimizers; rejected for others, where they would have no effect."""
 
 DENSE_ONLY = frozenset({"galore", "muon"})
 """Optimizers that cannot update quantized weights: they have no stochastic rounding."""

@@ -61,7 +61,7 @@ class GaLoreProjector:
     right:  R = G V_r            back:  G' = R V_r^T
     left:   R = U_r^T G          back:  G' = U_r R
     full:   R = U_r^T G V_r      back:  G' = U_r R V_r^T
-    With G = U S V^T cut after r vectors, G' is the best rank-r approximation of G right after a refresh. Each matrix
+    With G = U S V^T truncated to rank r, G' is the best rank-r approximation of G right after a refresh. Each matrix
     of a stack has its own basis. `ortho_matrix` is the only state.
     """
 
@@ -84,7 +84,7 @@ class GaLoreProjector:
         return self._project(grad, steps, side_of(self.projection_type, grad.shape))
 
     def project_back(self, low_rank_grad: Tensor) -> Tensor:
-        """The full-size gradient of a projected one, times `scale`."""
+        """Project a low-rank gradient back to full size and multiply it by `scale`."""
         if self.ortho_matrix is None:
             raise OptimizerError("no basis to project back with: call project() first")
         left, right = _split(self.ortho_matrix, self._side_back(low_rank_grad))
@@ -101,15 +101,15 @@ class GaLoreProjector:
         return self._project(grad, steps, side_of("reverse_std", grad.shape))
 
     def get_low_rank_grad_right(self, grad: Tensor, steps: int) -> Tensor:
-        """`project` to G V_r."""
+        """Project to G V_r."""
         return self._project(grad, steps, "right")
 
     def get_low_rank_grad_left(self, grad: Tensor, steps: int) -> Tensor:
-        """`project` to U_r^T G."""
+        """Project to U_r^T G."""
         return self._project(grad, steps, "left")
 
     def get_low_rank_grad_full(self, grad: Tensor, steps: int) -> Tensor:
-        """`project` to U_r^T G V_r."""
+        """Project to U_r^T G V_r."""
         return self._project(grad, steps, "full")
 
     @staticmethod
@@ -140,10 +140,10 @@ class GaLoreProjector:
         return _low_rank(grad, *_split(self.ortho_matrix, side))
 
     def _side_back(self, low_rank_grad: Tensor) -> str:
-        """The side that `low_rank_grad` was projected from, by shapes alone: r is at most m and at most n.
+        """The projected side, inferred from shapes alone: r is at most m and at most n.
 
-        A projection by std is m x r (m >= n >= r) or r x n (r <= m < n), so it is as tall or wide as its gradient. A
-        basis of reverse_std is m x r (m >= n >= r) or r x n (r <= m < n), so there the basis is.
+        A projection by std is m x r (m >= n >= r) or r x n (r <= m < n), so it is tall exactly if its gradient is. For
+        reverse_std the basis is m x r (m >= n >= r) or r x n (r <= m < n), so its shape decides.
         """
         if self.projection_type == "reverse_std" and isinstance(self.ortho_matrix, Tensor):
             return side_of("reverse_std", self.ortho_matrix.shape)
@@ -301,7 +301,7 @@ def _basis_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _new_state(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state of `p` before its first update: zeros on the device of `p`, sharded where it has the rows of `p`."""
+    """The state of `p` before its first update: zeros, sharded if they share the rows of `p`."""
     side, keys, shard = _side(p, group), _basis_keys(group), shard_of(p)
     shapes: dict[str, tuple[int, ...]] = {"exp_avg": tuple(p.shape), "exp_avg_sq": tuple(p.shape)}
     sharded: tuple[str, ...] = ("exp_avg", "exp_avg_sq")

@@ -27,13 +27,13 @@ from whimbrel.optim.subspace import BACK_PROJECTIONS, FullUpdate, add_product_, 
 __all__ = ["LowRankOptimizer", "Options"]
 
 BATCH_ELEMENTS = 1 << 24
-"""Elements that are updated together, which bounds the memory of temporaries."""
+"""Maximum elements updated together; bounds the memory of temporaries."""
 CACHE_ELEMENTS = 1 << 18
-"""The same on a CPU for elementwise rules: temporaries stay in the cache and their memory is reused."""
+"""The same for row-wise rules on a CPU, so that temporaries fit in the CPU cache."""
 
 
 class Options(TypedDict, total=False):
-    """Options of a parameter group, and keywords of the constructor, where they are the defaults of all groups."""
+    """Options of a parameter group; as constructor arguments, the defaults for all groups."""
 
     rank: int | None
     """Rank of the subspace; None: no subspace. Tensors of fewer than two dimensions never have one."""
@@ -50,16 +50,16 @@ class Options(TypedDict, total=False):
     side: str
     """right (project columns, the input side of a linear), left, std (shorter side) or cheapest (least memory)."""
     gap: int
-    """Steps between two bases."""
+    """Steps between basis refreshes."""
     lazy: bool
-    """Whether the gap grows while bases hardly change and shrinks while they do."""
+    """Adapt the gap: longer while the basis hardly changes, shorter while it does."""
     moment_transfer: str
     """How moments move to a new basis: first (project the first moment), both (project both), align (rotate the new
     basis to the old one and keep both) or keep (keep both)."""
     start: str
     """gradient (the first basis is from the first gradient) or random (random until a refresh in the first steps)."""
     scale: float
-    """Factor of updates in a subspace."""
+    """Scale of low-rank updates."""
     betas: tuple[float, float] | None
     eps: float | None
     momentum: float | None
@@ -125,7 +125,7 @@ class LowRankOptimizer(BaseOptimizer):
         super().reset()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """As in the base class; includes parameters with projected gradients."""
+        """Like the base class, including parameters that have only a projected gradient."""
         loss = super().step(closure)
         self._clear_projected()
         return loss
@@ -171,7 +171,7 @@ class LowRankOptimizer(BaseOptimizer):
         return self._params[parameter].describe()
 
     def state_bytes(self, parameter: Tensor) -> int:
-        """Bytes of the state of a parameter, by arithmetic alone."""
+        """Bytes of the state of a parameter, computed from shapes without allocating it."""
         return self._params[parameter].nbytes()
 
     # State
@@ -244,7 +244,7 @@ class LowRankOptimizer(BaseOptimizer):
         adapt_gaps(self._overlaps)
 
     def _batches(self, group: Mapping[str, Any], params: Sequence[ParamState]) -> Iterator[list[Piece]]:
-        """The work of a group in batches of bounded size: several parameters, or some rows of a large one."""
+        """Split a group into batches of bounded size: several parameters, or some rows of a large one."""
         batch: list[Piece] = []
         size = 0
         for param in params:
@@ -261,7 +261,7 @@ class LowRankOptimizer(BaseOptimizer):
             yield batch
 
     def _project(self, param: ParamState) -> Tensor:
-        """The gradient in the subspace, after a refresh of the basis if one is due; counts the step."""
+        """The gradient in the subspace, after a basis refresh if one is due; increments `step`."""
         parameter, state = param.parameter, self._local_state(param)
         if (low := self.projected.get(parameter)) is not None:
             state["step"] += 1
@@ -314,7 +314,7 @@ class LowRankOptimizer(BaseOptimizer):
     def _update_weight(self, piece: Piece, low: Tensor, direction: Tensor, lr: float) -> None:
         """W <- (1 - lr wd) W - lr scale (A Q^T + c G) for the rows of a piece.
 
-        Weights in fp32 take one in-place product. Others (16 bits or quantized) need the change in fp32 for stochastic
+        fp32 weights take one in-place addmm. Others (16-bit or quantized) need the update in fp32 for stochastic
         rounding, which is computed for some rows at a time.
         """
         param, rows, state = piece.param, piece.rows, self._local_state(piece.param)
@@ -334,7 +334,7 @@ class LowRankOptimizer(BaseOptimizer):
             add_product_(weight, update.low, None if basis is None else basis.mT, alpha=-rate, beta=1 - decay)
             return
         generator = param.generator(state, salt=2 + param.first_row(rows))
-        stored = weight.mT if transposed else weight  # rows of a quantized weight share scales, so they stay together
+        stored = weight.mT if transposed else weight  # scales are per stored row, so slice along stored rows
         for part in _weight_slices(stored):
             target = stored[part]
             change = (target.dequantize() if isinstance(target, QuantizedParameter) else target).float() * -decay
@@ -396,14 +396,14 @@ def _check_combination(options: Mapping[str, Any], *, linear: bool) -> None:
 
 
 def _batch_elements(param: ParamState) -> int:
-    """How many elements are updated together, of this parameter and others like it."""
+    """Maximum number of elements per batch for parameters like this one."""
     if param.parameter.device.type == "cpu" and not param.parameter.is_cuda and param.rule.rowwise:
         return min(BATCH_ELEMENTS, CACHE_ELEMENTS)
     return BATCH_ELEMENTS
 
 
 def _row_slices(param: ParamState) -> list[slice | None]:
-    """Rows that are updated at a time: all (None) if they are few, or if rule or back projection need them together."""
+    """Row slices to update one at a time; [None] means all rows (few rows, or a rule that needs all of them)."""
     limit = _batch_elements(param) if param.rank is None and param.moment_store == "int8" else BATCH_ELEMENTS
     if param.low_shape.numel() <= limit or param.low_shape[0] < 2 or not param.rowwise:
         return [None]
@@ -412,7 +412,7 @@ def _row_slices(param: ParamState) -> list[slice | None]:
 
 
 def _weight_slices(weight: Tensor) -> list[slice]:
-    """Rows of a weight whose fp32 change is computed at a time."""
+    """Row slices of a weight, small enough to compute their update in fp32."""
     rows = weight.shape[0] if weight.ndim else 0
     size = max(1, BATCH_ELEMENTS * rows // max(weight.numel(), 1))
     return [slice(start, start + size) for start in range(0, rows, size)]

@@ -1,8 +1,8 @@
-"""Muon: momentum whose update is replaced by its polar factor, for hidden matrices; AdamW for everything else.
+"""Muon: orthogonalized momentum (its polar factor) for hidden matrices; AdamW for everything else.
 
 For a matrix W (m x n) with gradient G (Jordan et al., 2024):
     M <- b M + (1 - b) G;   U = (1 - b) G + b M;   W <- (1 - lr wd) W - lr sqrt(max(1, m/n)) polar(U)
-Matrices of one shape are stacked and orthogonalized in one batch of products; fused q, k, v are split first.
+Matrices of the same shape are stacked and orthogonalized in one batch; fused q, k, v are split first.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Muon(BaseOptimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p] = _new_state(p, group["rule"])
-            if p.is_cuda:  # the fused kernel needs it there, also after a state dict was loaded
+            if p.is_cuda:  # the fused kernel needs `step` on the GPU, even after load_state_dict
                 self.state[p]["step"] = self.state[p]["step"].to(p.device)
         states = [self.state[p] for p in params]
         mixed = any(p.dtype == torch.float16 for p in params)  # fused and foreach need moments of the same dtype

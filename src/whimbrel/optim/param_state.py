@@ -1,4 +1,4 @@
-"""One parameter of the low-rank optimizer: its matrix view, layout and storage of its state, and basis refreshes."""
+"""Per-parameter state of the low-rank optimizer: matrix view, state layout and storage, basis refreshes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 ON_HOST = ("step", "due", "gap", "seed")
 """State tensors that control the step; they stay on the CPU, so that reading them does not synchronize."""
 State = dict[str, Tensor]
-"""On the CPU: step, seed, `due` (the step of the next basis), `gap`; on the device: moments, basis, scales etc."""
+"""On the CPU: step, seed, `due` (step of the next basis refresh), `gap`; on the device: moments, basis, scales etc."""
 MIN_CODED_ELEMENTS = 4096
 """Moments of smaller parameters stay in fp32, where low-bit storage would save only a few bytes."""
 GOLDEN_RATIO = 0.6180339887498949
@@ -107,7 +107,7 @@ class ParamState:
 
     @property
     def rowwise(self) -> bool:
-        """Whether some rows can be updated without the others; the numbers of a vector share scales."""
+        """Whether rows can be updated independently; elements of a vector share scales, so it has no rows."""
         independent = self.rank is None or (self.group["back_projection"] == "galore" and len(self.shape) == 2)
         return self.rule.rowwise and len(self.shape) > 1 and independent and not self.scales_along_columns
 
@@ -165,7 +165,7 @@ class ParamState:
         return state
 
     def nbytes(self) -> int:
-        """The bytes of `new_state`, by arithmetic alone."""
+        """Bytes that `new_state` would allocate, computed from shapes."""
         total = 8 * 2 + sum(self.codecs[name].nbytes(shape) for name, shape in self.shapes.items())
         stack = self.shape[:-2].numel() if self.as_matrix else 1
         if self.basis_codec is not None:
@@ -216,14 +216,14 @@ class ParamState:
         return random_basis(self.shape, self.rank, generator, self.parameter.device, self.shard)
 
     def noise(self, state: State, name: str, shape: torch.Size, rows: slice | None) -> Tensor | None:
-        """Noise for stochastic rounding of second moments, which change by less than a level per step; else None."""
+        """Noise for stochastic rounding of second moments, which change in steps below the resolution; else None."""
         if self.codecs[name].dtype == torch.float32 or self.rule.moments[name] == "signed":
             return None
         start = self.first_row(rows) * torch.Size(shape[1:]).numel()
         return hash_uniform(shape, self.seed(state, salt=1 << 40) >> 31, start, self.parameter.device)
 
     def generator(self, state: State, salt: int, step: int | None = None) -> torch.Generator:
-        """A generator that depends on the parameter, its step and `salt` only, so that a resumed run repeats it."""
+        """A generator that depends on the parameter, its step and `salt` only, so that a resumed run reproduces it."""
         return torch.Generator(self.parameter.device).manual_seed(self.seed(state, salt, step))
 
     def seed(self, state: State, salt: int, step: int | None = None) -> int:
@@ -315,11 +315,11 @@ def is_refresh_due(state: State) -> bool:
 
 
 def refresh(param: ParamState, state: State, grad: Tensor) -> Tensor | None:
-    """Compute a new basis and transfer the moments to it; if none is found, keep the old one and try again later.
+    """Compute a new basis and transfer the moments to it; if that fails, keep the old one and retry later.
 
     Returns the overlap of old and new basis if the gap is to be adapted (see `adapt_gaps`). In a stack, a matrix
-    without a new basis (an expert without tokens) does not delay the others. The first basis resets the moments: those
-    without a basis, or in a random one, mean nothing in this one.
+    without a new basis (an expert without tokens) does not delay the others. The first basis resets moments, because
+    moments accumulated without a basis, or in a random one, are meaningless in it.
     """
     group, first = param.group, int(state["gap"]) == 0
     old = param.read(state, "basis")
@@ -345,7 +345,7 @@ def refresh(param: ParamState, state: State, grad: Tensor) -> Tensor | None:
 
 
 def adapt_gaps(overlaps: Sequence[tuple[ParamState, State, Tensor]]) -> None:
-    """Lengthen gaps where bases hardly changed, shorten them where they did; reads all overlaps of a step at once."""
+    """Lengthen gaps where bases hardly changed, else shorten them; one device sync for all overlaps of a step."""
     values = torch.stack([overlap.cpu() for _, _, overlap in overlaps]).tolist() if overlaps else []
     for (param, state, _), overlap in zip(overlaps, values, strict=True):
         gap = _next_gap(param.group["gap"], int(state["gap"]), overlap)
@@ -354,7 +354,7 @@ def adapt_gaps(overlaps: Sequence[tuple[ParamState, State, Tensor]]) -> None:
 
 
 def _next_gap(option: int, gap: int, overlap: float) -> int:
-    """Twice or half the gap, by the overlap; unchanged for NaN, which means that no basis was found."""
+    """Double, halve or keep the gap, depending on the overlap; NaN (no new basis) keeps it."""
     gap = min(gap, option * MAX_GAP_FACTOR)
     if overlap > HIGH_OVERLAP:
         return min(gap * 2, option * MAX_GAP_FACTOR)

@@ -23,10 +23,10 @@ __all__ = ["ParameterRow", "parameter_table", "state_bytes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRow:
-    """Parameters that differ only in their block number; sizes are of all of them together."""
+    """Parameters that differ only in their layer index; sizes are totals."""
 
     name: str
-    """With * in place of the block number."""
+    """Parameter name with * for the layer index."""
     count: int
     shape: tuple[int, ...]
     dtype: str
@@ -69,7 +69,7 @@ def parameter_table(model: nn.Module, optimizer: Optimizer) -> tuple[ParameterRo
 
 
 def state_bytes(optimizer: Optimizer) -> dict[Tensor, int] | None:
-    """Bytes of optimizer state by parameter; before the first step, those of a copy on the meta device.
+    """Bytes of optimizer state per parameter; before the first step, computed by stepping a copy on the meta device.
 
     None if unknown before the first step, as for optimizers that are neither ours nor torch's.
     """

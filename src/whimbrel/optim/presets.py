@@ -1,4 +1,4 @@
-"""Published optimizers as choices of subspace, rule, back projection and storage; one class each.
+"""Published optimizers as combinations of subspace, rule, back projection and storage; one class each.
 
 A preset is `LowRankOptimizer` with other defaults, and takes the same keywords (see `lowrank.Options`). In a group
 with a rank, tensors of two or more dimensions are updated in the subspace and vectors by AdamW; a group with
@@ -21,8 +21,8 @@ class AdamW8bit(LowRankOptimizer):
     """AdamW with moments in 8 bits and one scale per block of 256 (Dettmers et al., 2021).
 
     m <- b1 m + (1 - b1) G;  v <- b2 v + (1 - b2) G^2;  W <- (1 - lr wd) W - lr m^ / (sqrt(v^) + eps)
-    with m and v decoded before and encoded after. Levels are spaced by powers, not by a table, and v is rounded
-    stochastically, so that it tracks gradients whose squares change it by less than a level.
+    with m and v dequantized before and quantized after. Levels follow a power law instead of a table; v is rounded
+    stochastically, so that changes smaller than one quantization step accumulate.
     """
 
     preset: ClassVar[Options] = {**ADAM, "store": "int8", "weight_decay": 0.01}
@@ -45,7 +45,7 @@ class GaLoreWarm(LowRankOptimizer):
 class QGaLore(LowRankOptimizer):
     """Q-GaLore (Zhang et al., 2024): GaLore with 8-bit moments, a 4-bit basis, and fewer refreshes of stable bases.
 
-    Q = first r singular vectors of G, in 4 bits, computed again after a gap that doubles while they hardly change;
+    Q = first r singular vectors of G, in 4 bits, recomputed after a gap that doubles while they hardly change;
     R = G Q;  W <- (1 - lr wd) W - lr scale adam8bit(R) Q^T, with stochastic rounding of 16-bit weights.
     """
 
@@ -92,7 +92,7 @@ class Fira(LowRankOptimizer):
 
 
 class LDAdam(LowRankOptimizer):
-    """LDAdam (Robert et al., 2024): a new basis in every step, both moments projected to it, and error feedback.
+    """LDAdam (Robert et al., 2024): a new basis at every step, both moments projected onto it, and error feedback.
 
     A = G + E;  Q <- one power iteration of A from the last Q;  R = A Q;  C = Q_old^T Q;
     M' = M C;  V' = (1 - b2^t) [max(v^ - m^2, 0) (C o C) + (m^ C)^2];  adam with these moments on R;

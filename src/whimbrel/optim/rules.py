@@ -1,7 +1,7 @@
 """Update rules: the direction of a step from gradients and moments.
 
-A rule gets lists of fp32 gradients, complete or projected to a subspace, and lists of its moments, which it updates in
-place. `t` counts the steps of a parameter, from 1. The weights move against the returned directions.
+A rule takes lists of fp32 gradients, full or projected onto a subspace, and lists of its moments, which it updates in
+place. `t` counts the steps of a parameter, from 1. Callers subtract the returned directions from the weights.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = [
 ]
 
 MIN_EPS = 1e-22
-"""Lower bound of eps, so that eps = 0 does not divide zero by zero: about the root of the smallest square in fp32."""
+"""Lower bound of eps, so that eps = 0 does not divide 0 by 0: about the square root of the smallest fp32 number."""
 MAX_MUON_ELEMENTS = 1 << 28
-"""Elements that are orthogonalized in one batch, which takes several times their bytes."""
+"""Maximum elements per orthogonalization batch; temporaries take several times their bytes."""
 
 Moments = Mapping[str, list[Tensor]]
 Update = Callable[[list[Tensor], Moments, Sequence[int], Mapping[str, Any]], list[Tensor]]
@@ -37,7 +37,7 @@ Update = Callable[[list[Tensor], Moments, Sequence[int], Mapping[str, Any]], lis
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """An update rule: its function, its moments by name and sign, and the options it reads with their defaults."""
+    """An update rule: its function, its moments with their signs, and the options it reads with their defaults."""
 
     update: Update
     moments: Mapping[str, Literal["signed", "positive"]]
@@ -88,14 +88,14 @@ def _adamw(grads: list[Tensor], moments: Moments, steps: Sequence[int], options:
 
 
 def _sgd(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: Mapping[str, Any]) -> list[Tensor]:
-    """M <- b m + g;  m."""
+    """After m <- b m + g:  m."""
     torch._foreach_mul_(moments["momentum"], options["momentum"])
     torch._foreach_add_(moments["momentum"], grads)
     return [momentum.clone() for momentum in moments["momentum"]]
 
 
 def _lion(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: Mapping[str, Any]) -> list[Tensor]:
-    """sign(b1 m + (1 - b1) g);  m <- b2 m + (1 - b2) g (Chen et al., 2023)."""
+    """Direction sign(b1 m + (1 - b1) g), then m <- b2 m + (1 - b2) g (Chen et al., 2023)."""
     beta1, beta2 = options["betas"]
     directions = torch._foreach_lerp(moments["momentum"], grads, 1 - beta1)
     torch._foreach_sign_(directions)
@@ -104,7 +104,7 @@ def _lion(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: 
 
 
 def muon_batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
-    """Indices of matrices that are orthogonalized together: of one shape, and not too many elements."""
+    """Batches of indices of matrices with the same shape, at most MAX_MUON_ELEMENTS elements each."""
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
     for index, shape in enumerate(shapes):
         by_shape[shape].append(index)
@@ -129,7 +129,7 @@ def muon_scale(shape: Sequence[int]) -> float:
 
 
 def _muon(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: Mapping[str, Any]) -> list[Tensor]:
-    """M <- b m + (1 - b) g;  sqrt(max(1, rows / columns)) polar((1 - b) g + b m) (Jordan et al., 2024)."""
+    """After m <- b m + (1 - b) g:  sqrt(max(1, rows / columns)) polar((1 - b) g + b m) (Jordan et al., 2024)."""
     momenta, momentum = moments["momentum"], options["momentum"]
     torch._foreach_lerp_(momenta, grads, 1 - momentum)
     directions = list(grads)
@@ -141,7 +141,7 @@ def _muon(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: 
 
 
 def _adafactor(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: Mapping[str, Any]) -> list[Tensor]:
-    """B = 1 - t^-0.8;  v = r c / mean(r), r and c running means of g^2 over columns and rows;  u = g / sqrt(v);
+    """With b = 1 - t^-0.8: v = r c / mean(r), r and c running means of g^2 over columns and rows;  u = g / sqrt(v);
     u / max(1, rms(u)) (Shazeer and Stern, 2018).
     """
     directions = []
@@ -167,4 +167,4 @@ RULES: dict[str, Rule] = {
     "muon": Rule(_muon, {"momentum": "signed"}, {"momentum": 0.95}, rowwise=False, linear_moment="momentum"),
     "adafactor": Rule(_adafactor, {"rows": "positive", "columns": "positive"}, {}, rowwise=False),
 }
-"""Every rule by name; muon and adafactor need matrices."""
+"""Every rule by name; muon and adafactor require matrices."""

@@ -15,14 +15,14 @@ from whimbrel.config import build, check_choices, check_unused, to_table
 __all__ = ["Schedule", "ScheduleConfig", "lr_factor", "resolve_steps"]
 
 DEFAULT_TIMESCALE = 10_000
-"""Of inverse_sqrt without a warm-up."""
+"""Default timescale of inverse_sqrt without a warm-up."""
 
 Shape = Literal["linear", "cosine", "1-sqrt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """The learning rate over the run, as a factor of its peak."""
+    """The learning rate over the run, as a fraction of its peak."""
 
     name: Literal["constant", "linear", "cosine", "wsd", "cosine_with_restarts", "polynomial", "inverse_sqrt"] = (
         "constant"
@@ -31,23 +31,23 @@ class ScheduleConfig:
     warmup_steps: int | float = 0
     """Warm-up steps; a float below 1 is a fraction of the run, rounded up."""
     warmup_start: float | None = None
-    """Factor of the first warm-up step, the last being just below 1; default: 1/warmup_steps, the last being 1."""
+    """Factor at the first warm-up step, reaching 1 after the last; default: 1/warmup_steps, reaching 1 at the last."""
     warmup_shape: Shape | None = None
     """Shape of the warm-up from warmup_start; default: linear."""
     cooldown: float = 0.2
-    """With wsd: fraction of the run over which the factor decays."""
+    """With wsd: fraction of the run over which the learning rate decays."""
     cooldown_steps: int | None = None
-    """With wsd: steps over which the factor decays; default: from cooldown."""
+    """With wsd: steps over which the learning rate decays; default: cooldown times the run."""
     cooldown_shape: Shape | None = None
     """With wsd: shape of the decay; default: linear."""
     stable_steps: int | None = None
-    """With wsd: steps between warm-up and cooldown; after the cooldown floor applies; default: the rest of the run."""
+    """With wsd: steps between warm-up and cooldown; floor applies after the cooldown; default: the rest of the run."""
     floor: float = 0.0
     """Factor at the end of the decay."""
     cycles: float | None = None
-    """With a cosine: number of waves, default 0.5; with cosine_with_restarts: number of cycles, default 1."""
+    """With a cosine: number of periods, default 0.5; with cosine_with_restarts: number of cycles, default 1."""
     power: float | None = None
-    """With polynomial: exponent of the fraction of steps left; default: 1."""
+    """With polynomial: exponent of the remaining fraction of steps; default: 1."""
     timescale: int | None = None
     """With inverse_sqrt: the factor is 1/sqrt(2) this many steps after the warm-up; default: warmup_steps."""
 
@@ -100,7 +100,7 @@ SCHEDULES_BY_OPTION = {
     "power": ("polynomial",),
     "timescale": ("inverse_sqrt",),
 }
-"""Options of only some schedules: rejected for others, where they would have no effect."""
+"""Options accepted by only some schedules; rejected for others, where they would have no effect."""
 
 
 class Schedule:
@@ -133,7 +133,7 @@ class Schedule:
     def _apply(self) -> None:
         factor = self.factor(self._step)
         for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):  # in place, as torch's schedulers: others may refer to it
+            if isinstance(group["lr"], torch.Tensor):  # in place, like torch's schedulers: others may hold it
                 group["lr"].fill_(group["peak_lr"] * factor)
             else:
                 group["lr"] = group["peak_lr"] * factor
@@ -182,7 +182,7 @@ def _decay(config: ScheduleConfig, step: int, warmup: int, total: int) -> float:
 
 
 def _shaped(shape: Shape | None, fraction: float, cycles: float | None = None) -> float:
-    """A curve from 0 to 1 over `fraction`; a decay passes the fraction left. A cosine may have `cycles` waves."""
+    """A curve from 0 to 1; for a decay, `fraction` is the remaining fraction. A cosine may have several `cycles`."""
     if shape == "cosine" and cycles is not None:
         return 0.5 * (1 + math.cos(2 * math.pi * cycles * (1 - fraction)))
     if shape == "cosine":

@@ -1,12 +1,12 @@
 """Optimizers on several ranks: parameters sharded by FSDP2 (DTensor), and replicas as under DDP.
 
-Sharded parameters: FSDP2 gives each rank some rows of every matrix. The projection R = G Q works row by row, so it
+Sharded parameters: FSDP2 shards every matrix by rows. The projection R = G Q works row by row, so it
 needs no communication. Whatever does depend on all rows, mainly the search for a new basis, is a sum over rows: each
 rank sums its own rows, the small result is all-reduced, and every rank continues from the same bits. A 3-D stack of
 matrices is sharded by complete matrices, so nearly everything about it is local.
 
-Replicated parameters: every rank makes the same step from the same averaged gradients. Bases, moments and random
-numbers come out bit-identical without being sent.
+Replicated parameters: every rank takes the same step from the same averaged gradients. Bases, moments and random
+numbers are bit-identical without any communication.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 class Shard:
     """How the first dimension (of `size`) of a parameter is split over ranks.
 
-    Each rank has `per_rank` indices, the first of this one being `start`. The last ranks may have fewer, or none.
+    Each rank owns `per_rank` indices; this rank's begin at `start`. Trailing ranks may own fewer, or none.
     """
 
     def __init__(self, parameter: DTensor) -> None:
@@ -76,7 +76,7 @@ class Shard:
     def wrap(self, tensor: Tensor, block: int = 1) -> Tensor:
         """A local part as a DTensor sharded like the parameter, so that checkpoints can reshard it.
 
-        Its first dimension has one index per index of the parameter's, or per `block` of them.
+        Its first dimension has one entry per `block` rows of the parameter (more than 1 for block-wise scales).
         """
         from torch.distributed.tensor import DTensor
 
@@ -112,14 +112,14 @@ def copy_(target: Tensor, source: Tensor) -> None:
 
 
 def randn(size: Sequence[int], generator: torch.Generator, device: torch.device, shard: Shard | None = None) -> Tensor:
-    """Standard normal fp32 numbers; for a shard, this rank's part of those that one process would sample."""
+    """Standard normal fp32 samples; with a shard, this rank's slice of what a single process would sample."""
     if shard is None:
         return torch.randn(tuple(size), generator=generator, device=device, dtype=torch.float32)
     return shard.local_part(randn(shard.full_shape(size), generator, device), size[0])
 
 
 def sum_rows(tensor: Tensor, shard: Shard | None) -> Tensor:
-    """The sum over all rows of a matrix, given each rank's sum over its rows; of a stack, the tensor itself."""
+    """All-reduce per-rank sums over rows; a stack is sharded by complete matrices, so it is returned unchanged."""
     return tensor if shard is None or shard.stacked else _all_reduce(tensor, shard)
 
 
@@ -131,7 +131,7 @@ def mean_over_stack(values: Tensor, shard: Shard | None) -> Tensor:
 
 
 def gather_rows(tensor: Tensor, shard: Shard | None) -> Tensor:
-    """All rows of a matrix, on every rank; of a stack, the tensor itself."""
+    """All-gather the rows of a matrix on every rank; a stack is returned unchanged."""
     if shard is None or shard.stacked:
         return tensor
     full = shard.wrap(tensor)
@@ -140,7 +140,7 @@ def gather_rows(tensor: Tensor, shard: Shard | None) -> Tensor:
 
 
 def all_ranks_true(local: Tensor, shards: Iterable[Shard | None]) -> bool:
-    """Whether `local` is true on every rank of the groups that share these parameters; the same answer on each."""
+    """Whether `local` is true on every rank that shards these parameters; all ranks get the same result."""
     false = (~local).float()
     for shard in {shard.group: shard for shard in shards if shard is not None}.values():
         false = _all_reduce(false, shard)
@@ -148,7 +148,7 @@ def all_ranks_true(local: Tensor, shards: Iterable[Shard | None]) -> bool:
 
 
 def sum_over_ranks(values: Iterable[tuple[Tensor, Shard | None]]) -> Tensor:
-    """The sum of values, each computed from the local part of its parameter, over all parts and all parameters."""
+    """Sum values that were computed from local shards, over all shards and all parameters."""
     by_group: dict[Any, list[Tensor]] = {}
     shards = {}
     for value, shard in values:
@@ -175,9 +175,9 @@ def are_replicated(params: Iterable[Tensor]) -> bool:
 
 
 def average_(tensors: Sequence[Tensor], present: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
-    """Average tensors over the ranks of a group, in place; returns which of them are present on any rank.
+    """Average tensors over the ranks of a group, in place; returns which of them are present on at least one rank.
 
-    `present` tells whether this rank contributes a value, not just zeros. The device is synchronized only if some are
+    `present[i]` is False if tensor i is only zeros on this rank. Synchronizes with the device only if some are
     missing here.
     """
     anywhere = torch.tensor(present, dtype=torch.int32, device=tensors[0].device)

@@ -1,4 +1,4 @@
-"""Storage of optimizer state (fp32, bf16, int8, int4) and of weights, on the low-bit codec of `whimbrel.ops`."""
+"""Storage of optimizer state (fp32, bf16, int8, int4) and low-bit weight updates, using `whimbrel.ops.lowbit`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ StateCodec: TypeAlias = FloatCodec | PowerCodec
 
 @runtime_checkable
 class QuantizedParameter(Protocol):
-    """A parameter stored as codes with scales per row, and otherwise a tensor."""
+    """Interface of a tensor subclass that stores a parameter as codes with per-row scales."""
 
     def dequantize(self) -> Tensor:
-        """The values."""
+        """The weight as a dense tensor."""
 
     def stochastic_copy_(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Overwrite the values, with stochastic rounding."""
 
 
 def state_codec(store: str, kind: Literal["basis", "signed", "positive"]) -> StateCodec:
-    """The codec of a basis, or of a moment that has both signs or one, for an option `store` or `basis_store`."""
+    """The codec for a basis, or for a signed or non-negative moment, given the `store` or `basis_store` option."""
     if store in ("fp32", "bf16"):
         return FloatCodec(torch.float32 if store == "fp32" else torch.bfloat16)
     if store == "int4" and kind == "basis":

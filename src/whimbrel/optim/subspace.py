@@ -1,4 +1,4 @@
-"""Low-rank subspaces of gradients: a basis Q (n x r), the projection R = G Q, and the way back to the weight W (m x n).
+"""Low-rank subspaces of gradients: a basis Q (n x r), the projection R = G Q, and the back projection to W (m x n).
 
 Every function accepts stacks of matrices, never raises because of the values of a gradient, and does not synchronize
 with the device: failures are reported as a boolean tensor with one element per matrix.
@@ -39,12 +39,12 @@ OLD_BASIS_WEIGHT = 1e-5
 """How much of the old basis is added to the new columns, relative to their norm, so that no direction is lost."""
 BACK_PROJECTIONS = ("galore", "fira", "apollo", "apollo_mini")
 MAX_GROWTH = 1.01
-"""By which factor the norm of the scaled gradient may grow from one step to the next (Fira, APOLLO)."""
+"""Maximum growth of the norm of the scaled gradient from one step to the next (Fira, APOLLO)."""
 TINY = 1e-30
 
 
 class Basis(NamedTuple):
-    """A new basis (..., n, r); its overlap with the old one, 0 to 1, NaN if not found; whether it was found."""
+    """A new basis (..., n, r); its overlap with the old one (0 to 1, NaN if invalid); whether it is valid."""
 
     basis: Tensor
     overlap: Tensor
@@ -52,7 +52,7 @@ class Basis(NamedTuple):
 
 
 def singular_vectors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The first `rank` columns of U and rows of V^T; non-finite elements count as zero, since they have no SVD."""
+    """The first `rank` columns of U and rows of V^T; non-finite elements are replaced by 0 for the SVD."""
     u, _, vh = torch.linalg.svd(matrix.nan_to_num(0.0, 0.0, 0.0), full_matrices=False)
     return u[..., :rank], vh[..., :rank, :]
 
@@ -124,7 +124,7 @@ def zero_rounding_errors_(low: Tensor, width: int) -> Tensor:
     below the usual tolerance of a numerical rank, max(m, width) epsilon, so that a gradient of full rank keeps its
     columns.
     """
-    # A basis for fp32 is decomposed in fp64 and rounded once; a basis for fp64 has the errors of its own decomposition.
+    # A basis for fp32 is decomposed in fp64 and rounded once; a basis for fp64 keeps the error of the decomposition.
     factor = 2 if low.dtype == torch.float32 else 8
     tolerance = factor * torch.finfo(low.dtype).eps * (low.shape[-2] + width) ** 0.5
     norms = torch.linalg.vector_norm(low, dim=-2, keepdim=True)
@@ -176,9 +176,9 @@ class FullUpdate(NamedTuple):
 def back_project(
     kind: str, direction: Tensor, low: Tensor, grad: Tensor, length: Tensor, shard: Shard | None = None
 ) -> FullUpdate:
-    """From the direction N of a rule for R = G Q to the update of the weight.
+    """Turn the direction N that a rule computed for R = G Q into an update of the weight.
 
-    Every kind has the form D = A Q^T + c * G with at most one factor c per row, so D never has to exist as a whole:
+    Every kind has the form D = A Q^T + c * G with at most one factor c per row, so D is never materialized:
     rows can be computed and applied a few at a time. With norms over rows i:
         galore         A = N                                     (handled by the caller)
         fira           A = N - c R,  c_i = |N_i| / |R_i|         (Chen et al., 2024: also the residual G - R Q^T)
@@ -206,7 +206,7 @@ def back_project(
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor | None, *, alpha: float, beta: float = 1.0) -> None:
-    """`total = beta * total + alpha * left @ right`, without a temporary of that size; None is the identity."""
+    """`total = beta * total + alpha * left @ right`, without a temporary of that size; `right=None` is the identity."""
     if right is None:
         (total if beta == 1.0 else total.mul_(beta)).add_(left, alpha=alpha)
     elif total.ndim == 2:

@@ -20,7 +20,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class PrecisionPlan:
     """fp32: no autocast; bf16: autocast; fp16: autocast with a `GradScaler`, so that small gradients do not underflow.
 
-    Weights and optimizer state keep their dtype. Only fp16 has state: that of the scaler.
+    Weights and optimizer state keep their dtype. Only fp16 has state, that of the `GradScaler`.
     """
 
     def __init__(self, precision: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
@@ -31,7 +31,7 @@ class PrecisionPlan:
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context of forward passes."""
+        """Context manager for forward passes."""
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
@@ -41,7 +41,7 @@ class PrecisionPlan:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale accumulated gradients before they are measured or clipped."""
+        """Unscale accumulated gradients before computing their norm or clipping."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
@@ -56,7 +56,7 @@ class PrecisionPlan:
         return self.scaler.get_scale() >= before
 
     def skip(self) -> None:
-        """Skip a step after `unscale`."""
+        """Skip the optimizer step after `unscale`, but update the loss scale."""
         if self.scaler is not None:
             self.scaler.update()
 

@@ -22,7 +22,7 @@ __all__ = ["FORMATS", "WeightFormat", "find_format", "quantize_tokens"]
 Shape = torch.Size | tuple[int, ...]
 CODE_TYPES = {code_type.name: code_type for code_type in (INT8, INT4, FP8)}
 SMALLER_GROUPS = (64, 32)
-"""Fallback group sizes if the preferred one does not divide the columns, such as the 576 of SmolLM2 135M by 128."""
+"""Fallback group sizes if the preferred one does not divide the number of columns (SmolLM2 135M: 576 by 128)."""
 CODECS = {
     (name, group_size): SymmetricCodec(code_type, group_size)
     for name, code_type in CODE_TYPES.items()
@@ -32,12 +32,12 @@ CODECS = {
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a weight matrix is stored, and what the activations it is multiplied with are quantized to."""
+    """How a weight matrix is stored, and how the activations it is multiplied with are quantized."""
 
     name: str
     codes: Literal["int8", "int4", "fp8"]
     group_size: int | None = None
-    """Columns that share a scale; None: all of a row. Reduced for weights whose columns it does not divide."""
+    """Columns that share a scale; None: the whole row. Reduced if it does not divide the number of columns."""
     activations: Literal["int8", "int8-asymmetric", "fp8"] | None = None
     """Dynamic quantization of activations, per token; None: not quantized."""
 

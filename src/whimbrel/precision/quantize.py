@@ -1,4 +1,4 @@
-"""Quantizing the weights of a model in place, by swapping tensors: parameters keep their identity.
+"""Quantize the weights of a model in place by swapping tensors, so that parameters keep their identity.
 
 References to a parameter (optimizer, EMA, tied layers) stay valid, because `torch.utils.swap_tensors` exchanges the
 contents of two tensor objects instead of replacing one.
@@ -132,11 +132,11 @@ def quantize_(
     trainable: bool = False,
     embeddings: bool = False,
 ) -> LayerSelection:
-    """Quantize the weights of linear layers in place; returns which, and why others were skipped.
+    """Quantize the weights of linear layers in place; returns the selected layers, and why others were skipped.
 
     `trainable` (int8 only) is for weights that an optimizer updates with stochastic rounding; frozen weights stay
     frozen. `only` lists the full names of layers to consider. `embeddings` also quantizes the token embedding and an
-    output layer tied to it; an untied one is quantized unless `skip` names it.
+    output layer tied to it; an untied output layer is quantized unless it is in `skip`.
     """
     form = find_format(form)
     if trainable and form.codes != "int8":
@@ -157,7 +157,7 @@ def quantize_(
     for name, layer in layers.items():
         _check_swappable(layer.weight, name)
     for name, layer in layers.items():
-        if not isinstance(layer.weight, QuantizedWeight):  # else shared with a layer before
+        if not isinstance(layer.weight, QuantizedWeight):  # else tied to a layer that is already quantized
             requires_grad = layer.weight.requires_grad
             weight: Any = _parameter(QuantizedWeight.quantize(layer.weight, form), trainable and requires_grad)
             weight.frozen = not requires_grad
@@ -189,7 +189,7 @@ def materialize_(model: nn.Module, device: torch.device | str) -> None:
 
 
 def _check_swappable(parameter: Tensor, name: str) -> None:
-    """Raise if a weight cannot be swapped, before any is: swap it back and forth."""
+    """Raise if a weight cannot be swapped, before any weight is modified: swap it with a dummy and back."""
     other = _parameter(torch.empty(0), requires_grad=False)
     for _ in range(2):
         _swap(parameter, name, other)
@@ -246,8 +246,8 @@ def swap_on_conversion() -> Iterator[None]:
 def load_state(model: nn.Module, state: Mapping[str, Any], *, assign: bool = False, strict: bool = True) -> None:
     """`model.load_state_dict` by swapping: parameters keep their identity, also with `assign`.
 
-    Dense weights are quantized when loaded into quantized ones, and vice versa. The metadata of `state` is not
-    modified, which torch's own method does.
+    Dense weights are quantized when loaded into quantized ones, and vice versa. Unlike torch's method, it does not
+    modify the metadata of `state`.
     """
     own = OrderedDict(state)
     metadata = getattr(state, "_metadata", None)

@@ -58,14 +58,14 @@ Reader = Callable[[nn.Module], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What a recipe needs to run."""
+    """Hardware and software requirements of a recipe."""
 
     torchao: bool = False
-    """The extra `lowbit`."""
+    """Whether torchao (the `lowbit` extra) must be installed."""
     capability: tuple[int, int] | None = None
     """Minimum compute capability of a GPU."""
     alternative: str = ""
-    """What to use on an older GPU."""
+    """The setting to suggest for an older GPU."""
     output_dtypes: tuple[torch.dtype, ...] = ()
     """Supported output dtypes of products on a GPU; empty: all."""
 
@@ -83,7 +83,7 @@ class Recipe:
     load: WeightFormat | None = None
     """Weight format when loaded; None: unquantized."""
     skip: tuple[str, ...] = DEFAULT_SKIP
-    """Ends of the names of layers to skip."""
+    """Suffixes of the names of layers to skip."""
     embeddings: bool = False
     """Whether to quantize the token embedding and an output layer tied to it."""
     needs: Requirements = Requirements()
@@ -164,10 +164,10 @@ def prepare(
     alignment: int | None = None,
     skip: Iterable[str] | None = None,
 ) -> LayerSelection:
-    """Replace linear layers for training; returns which, and why others were skipped.
+    """Convert linear layers for training; returns the selected layers, and why others were skipped.
 
-    `device` is where the model will be trained (None: where it is), `precision` the autocast dtype. fp8 recipes skip
-    layers with a dimension that is not a multiple of `alignment` (16). `skip` replaces that of the recipe.
+    `device` is the training device (None: the current one), `precision` the autocast dtype. fp8 recipes skip
+    layers with a dimension that is not a multiple of `alignment` (16). `skip` overrides the recipe's.
     """
     recipe = find_recipe(recipe)
     if alignment is not None and recipe.kind != "compute":
@@ -205,8 +205,8 @@ def prepare(
 def finalize(model: nn.Module, recipe: str | Recipe, *, skip: Iterable[str] | None = None) -> nn.Module:
     """Convert a trained model to its final form: standard linear layers, with quantized weights if the recipe has them.
 
-    After quantization-aware training the layers that took part are quantized; otherwise all except for the recipe's
-    `skip`. `skip` replaces either.
+    After QAT, the layers that were fake-quantized are quantized; otherwise all layers except the recipe's
+    `skip`. The argument `skip` overrides both.
     """
     recipe = find_recipe(recipe)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -226,8 +226,8 @@ def load_into(
 ) -> nn.Module:
     """Load weights into a model on the meta device, quantizing one tensor at a time.
 
-    The model gets the recipe's weight format and memory on `device`; then `reader` copies weights into its parameters,
-    which quantize them.
+    The model is converted to the recipe's weight format and allocated on `device`; `reader` then copies weights in,
+    quantizing each.
     """
     recipe = find_recipe(recipe)
     if any(parameter.device.type != "meta" for parameter in model.parameters()):
@@ -250,7 +250,7 @@ def _replace_linears(model: nn.Module, converted: Mapping[nn.Linear, nn.Linear])
 
 
 def _is_quantized_as(model: nn.Module, form: WeightFormat) -> bool:
-    """Whether weights have this format already, as trainable ones do."""
+    """Whether weights are already in this format, as after training with `trainable` weights."""
     weights = (weight for weight in model.parameters() if isinstance(weight, QuantizedWeight))
     return any(weight.format == form.fit_to(weight.format.weight_shape(weight.codes)) for weight in weights)
 

@@ -25,7 +25,7 @@ SDPA_BACKENDS: dict[str, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 NO_KERNEL_ERRORS = ("No viable backend for scaled_dot_product_attention", "No available kernel")
-"""Messages of torch, on CPU and GPU, if no enabled kernel supports the inputs."""
+"""torch's error messages, on CPU and GPU, if no enabled kernel supports the inputs."""
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def torch_flags(
 ) -> Iterator[None]:
     """Set flags within the context and restore them afterwards. None and False leave a flag unchanged.
 
-    `deterministic` allows only deterministic kernels. `default_dtype` is for the construction of a model only.
+    `deterministic` allows only deterministic kernels. `default_dtype` is only meant for constructing a model.
     """
     with ExitStack() as restore:
         if matmul_precision is not None:
@@ -77,7 +77,7 @@ def _set_matmul_precision(precision: str, restore: ExitStack) -> None:
 
 @contextlib.contextmanager
 def _detect_anomaly() -> Iterator[None]:
-    """Turn torch's error into one line; its warning before shows the line of the forward pass."""
+    """Replace torch's error by one line; the warning that precedes it shows the line of the forward pass."""
     before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     torch.autograd.set_detect_anomaly(True)
     try:

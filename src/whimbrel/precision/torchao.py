@@ -1,4 +1,4 @@
-"""Adapter to torchao, which is imported here only, when first needed, with its warnings suppressed.
+"""Adapter for torchao, imported only here and only when needed, with its warnings suppressed.
 
 Its linear layers replace ours with the same parameters, so names, identity and checkpoints do not change.
 """
@@ -23,7 +23,7 @@ from whimbrel.precision.formats import WeightFormat
 __all__ = ["FP8_ALIGNMENT", "is_torchao_linear", "require_torchao", "to_fake_quantized", "to_float8", "to_linear"]
 
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
-"""They log during the import: about kernels for other machines, and types registered twice."""
+"""They log warnings on import: kernels for other machines, types registered twice."""
 _INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 FP8_ALIGNMENT = 16
 """The inner dimension of an fp8 product on a GPU must be a multiple of this."""
@@ -40,7 +40,7 @@ def require_torchao(what: str) -> None:
 
 
 def to_float8(linears: Iterable[nn.Linear], recipe: str, *, emulate: bool) -> dict[nn.Linear, nn.Linear]:
-    """Linear layers that compute in fp8, or emulate it, for each given one."""
+    """Map each linear layer to one that computes in fp8 (emulated if `emulate`), with the same parameters."""
     float8 = _torchao("torchao.float8")
     config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     originals = list(linears)
@@ -56,9 +56,9 @@ def to_float8(linears: Iterable[nn.Linear], recipe: str, *, emulate: bool) -> di
 
 
 def to_fake_quantized(linears: Iterable[nn.Linear], form: WeightFormat) -> dict[nn.Linear, nn.Linear]:
-    """Linear layers for quantization-aware training: weights and activations are rounded as `form` rounds them."""
+    """Map each linear layer to one for QAT, which fake-quantizes weights and activations to `form`."""
     qat = _torchao("torchao.quantization.qat")
-    scales = {"scale_precision": None}  # that of the values
+    scales = {"scale_precision": None}  # None: the dtype of the values
     tokens = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False, **scales)
     converted = {}
     for linear in linears:
@@ -82,7 +82,7 @@ def to_linear(linear: nn.Linear) -> nn.Linear:
 
 
 def _replace(linear: nn.Linear, cls: Callable[..., nn.Linear]) -> nn.Linear:
-    """Another class of linear layer with the same parameters; does not use the RNG."""
+    """Convert to another linear class with the same parameters, without consuming random numbers."""
     layer = cls(linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype)
     layer.weight, layer.bias = linear.weight, linear.bias
     return layer.train(linear.training)
@@ -92,7 +92,7 @@ def _replace(linear: nn.Linear, cls: Callable[..., nn.Linear]) -> nn.Linear:
 def _patched(cls: Any) -> Any:
     """A subclass that supports autocast on CPU and inference mode, and explains unsupported batch sizes.
 
-    Tokens are the inner dimension of the weight gradient, so on a GPU their number must be aligned if that is an fp8
+    The number of tokens is the inner dimension of the weight gradient, so on a GPU it must be aligned if that is an fp8
     product.
     """
 
@@ -100,7 +100,7 @@ def _patched(cls: Any) -> Any:
         if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
             x = x.to(torch.get_autocast_dtype("cpu"))
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            # torch does not decompose composite operations there, and torchao tensors lack them
+            # torch does not decompose composite ops in inference mode, and torchao tensors lack them
             with torch.inference_mode(mode=False), torch.no_grad():
                 return cls.forward(self, x)
         if self.needs_aligned_tokens and torch.is_grad_enabled() and (x.numel() // x.shape[-1]) % FP8_ALIGNMENT:

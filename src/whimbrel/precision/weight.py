@@ -55,7 +55,7 @@ class QuantizedWeight(Tensor):
     @classmethod
     @torch.no_grad()
     def quantize(cls, weight: Tensor, form: str | WeightFormat) -> QuantizedWeight:
-        """Round a dense matrix to nearest; scales, and the outer dtype, have its dtype."""
+        """Quantize a dense matrix, rounding to nearest; its dtype becomes the dtype of the result and of the scales."""
         form = find_format(form).fit_to(weight.shape)
         if (reason := form.unsupported_reason(weight.shape)) is not None:
             raise PrecisionError(reason)
@@ -81,7 +81,7 @@ class QuantizedWeight(Tensor):
         return self
 
     def quantize_like(self, values: Tensor) -> QuantizedWeight:
-        """A dense matrix of this shape in the same format and orientation."""
+        """Quantize a dense matrix of the same shape to this format and orientation."""
         if not self.transposed:
             return type(self).quantize(values, self.format)
         return type(self)(*self.format.encode(values.t()), self.format, transposed=True)
@@ -155,12 +155,12 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Call the handler, or decompose composite operations, which inference mode does not do by itself."""
+        """Call the handler, or decompose composite operations, which torch does not do in inference mode."""
         handler: Handler = OPERATIONS.get(func, _decompose)
         settings = kwargs or {}
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if torch.is_inference_mode_enabled() and not any(tensor.is_inference() for tensor in tensors):
-            # Views of tensors from outside of inference mode must be made outside, too.
+            # Views of tensors created outside inference mode must also be created outside it.
             with torch.inference_mode(mode=False), torch.no_grad():
                 return handler(func, *args, **settings)
         return handler(func, *args, **settings)
@@ -267,11 +267,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Straight-through gradients; that of the weight is dense, for an optimizer with stochastic rounding."""
+    """Straight-through gradients; the weight gradient is dense, for an optimizer with stochastic rounding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-        # Not the weight itself: a tensor that a graph refers to cannot be swapped when its module is converted.
+        # Not the weight itself: a tensor saved in an autograd graph cannot be swapped when its module is converted.
         ctx.save_for_backward(x if weight.requires_grad else None, weight.codes, weight.scales)
         ctx.format = weight.format
         return quantized_linear(x, weight.codes, weight.scales, weight.format, bias)
@@ -453,7 +453,7 @@ def _update_(func: Any, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
 
 
 def _module_load(self: Tensor, other: Tensor, assign: bool = False) -> Tensor:
-    """`load_state_dict` with swapping: the weight keeps its own format, whatever is loaded."""
+    """`load_state_dict` with swapping: the weight keeps its format regardless of what is loaded."""
     if not isinstance(self, QuantizedWeight):
         return _dense(other).detach() if assign else self.copy_(other).detach()
     if not assign:

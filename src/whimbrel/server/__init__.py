@@ -1,4 +1,4 @@
-"""OpenAI-compatible HTTP server with a chat page. Everything but the settings needs the extra `serve`."""
+"""OpenAI-compatible HTTP server with a chat page. Everything except `ServeConfig` requires the `serve` extra."""
 
 from whimbrel.server.config import ServeConfig, is_loopback
 

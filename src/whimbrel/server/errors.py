@@ -17,7 +17,7 @@ from whimbrel.base.errors import RequestError
 __all__ = ["ApiError", "ErrorBody", "add_error_handlers", "from_validation_errors", "json_response", "preview"]
 
 PREVIEW_LENGTH = 60
-"""Maximum number of characters of client input that an error message repeats."""
+"""Maximum number of characters of client input quoted in an error message."""
 
 _SHORT_REPR = reprlib.Repr()
 _SHORT_REPR.maxlevel, _SHORT_REPR.maxlist, _SHORT_REPR.maxdict = 3, PREVIEW_LENGTH, PREVIEW_LENGTH
@@ -74,7 +74,7 @@ class ApiError(Exception):
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response of ASCII JSON, which can repeat a lone surrogate that a client sent (UTF-8 could not)."""
+    """A JSON response in ASCII, which unlike UTF-8 can echo a lone surrogate that a client sent."""
     return Response(json.dumps(body, separators=(",", ":")), status, dict(headers or {}), "application/json")
 
 

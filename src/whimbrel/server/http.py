@@ -30,7 +30,7 @@ __all__ = ["Acceptor", "Connection", "Server", "bind_socket", "connection_limit"
 
 BACKLOG = 2048
 SHUTDOWN_GRACE = 5
-"""Seconds that responses have to be sent once the engine has stopped."""
+"""Seconds to finish sending responses after the engine has stopped."""
 
 HEADER_SECONDS = 30.0
 """Time limit for the headers of a request: from the start of a connection, or from the first byte after a response."""
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 def bind_socket(config: ServeConfig) -> socket.socket:
-    """A socket bound to the configured address; clients cannot connect until `Server.run_on` listens on it.
+    """Bind a socket to the configured address; clients can connect once `Server.run_on` listens on it.
 
     Raises if the address is in use, so that this is reported before the model is loaded.
     """
@@ -142,7 +142,7 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
-        """Start draining; the second call stops at once."""
+        """Start draining; a second call stops immediately."""
         if self._draining is None:
             self._service.requests.drain()
             self._draining = asyncio.create_task(self._drain())

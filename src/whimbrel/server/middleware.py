@@ -80,11 +80,11 @@ _CLEANUP_KEY = "whimbrel.cleanup"
 
 
 class RequestTracker:
-    """Counts active requests and knows whether the server is shutting down. Use from the event loop only."""
+    """Counts active requests and tracks whether the server is shutting down. Use from the event loop only."""
 
     def __init__(self) -> None:
         self.active = 0
-        """Requests whose body is being read, that run, or whose response is being sent."""
+        """Requests that are being read, processed or answered."""
         self.draining = False
         """Whether the server is shutting down: active requests finish, new ones get a 503."""
         self._body_timeouts: set[asyncio.Timeout] = set()
@@ -125,7 +125,7 @@ class RequestTracker:
 
 
 class Metrics(Collector):
-    """Prometheus metrics of one app, in a registry of its own."""
+    """Prometheus metrics of one app, in a separate registry."""
 
     def __init__(self, worker: Worker, routes: Iterable[str]) -> None:
         """Requests to paths other than `routes` are counted as `other`, to bound the number of labels."""
@@ -149,7 +149,7 @@ class Metrics(Collector):
         )
 
     def collect(self) -> Iterable[Metric]:
-        """The engine's metrics."""
+        """Called by Prometheus' registry: the engine's metrics at scrape time."""
         stats = self._worker.stats
         for name, description in ENGINE_COUNTERS.items():
             yield CounterMetricFamily(f"whimbrel_engine_{name}", description, getattr(stats, name))
@@ -177,7 +177,7 @@ class RequestLog:
 
     user: str | None = None
     usage: Callable[[], dict[str, int]] | None = None
-    """Counts tokens when the request ends."""
+    """Called when the request ends; returns its token counts."""
 
 
 def request_log(scope: Scope) -> RequestLog:
@@ -294,7 +294,7 @@ class BodyMiddleware:
     """Limits the number of active requests, reads bodies, and cancels the work of clients that disconnect."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, requests: RequestTracker, paths: Collection[str]) -> None:
-        """`paths` are those that read a body."""
+        """`paths` are the routes that read a request body."""
         self.app, self.config, self.requests, self.paths = app, config, requests, frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -328,7 +328,7 @@ class BodyMiddleware:
         return None
 
     async def _run_without_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app on a request whose body it does not read; close the connection if the body does not end soon."""
+        """Run the app on a request whose body it does not read; close the connection if it does not end in time."""
         if not _has_body(scope):
             return await self.app(scope, receive, send)
         complete = not _header(scope, b"expect") and await _discard_body(receive)
@@ -453,7 +453,7 @@ def _shutting_down() -> ApiError:
 
 
 async def _reject(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Respond with `error`, after giving the client a moment to send the rest of its body."""
+    """Respond with `error`, after reading the rest of the body for up to `DISCARD_SECONDS`."""
     # A client that waits for 100-continue sends no body after an error response.
     if _has_body(scope) and not _header(scope, b"expect") and not await _discard_body(receive):
         error.headers["Connection"] = "close"

@@ -1,6 +1,6 @@
-"""Request and response bodies of the API, with the field names of OpenAI's (and vLLM's, for sampling options).
+"""Request and response bodies of the API, with OpenAI's field names (and vLLM's for additional sampling options).
 
-Nothing is guessed and nothing is ignored: unknown fields, wrong types and unsupported options are rejected by name.
+Validation is strict: unknown fields, wrong types and unsupported options are rejected, and the error names the field.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ TextContent = Annotated[str, BeforeValidator(_join_content, json_schema_input_ty
 
 
 def _requires(field: str, field_type: str, other: str) -> dict[str, Any]:
-    """JSON schema: where `field` is given, `other` must be true."""
+    """JSON schema: if `field` is set, `other` must be true."""
     given = {"properties": {field: {"type": field_type}}, "required": [field]}
     return {"if": given, "then": {"properties": {other: {"const": True}}, "required": [other]}}
 
@@ -216,7 +216,7 @@ class StreamOptions(StrictModel):
     include_usage: bool = False
     """Send the token counts in a last event before [DONE]."""
     include_obfuscation: Literal[False] = False
-    """Padding of events is not supported."""
+    """Obfuscation (padding of events) is not supported."""
 
 
 class GenerationRequest(StrictModel):
@@ -225,7 +225,7 @@ class GenerationRequest(StrictModel):
     model: str
     """Model id, as listed by /v1/models."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """SamplingParams temperature; 0 is greedy decoding. (default: the model's generation_config.json, or 1)"""
+    """Sampling temperature; 0 is greedy decoding. (default: the model's generation_config.json, or 1)"""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Sample from the smallest set of tokens with this total probability."""
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1), INTEGER] | None = None
@@ -251,7 +251,7 @@ class GenerationRequest(StrictModel):
     stream_options: StreamOptions | None = None
     """Options of the stream."""
     user: Annotated[str, Field(max_length=256)] | None = None
-    """A name for the access log."""
+    """End-user identifier, written to the access log."""
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
@@ -313,7 +313,7 @@ class ChatCompletionRequest(GenerationRequest):
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), INTEGER] | None = None
     """Maximum number of new tokens. (default: the rest of the context)"""
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), INTEGER] | None = None
-    """The newer name of max_tokens."""
+    """OpenAI's newer name for max_tokens."""
     logprobs: bool | None = None
     """Return the log-probability of each token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), INTEGER] | None = None
@@ -354,7 +354,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The list of served models; always one."""
+    """The list of served models, which always has one entry."""
 
     object: Literal["list"]
     data: list[ModelCard]

@@ -48,12 +48,12 @@ class TokenTexts:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as text and as tokens."""
+    """A tokenized prompt with its text."""
 
     text: str
     ids: tuple[int, ...]
     offsets: tuple[int, ...] | None = None
-    """The character of the text at which each token starts; None if the text was decoded from the ids."""
+    """Character offset at which each token starts in the text; None if the text was decoded from the ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class ServedModel:
     bos_id: int | None = None
     """The token that replaces an empty prompt. (default: the tokenizer's BOS token)"""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """SamplingParams parameters for requests that do not set them."""
+    """Sampling parameters for requests that do not set them."""
     token_texts: TokenTexts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class ServedModel:
         return Prompt(text, tuple(ids))
 
     def _check_characters(self, characters: int, param: str, max_tokens: int) -> None:
-        """Reject a text that is certain to be too long before it is tokenized."""
+        """Before tokenizing, reject a text that is certainly too long."""
         if characters > max_tokens * self.token_texts.max_characters:
             raise _too_long(f"{characters} characters", param, max_tokens)
 
@@ -157,7 +157,7 @@ def load_served_model(
 ) -> ServedModel:
     """Load a run's newest checkpoint, a model directory or a llama2.c file for serving.
 
-    `name` defaults to the name of the directory; `weights` quantizes the model as it is loaded.
+    `name` defaults to the name of the directory; `quantize` is the weight format to quantize to while loading.
     """
     loaded = load(path, tokenizer=tokenizer, device=device, quantize=weights)
     return ServedModel(

@@ -1,6 +1,6 @@
 """From engine events to responses: the text and log-probabilities of each choice, as one JSON body or as a stream.
 
-`Choice` turns the events of one sample into `Delta`s, `CompletionFormat` and `ChatFormat` write them as JSON, and
+`Choice` converts the events of one sample to `Delta`s, `CompletionFormat` and `ChatFormat` convert those to JSON, and
 `ResponseBuilder` collects the choices of a request.
 """
 
@@ -50,7 +50,7 @@ class ScoredToken(NamedTuple):
 
 @dataclass(slots=True)
 class Delta:
-    """A piece of a choice that can be sent."""
+    """The next part of a choice that can be sent to the client."""
 
     text: str = ""
     tokens: list[ScoredToken] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Delta:
 
 @dataclass(slots=True)
 class PromptContext:
-    """What all choices of one prompt have in common."""
+    """State shared by all choices of one prompt."""
 
     prompt: Prompt
     stops: Sequence[str]
@@ -114,7 +114,7 @@ class Choice:
         self._pending: deque[tuple[int, ScoredToken]] | None = deque() if with_logprobs else None
 
     def add(self, event: Event) -> Delta:
-        """What can be sent after this event; nothing once a stop string has ended the choice."""
+        """Process an event; returns what can be sent now (nothing after a stop string has ended the choice)."""
         if self.finish is not None:
             return Delta()
         delta = Delta()
@@ -169,12 +169,12 @@ class ResponseFormat(Protocol):
         ...
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
-        """What a stream sends before the first piece of a choice."""
+        """The chunk sent before the first text of a choice; None if there is none."""
         ...
 
 
 class CompletionFormat:
-    """/v1/completions."""
+    """The JSON format of /v1/completions."""
 
     id_prefix = "cmpl-"
     object_name = chunk_object_name = "text_completion"
@@ -211,7 +211,7 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    """/v1/chat/completions."""
+    """The JSON format of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     object_name, chunk_object_name = "chat.completion", "chat.completion.chunk"
@@ -336,7 +336,7 @@ class ResponseBuilder:
                 deltas.setdefault(choice, Delta()).extend(delta)
                 if delta.finish is not None:
                     unfinished -= 1
-                    if event.finish_reason is None:  # finished by a stop string, which the engine does not know
+                    if event.finish_reason is None:  # finished by a stop string, which the engine does not know about
                         self._job.cancel(index, event.sample)
             for choice, delta in deltas.items():
                 if delta:

@@ -75,7 +75,7 @@ class Job:
             yield events
 
     def cancel(self, index: int | None = None, sample: int | None = None) -> None:
-        """Cancel the job, one of its requests, or one sample of that; no effect on those already finished."""
+        """Cancel the job, one of its requests, or one sample of a request; no effect on finished ones."""
         self._worker.call(lambda: self._worker.release(self, index, sample))
 
     @staticmethod
@@ -85,7 +85,7 @@ class Job:
         return events
 
     def deliver(self, events: Events | ApiError) -> None:
-        """Called on the event loop."""
+        """Queue events for the consumer; call from the event loop."""
         self._events.put_nowait(events)
 
 
@@ -110,14 +110,14 @@ class Worker:
         self._engine = engine
         self._active: dict[int, _ActiveRequest] = {}  # by the engine's request id
         self._actions: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lock = threading.Lock()  # guards _stopped: no action is queued after the thread's last look at the queue
+        self._lock = threading.Lock()  # guards _stopped: nothing is queued after the thread has emptied the queue
         self._stopped = self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="whimbrel-engine", daemon=True)
 
     @property
     def healthy(self) -> bool:
-        """Whether requests can be expected to succeed."""
+        """Whether the thread runs and recent steps have not failed repeatedly."""
         return not self._stopped and self.failures < MAX_STEP_FAILURES
 
     def start(self) -> None:
@@ -126,7 +126,7 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Make the thread stop, which fails all jobs; does not wait for it."""
+        """Ask the thread to stop and fail all jobs; does not wait for it."""
         self.call(self._request_stop)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Byte-level BPE: the GPT-2 tokenizer, training of new ones, and `tiktoken` as a faster encoder for them."""
+"""Byte-level BPE: the GPT-2 tokenizer, training of new tokenizers, and `tiktoken` as a faster encoder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257
 """The 256 bytes and the end-of-text token."""
 MAX_VOCAB_SIZE = 1 << 24
-"""Many times the largest vocabulary in use. The libraries allocate for every id up to the largest, used or not."""
+"""Far above any real vocabulary. The tokenizer libraries allocate memory for every id up to the largest."""
 MAX_FREQUENCY = (1 << 63) - 1
 
 
 def _byte_decoder() -> dict[str, int]:
-    """GPT-2's characters for bytes, in id order: visible Latin-1 stands for itself, the rest starts at U+0100."""
+    """GPT-2's characters for bytes, in id order: printable Latin-1 maps to itself, the rest to U+0100 and up."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = sorted(set(range(0x100)) - set(visible))
     return {chr(byte): byte for byte in visible} | {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
@@ -95,7 +95,7 @@ def tiktoken_encoder(pipeline: Pipeline, content: dict[str, Any]) -> tiktoken.En
     """A `tiktoken` encoder with the same ids as `pipeline`, about five times as fast; None if ids could differ.
 
     `content` is the parsed tokenizer.json of `pipeline`. That file lists merges one by one, while `tiktoken` merges any
-    two neighbors whose joined bytes are a token, lowest id first. Both give the same ids if merges and ids are in the
+    two neighbors whose joined bytes are a token, lowest id first. Both yield the same ids if merges and ids are in the
     same order and every token is the result of its own merges, which is checked here.
     """
     if not _splits_like_gpt2(content):

@@ -51,10 +51,10 @@ MAX_DEPTH = 64
 """Maximum nesting depth of messages."""
 
 CHARACTERS_PER_TOKEN = 16
-"""Upper estimate: ordinary text has about 4. A text with more is still encoded correctly, in two passes."""
+"""Upper bound for ordinary text, which has about 4. Text with more is still encoded correctly, just in two passes."""
 
 MARGIN_TOKENS = 256
-"""How many tokens the beginning of a text may have more than the full text, because its last word was cut off."""
+"""Safety margin: cutting a text in the middle of a word can add tokens."""
 
 
 class ChatTemplate:
@@ -113,7 +113,7 @@ class ChatTemplate:
         message is encoded as plain text, whatever the template did to the message, so that messages cannot end their
         turn or impersonate another role.
 
-        How: in messages, the characters that special tokens consist of are replaced by markers before the template runs
+        Implementation: in messages, the characters of special tokens are replaced by markers before the template runs
         (see `_Special`). Afterwards the markers are replaced back, and a special token in the text is genuine only if
         there was no marker at its position.
         """
@@ -163,9 +163,9 @@ class ChatTemplate:
 
 
 def encode_up_to(encode: Callable[[str], EncodedPrompt], text: str, max_tokens: int | None) -> EncodedPrompt:
-    """Encode a text; if it is far too long, only a part of it that has more than `max_tokens` already.
+    """Encode a text; if it is far longer than `max_tokens`, encode only a prefix that already exceeds the limit.
 
-    Encoding takes up to a thousand times the memory of the text, so that a text to be rejected is not fully encoded.
+    Encoding takes up to a thousand times the memory of the text, so a text that will be rejected is not fully encoded.
     """
     part = text if max_tokens is None else text[: CHARACTERS_PER_TOKEN * max(1, max_tokens)]
     if max_tokens is not None and len(part) < len(text):
@@ -260,8 +260,8 @@ def _request_error(message: str) -> RequestError:
 class _Special(NamedTuple):
     """The special tokens of a tokenizer, and the markers for the characters they consist of.
 
-    Each such character has its own marker, and only characters a special token cannot do without are marked, so that a
-    template may slice, reverse and join messages, and still no character of a message passes for one of the template's.
+    Each such character has its own marker, and per token only its punctuation (or first letter) is marked, so that a
+    template may slice, reverse and join messages, but no character of a message is taken for one of the template's.
     """
 
     pattern: re.Pattern[str]
@@ -283,7 +283,7 @@ def _special_tokens(tokenizer: Tokenizer) -> _Special:
 
 
 def _check_unicode(text: str) -> str:
-    """Raise UnicodeEncodeError for a lone surrogate, which would be taken for a marker."""
+    """Raise UnicodeEncodeError for a lone surrogate, which would be mistaken for a marker."""
     text.encode()
     return text
 
@@ -312,4 +312,4 @@ DEFAULT_CHAT_TEMPLATE = ChatTemplate(
     writes_bos=False,
     trusted=True,
 )
-"""For models without a template: a plain transcript of "User:" and "Assistant:" lines."""
+"""For models without a chat template: plain "User:" and "Assistant:" lines."""

@@ -1,8 +1,8 @@
 """Renders chat templates, which are Jinja programs that come with a model, in a child process with limits.
 
 Jinja's sandbox prevents a template from reading files or running code, but not from looping forever or building a
-string of gigabytes. Such a template would hang or exhaust the process that runs it, and a thread cannot be stopped. So
-templates run in a child process with limited CPU time, memory and output: one that exceeds a limit ends with its
+string of gigabytes. Such a template would hang its process or exhaust its memory, and a thread cannot be killed. So
+templates run in a child process with limited CPU time, memory and output: one that exceeds a limit is killed with its
 process, and the next rendering starts a new one.
 """
 
@@ -185,7 +185,7 @@ class TemplateSandbox:
 
 
 sandbox = TemplateSandbox()
-"""The sandbox of this process; its child starts with the first template."""
+"""The sandbox of this process; its child process is started on first use."""
 
 
 def child_main() -> None:
@@ -246,7 +246,7 @@ def _limit_memory() -> None:
 
 
 def _limit_cpu_time() -> None:
-    """Have SIGXCPU kill this process after `CPU_SECONDS` more of CPU time."""
+    """SIGXCPU kills this process after `CPU_SECONDS` more seconds of CPU time."""
     if sys.platform != "win32":
         import resource
 
@@ -279,7 +279,7 @@ def _read_message(file: IO[bytes]) -> Any:
 class _MarkedText(str):
     """The text of a message with markers in it, which a template can search as if there were none.
 
-    Templates look into messages (`'</think>' in content`, `content.split('<tool>')`). They search for characters, which
+    Templates search in messages (`'</think>' in content`, `content.split('<tool>')`). They search for characters, which
     the message no longer has, so every method in `_SEARCH_METHODS` first marks what it searches for; and its results
     are marked text too, so that the template can search those again. All other operations (slicing, joining, changing
     case) are those of `str` and move markers like any other character.
@@ -349,7 +349,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks the assistant's tokens for training; rendering only needs its content."""
+    """`{% generation %}`, which marks the assistant's tokens for training; rendering keeps only its content."""
 
     tags = {"generation"}  # noqa: RUF012
 

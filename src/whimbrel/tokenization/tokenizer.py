@@ -1,4 +1,4 @@
-"""`Tokenizer`: any Hugging Face `tokenizer.json`, encoded by `tiktoken` where that gives the same ids faster."""
+"""`Tokenizer`: loads any Hugging Face `tokenizer.json`; uses `tiktoken` to encode where it produces the same ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["EncodedPrompt", "Tokenizer", "load_tokenizer", "train_tokenizer"]
 
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "<s>")
-"""Candidates for the end-of-text token if the settings do not name one, in order of preference."""
+"""Candidates for the end-of-text token if tokenizer_config.json does not set one, in order of preference."""
 
 IGNORED_BY_FINGERPRINT = ("decoder", "padding", "post_processor", "truncation", "version")
 """Parts of a tokenizer file that do not affect the ids of a document."""
@@ -36,7 +36,7 @@ class EncodedPrompt(NamedTuple):
 
     ids: list[int]
     offsets: list[int]
-    """The character of the text at which each token starts."""
+    """Character offset at which each token starts."""
 
 
 class Tokenizer:
@@ -82,7 +82,7 @@ class Tokenizer:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest shard dtype for all ids."""
+        """The smallest shard dtype that can represent all ids."""
         return np.dtype(np.uint16 if self.vocab_size <= 65_535 else np.uint32)
 
     def encode(self, text: str) -> list[int]:
@@ -91,10 +91,10 @@ class Tokenizer:
         return ids
 
     def encode_prompt(self, text: str, *, parse_special: bool = True, add_special_tokens: bool = True) -> EncodedPrompt:
-        """Token ids of a raw prompt, as transformers' `tokenizer(text)` gives them.
+        """Token ids of a raw prompt, the same as from transformers' `tokenizer(text)`.
 
         `parse_special=False` treats special tokens in the text as plain text; `add_special_tokens=False` leaves out
-        what the tokenizer's file adds to every text (such as a BOS token). Thread-safe.
+        the tokens that the tokenizer's post-processor adds to every text (such as BOS). Thread-safe.
         """
         [encoded] = self.encode_prompts([text], parse_special=parse_special, add_special_tokens=add_special_tokens)
         return encoded
@@ -167,7 +167,7 @@ class Tokenizer:
         try:
             if self._tiktoken:
                 return self._tiktoken.encode_to_numpy(text, disallowed_special=())
-            text.encode()  # fails like tiktoken does, with the position
+            text.encode()  # raises UnicodeEncodeError like tiktoken does
             with _library_errors("the tokenizer cannot encode this text"):
                 [encoding] = self.pipeline.encode_batch_fast([text], add_special_tokens=False)
         except UnicodeEncodeError as error:
@@ -177,7 +177,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path_or_name: str | os.PathLike[str] = "gpt2") -> Tokenizer:
-    """Load the tokenizer `gpt2`, a `tokenizer.json`, or that of a directory (a model, a checkpoint's model)."""
+    """Load `gpt2`, a `tokenizer.json` file, or the tokenizer of a directory (a model or a checkpoint's model)."""
     if str(path_or_name) == "gpt2":
         return _gpt2()
     path = Path(path_or_name)
@@ -203,7 +203,7 @@ def _gpt2() -> Tokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> Tokenizer:
     """Train a byte-level BPE tokenizer on `texts`.
 
-    It has fewer than `vocab_size` ids, with a warning, if too few pairs occur `min_frequency` times.
+    Logs a warning and returns fewer than `vocab_size` tokens if too few pairs occur `min_frequency` times.
     """
     tokenizer = Tokenizer(train_bpe(texts, vocab_size, min_frequency), END_OF_TEXT)
     if tokenizer.vocab_size < vocab_size:
@@ -232,7 +232,7 @@ def _library_errors(message: str) -> Iterator[None]:
 
 
 def _plain_ids_of_special_tokens(pipeline: Pipeline, content: dict[str, Any]) -> dict[int, tuple[int, ...]]:
-    """For special tokens that the model itself finds in plain text: the ids of their first character and of the rest.
+    """For special tokens that the model matches in plain text: the ids of their first character and of the rest.
 
     Unigram and word-level models match any entry of their vocabulary, which often includes special tokens.
     """
@@ -300,7 +300,7 @@ def _check_ids(vocabulary: dict[str, int]) -> None:
 
 
 def _read_eos_and_bos(file: Path) -> tuple[str | None, str | None]:
-    """The `eos_token` and `bos_token` of a `tokenizer_config.json`; None if it does not exist or name them."""
+    """The `eos_token` and `bos_token` of a `tokenizer_config.json`; None if the file or the setting does not exist."""
     if not file.is_file():
         return None, None
     try:
@@ -321,7 +321,7 @@ def _token_setting(file: Path, settings: dict[str, Any], name: str) -> str | Non
 
 
 def _end_of_text_token(added: list[dict[str, Any]], vocabulary: dict[str, int], name: str | None) -> str:
-    """The end-of-text token: `name`, or the first candidate. It must be special, so that no text contains it."""
+    """The end-of-text token: `name`, or the first candidate. It must be special, so that encoded text never has it."""
     special = {token["content"] for token in added if token["special"]}
     for token in END_OF_TEXT_TOKENS if name is None else (name,):
         if token in special:

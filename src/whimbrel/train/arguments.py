@@ -87,7 +87,7 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
     max_grad_norm: float = 1.0
     """Maximum gradient norm; 0: no clipping."""
     lr_scheduler_type: str = "linear"
-    """Learning rate schedule: one of transformers that depends only on the step, or wsd."""
+    """Learning rate schedule: wsd, or any transformers schedule that depends only on the step."""
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
     """Further arguments of the schedule, as a dict or JSON; None: {}."""
     warmup_steps: int | float = 0
@@ -143,11 +143,11 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
     torch_compile: bool = False
     """Use torch.compile."""
     torch_compile_backend: str | None = None
-    """Backend of torch.compile, which enables it; None: inductor."""
+    """torch.compile backend; setting it enables torch_compile. None: inductor."""
     torch_compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = (
         None
     )
-    """Mode of torch.compile, which enables it; None: default."""
+    """torch.compile mode; setting it enables torch_compile. None: default."""
     gradient_checkpointing: bool = False
     """Recompute the activations of each block in backward."""
     resume_from_checkpoint: bool | str | None = None
@@ -178,7 +178,7 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
     def check(self) -> None:
         """Convert the values to their types, fill in defaults, and raise for values that the config does not accept.
 
-        Called on construction; arguments assigned later are checked when a trainer takes them.
+        Called on construction, and again when the arguments are passed to a trainer.
         """
         for name, value in self.to_dict().items():
             setattr(self, name, _converted(type(self), name, value))
@@ -188,12 +188,12 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
         _build_config(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments as given, without the defaults that were filled in."""
+        """The arguments as passed by the user, without filled-in defaults."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return values | {name: given for name, (given, filled) in self._filled.items() if getattr(self, name) == filled}
 
     def to_json_string(self) -> str:
-        """The arguments as given, as JSON."""
+        """`to_dict()` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     @property
@@ -201,7 +201,7 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
         return self.torch_compile or self.torch_compile_backend is not None or self.torch_compile_mode is not None
 
     def _check_values(self) -> None:
-        """Check what does not appear in the config; `_build_config` checks the rest."""
+        """Check arguments that have no config equivalent; `_build_config` validates the rest."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
             check_interval(name, getattr(self, name))
         evaluates = self.eval_strategy == "steps" and self.eval_steps is None
@@ -227,7 +227,7 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
         self._fill("torch_compile_mode", "default" if compiles else None)
 
     def _fill(self, name: str, default: Any) -> None:
-        """Set an argument that was not given to its default, and remember what was given."""
+        """Fill in the default of an unset argument, and remember the original value for `to_dict`."""
         given = getattr(self, name)
         if given in (None, False) and given != default:
             self._filled[name] = (given, default)
@@ -298,7 +298,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
 
 @dataclass
 class TrainingArguments(BaseTrainingArguments):
-    """All arguments."""
+    """Arguments of `Trainer`: the base arguments plus recompute, optimizer-in-backward and checkpoint options."""
 
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """After a non-finite loss or gradient norm: stop, skip the step, or roll back to the last checkpoint."""
@@ -313,7 +313,7 @@ class TrainingArguments(BaseTrainingArguments):
     resume_skip: tuple[str, ...] | None = None
     """Components not to restore on resume: optimizer, scheduler, dataset, rng, callbacks."""
     save_minutes: float | None = 10.0
-    """Also save when the last save is this many minutes old; removed once a newer checkpoint exists."""
+    """Also save if the last save was this many minutes ago; deleted once a newer checkpoint exists."""
     async_save: bool = True
     """Write checkpoints in a background thread; training waits only while its state is copied."""
 
@@ -332,7 +332,7 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainingAr
 
 @contextlib.contextmanager
 def no_tokenizer_parallelism(workers: int) -> Iterator[None]:
-    """Disable the threads of tokenizers while there are data loader workers: forking would deadlock them."""
+    """Set TOKENIZERS_PARALLELISM=false while there are dataloader workers: forked tokenizer threads can deadlock."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     if workers:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -423,7 +423,7 @@ class Translation:
 
 
 def to_config(args: MinimalTrainingArguments) -> TrainerConfig:
-    """The config equivalent to `args`, which are checked again: they may have changed since they were constructed."""
+    """Convert `args` to a config, checking them again in case attributes were assigned after construction."""
     args.check()
     return _build_config(args)
 
@@ -445,7 +445,7 @@ def _build_config(args: MinimalTrainingArguments) -> TrainerConfig:
 
 
 def argument_name(setting: str) -> str:
-    """How an error about `setting` names it for users of the arguments; `setting` itself if no argument sets it."""
+    """The argument that corresponds to `setting`, for error messages; `setting` itself if there is none."""
     if setting in _SPELLING:
         return _SPELLING[setting]
     pairs = (zip(row.settings, row.arguments, strict=False) for row in TRANSLATIONS)
@@ -471,7 +471,7 @@ _SPELLING = {
 def from_config(config: TrainerConfig) -> TrainingArguments:
     """The arguments equivalent to `config`, for callbacks that read them.
 
-    What the config leaves open (micro-batch, length in tokens) keeps its default until the trainer decides.
+    Values that the config does not set (micro-batch, length in tokens) keep their defaults until they are resolved.
     """
     values: dict[str, Any] = {}
     for row in TRANSLATIONS:
@@ -683,4 +683,4 @@ CONFIG_ONLY = {
         "pass callbacks to the trainer",
     ),
 }  # fmt: skip
-"""Settings, or sections of them, without an equivalent argument, and why."""
+"""Settings (or whole sections) without an equivalent argument, with the reason."""

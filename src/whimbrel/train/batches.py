@@ -54,7 +54,7 @@ class Batches(Protocol):
         """Whether the epoch has ended."""
 
     def steps_for(self, epochs: float, accumulation: int) -> int:
-        """Number of optimizer steps in so many epochs."""
+        """Number of optimizer steps in `epochs` epochs."""
 
     @property
     def epoch(self) -> float:
@@ -88,7 +88,7 @@ class TokenBatches:
         return self.loader.epoch > self._pass
 
     def steps_for(self, epochs: float, accumulation: int) -> int:
-        """Number of optimizer steps that cover so many epochs, rounded up."""
+        """Number of optimizer steps that cover `epochs` epochs, rounded up."""
         loader = self.loader
         tokens = accumulation * loader.B * loader.T * loader.world_size
         return max(1, -int(-epochs * loader.total_tokens // tokens))
@@ -130,7 +130,7 @@ def make_batches(
     dataset: Any, batch_size: int | None, device: torch.device, *,
     collate: Collate, seed: int, shuffle: bool, loader: LoaderConfig,
 ) -> TokenBatches | DatasetBatches:  # fmt: skip
-    """Batches of a dataset, DataLoader or token loader; only a token loader may leave `batch_size` open."""
+    """Batches of a dataset, DataLoader or TokenDataLoader; `batch_size` may be None only for a TokenDataLoader."""
     if isinstance(dataset, TokenDataLoader):
         if batch_size not in (None, dataset.B):
             raise ConfigError(
@@ -182,7 +182,7 @@ def token_count(batch: Any) -> int:
 
 
 def accumulation_steps(tokens_per_step: int, micro_batch: int, sequence_length: int) -> int:
-    """Micro-batches per optimizer step; raises ConfigError with the nearest valid totals if they do not divide it."""
+    """Micro-batches per optimizer step; raises ConfigError with the nearest valid values if it is not an integer."""
     tokens = micro_batch * sequence_length
     if tokens_per_step % tokens:
         below = tokens_per_step // tokens * tokens

@@ -92,7 +92,7 @@ logger = logging.getLogger(__name__)
 
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 MAX_EPOCHS_PER_STEP = 16
-"""Maximum number of epochs in one optimizer step; more is a mistake in the settings."""
+"""More epochs than this in one optimizer step is treated as a configuration error."""
 ADAM_BYTES_PER_PARAMETER = 16
 """Weight, gradient and two moments in fp32."""
 
@@ -107,12 +107,12 @@ Sampler = Callable[[GPT, Tokenizer, int], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """The parts of a trainer over token shards."""
+    """Everything needed to construct a trainer for token shards."""
 
     config: RunConfig
-    """The configuration with its length in steps and its steps in micro-batches."""
+    """The config with run length resolved to steps and tokens_per_step resolved to gradient accumulation."""
     recorded_config: RunConfig
-    """The configuration as given, with device and micro-batch filled in: what `config.toml` records."""
+    """The original config with device and micro-batch filled in, as written to `config.toml`."""
     model: GPT
     train_loader: TokenDataLoader
     eval_loader: TokenDataLoader | None
@@ -121,7 +121,7 @@ class RunParts:
 
 
 def build_run(config: RunConfig, sampler: Sampler | None = None) -> RunParts:
-    """Build every part that a configuration describes; `sampler` replaces the engine for `[sample]`."""
+    """Build the model, data, tokenizer and callbacks; `sampler` replaces the inference engine for `[sample]`."""
     device = choose_device(config.train.device)
     config = _with_recorded_micro_batch(config)
     model = _initial_model(config)
@@ -193,7 +193,7 @@ def _check_host_memory(config: RunConfig) -> None:
 
 
 def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device) -> int:
-    """`train.micro_batch`, or the largest that fits beside weights, gradients, optimizer and a chunk of logits."""
+    """`train.micro_batch`, or the largest that fits with weights, gradients, optimizer state and a logits chunk."""
     if config.train.micro_batch is not None:
         return config.train.micro_batch
     return default_micro_batch(
@@ -207,13 +207,13 @@ def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device) -> i
 
 
 def check_run_directory_unchanged(requested: RunConfig, micro_batch: int | None) -> None:
-    """Raise ConfigError if another run has written a checkpoint with another micro-batch since this one was built."""
+    """Raise ConfigError if another run has since written a checkpoint with a different micro-batch size."""
     if _with_recorded_micro_batch(requested).train.micro_batch not in (None, micro_batch):
         raise ConfigError(f"{requested.output_dir} changed while this run was starting: start it again")
 
 
 def _with_recorded_micro_batch(config: RunConfig) -> RunConfig:
-    """Resume with the micro-batch of the checkpoint unless one is set: free memory must not change the sums."""
+    """Resume with the checkpoint's micro-batch unless one is set: another size would change the summation order."""
     if config.train.micro_batch is not None or config.overwrite_output_dir:
         return config
     resume_path = config.resume.path
@@ -229,7 +229,7 @@ def _with_recorded_micro_batch(config: RunConfig) -> RunConfig:
 
 
 def _in_steps(config: RunConfig, batches: TokenBatches) -> RunConfig:
-    """The same run with its length in steps and its steps in micro-batches."""
+    """Convert the run length to steps and tokens_per_step to gradient accumulation."""
     train = config.train
     assert train.micro_batch is not None
     accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length)
@@ -440,7 +440,7 @@ def compile_ahead(
 
 @contextlib.contextmanager
 def torch_settings(config: TrainerConfig, device: torch.device) -> Iterator[None]:
-    """Torch's global switches, attention kernels and activation offloading as configured; restored afterwards."""
+    """Apply the configured global torch flags, attention kernels and activation offloading; restore them on exit."""
     train = config.train
     with contextlib.ExitStack() as stack:
         stack.enter_context(
@@ -463,7 +463,7 @@ def torch_settings(config: TrainerConfig, device: torch.device) -> Iterator[None
 def create_optimizer(
     model: nn.Module, config: TrainerConfig, choice: OptimizerChoice, *, accumulation: int = 1
 ) -> Optimizer:
-    """The optimizer that was passed in or named, or that the settings describe; wrapped if it steps in backward."""
+    """The optimizer passed in, selected by name, or built from the config; wrapped for optimizer_in_backward."""
     check_savable(model)  # before anything is trained that could not be saved
     if choice is not None and not isinstance(choice, str) and config.optim != OptimConfig(lr=config.optim.lr):
         logger.warning("an optimizer was passed in: optimizer settings of the arguments do not apply")
@@ -512,7 +512,7 @@ def _in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, 
 
 
 def routed_parameters(model: nn.Module) -> list[RoutedParameter]:
-    """Each parameter with its role, and for a GPT the rows of the matrices that are fused in one weight."""
+    """Each parameter with its role; for a GPT also how fused weights (QKV, gated MLP) split into matrices."""
     splits: dict[str, tuple[int, ...]] = {}
     if isinstance(model, GPT):
         config = model.config
@@ -526,7 +526,7 @@ def routed_parameters(model: nn.Module) -> list[RoutedParameter]:
 
 
 def create_scheduler(optimizer: Optimizer, config: TrainerConfig, total: int, choice: SchedulerChoice) -> Scheduler:
-    """The scheduler that was passed in or named, or that the settings describe, for `total` steps."""
+    """The scheduler passed in, selected by name, or built from the config, for `total` steps."""
     if isinstance(choice, ReduceLROnPlateau):
         raise ConfigError("expected a scheduler that steps by count, got ReduceLROnPlateau: pass another, or a name")
     if choice is not None and not isinstance(choice, str):
@@ -538,7 +538,7 @@ def create_scheduler(optimizer: Optimizer, config: TrainerConfig, total: int, ch
 
 
 def flops_per_token(model: nn.Module, num_tokens: int) -> float:
-    """Operations of one forward and backward pass per token in sequences of `num_tokens`.
+    """FLOPs per token of a forward and backward pass, for sequences of `num_tokens`.
 
     6 per parameter, and attention if the model's config has `num_hidden_layers` and `hidden_size`.
     """

@@ -30,7 +30,7 @@ class TrainerCallback:
         """The trainer has been constructed; there is no optimizer yet."""
 
     def on_train_begin(self, **event: Any) -> TrainerControl | None:
-        """All parts are ready, and a checkpoint, if there is one, has been loaded: `summary`."""
+        """Training starts; model and optimizer are ready and a checkpoint, if any, is loaded. Also gets `summary`."""
 
     def on_train_end(self, **event: Any) -> TrainerControl | None:
         """The last step is done, and the last save is on disk. Also called when a run fails, to release resources."""
@@ -48,7 +48,7 @@ class TrainerCallback:
         """An optimizer step has been submitted to the device; `control` says what is due after it."""
 
     def on_substep_end(self, **event: Any) -> TrainerControl | None:
-        """Forward and backward pass of a micro-batch are done, except for the last of a step."""
+        """A micro-batch other than the last of its step has finished forward and backward."""
 
     def on_pre_optimizer_step(self, **event: Any) -> TrainerControl | None:
         """Gradients are complete and clipped."""
@@ -79,7 +79,7 @@ class TrainerCallback:
         """Training metrics are about to be logged: `logs` may be changed."""
 
     def on_train_metrics(self, **event: Any) -> TrainerControl | None:
-        """The metrics of a step are known, at most one step later: `metrics` with loss, grad_norm, tokens and more."""
+        """The metrics of a step arrived, at most one step late: `metrics` with loss, grad_norm, tokens and more."""
 
     def on_sample(self, **event: Any) -> TrainerControl | None:
         """A sample was generated: `text`, after `step` steps."""
@@ -153,7 +153,7 @@ class Callbacks(Sequence[Any]):
 
     @property
     def expect_saved_model(self) -> bool:
-        """Whether a callback from another library handles on_save: there it is called before the next step."""
+        """Whether a third-party callback handles on_save; such callbacks expect `model` to be the saved one."""
         return any(not isinstance(callback, TrainerCallback) for callback in self.of("on_save"))
 
     def dispatch(self, event: str, control: TrainerControl, **keywords: Any) -> TrainerControl:
@@ -200,7 +200,7 @@ class Callbacks(Sequence[Any]):
         return {name: callback.state_dict() for name, callback in named if hasattr(callback, "state_dict")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the callbacks that the checkpoint has a state for."""
+        """Restore the callbacks that have a state in the checkpoint."""
         for name, callback in self.named().items():
             if name in state and hasattr(callback, "load_state_dict"):
                 callback.load_state_dict(state[name])

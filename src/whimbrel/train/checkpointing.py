@@ -1,6 +1,6 @@
 """What a checkpoint contains: model, optimizer, scheduler, trainer state, dataset position, RNG and callbacks.
 
-The model part is a directory that `transformers` loads, if it knows the kind of model.
+The model component is a directory that `transformers` can load, if it supports the architecture.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ REQUIRED_STATE = ("global_step", "epoch_start_step", "raw_epoch", "num_input_tok
 OPTIONAL_STATE = ("epoch", "best_metric", "best_global_step", "best_model_checkpoint")
 """Fields that a resume restores if the checkpoint has them."""
 SCHEDULED_RATES = ("lr", "initial_lr")
-"""Group entries that a torch scheduler computes: they belong to its state, not to the settings of the optimizer."""
+"""Param-group entries computed by a torch scheduler: part of its state, not optimizer settings."""
 IGNORED_ENTRIES = ("architectures", "dtype", "problem_type", "torch_dtype", "transformers_version", "use_cache")
 """Config entries that may change on resume: they do not affect the function that the model computes."""
 IGNORED_SUBSTRINGS = ("drop", "token_id", "output_", "return_dict", "label2id", "id2label", "initializer")
@@ -92,7 +92,7 @@ class CheckpointMethods(ABC):
     _recorded_config: TrainerConfig
     """What `config.toml` records."""
     _from_config: bool
-    """Whether the trainer was given a config, where resuming is the default, and not arguments."""
+    """Whether the trainer was constructed from a config (resumes by default) instead of TrainingArguments."""
     _last_metric: tuple[int, float] | None = None
     """The step and the value of the last best-model metric."""
     _optimizer_states: tuple[OptimizerState, SchedulerState] | None = None
@@ -124,7 +124,7 @@ class CheckpointMethods(ABC):
         export_model(self.unwrapped_model(), self.processing_class, target, overwrite=self.config.overwrite_output_dir)
 
     def save_checkpoint(self, checkpoint_path: str | Path | None = None, *, temporary: bool = False) -> Path:
-        """Save the complete state; with async_save files are written in the background, until `on_save`.
+        """Save the complete state. With async_save, files are written in the background; `on_save` follows.
 
         Waits for the metrics of all steps so far, so that no non-finite state is saved. A step is saved only once. A
         temporary checkpoint is removed once a newer one exists, and is never best.
@@ -147,7 +147,7 @@ class CheckpointMethods(ABC):
         return saved
 
     def load_checkpoint(self, checkpoint_path: str | Path | None = None) -> Path:
-        """Load the complete state; None: the newest complete checkpoint. A part that does not fit raises."""
+        """Load the complete state (None: from the newest complete checkpoint); raises if a component does not match."""
         manager, path = self.checkpoint_manager, None if checkpoint_path is None else Path(checkpoint_path)
         manifest = manager.load(
             self.get_state_components(), path, skip=self.config.resume.skip,
@@ -189,7 +189,7 @@ class CheckpointMethods(ABC):
         return SharingPattern.GLOBAL
 
     def get_process_groups(self) -> dict[str, Any]:
-        """Process groups that components can be shared in, by name."""
+        """Process groups by name, for components with SharingPattern.PER_GROUP."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class CheckpointMethods(ABC):
 
 
 def model_state(model: nn.Module, processing_class: Any = None) -> DirectoryStateful:
-    """The checkpoint component of a model, by its kind: GPT, transformers, PEFT, or any module."""
+    """The checkpoint component for a model: a GPT, a transformers or PEFT model, or any other module."""
     check_savable(model)
     if isinstance(model, GPT):
         return GPTState(model, processing_class)
@@ -343,7 +343,7 @@ class GPTState:
         self._model, self._tokenizer = model, tokenizer
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters; a tied one once, a quantized one as codes and scales."""
+        """Parameters; tied parameters appear once, quantized ones as codes and scales."""
         return weight_state(self._model)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -415,7 +415,7 @@ class PretrainedState(ModuleState):
         _save_processing_class(self._processing_class, folder)
 
     def load_directory(self, folder: Path) -> None:
-        """Load the weights exactly; a layout that differs from the module's is read by `from_pretrained`."""
+        """Load the weights bit-exactly; if the file layout differs from the module's, via `from_pretrained`."""
         stored: dict[str, Tensor] = {}
         for path in sorted(folder.glob("*.safetensors")):
             stored |= load_file(path)
@@ -430,7 +430,7 @@ class PretrainedState(ModuleState):
         self._model.load_state_dict(loaded.state_dict())
 
     def _check_shape(self, folder: Path, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Raise CheckpointError for another architecture or size, before a model is built from it."""
+        """Raise CheckpointError if model_type or shapes differ, before `from_pretrained` builds a model."""
         remedy = "pass the same model, or choose another output_dir"
         theirs = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
         ours = getattr(self._model.config, "model_type", None)
@@ -442,10 +442,10 @@ class PretrainedState(ModuleState):
 
 
 class SelfSavingState(ModuleState):
-    """A model with another library's `save_pretrained`: its files, and our own file with the weights."""
+    """A model with a third-party `save_pretrained`: its files plus our safetensors file of the weights."""
 
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Write its own files, for its library, then `model.safetensors` with `state`, which is loaded on resume."""
+        """Call the model's `save_pretrained`, then write `model.safetensors` with `state`, which resume loads."""
         folder.mkdir(exist_ok=True)
         self._model.save_pretrained(str(folder))  # type: ignore[operator]
         super().save_directory(state, folder)
@@ -528,7 +528,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _save_processing_class(processing_class: Any, folder: Path) -> None:
-    """Write the tokenizer or processor beside the model."""
+    """Write the tokenizer or processor to the model directory."""
     if isinstance(processing_class, Tokenizer):
         processing_class.save(folder)
     elif processing_class is not None:
@@ -536,7 +536,7 @@ def _save_processing_class(processing_class: Any, folder: Path) -> None:
 
 
 class SaveModelFiles:
-    """Checkpoint component for the files of an overridden `save_model`, beside the complete training state.
+    """Checkpoint component with the files of an overridden `save_model`, in addition to the training state.
 
     `save_model` runs when the state is captured, since training continues during an asynchronous save; the files are
     then copied into the checkpoint.
@@ -570,9 +570,9 @@ class SaveModelFiles:
 # Optimizer and learning-rate scheduler
 #
 # Moments and counters come from the checkpoint, settings from this run, as far as the two can be told apart. For an
-# optimizer built from the configuration they can. For an object that the user made, a group may contain counters beside
-# settings (schedule-free and D-adaptation methods do that), so each save also records the values that the object
-# started with: a setting that starts with another value now was changed by the user and is kept, everything else is
+# optimizer built from the config they can. In an object created by the user, a group may mix counters with
+# settings (schedule-free and D-adaptation do), so each save also records the values that the object
+# started with: a setting whose initial value differs now was changed by the user and is kept; everything else is
 # restored.
 
 
@@ -654,7 +654,7 @@ class SchedulerState:
 
 
 def _check_class(what: str, saved: str, own: str, remedy: str) -> None:
-    # A class defined in a script has another module name when the script is imported.
+    # A class defined in a script is in __main__, or in a named module if the script is imported.
     script = ":" not in saved or ":" not in own
     if saved != own and not (script and saved.rpartition(":")[2] == own.rpartition(":")[2]):
         raise CheckpointError(f"expected the state of the {what} {own}, got {saved} in the checkpoint: {remedy}")

@@ -35,7 +35,7 @@ WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShard
 
 
 def check_single_process() -> None:
-    """Raise if torchrun's WORLD_SIZE or the process group says that there are several processes.
+    """Raise if WORLD_SIZE (torchrun) or the process group indicates more than one process.
 
     Each would train on the same data and write to the same directory.
     """

@@ -1,4 +1,4 @@
-"""The settings of a run: what a TOML file describes, and what the training arguments are translated to."""
+"""The config of a run, loaded from TOML or translated from TrainingArguments."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class TrainConfig:
 
     @property
     def linears(self) -> str | None:
-        """Recipe by which linear layers are converted before training."""
+        """The recipe for converting linear layers before training, if any."""
         return self.fp8_recipe or self.qat_recipe or self.weights
 
     def _check_linears(self) -> None:
@@ -186,7 +186,7 @@ class CheckpointConfig:
     every: int | float | None = None
     """Save every N steps, or a fraction of the run if below 1; default: only at the end."""
     every_minutes: float | None = 10.0
-    """Also save when the last save is this many minutes old; removed once a newer checkpoint exists."""
+    """Also save if the last save was this many minutes ago; deleted once a newer checkpoint exists."""
     each_epoch: bool = False
     """Save after each epoch."""
     when_best: bool = False
@@ -252,7 +252,7 @@ class ResumeConfig:
     """Which checkpoint to resume from, and what to restore."""
 
     path: Path | None = None
-    """Checkpoint to resume from; default: see latest."""
+    """Checkpoint to resume from; default: the latest one, see resume.latest."""
     latest: bool = True
     """Resume from the latest complete checkpoint in output_dir, if there is one."""
     skip: tuple[str, ...] = ()
@@ -261,7 +261,7 @@ class ResumeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig:
-    """Data loading for datasets in Python; token shards need none of this."""
+    """Data loading for Python datasets; not used for token shards."""
 
     workers: int = 0
     """Number of worker processes; 0: load in the training process."""
@@ -295,7 +295,7 @@ class EarlyStoppingConfig:
     """Stop when the validation metric stops improving."""
 
     patience: int | None = None
-    """Validations without improvement before the run stops; default: off."""
+    """Stop after this many validations without improvement; default: off."""
     threshold: float = 0.0
     """Minimum change that counts as an improvement."""
 
@@ -361,7 +361,7 @@ class TrainerConfig:
     """All settings except the model and data."""
 
     output_dir: Path
-    """Run directory: config.toml, log and checkpoints; a run in it is resumed."""
+    """Run directory for config.toml, logs and checkpoints; an existing run in it is resumed."""
     overwrite_output_dir: bool = False
     """Delete the run in output_dir and restart."""
     train: TrainConfig
@@ -399,9 +399,9 @@ class DataConfig:
     shuffle_seed: int | None = None
     """Seed for shuffling the order of blocks in each epoch; default: the order on disk."""
     documents: Literal["join", "mask", "pack"] = "join"
-    """join: attention crosses document boundaries; mask: it does not; pack: mask, sequences start with a document."""
+    """join: attend across document boundaries; mask: do not; pack: mask, and start sequences with a document."""
     eot_id: int | None = None
-    """Id of the token that starts a document; default: from the manifest, or that of GPT-2 or Llama 3 without one."""
+    """Id of the token that starts a document; default: from the manifest, else the GPT-2 or Llama 3 id."""
     verify: bool = False
     """Check the SHA-256 of each shard against the manifest when it is first read."""
 
@@ -504,7 +504,7 @@ def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def run_config(table: dict[str, Any]) -> RunConfig:
-    """Build a run from a table, resolving the model preset."""
+    """Build a RunConfig from a TOML table, resolving the model preset or path."""
     model = table.get("model", {})
     if isinstance(model, dict) and model.get("path") is not None:
         return build(RunConfig, table | {"model": _model_table(model)})

@@ -67,7 +67,7 @@ class Endpoint:
 
     @classmethod
     def read(cls, run: Path) -> Endpoint | None:
-        """The endpoint of a run; None if there is none or it is invalid. PermissionError for another user's run."""
+        """The endpoint of a run; None if missing or invalid. Raises PermissionError for another user's run."""
         try:
             return cls(**json.loads(cls.path(run).read_text(encoding="utf-8")))
         except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
@@ -83,7 +83,7 @@ class Endpoint:
 
 
 def send_request(run: Path, action: str, seconds: float = 5.0) -> dict[str, Any]:
-    """Send a request to a run and return its reply; raises RequestError if it is not running here or refuses."""
+    """Send a request to a run and return its reply; raises RequestError if it is not on this host or rejects it."""
     try:
         endpoint = Endpoint.read(run)
     except PermissionError as error:
@@ -187,7 +187,7 @@ class ControlServer:
             connection, _ = self._socket.accept()
         except BlockingIOError:  # the client has disconnected
             return
-        except OSError:  # for example out of file descriptors: free some, and leave the next ones to the run
+        except OSError:  # e.g. out of file descriptors: close our connections so that training can open files
             for connection in list(self._clients):
                 self._drop(connection, selector)
             time.sleep(REQUEST_TIMEOUT)
@@ -247,9 +247,9 @@ class ControlCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.drains = False
-        """Whether the run must stop quickly: save, but do not evaluate."""
+        """Whether to save and stop without evaluating."""
         self.reason: str | None = None
-        """Message for the user."""
+        """Why the run stops, printed for the user."""
         self._requests: deque[str] = deque()
         self._server: ControlServer | None = None
         self._state: Any = None

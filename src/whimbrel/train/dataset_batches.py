@@ -128,7 +128,7 @@ class DatasetBatches:
         return not self._ahead
 
     def steps_for(self, epochs: float, accumulation: int) -> int:
-        """Number of optimizer steps in so many epochs; the rest at the end of an epoch is a step too."""
+        """Number of optimizer steps in `epochs` epochs; the last step of an epoch may have fewer micro-batches."""
         if not self.sized:
             raise ConfigError("expected max_steps (train.steps): the length of an iterable dataset is unknown")
         return max(1, -int(-epochs * -(-len(self) // accumulation) // 1))
@@ -170,7 +170,7 @@ class DatasetBatches:
             self._cursor = state["dataset"]
 
     def _identity(self) -> dict[str, int]:
-        """What determines the order of an epoch, and so the meaning of a position."""
+        """Values that determine the order of an epoch; a saved position is valid only if they match."""
         return {"examples": len(self.dataset), "seed": self._seed} if self.indexed else {"seed": self._seed}
 
     @cached_property
@@ -199,7 +199,7 @@ class DatasetBatches:
         return self.dataset.state_dict() if self._has_exact_state else None
 
     def _open(self) -> Iterator[Any]:
-        """Batches from the current position on."""
+        """Start iterating at the current position."""
         workers, seed = self._loader.workers, derive_seed(self._seed, "batches", self._epoch)
         shared: dict[str, Any] = {
             "batch_size": None, "collate_fn": _no_collate, "num_workers": workers,
@@ -232,7 +232,7 @@ class DatasetBatches:
 class LoaderBatches(DatasetBatches):
     """A user's DataLoader, or any iterable that yields the batches of one epoch each time it is iterated.
 
-    It determines its own order. Without a generator of its own, it is seeded per epoch and batch, so that a resumed run
+    The loader decides the order. Without its own generator, it is seeded per epoch and batch, so that a resumed run
     repeats the order; otherwise the state of its generator is part of the saved position. A resume reads and skips the
     batches that were already used.
     """
@@ -342,7 +342,7 @@ class MapStyleEpoch(Dataset[Any]):
 
 
 class IterableEpoch(IterableDataset[Any]):
-    """The batches of one epoch over an iterable dataset, or of a worker's shard of it; `first` is the first number."""
+    """The batches of one epoch over an iterable dataset, or of a worker's shard of it, numbered from `first`."""
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool, collate: Collate, seed: int, first: int) -> None:
         self._dataset, self._batch_size, self._drop_last = dataset, batch_size, drop_last
@@ -388,7 +388,7 @@ def collate(examples: list[Any]) -> Any:
 
 
 def _digest(value: Any) -> str | None:
-    """A hash of an example; None if it contains anything but numbers, strings, and lists and dicts of them."""
+    """A hash of an example; None if it is not made of tensors, arrays, numbers, strings, lists and dicts."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous().numpy() if value.dtype != torch.bfloat16 else value.float().numpy()
     if isinstance(value, np.ndarray | np.generic):

@@ -1,4 +1,4 @@
-"""Devices: choice, name, peak FLOPS, memory and timing."""
+"""Choose a device and query its name, peak FLOPS and memory; time device work."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def evaluate_batches(
     gather: bool = False,
     preprocess: Callable[[Any, Any], Any] | None = None,
 ) -> Evaluation:
-    """Evaluate at most `limit` batches, calling `on_batch` after each; the model is in eval mode meanwhile.
+    """Evaluate at most `limit` batches in eval mode, calling `on_batch` after each.
 
     `step` replaces the objective. With `gather` it also returns predictions and labels, which are concatenated on the
     CPU; sequences of unequal length are padded with -100, as in transformers.
@@ -115,7 +115,7 @@ def evaluate_batches(
 
 
 def compute_metrics_of(compute_metrics: Callable[[Any], Mapping[str, Any]], evaluation: Evaluation) -> dict[str, Any]:
-    """Call the user's function on the predictions; metrics as Python numbers."""
+    """Call the user's `compute_metrics` and convert one-element tensors and arrays to Python numbers."""
     arrays = EvalPrediction(_to_numpy(evaluation.predictions), _to_numpy(evaluation.label_ids))
     found = compute_metrics(arrays)
     if not isinstance(found, Mapping):
@@ -126,7 +126,7 @@ def compute_metrics_of(compute_metrics: Callable[[Any], Mapping[str, Any]], eval
 
 
 def label_names_of(forward: Iterable[str], model_name: str) -> tuple[str, ...]:
-    """The arguments of `forward` that are labels by their names, found as in transformers."""
+    """The arguments of `forward` that look like labels by name, as in transformers."""
     spans = ("start_positions", "end_positions") if "QuestionAnswering" in model_name else ()
     return tuple(name for name in forward if "label" in name or name in spans) or ("labels",)
 

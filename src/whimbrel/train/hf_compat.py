@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Alternative(NamedTuple):
-    """An argument without a counterpart: the values that match what the trainer does anyway (the transformers default
+    """An unsupported argument: the values that are accepted because they match our behavior (the transformers default
     first), and the hint for any other value.
     """
 
@@ -305,7 +305,7 @@ def missing_attribute(trainer: object, name: str) -> AttributeError:
 
 
 def _overridden(trainer: object) -> set[str]:
-    """Names defined by classes of `trainer` outside this package, and methods assigned to the instance."""
+    """Names defined by subclasses outside this package, and methods assigned on the instance."""
     assigned = {name for name, value in vars(trainer).items() if name in _METHODS and inspect.isroutine(value)}
     foreign = [base for base in type(trainer).__mro__ if base.__module__.partition(".")[0] not in _OURS]
     return assigned.union(*(vars(base) for base in foreign))

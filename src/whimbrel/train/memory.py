@@ -90,10 +90,10 @@ def with_optimizer(config: RunConfig, name: str) -> RunConfig:
 def predict_memory(
     config: RunConfig, device: str | None = None, names: Iterable[str] | None = None
 ) -> list[MemoryPrediction]:
-    """Predict a run's memory with each of the named optimizers (None: its own), on a device that need not exist here.
+    """Predict a run's memory for each named optimizer (None: the configured one) and any device, present or not.
 
     Nothing is allocated. Optimizers that do not support optimizer_in_backward are predicted without it. torch.compile
-    is ignored: it saves fewer activations.
+    is ignored, although it saves fewer activations.
     """
     kind = choose_device(config.train.device).type if device is None else device
     config = _resolve(config, kind)
@@ -116,7 +116,7 @@ def predict_memory(
 
 @dataclass(frozen=True, slots=True)
 class _Measurement:
-    """What a tracker measured in a step, or in a part of one."""
+    """Memory measured by a tracker in a step or part of one."""
 
     peak: int
     phase: str
@@ -144,7 +144,7 @@ class NoOpOptimizer(Optimizer):
 
 
 def _predict_in_backward(config: RunConfig, kind: str) -> MemoryPrediction:
-    """For an optimizer in backward, whose memory overlaps with that of the passes: simulate them together."""
+    """Predict with optimizer_in_backward: optimizer and passes overlap, so they are simulated together."""
     accumulation = config.train.accumulation or 1
     with _simulation(kind) as tracker:
         model = _create_model(config, tracker)
@@ -158,7 +158,7 @@ def _predict_in_backward(config: RunConfig, kind: str) -> MemoryPrediction:
 
 
 def _predict_after_backward(config: RunConfig, kind: str, passes: _Measurement) -> MemoryPrediction:
-    """For an optimizer after backward: its state is added to the passes, and its temporaries exist without them."""
+    """Predict with the optimizer after backward: states add to the passes, temporaries do not overlap them."""
     with _simulation(kind) as tracker:
         model = _create_model(config, tracker)
         optimizer = build.create_optimizer(model, config, None)
@@ -197,7 +197,7 @@ def _create_model(config: RunConfig, tracker: MemoryTracker) -> GPT:
 
 
 def empty_model(config: RunConfig, device: torch.device = HOST) -> GPT:
-    """The model as it is trained, with uninitialized weights.
+    """The model in its training form (quantized if configured), with uninitialized weights.
 
     Weights are quantized on the meta device: fake tensors cannot be swapped, and the dense weights might not fit.
     """
@@ -213,7 +213,7 @@ def empty_model(config: RunConfig, device: torch.device = HOST) -> GPT:
 def _measure_step(
     tracker: MemoryTracker, config: RunConfig, kind: str, model: GPT, optimizer: Optimizer, *, micro_batches: int
 ) -> _Measurement:
-    """Run a step of so many micro-batches: forward, backward, clipping and the optimizer."""
+    """Run a step with `micro_batches` micro-batches (forward, backward, clipping, optimizer) and measure it."""
     shape = (2, config.train.micro_batch or 1, config.sequence_length)
     others = (config.train.accumulation or 1) - micro_batches
     tokens = [torch.empty(shape, dtype=torch.int64) for _ in range(others)]  # a step loads all its micro-batches first
@@ -320,7 +320,7 @@ def _resolve(config: RunConfig, kind: str) -> RunConfig:
 def dry_run(
     config: RunConfig, model: GPT, device: torch.device, optimizer: Optimizer, dispatch: Callable[[str], object] = str
 ) -> TrainStep:
-    """The training step of a run with random tokens; everything else is created as in the run itself."""
+    """Create a run's training step with random tokens as data; everything else is built as in training."""
     documents = config.data.documents != "join"
     return TrainStep(
         model=model,

@@ -58,7 +58,7 @@ class CompositeTensor(Protocol):
 class MemoryTracker(TorchDispatchMode):
     """Counts the live bytes of a device by category, and records the peak.
 
-    A new tensor belongs to the category `kind` until `mark` changes it. Scalars that are computed from constants, such
+    New tensors are counted in the current category until `mark` moves them. Scalars computed from constants, such
     as step counts, get real values because control flow may depend on them; any other scalar reads as 1.
     """
 
@@ -123,7 +123,7 @@ class MemoryTracker(TorchDispatchMode):
         self.kind = "temporaries" if event == "on_pre_optimizer_step" else "activations"
 
     def reset_peak(self) -> None:
-        """Measure from what is live now, like torch.cuda.reset_peak_memory_stats."""
+        """Reset the maxima to the current usage, like torch.cuda.reset_peak_memory_stats."""
         self.max, self.at_peak, self.peak = Counter(self.live), Counter(self.live), self.live.total()
 
     def _count(self, tensor: Tensor) -> None:
@@ -186,7 +186,7 @@ def _accumulates_gradients(one: Any, other: Any) -> bool:
 
 
 class _GpuKernels(TorchFunctionMode):
-    """Makes code choose its GPU kernels (`tensor.is_cuda`), and runs substitutes that allocate what these would."""
+    """Makes code take its GPU path (`tensor.is_cuda`), and replaces GPU kernels by their memory footprint."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, or its substitute."""
@@ -203,7 +203,7 @@ class _GpuKernels(TorchFunctionMode):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """RMSNorm in one kernel, which saves its input and one number per row."""
+    """Memory footprint of fused RMSNorm: saves its input and one scalar per row for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -241,7 +241,7 @@ GPU_KERNELS: dict[Any, Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: _attention,
     fused_loss_and_gradient_: _loss_and_gradient_,
 }
-"""Functions whose GPU kernels allocate or save something else than their CPU kernels."""
+"""Functions whose GPU kernels allocate or save different tensors than their CPU kernels."""
 
 
 def _attention_backward(grad: Tensor, query: Tensor, *rest: Any) -> int:

@@ -1,4 +1,4 @@
-"""Objectives: from a micro-batch and a model to a loss, with the number of targets it covers.
+"""Objectives compute the loss of a micro-batch and count its targets.
 
 The loss of an optimizer step is one mean over all targets of its micro-batches, so micro-batches are weighted by their
 targets. An objective therefore does two things: `count` the targets of a micro-batch, and compute its `loss`, divided
@@ -45,7 +45,7 @@ class LossOutput(NamedTuple):
     outputs: Any = None
     """The model's outputs, for predictions."""
     metrics: Mapping[str, Tensor] = {}
-    """Scalars to log beside the loss, weighted like it: sums over the targets, divided by `num_items`."""
+    """Additional scalars to log, weighted like the loss: sums over the targets divided by `num_items`."""
 
 
 class Objective(ABC):
@@ -88,7 +88,7 @@ class ModelObjective(Objective):
     forward_kwargs: Callable[[Tensor], dict[str, Any]] = lambda _: {}
     """More keywords for the model, computed from the inputs of a pair."""
     counts_without_forward: bool = False
-    """Never run the model to count targets: somebody else computes the loss."""
+    """Never run the model to count targets, because an overridden method computes the loss."""
     _model: nn.Module | None = field(init=False, default=None)
     _shifts: bool | None = field(init=False, default=None)
     """Whether the model declares that it shifts labels; None if it declares nothing."""
@@ -210,7 +210,7 @@ class ModelObjective(Objective):
         return {"return_logits": True} if "return_logits" in self._parameters else {}
 
     def _targets(self, labels: Tensor | None) -> Tensor | None:
-        """The labels that count, aligned with the logits: shifted by one if the loss is that of the next token."""
+        """The labels aligned with the logits: shifted by one for next-token prediction."""
         if labels is None:
             return None
         shifted_here = (
@@ -254,7 +254,7 @@ class ComputeLossObjective(Objective):
 
 
 def weighted_mean(mean: Tensor, count: Tensor, num_items: Tensor) -> Tensor:
-    """A mean over `count` targets as its share of a mean over `num_items`.
+    """Rescale a mean over `count` targets to its contribution to a mean over `num_items`.
 
     A mean over no target is 0/0: `where` stops both its value and its gradient.
     """
@@ -262,7 +262,7 @@ def weighted_mean(mean: Tensor, count: Tensor, num_items: Tensor) -> Tensor:
 
 
 def scalar_loss(loss: Any, method: str) -> Tensor:
-    """The loss with shape (), or DataError if `method` returned anything else than a scalar tensor."""
+    """The loss reshaped to (); raises DataError if `method` returned anything but a scalar tensor."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
     kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -270,7 +270,7 @@ def scalar_loss(loss: Any, method: str) -> Tensor:
 
 
 def shallow_copy(batch: Any) -> Any:
-    """A copy of a batch that an override may pop keys from."""
+    """A shallow copy, since overrides may pop keys from the batch."""
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
@@ -307,7 +307,7 @@ def loss_from_outputs(outputs: Any) -> Tensor:
 
 
 def loss_and_logits_from_outputs(outputs: Any) -> tuple[Tensor, Tensor]:
-    """Both, from a pair `(loss, logits)` or from `.loss` and `.logits`."""
+    """Loss and logits, from a pair `(loss, logits)` or from `.loss` and `.logits`."""
     named = output_field(outputs, "loss") is not None and output_field(outputs, "logits") is not None
     if named or (isinstance(outputs, tuple) and len(outputs) == 2):
         return loss_from_outputs(outputs), logits_from_outputs(outputs)
@@ -364,7 +364,7 @@ def _shifts_labels(model: nn.Module) -> bool | None:
     """Whether a model declares that its loss predicts the next token; None if it declares nothing.
 
     transformers derives `loss_type` from the name of the class. Names like `GPT2LMHeadModel` give None, and
-    `ForConditionalGeneration` names encoder-decoders, which do not shift, as well as decoders with images, which do.
+    `ForConditionalGeneration` covers encoder-decoders, which do not shift, and vision-language models, which do.
     """
     kind = getattr(model, "loss_type", None)
     if kind in (None, "ForConditionalGeneration"):

@@ -96,7 +96,7 @@ class OverridableMethods(ABC):
     _num_items: Tensor | None = None
     """The number of targets in the current step, for `training_step`."""
     _log_kind = "metrics"
-    """What `log` is called for: "metrics" or "evaluation"; callbacks get it as `kind` of `on_log`."""
+    """What is being logged, "metrics" or "evaluation"; passed to `on_log` as `kind`."""
     _ignore_keys: list[str] | None = None
 
     @abstractmethod
@@ -210,7 +210,7 @@ class OverridableMethods(ABC):
         return ComputeLossObjective(compute_loss)
 
     def _counter(self, objective: Objective, method: str) -> Objective:
-        """`objective`, or one that counts targets without a forward pass if a subclass overrides `method`."""
+        """`objective`, changed to count targets without a forward pass if a subclass overrides `method`."""
         if overrides(self, method) and isinstance(objective, ModelObjective):
             return replace(objective, counts_without_forward=True)
         return objective
@@ -422,7 +422,7 @@ class OverridableMethods(ABC):
         return self._make_batches(test_dataset, self.config.validation.micro_batch, shuffle=False)
 
     def _eval_dataset(self, given: Any = None) -> Any:
-        """The dataset passed in, looked up if it is a name; None: the trainer's own."""
+        """The dataset to evaluate on: by name, as passed in, or the trainer's `eval_dataset` if None."""
         if given is None:
             return self.eval_dataset
         if isinstance(given, str):

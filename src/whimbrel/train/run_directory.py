@@ -1,4 +1,4 @@
-"""The run directory: whether a run may use it, clearing it for a restart, and `config.toml`."""
+"""The run directory: check whether a run may use it, clear it for a restart, write `config.toml`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def check_directory(config: TrainerConfig, *, explicit: bool) -> None:
     """Raise if the directory contains a run that is neither resumed nor overwritten. The caller holds its lock.
 
-    `explicit`: the user asked to resume, so log a warning if there is no checkpoint.
+    `explicit`: the user requested a resume, so warn if there is no checkpoint.
     """
     directory, found = config.output_dir, step_directories(config.output_dir)
     if found and not (config.resume.latest or config.resume.path or config.overwrite_output_dir):
@@ -48,7 +48,7 @@ def clear_directory(directory: Path) -> None:
 
 
 def events_folder(directory: Path) -> str | None:
-    """Where earlier sessions wrote TensorBoard events: from `config.toml`, or the default folder; None: nowhere."""
+    """The TensorBoard directory of earlier sessions, from `config.toml` or the default; None if there is none."""
     table = load_toml(directory / SETTINGS) if (directory / SETTINGS).exists() else {}
     folders = _event_folders(directory)
     given: str | None = table.get("log", {}).get("dir")
@@ -56,7 +56,7 @@ def events_folder(directory: Path) -> str | None:
 
 
 def record_settings(config: TrainerConfig, *, resumed: bool) -> None:
-    """Write `config.toml`; in a resumed run, warn of settings that changed."""
+    """Write `config.toml`; on resume, warn about settings that changed."""
     path = config.output_dir / SETTINGS
     table = {name: value for name, value in to_table(config).items() if name not in SESSION_ONLY}
     if resumed and path.exists():

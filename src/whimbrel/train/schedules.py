@@ -16,7 +16,7 @@ __all__ = ["SCHEDULER_TYPES", "schedule_arguments", "schedule_settings"]
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """A schedule of `transformers`: our name, the settings it implies, its keywords, and those it requires one of."""
+    """A transformers scheduler type: our name, implied settings, keyword names, and which keywords are required."""
 
     name: str
     sets: Mapping[str, Any] = field(default_factory=dict)

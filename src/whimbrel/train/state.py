@@ -19,10 +19,10 @@ class TrainOutput(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TrainerControl:
-    """Requests of callbacks. The loop clears each flag once it is handled."""
+    """Flags set by callbacks to request actions. The loop clears each flag once it is handled."""
 
     should_training_stop: bool = False
-    """Stop after this step, with the final log, evaluation and save that the settings ask for."""
+    """Stop after this step, with the configured final log, evaluation and save."""
     should_epoch_stop: bool = False
     """End this epoch and continue with the next."""
     should_save: bool = False
@@ -36,7 +36,7 @@ class TrainerControl:
 
     @classmethod
     def succeeding(cls, old: TrainerControl, new: object) -> TrainerControl:
-        """The control that a callback returned, of any class; stop flags set in `old` stay set."""
+        """Convert a control object returned by a callback (any class), keeping the stop flags of `old`."""
         flags = {field.name: bool(getattr(new, field.name, False)) for field in dataclasses.fields(cls)}
         for name in ("should_training_stop", "should_epoch_stop", "should_abort_without_save"):
             flags[name] |= getattr(old, name)

@@ -79,19 +79,19 @@ class TrainStep:
     lr: Callable[[], float]
     """The learning rate to report."""
     training_step: Callable[[Any, Tensor], Tensor] | None = None
-    """Forward and backward pass of a micro-batch by a trainer subclass, given the number of targets in the step."""
+    """A subclass's `training_step(batch, num_items)`, which replaces our forward and backward pass."""
     clip: float | None = None
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     _parameters: list[nn.Parameter] = field(init=False)
     _pending: list[_PendingMetrics] = field(default_factory=list)
     _step_end: Any = None
-    """The mark at the end of the last step, where the next one starts; None after anything else than a step."""
+    """When the last step ended and the next one starts; None if something other than a step ran since then."""
 
     def __post_init__(self) -> None:
-        self._parameters = list(self.model.parameters())  # once: walking the modules takes longer than clipping
+        self._parameters = list(self.model.parameters())  # cached: walking the module tree takes longer than clipping
 
     def run(self, step: int) -> int | None:
-        """Run one optimizer step, the `step`th of the run from 1; returns its tokens, None at the end of an epoch."""
+        """Run optimizer step number `step` (from 1); returns its number of tokens, or None at the end of an epoch."""
         start = self.stopwatch.mark() if self._step_end is None else self._step_end
         micro_batches: list[Any] = []
         while len(micro_batches) < self.accumulation and (batch := self.batches.next_batch()) is not None:
@@ -150,7 +150,7 @@ class TrainStep:
             report(metrics, dict(zip(done.names, extra, strict=True)))
 
     def reset_timer(self) -> None:
-        """Start the next step's time when it starts: something else than a step (an evaluation, a save) comes first."""
+        """Do not count time since the last step toward the next one; call it before an evaluation or a save."""
         self._step_end = None
 
     def _forward_backward(self, batch: Any, num_items: Tensor) -> LossOutput:
@@ -183,7 +183,7 @@ class _PendingMetrics:
 
     step: int
     values: Tensor
-    """Loss, gradient norm and the objective's own metrics, called `names`."""
+    """Loss, gradient norm, and the objective's extra metrics in the order of `names`."""
     names: tuple[str, ...]
     lr: float
     tokens: int

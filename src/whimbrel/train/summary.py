@@ -17,12 +17,12 @@ __all__ = ["MemoryEstimate", "RunSummary", "estimate_memory", "features"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes that do not depend on the batch size; activations come on top."""
+    """Memory in bytes that does not depend on the batch size (no activations)."""
 
     weights: int
     gradients: int
     optimizer: int | None
-    """None if it is not known before the first step, as for an optimizer of another library."""
+    """None if unknown before the first step, as for third-party optimizers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def estimate_memory(model: nn.Module, optimizer: Optimizer | None) -> MemoryEsti
 
 
 def _gradient_bytes(trained: list[nn.Parameter], optimizer: Optimizer | None) -> int:
-    """Bytes of all gradients; if backward frees them, of those kept for the step, or of the largest."""
+    """Gradient bytes; with optimizer_in_backward only the projected gradients or the largest single one."""
     if isinstance(optimizer, StepInBackward):
         return max(_bytes([parameter]) for parameter in trained)
     if isinstance(optimizer, ProjectInBackward):

@@ -1,4 +1,4 @@
-"""`BaseTrainer` and `Trainer`: the training loop, its events, evaluations, saves and resumes."""
+"""`BaseTrainer` and `Trainer`: the training loop with events, evaluation, checkpointing and resume."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ __all__ = ["BaseTrainer", "Trainer", "train"]
 logger = logging.getLogger(__name__)
 
 MAX_ROLLBACKS = 3
-"""How often a run may roll back to one checkpoint before it fails."""
+"""Maximum number of rollbacks to the same checkpoint before the run fails."""
 MAX_SKIPS = 100
-"""How many steps in a row may be skipped before a run fails."""
+"""Maximum number of consecutive skipped steps before the run fails."""
 REMEDY = "lower the learning rate (optim.lr, learning_rate) or clip the gradient (train.clip, max_grad_norm)"
 
 _OVERRIDDEN_DATALOADER = object()
@@ -63,7 +63,7 @@ class EvaluationInterruptedError(Exception):
 
 @dataclass(slots=True)
 class _Session:
-    """What the loop tracks during one `train()` call and no checkpoint contains."""
+    """Loop state of one `train()` call that is not saved in checkpoints."""
 
     step: TrainStep
     flops_per_token: float
@@ -77,10 +77,10 @@ class _Session:
     """Whether the run rolled back and has not stepped since."""
     is_evaluating: bool = False
     save_is_due: bool = False
-    """Whether the settings, not only a callback or a signal, ask for a save at this step."""
+    """Whether a save is scheduled at this step by the config (not only requested by a callback or signal)."""
     saved_at: float = field(default_factory=time.monotonic)
     extra_metrics: dict[str, float] = field(default_factory=dict)
-    """The objective's own metrics of the last reported step."""
+    """Extra metrics from the objective for the last reported step."""
 
 
 class BaseTrainer(CheckpointMethods, OverridableMethods):
@@ -173,7 +173,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
     def from_config(
         cls, config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: build.Sampler | None = None
     ) -> Self:
-        """A trainer of a GPT over token shards; a run in its output directory is resumed.
+        """Build a trainer for a GPT on token shards; an existing run in the output directory is resumed.
 
         `callbacks` and those that the configuration enables are added to the defaults. `sampler` generates the text
         for `[sample]` instead of the inference engine.
@@ -244,7 +244,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
 
     @property
     def drains(self) -> bool:
-        """Whether the run has to save and stop at once, without evaluating: it will be resumed."""
+        """Whether the run must save and stop immediately without evaluating, to be resumed later."""
         return self.received_signal is not None or any(
             getattr(callback, "drains", False) for callback in self.callbacks
         )
@@ -282,7 +282,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
             self.config, self._ignore_keys = own_config, None
 
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Create every part that the datasets need (either may be None); an existing model is never rebuilt."""
+        """Create dataloaders, optimizer and scheduler for the datasets (None: skip); an existing model is kept."""
         config = self.config
         if config.train.compile:
             build.set_compile_cache()
@@ -313,7 +313,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         self._resume()
 
     def _train_loop(self) -> TrainOutput:
-        """Run all epochs, wait for the last save and load the best model; `on_train_end` comes also on failure."""
+        """Run all epochs, wait for the last save and load the best model; dispatches `on_train_end` on failure too."""
         flops = build.flops_per_token(self.unwrapped_model(), self._sequence_length())
         self._session = _Session(self._make_step(), flops)
         start, output = time.perf_counter(), None
@@ -361,7 +361,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         )
 
     def _run_epochs(self, session: _Session) -> None:
-        """Step until the last step or until a stop is requested, then log, evaluate and save a last time."""
+        """Train until the last step or until a stop is requested, then do the final log, evaluation and save."""
         batches, state = self.train_dataloader, self.state
         assert batches is not None
         session.saved_at = time.monotonic()
@@ -392,7 +392,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         """Whether to run another step."""
         self._check_signal("on_step_begin")
         train = self.config.train
-        # A run of N epochs ends after N passes, also if callbacks ended some of them early. A rollback repeats steps
+        # A run of N epochs ends after N passes, even if callbacks ended some of them early. A rollback repeats steps
         # with later data, so after one only the steps count.
         all_epochs_done = (
             train.epochs is not None
@@ -416,7 +416,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
             logger.info("Interrupted (%s): finishing this step, then saving", received.name)
 
     def _step(self, session: _Session, batches: TokenBatches | DatasetBatches) -> bool:
-        """One optimizer step and everything due after it; returns whether the epoch ended."""
+        """Run one optimizer step and the actions due after it; returns whether the epoch ended."""
         state = self.state
         self.dispatch("on_step_begin")
         tokens = session.step.run(state.global_step + 1)
@@ -455,7 +455,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         self.dispatch("on_epoch_end")
 
     def _request_due_actions(self, session: _Session) -> None:
-        """Set in `control` what the settings ask for after this step; callbacks may still change it."""
+        """Set the flags in `control` that are due after this step; callbacks may still change them."""
         control, config, step = self.control, self.config, self.state.global_step
 
         def is_due(every: float | None) -> bool:
@@ -466,7 +466,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         self._request_save(session, is_due(config.checkpoint.every))
 
     def _request_save(self, session: _Session, is_due: bool) -> None:
-        """Request a save, and before it the evaluation that measures it, if there is one."""
+        """Request a save, preceded by an evaluation if checkpoints are evaluated."""
         self.control.should_save |= is_due
         session.save_is_due |= is_due
         self.control.should_evaluate |= is_due and self._evaluates_saves and self.can_evaluate
@@ -509,7 +509,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
             session.rollbacks = 0
 
     def flush_metrics(self) -> None:
-        """Wait for the metrics of all steps so far; for callbacks that do something slow or print something."""
+        """Wait for the metrics of all steps so far and report them. Callbacks call it before slow work or printing."""
         if self._session is not None:
             self._session.step.flush_metrics(partial(self._report, self._session))
             self._session.step.reset_timer()
@@ -543,7 +543,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         self.control.should_evaluate = False
 
     def _evaluate_or_defer(self, session: _Session) -> None:
-        """Evaluate, unless the run has to stop at once: then the resumed run starts with this evaluation.
+        """Evaluate, unless the run must stop immediately; in that case the resumed run starts with this evaluation.
 
         A signal stops an evaluation in progress. Its RNG state is restored, so that the resumed run repeats it exactly.
         """
@@ -564,7 +564,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         self.control.should_save |= self.config.checkpoint.when_best and is_best
 
     def _check_interrupted(self) -> None:
-        """Stop the loop's own evaluation if the run has to stop at once."""
+        """Raise EvaluationInterruptedError if the training loop is evaluating and the run must stop immediately."""
         evaluating = self._session is not None and self._session.is_evaluating
         if evaluating and (self.drains or self.control.should_abort_without_save):
             raise EvaluationInterruptedError
@@ -674,14 +674,14 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         return batches.steps_for(train.epochs or 0.0, train.accumulation or 1)
 
     def _epochs_in(self, steps: int) -> float:
-        """The number of epochs that `steps` start; 0 if the length of an epoch is not known."""
+        """The number of epochs that `steps` steps reach into, rounded up; 0 if the epoch length is unknown."""
         batches = self.train_dataloader
         if batches is None or (isinstance(batches, DatasetBatches) and not batches.sized):
             return 0.0
         return float(math.ceil(steps / batches.steps_for(1.0, self.config.train.accumulation or 1)))
 
     def _compile_ahead(self) -> None:
-        """Compile before the first step of a run over token shards, whose shapes are known: no step includes it."""
+        """Compile before the first step, to keep it out of step times; only for token shards (known shapes)."""
         if self._from_config and self.config.train.compile and isinstance(self.train_dataset, TokenDataLoader):
             assert self.model is not None
             start = time.perf_counter()
@@ -695,7 +695,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         return greater_is_better(checkpoint.metric, checkpoint.greater_is_better)
 
     def _sequence_length(self) -> int:
-        """Tokens of a training sequence, from the loader or the first example; 0 if neither is known."""
+        """Tokens per training sequence, from the loader or the first example; 0 if unknown."""
         if isinstance(self.train_dataloader, TokenBatches):
             return self.train_dataloader.loader.T
         assert self.train_dataloader is not None
@@ -704,7 +704,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         return 0 if inputs is None else len(inputs)
 
     def _micro_batch(self) -> int | None:
-        """Samples of a forward pass: a DataLoader has its own batch size, whatever the settings say."""
+        """Samples per forward pass; a DataLoader's own batch size takes precedence over the config."""
         batches = self.train_dataloader
         return batches.batch_size if isinstance(batches, DatasetBatches) else self.config.train.micro_batch
 
@@ -759,7 +759,7 @@ class ProcessFlag(int):
 def train(
     config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: build.Sampler | None = None
 ) -> TrainOutput:
-    """Run `config` to its end; a run in its output directory is resumed exactly."""
+    """Train as described by `config`; an existing run in its output directory is resumed exactly."""
     return Trainer.from_config(config, callbacks=callbacks, sampler=sampler).train()
 
 

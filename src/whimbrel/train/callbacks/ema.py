@@ -31,7 +31,7 @@ class EmaCallback(TrainerCallback):
         self._average: dict[str, Tensor] = {}
 
     def on_train_begin(self, **event: Any) -> None:
-        """Start with the weights, unless a checkpoint restored an average."""
+        """Initialize the average with the weights, unless it was restored from a checkpoint."""
         weights = _weights(event["model"])
         self._average = self._average or {
             name: dequantized(own).to(torch.float32, copy=True) for name, own in weights.items()

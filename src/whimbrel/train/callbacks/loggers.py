@@ -29,7 +29,7 @@ WARNING_INTERVAL = 600.0
 MAX_PENDING = 100_000
 """Maximum number of lines buffered while the file cannot be written; then the oldest are dropped."""
 RETRY_SECONDS = 60.0
-"""Seconds to wait after a failure before writing events again."""
+"""Seconds before TensorBoard events are retried after a failure."""
 PROJECT = "whimbrel"
 
 logger = logging.getLogger(__name__)
@@ -83,14 +83,14 @@ class JsonlLogger(LogWriter):
         self._failing = False
 
     def on_train_begin(self, **event: Any) -> None:
-        """Continue the log after the current step."""
+        """Open the log, dropping lines past the current step."""
         self._path, self._failing, self._dropped = None, False, 0
         if event["state"].is_world_process_zero:
             self._path = Path(event["trainer"].config.output_dir) / "log.jsonl"
             self._restart_after(event["state"].global_step)
 
     def on_rewind(self, **event: Any) -> None:
-        """Remove what was written after the restored step."""
+        """Discard lines past the restored step."""
         if self._path is not None:
             self._restart_after(event["step"])
 
@@ -187,9 +187,9 @@ class JsonlLogger(LogWriter):
 
 
 class TensorBoardCallback(LogWriter):
-    """Every step's loss, learning rate, gradient norm and speed; evaluations, samples and logs.
+    """Writes TensorBoard events: step metrics and throughput, evaluations, samples and logs.
 
-    A resumed run tells TensorBoard to discard events past its checkpoint. Events that cannot be written are dropped
+    A resumed run makes TensorBoard discard events past its checkpoint. Events that cannot be written are dropped
     with a warning; a new file is opened a minute later.
     """
 
@@ -275,7 +275,7 @@ class TensorBoardCallback(LogWriter):
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Turn TensorBoard failures into warnings; the writer is unusable afterwards."""
+        """Log TensorBoard failures as warnings, close the writer and reopen it later."""
         with self._warnings.suppress(Exception, target=f"TensorBoard events in {self._folder}"):
             try:
                 yield
@@ -353,7 +353,7 @@ class TrackerCallback(LogWriter):
         return {"id": self._id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue that tracker run."""
+        """Resume the tracker run with this id."""
         self._id = state["id"]
 
     def _open(self, output_dir: Path, name: str | None, settings: dict[str, Any]) -> Any:

@@ -38,7 +38,7 @@ Sample = Callable[[nn.Module, int], str]
 
 
 class DivergenceCallback(TrainerCallback):
-    """Stops a run whose training loss diverges; a non-finite loss is divergence at once.
+    """Stops a run whose training loss diverges; a non-finite loss counts as divergence immediately.
 
     Detector `ema`: a fast moving average of the loss is far above a slow one. Both are bias-corrected as in Adam, so
     that the first steps of a run do not trigger it. Detector `window`: the mean of the last steps is far above that of
@@ -127,7 +127,7 @@ class EarlyStoppingCallback(TrainerCallback):
 
     @property
     def reason(self) -> str:
-        """Message for the user."""
+        """Why the run stops, printed for the user."""
         if self._best is None:
             return f"{self._metric} was NaN in all {self._waited} evaluations"
         return f"{self._metric} has not improved on {self._best} for {self._waited} evaluations"
@@ -143,7 +143,7 @@ class EarlyStoppingCallback(TrainerCallback):
             event["control"].should_training_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and the evaluations since."""
+        """The best value and the number of evaluations since."""
         return {"best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -233,7 +233,7 @@ class ProfilerCallback(TrainerCallback):
 class SampleCallback(TrainerCallback):
     """Generates a sample every `every` steps and dispatches `on_sample` with `text` and `step`.
 
-    The model is in eval mode meanwhile, and the RNG state is restored: sampling does not change the training.
+    The model is in eval mode while sampling, and the RNG state is restored, so that sampling does not affect training.
     """
 
     def __init__(self, sample: Sample, every: int) -> None:

@@ -198,7 +198,7 @@ def _format_metric(value: Any) -> str:
 
 
 def _total_lines(metrics: dict[str, Any]) -> Iterator[str]:
-    """Totals over all sessions of a run; compilation and evaluation are not in the time."""
+    """Totals over all sessions of a run; the time excludes compilation and evaluation."""
     seconds, tokens = metrics["train_seconds"], metrics["num_input_tokens_seen"]
     yield f"Total time: {seconds:.2f}s ({seconds / 60:.2f} minutes)"
     if tokens:
