@@ -1,4 +1,4 @@
-"""What every test may ask for. Nothing here reaches the network, and nothing needs more than the repository."""
+"""Fixtures for all tests. They need neither the network nor files outside the repository."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason."""
+    """Skip tests whose hardware or package is missing."""
     reasons = {}
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
@@ -35,7 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The root of the repository."""
     return ROOT
 
 
@@ -47,12 +46,12 @@ def fixtures() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Larger real data beside the repository, or where WHIMBREL_SHARED_DATA says; a clone has none and skips."""
-    given = os.environ.get("WHIMBREL_SHARED_DATA")
-    folder = Path(given) if given else ROOT.parent / "shared" / "data"
+    """Larger datasets in WHIMBREL_SHARED_DATA or ../shared/data; tests that use it are skipped if it does not exist."""
+    configured = os.environ.get("WHIMBREL_SHARED_DATA")
+    folder = Path(configured) if configured else ROOT.parent / "shared" / "data"
     if not folder.is_dir():
-        if given:
-            pytest.fail(f"WHIMBREL_SHARED_DATA={given} is not a folder")
+        if configured:
+            pytest.fail(f"WHIMBREL_SHARED_DATA={configured} is not a folder")
         pytest.skip("no shared data: set WHIMBREL_SHARED_DATA to its folder")
     return folder
 

@@ -1,4 +1,4 @@
-"""The work of two gloo processes with composed optimizers, and of the single process they are compared with."""
+"""Code that test_optim.py runs on two gloo ranks, and on one process for comparison."""
 
 from __future__ import annotations
 
@@ -39,64 +39,66 @@ Make = Callable[[Iterable[Tensor]], LowRankOptimizer | GaLore]
 RIGHT = {"side": "right"}
 LOW = {"lr": 1e-3, "rank": 4, "gap": 4}
 GALORE = {"lr": 1e-3, "rank": 4, "update_proj_gap": 4, "scale": 1.0, "weight_decay": 0.1}
-CALM = {"eps": 1e-4}
-"""Else Adam makes as much of how a number near zero was rounded as of any other, and two runs soon differ."""
+STABLE_EPS = {"eps": 1e-4}
+"""Adam normalizes elements near zero, so with a small eps it amplifies rounding errors and two runs diverge."""
 ON_SHARDS: dict[str, Make] = {
-    "warm, turned": lambda ps: GaLoreWarm(ps, **LOW | CALM, weight_decay=0.1),
-    "warm, aligned, lazy": lambda ps: GaLoreWarm(ps, **LOW | CALM, moment_transfer="align", lazy=True, start="random"),
-    "warm sgd, transported": lambda ps: LowRankOptimizer(ps, **LOW, rule="sgd", moment_transfer="both"),
+    "warm, turned": lambda ps: GaLoreWarm(ps, **LOW | STABLE_EPS, weight_decay=0.1),
+    "warm, aligned, lazy": lambda ps: GaLoreWarm(
+        ps, **LOW | STABLE_EPS, moment_transfer="align", lazy=True, start="random"
+    ),
+    "warm sgd, transferred": lambda ps: LowRankOptimizer(ps, **LOW, rule="sgd", moment_transfer="both"),
     "warm lion": lambda ps: LowRankOptimizer(ps, **LOW | {"lr": 1e-4}, rule="lion"),
-    "svd": lambda ps: LowRankOptimizer(ps, **LOW | CALM, subspace="svd"),
-    "no subspace": lambda ps: GaLoreWarm(ps, **LOW | CALM | {"rank": None}, weight_decay=0.1),
-    "apollo": lambda ps: Apollo([{"params": ps} | RIGHT], **LOW | CALM),
-    "apollo_mini": lambda ps: ApolloMini([{"params": ps} | RIGHT], lr=1e-3, gap=4, scale=1.0, **CALM),
-    "fira": lambda ps: Fira(whole_row(ps), **LOW | CALM),
-    "muon for stacks, from the left": lambda ps: LowRankOptimizer(stacks_apart(ps, rule="muon", side="left"), **LOW),
-    "ldadam": lambda ps: LDAdam([{"params": ps} | RIGHT], lr=1e-4, rank=4, **CALM),
+    "svd": lambda ps: LowRankOptimizer(ps, **LOW | STABLE_EPS, subspace="svd"),
+    "no subspace": lambda ps: GaLoreWarm(ps, **LOW | STABLE_EPS | {"rank": None}, weight_decay=0.1),
+    "apollo": lambda ps: Apollo([{"params": ps} | RIGHT], **LOW | STABLE_EPS),
+    "apollo_mini": lambda ps: ApolloMini([{"params": ps} | RIGHT], lr=1e-3, gap=4, scale=1.0, **STABLE_EPS),
+    "fira": lambda ps: Fira(split_off_last_layer(ps), **LOW | STABLE_EPS),
+    "muon for stacks, side left": lambda ps: LowRankOptimizer(separate_stacks(ps, rule="muon", side="left"), **LOW),
+    "ldadam": lambda ps: LDAdam([{"params": ps} | RIGHT], lr=1e-4, rank=4, **STABLE_EPS),
     "galore": lambda ps: galore(ps, "std"),
     "galore, reversed": lambda ps: galore(ps, "reverse_std"),
     "galore, right": lambda ps: galore(ps, "right"),
     "galore, left": lambda ps: galore(ps, "left"),
     "galore, full": lambda ps: galore(ps, "full"),
-    "galore without a rank": lambda ps: GaLore(ps, **GALORE | CALM | {"rank": None}),
+    "galore without a rank": lambda ps: GaLore(ps, **GALORE | STABLE_EPS | {"rank": None}),
 }
 REPLICATED: dict[str, tuple[Make, torch.dtype]] = {
     "galore_warm": (lambda ps: GaLoreWarm(ps, **LOW, lazy=True), torch.float32),
     "qgalore": (lambda ps: QGaLore(ps, **LOW), torch.float32),
     "apollo": (lambda ps: Apollo(ps, **LOW), torch.float32),
-    "bf16, rounded by chance": (lambda ps: GaLoreWarm(ps, **LOW, store="int8"), torch.bfloat16),
+    "bf16, stochastic rounding": (lambda ps: GaLoreWarm(ps, **LOW, store="int8"), torch.bfloat16),
 }
 
 
-def whole_row(params: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Groups for Fira: the matrix of one row has no subspace, which would leave out nothing but what rounding does."""
+def split_off_last_layer(params: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Groups for Fira. The one-row matrix gets no subspace: its residual would consist of rounding errors only."""
     known = [*params]
     return [{"params": known[:-2]} | RIGHT, {"params": known[-2:], "rank": None}]
 
 
-def stacks_apart(params: Iterable[Tensor], **settings: Any) -> list[dict[str, Any]]:
-    """Groups with settings of their own for stacks, whose matrices are whole on one rank or another."""
+def separate_stacks(params: Iterable[Tensor], **settings: Any) -> list[dict[str, Any]]:
+    """A separate group for 3-D stacks, whose matrices are not split across ranks."""
     known = [*params]
     return [{"params": [p for p in known if p.ndim == 3]} | settings, {"params": [p for p in known if p.ndim != 3]}]
 
 
 def galore(params: Iterable[Tensor], projection_type: str = "left") -> GaLore:
-    """The matrix of one row has no subspace: what one singular vector leaves of it is what rounding does."""
+    """The one-row matrix gets no subspace: its residual would consist of rounding errors only."""
     known = [*params]
     groups = [{"params": known[:-2]}, {"params": known[-2:], "rank": None}]
     return GaLore(groups, **GALORE | {"eps": 1e-2}, projection_type=projection_type)
 
 
 def warm(params: Iterable[Tensor]) -> LowRankOptimizer:
-    return GaLoreWarm(params, **LOW | CALM)
+    return GaLoreWarm(params, **LOW | STABLE_EPS)
 
 
-def in_bytes(params: Iterable[Tensor]) -> LowRankOptimizer:
-    return GaLoreWarm(params, **LOW | CALM, store="int8", basis_store="int4")
+def low_bit(params: Iterable[Tensor]) -> LowRankOptimizer:
+    return GaLoreWarm(params, **LOW | STABLE_EPS, store="int8", basis_store="int4")
 
 
 class Experts(nn.Module):
-    """A stack of three matrices: two for one rank, one for the other."""
+    """A stack of three matrices, sharded as two and one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +109,7 @@ class Experts(nn.Module):
 
 
 def model() -> nn.Sequential:
-    """Rows that two ranks share unevenly, one row that one of them has alone, vectors, and one matrix of 4320."""
+    """Matrices that shard unevenly over two ranks, a one-row matrix, vectors, and a matrix of 4320 elements."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(60, 72), nn.Tanh(), nn.Linear(72, 33), nn.Tanh(), nn.Linear(33, 16), Experts(), nn.LayerNorm(10),
@@ -129,22 +131,22 @@ def train(net: nn.Module, optimizer: Any, steps: range, rows: slice = slice(None
         optimizer.zero_grad()
 
 
-def train_projecting(net: nn.Module, optimizer: Any, steps: range, micro: list[slice], longest: float) -> list[float]:
-    """With accumulation and clipping; the norms."""
+def train_projecting(net: nn.Module, optimizer: Any, steps: range, micro: list[slice], max_norm: float) -> list[float]:
+    """Train with accumulation and clipping; returns the gradient norms."""
     norms = []
     for step in steps:
         for rows in micro:
             with net.no_sync() if isinstance(net, DistributedDataParallel) else nullcontext():
                 (loss_of(net, step, rows) / len(micro)).backward()
         norms.append(float(norm := optimizer.grad_norm()))
-        optimizer.clip_(longest, norm)
+        optimizer.clip_(max_norm, norm)
         optimizer.step()
         optimizer.zero_grad()
     return norms
 
 
-def cut(count: int, of: int = 1, rank: int = 0) -> list[slice]:
-    """The micro-batches of a rank, `count` of them: `of` ranks take turns, so that all rows together are the batch."""
+def micro_batches(count: int, of: int = 1, rank: int = 0) -> list[slice]:
+    """The `count` micro-batches of a rank as row slices, interleaved over `of` ranks."""
     size = BATCH // (count * of)
     return [slice(size * (of * i + rank), size * (of * i + rank + 1)) for i in range(count)]
 
@@ -157,42 +159,42 @@ def sharded(replicas: int = 1) -> nn.Module:
     return net
 
 
-def everything(net: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Copies of weights and state, whole, by name."""
-    found = {}
+def full_state(net: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Copies of all parameters and optimizer state by name, as full tensors."""
+    tensors = {}
     for name, parameter in net.named_parameters():
         for kind, tensor in {"weight": parameter.detach(), **optimizer.state[parameter]}.items():
-            found[f"{name} {kind}"] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-    return found
+            tensors[f"{name} {kind}"] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return tensors
 
 
-def refusal(act: Callable[[], Any]) -> str:
+def error_of(act: Callable[[], Any]) -> str:
     try:
         act()
     except WhimbrelError as error:
         return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
+    return "no error"
 
 
 def replicas(rank: int) -> dict[str, Any]:
-    """DDP as it is; what every rank has in the end, and what the check says when one basis is nudged."""
-    answer: dict[str, Any] = {}
+    """Train under DDP; returns the final state and the error of check_replicas after one basis is changed."""
+    results: dict[str, Any] = {}
     for name, (make, dtype) in REPLICATED.items():
         net = model().to(dtype)
         optimizer = make(net.parameters())
-        train(DistributedDataParallel(net), optimizer, range(STEPS), cut(1, RANKS, rank)[0], dtype=dtype)
+        train(DistributedDataParallel(net), optimizer, range(STEPS), micro_batches(1, RANKS, rank)[0], dtype=dtype)
         check_replicas(optimizer)
-        answer[name] = everything(net, optimizer)
+        results[name] = full_state(net, optimizer)
     net = model()
     optimizer = warm(net.named_parameters())
     if rank == 1:
         optimizer.state[net[2].weight]["basis"].view(-1)[7] += 1e-7
-    return answer | {"nudged": refusal(lambda: check_replicas(optimizer))}
+    return results | {"nudged": error_of(lambda: check_replicas(optimizer))}
 
 
 @contextmanager
-def counting(counts: list[int]) -> Iterator[None]:
-    """How many numbers each all-reduce takes."""
+def count_all_reduce(counts: list[int]) -> Iterator[None]:
+    """Record the number of elements of each all-reduce."""
     reduce = dist.all_reduce
 
     def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -207,8 +209,8 @@ def counting(counts: list[int]) -> Iterator[None]:
 
 
 def projections(rank: int) -> dict[str, Any]:
-    """Ranks that average R: by hooks, by linear layers, under DDP; what travels; gradients that one rank lacks."""
-    answer: dict[str, Any] = {}
+    """Projected gradients averaged over ranks: hooks, projected linears, DDP; sizes; missing gradients."""
+    results: dict[str, Any] = {}
     for kind in ("hooks", "linears", "ddp"):
         net = model()
         settings = {"model": net} if kind == "linears" else {}
@@ -216,69 +218,69 @@ def projections(rank: int) -> dict[str, Any]:
             warm(net.parameters()), accumulation=2, process_group=dist.group.WORLD, **settings
         )
         wrapped = DistributedDataParallel(net) if kind == "ddp" else net
-        norms = train_projecting(wrapped, optimizer, range(STEPS), cut(2, RANKS, rank), 0.05)
+        norms = train_projecting(wrapped, optimizer, range(STEPS), micro_batches(2, RANKS, rank), 0.05)
         check_replicas(optimizer)
-        answer[kind] = everything(net, optimizer) | {"norms": torch.tensor(norms)}
+        results[kind] = full_state(net, optimizer) | {"norms": torch.tensor(norms)}
     net = model()
     optimizer = project_in_backward(warm(net.parameters()), process_group=dist.group.WORLD)
-    answer["sent"] = []
+    results["communicated"] = []
     for step in (0, 1):
-        with counting(sent := []):
-            train(net, optimizer, range(step, step + 1), cut(1, RANKS, rank)[0])
-        answer["sent"].append(sent)
-    train(net, optimizer, range(2, STEPS), cut(1, RANKS, rank)[0])
-    answer["whole batch"] = everything(net, optimizer)
+        with count_all_reduce(sent := []):
+            train(net, optimizer, range(step, step + 1), micro_batches(1, RANKS, rank)[0])
+        results["communicated"].append(sent)
+    train(net, optimizer, range(2, STEPS), micro_batches(1, RANKS, rank)[0])
+    results["whole batch"] = full_state(net, optimizer)
     torch.manual_seed(0)
-    routes = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(3)])  # of both ranks, of one, of none
+    routes = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(3)])  # used on both ranks, on one, on none
     optimizer = project_in_backward(warm(routes.parameters()), process_group=dist.group.WORLD)
     x = torch.randn(16, 8)
     for _ in range(3):
         sum(layer(x).square().mean() for layer in [*routes][: 2 - rank]).backward()
         optimizer.grad_norm()
         optimizer.step()
-    answer["routes"] = everything(routes, optimizer)
+    results["routes"] = full_state(routes, optimizer)
     routes[0](x).sum().backward()
     optimizer.grad_norm()
-    answer["late"] = refusal(lambda: routes[0](x).sum().backward())
-    answer["no group"] = refusal(lambda: project_in_backward(warm(model().parameters())))
-    answer["steps"] = refusal(lambda: step_in_backward(warm(model().parameters())))
-    return answer
+    results["late"] = error_of(lambda: routes[0](x).sum().backward())
+    results["no group"] = error_of(lambda: project_in_backward(warm(model().parameters())))
+    results["steps"] = error_of(lambda: step_in_backward(warm(model().parameters())))
+    return results
 
 
 def shards(rank: int) -> dict[str, Any]:
-    """FSDP2, with every choice that knows of shards; a step that is not finite on one rank; what is refused."""
-    rows = cut(1, RANKS, rank)[0]
-    answer: dict[str, Any] = {}
+    """Every optimizer that supports FSDP2; a non-finite gradient on one rank; unsupported settings."""
+    rows = micro_batches(1, RANKS, rank)[0]
+    results: dict[str, Any] = {}
     for name, make in ON_SHARDS.items():
         net = sharded()
         optimizer = make(net.parameters())
         train(net, optimizer, range(STEPS), rows)
         check_replicas(optimizer)
-        answer[name] = everything(net, optimizer)
+        results[name] = full_state(net, optimizer)
     net = sharded(replicas=RANKS)
     optimizer = warm(net.parameters())
     train(net, optimizer, range(STEPS), rows)
-    answer["replicas"] = everything(net, optimizer)
+    results["replicas"] = full_state(net, optimizer)
     net = sharded()
     optimizer = project_in_backward(warm(net.parameters()))
     norms = train_projecting(net, optimizer, range(STEPS), [rows], 0.05)
-    answer["in backward"] = everything(net, optimizer) | {"norms": torch.tensor(norms)}
-    answer["placements"] = {
+    results["in backward"] = full_state(net, optimizer) | {"norms": torch.tensor(norms)}
+    results["placements"] = {
         name: str(getattr(t, "placements", "")) for name, t in optimizer.state[net[0].weight].items()
     }
     loss_of(net, 0, rows).backward()
     if rank == 1:
         net[4].bias.grad.to_local().fill_(float("nan"))
-    before = everything(net, optimizer)
+    before = full_state(net, optimizer)
     optimizer.step()
-    answer["skipped"] = optimizer.optimizer.skipped
-    answer["moved"] = [
-        name for name, tensor in everything(net, optimizer).items() if not torch.equal(tensor, before[name])
+    results["skipped"] = optimizer.optimizer.skipped
+    results["changed"] = [
+        name for name, tensor in full_state(net, optimizer).items() if not torch.equal(tensor, before[name])
     ]
     reference = galore(net.parameters())
     reference.step()
-    answer["galore skipped"] = reference.skipped
-    answer["galore placements"] = {
+    results["galore skipped"] = reference.skipped
+    results["galore placements"] = {
         projection_type: {
             name: str(getattr(t, "placements", ""))
             for name, t in galore(net.parameters(), projection_type).state[net[0].weight].items()
@@ -297,7 +299,7 @@ def shards(rank: int) -> dict[str, Any]:
         "model": lambda: project_in_backward(warm(params), model=net),
         "group": lambda: project_in_backward(warm(params), process_group=dist.group.WORLD),
     }
-    return answer | {"refused": {name: refusal(act) for name, act in refused.items()}}
+    return results | {"refused": {name: error_of(act) for name, act in refused.items()}}
 
 
 def save(folder: Path, net: nn.Module, optimizer: Any) -> None:
@@ -312,44 +314,46 @@ def load(folder: Path, net: nn.Module, optimizer: Any) -> None:
 
 
 def checkpoints(rank: int, run: Path) -> dict[str, Any]:
-    """Saved by two and by one, taken up by two."""
-    rows, half = cut(1, RANKS, rank)[0], STEPS // 2
-    answer: dict[str, Any] = {}
-    for name, make in (("warm", warm), ("in bytes", in_bytes), ("galore", galore)):
-        begun = sharded()
-        optimizer = make(begun.parameters())
-        train(begun, optimizer, range(half), rows)
-        save(run / f"two {name}", begun, optimizer)
-        answer[f"{name} saved"] = everything(begun, optimizer)
-        train(begun, optimizer, range(half, STEPS), rows)
-        answer[f"{name} unbroken"] = everything(begun, optimizer)
+    """Save on two ranks and on one; load on two."""
+    rows, half = micro_batches(1, RANKS, rank)[0], STEPS // 2
+    results: dict[str, Any] = {}
+    for name, make in (("warm", warm), ("low bit", low_bit), ("galore", galore)):
+        net = sharded()
+        optimizer = make(net.parameters())
+        train(net, optimizer, range(half), rows)
+        save(run / f"two {name}", net, optimizer)
+        results[f"{name} saved"] = full_state(net, optimizer)
+        train(net, optimizer, range(half, STEPS), rows)
+        results[f"{name} uninterrupted"] = full_state(net, optimizer)
         for source in ("one", "two"):
             net = sharded()
             optimizer = make(net.parameters())
             load(run / f"{source} {name}", net, optimizer)
-            answer[f"{name} loaded from {source}"] = everything(net, optimizer)
+            results[f"{name} loaded from {source}"] = full_state(net, optimizer)
             train(net, optimizer, range(half, STEPS), rows)
-            answer[f"{name} resumed from {source}"] = everything(net, optimizer)
+            results[f"{name} resumed from {source}"] = full_state(net, optimizer)
         alone = model()
-        taken, given = make(alone.parameters()), make((net := sharded()).parameters())
-        taken.load_state_dict(optimizer.state_dict())
-        given.load_state_dict(taken.state_dict())
-        answer[f"{name} there and back"] = everything(net, given)
+        single, resharded = make(alone.parameters()), make((net := sharded()).parameters())
+        single.load_state_dict(optimizer.state_dict())
+        resharded.load_state_dict(single.state_dict())
+        results[f"{name} round trip"] = full_state(net, resharded)
         options = StateDictOptions(full_state_dict=True)
-        whole = get_optimizer_state_dict(net, given, options=options)
-        assert not any(isinstance(tensor, DTensor) for state in whole["state"].values() for tensor in state.values())
+        full_state_dict = get_optimizer_state_dict(net, resharded, options=options)
+        assert not any(
+            isinstance(tensor, DTensor) for state in full_state_dict["state"].values() for tensor in state.values()
+        )
         fresh = make((net := sharded()).parameters())
-        set_optimizer_state_dict(net, fresh, whole, options=options)
-        answer[f"{name} by way of whole tensors"] = everything(net, fresh)
-    return answer
+        set_optimizer_state_dict(net, fresh, full_state_dict, options=options)
+        results[f"{name} via full tensors"] = full_state(net, fresh)
+    return results
 
 
-def work(rank: int, run: Path, port: int) -> None:
-    """Everything, in each process; the answers are files."""
+def run_rank(rank: int, run: Path, port: int) -> None:
+    """Run everything on one rank and save the results to RANK.pt."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     torch.set_num_threads(1)
     parts = {"replicas": replicas(rank), "projections": projections(rank), "shards": shards(rank)}
     torch.save(parts | {"checkpoints": checkpoints(rank, run)}, run / f"{rank}.pt")
-    dist.barrier()  # nobody leaves while another still talks to it
+    dist.barrier()  # keep the process group alive until all ranks are done
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The work of two gloo processes with quantized linear layers, and of the single process they are compared with."""
+"""Code that test_precision.py runs on two gloo ranks, and on one process for comparison."""
 
 from __future__ import annotations
 
@@ -28,49 +28,51 @@ def model(recipe: str) -> GPT:
 
 
 def train(gpt: nn.Module, shares: Sequence[int]) -> list[float]:
-    """The mean losses of these shares of each batch, one micro-batch for each."""
+    """Train on the given shares of each batch, one micro-batch per share; returns the mean loss of each step."""
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):
         tokens = torch.randint(64, (RANKS, ROWS, 17), generator=torch.Generator().manual_seed(step))
-        found = [gpt(tokens[share, :, :-1], targets=tokens[share, :, 1:]).loss / len(shares) for share in shares]
-        for loss in found:
+        losses_of_shares = [
+            gpt(tokens[share, :, :-1], targets=tokens[share, :, 1:]).loss / len(shares) for share in shares
+        ]
+        for loss in losses_of_shares:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(sum(loss.item() for loss in found))
+        losses.append(sum(loss.item() for loss in losses_of_shares))
     return losses
 
 
 def weights(gpt: nn.Module) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for name, parameter in gpt.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        found[name] = whole.detach().clone()
-    return found
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        tensors[name] = full.detach().clone()
+    return tensors
 
 
-def alone(recipe: str) -> dict[str, Tensor]:
-    """One process, which does the work of all."""
+def single_process(recipe: str) -> dict[str, Tensor]:
+    """Train in a single process on the complete batches."""
     gpt = model(recipe)
     losses = train(gpt, range(RANKS))
     return {"losses": torch.tensor(losses), **weights(gpt)}
 
 
-def work(rank: int, folder: Path, port: int) -> None:
-    """Train each recipe on shards and leave what came of it in a file of this rank."""
+def run_rank(rank: int, folder: Path, port: int) -> None:
+    """Train each recipe under FSDP2 and save losses and weights to RANK.pt."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
-    answer = {}
+    results = {}
     for recipe in RECIPES:
         gpt = model(recipe)
         for part in (*gpt.blocks, gpt):
             fully_shard(part, mesh=mesh)
         losses = torch.tensor(train(gpt, [rank]))
         dist.all_reduce(losses)
-        answer[recipe] = {"losses": losses / RANKS, **weights(gpt)}
-    torch.save(answer, folder / f"{rank}.pt")
-    dist.barrier()  # nobody leaves while another still talks to it
+        results[recipe] = {"losses": losses / RANKS, **weights(gpt)}
+    torch.save(results, folder / f"{rank}.pt")
+    dist.barrier()  # keep the process group alive until all ranks are done
     dist.destroy_process_group()

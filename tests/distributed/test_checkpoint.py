@@ -1,4 +1,4 @@
-"""Two gloo processes save and load together: every sharing pattern, the replication check, one error for all."""
+"""Checkpoints of two gloo ranks: every sharing pattern, the replication check, and errors raised on all ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Values:
         self.state = state
 
 
-class Foldered(Values):
+class DirectoryValues(Values):
     def save_directory(self, state: Any, folder: Path) -> None:
         folder.mkdir()
         (folder / "value").write_text(str(float(state["w"][0])))
@@ -51,10 +51,10 @@ class Foldered(Values):
 def parts(rank: int, value: float) -> list[StateComponent]:
     own = value + rank
     return [
-        StateComponent("model", Foldered(value), SharingPattern.REPLICATED),
+        StateComponent("model", DirectoryValues(value), SharingPattern.REPLICATED),
         StateComponent("optimizer", Values(value), SharingPattern.REPLICATED, validate_replication=True),
         StateComponent("trainer", Values(value), SharingPattern.GLOBAL),
-        StateComponent("stage", Foldered(own), SharingPattern.PER_RANK),
+        StateComponent("stage", DirectoryValues(own), SharingPattern.PER_RANK),
         StateComponent("rng", Values(own), SharingPattern.PER_RANK),
         StateComponent("all", Values(value), SharingPattern.PER_GROUP, process_group_name="all"),
         StateComponent("one", Values(own), SharingPattern.PER_GROUP, process_group_name="one"),
@@ -62,16 +62,16 @@ def parts(rank: int, value: float) -> list[StateComponent]:
     ]
 
 
-def refusal(act: Callable[[], Any]) -> str:
+def error_of(act: Callable[[], Any]) -> str:
     try:
         act()
     except WhimbrelError as error:
         return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
+    return "no error"
 
 
-def work(rank: int, run: Path, port: int, answers: Any) -> None:
-    """What each process does; one machine per process, as far as PER_NODE can see."""
+def run_rank(rank: int, run: Path, port: int, answers: Any) -> None:
+    """Runs on each rank; for PER_NODE, every rank is its own node."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     torch.set_num_threads(1)
@@ -86,25 +86,29 @@ def work(rank: int, run: Path, port: int, answers: Any) -> None:
     answer["step"] = manager.load(fresh).step
     answer["values"] = {part.key: float(part.stateful.state["w"][0]) for part in fresh}
 
-    def checked(kind: str, level: str, value: float, note: str = "") -> str:
+    def save_error(kind: str, level: str, value: float, note: str = "") -> str:
         part = StateComponent(
             "x", Values(value, note), SharingPattern.REPLICATED, validate_replication=True, validation_level=level
         )
-        return refusal(lambda: manager.save(4, [part], path=run / f"{level}-{kind}"))
+        return error_of(lambda: manager.save(4, [part], path=run / f"{level}-{kind}"))
 
-    answer["same"] = checked("same", "full", 1.0)
-    answer["drifted"] = {level: checked("drifted", level, 1.0 + rank) for level in ("none", "quick", "tensor", "full")}
-    answer["note"] = {level: checked("note", level, 1.0, f"of {rank}" if rank else "x") for level in ("tensor", "full")}
+    answer["same"] = save_error("same", "full", 1.0)
+    answer["drifted"] = {
+        level: save_error("drifted", level, 1.0 + rank) for level in ("none", "quick", "tensor", "full")
+    }
+    answer["note"] = {
+        level: save_error("note", level, 1.0, f"of {rank}" if rank else "x") for level in ("tensor", "full")
+    }
 
-    taken = [run / "full-same", run / "nowhere"][rank]
-    answer["taken"] = refusal(lambda: manager.save(4, parts(rank, 1.0), path=taken))
+    existing = [run / "full-same", run / "nowhere"][rank]
+    answer["existing"] = error_of(lambda: manager.save(4, parts(rank, 1.0), path=existing))
     odd = parts(rank, 1.0)
     odd[4].stateful.state = {"w": object() if rank == 1 else 1}
-    answer["odd"] = refusal(lambda: manager.save(4, odd))
+    answer["odd"] = error_of(lambda: manager.save(4, odd))
     broken = parts(rank, 50.0)
     if rank == 1:
         broken[3].stateful.save_directory = _full
-    answer["full disk"] = refusal(lambda: manager.save(5, broken))
+    answer["full disk"] = error_of(lambda: manager.save(5, broken))
     dist.barrier()
     answer["left"] = sorted(os.listdir(run / "checkpoints"))
     dist.barrier()
@@ -112,9 +116,9 @@ def work(rank: int, run: Path, port: int, answers: Any) -> None:
         (checkpoint_path(run, 3) / "rng.rank-00001.json").write_text("{}")
     dist.barrier()
     answer["fallback"] = manager.load(parts(rank, 0.0)).step
-    answer["named"] = refusal(lambda: manager.load(parts(rank, 0.0), checkpoint_path(run, 3)))
+    answer["named"] = error_of(lambda: manager.load(parts(rank, 0.0), checkpoint_path(run, 3)))
     answers.put((rank, answer))
-    dist.barrier()  # nobody leaves while another still talks to it
+    dist.barrier()  # keep the process group alive until all ranks are done
     dist.destroy_process_group()
 
 
@@ -123,19 +127,19 @@ def _full(state: Any, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     run = tmp_path_factory.mktemp("run")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     answers = context.Queue()
-    mp.spawn(work, (run, port, answers), nprocs=RANKS)
+    mp.spawn(run_rank, (run, port, answers), nprocs=RANKS)
     return run, [answer for _, answer in sorted((answers.get(timeout=600) for _ in range(RANKS)), key=lambda x: x[0])]
 
 
-def test_each_rank_loads_its_own_state(outcome) -> None:
-    for rank, answer in enumerate(outcome[1]):
+def test_each_rank_loads_its_own_state(results) -> None:
+    for rank, answer in enumerate(results[1]):
         own = 30.0 + rank
         assert answer["finished"] == [1, 2, 3]
         assert answer["step"] == 3
@@ -145,8 +149,8 @@ def test_each_rank_loads_its_own_state(outcome) -> None:
         }  # fmt: skip
 
 
-def test_manifest_lists_the_ranks_and_files(outcome) -> None:
-    manifest = verify_checkpoint(checkpoint_path(outcome[0], 2))
+def test_manifest_lists_the_ranks_and_files(results) -> None:
+    manifest = verify_checkpoint(checkpoint_path(results[0], 2))
     found = {key: (part.pattern, part.ranks, part.files) for key, part in manifest.components.items()}
     assert found["model"] == ("replicated", [0], ["model/value"])
     assert found["trainer"] == ("global", [0], ["trainer.json", "trainer.safetensors"])
@@ -161,21 +165,21 @@ def test_manifest_lists_the_ranks_and_files(outcome) -> None:
     assert set(manifest.files) == {name for _, _, files in found.values() for name in files}
 
 
-def test_replicas_that_differ_are_not_saved(outcome) -> None:
-    for answer in outcome[1]:
-        assert answer["same"] == "nothing was refused"
-        assert answer["drifted"]["none"] == answer["drifted"]["quick"] == "nothing was refused"
+def test_replicas_that_differ_are_not_saved(results) -> None:
+    for answer in results[1]:
+        assert answer["same"] == "no error"
+        assert answer["drifted"]["none"] == answer["drifted"]["quick"] == "no error"
         for level in ("tensor", "full"):
             assert answer["drifted"][level].startswith("ParallelError: component 'x' must be equal on all ranks")
             assert "'w' differs between rank 0 and rank 1" in answer["drifted"][level]
-        assert answer["note"]["tensor"] == "nothing was refused"
+        assert answer["note"]["tensor"] == "no error"
         assert "'values' differs" in answer["note"]["full"]
 
 
-def test_error_on_one_rank_is_raised_on_all_and_leaves_no_files(outcome) -> None:
-    run, answers = outcome
+def test_error_on_one_rank_is_raised_on_all_and_leaves_no_files(results) -> None:
+    run, answers = results
     for answer in answers:
-        assert answer["taken"].startswith("WriteError: rank 0: ")
+        assert answer["existing"].startswith("WriteError: rank 0: ")
         assert answer["odd"] == f"CheckpointError: rank 1: {answer['odd'].partition('rank 1: ')[2]}"
         assert "got object at 'w'" in answer["odd"]
         assert answer["full disk"].startswith("WriteError: rank 1: ")
@@ -184,15 +188,15 @@ def test_error_on_one_rank_is_raised_on_all_and_leaves_no_files(outcome) -> None
     assert list(list_checkpoints(run)) == [2, 3]
 
 
-def test_damage_to_one_rank_makes_all_load_the_previous_checkpoint(outcome) -> None:
-    for answer in outcome[1]:
+def test_damage_to_one_rank_makes_all_load_the_previous_checkpoint(results) -> None:
+    for answer in results[1]:
         assert answer["fallback"] == 2
         assert answer["named"].startswith("CheckpointError: ")
         assert "rng.rank-00001.json has changed" in answer["named"]
 
 
-def test_single_process_loads_global_components_but_not_those_of_other_nodes(outcome, tmp_path) -> None:
-    run, _ = outcome
+def test_single_process_loads_global_components_but_not_those_of_other_nodes(results, tmp_path) -> None:
+    run, _ = results
     path = checkpoint_path(run, 2)
     assert read_component(path, "rng.rank-00001")["w"][0] == 21.0
     fresh = [part for part in parts(0, 0.0) if part.process_group_name is None]

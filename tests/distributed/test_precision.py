@@ -19,18 +19,18 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("run")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(job.work, (folder, port), nprocs=job.RANKS)
+    mp.spawn(job.run_rank, (folder, port), nprocs=job.RANKS)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(job.RANKS)]
 
 
 @pytest.mark.parametrize("recipe", job.RECIPES)
-def test_sharded_training_matches_a_single_process(answers: list[dict[str, Any]], recipe: str) -> None:
-    one, (first, second) = job.alone(recipe), (answer[recipe] for answer in answers)
+def test_sharded_training_matches_a_single_process(results: list[dict[str, Any]], recipe: str) -> None:
+    one, (first, second) = job.single_process(recipe), (result[recipe] for result in results)
     assert one.keys() == first.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(first["losses"], one["losses"])

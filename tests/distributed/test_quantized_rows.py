@@ -24,44 +24,44 @@ def random_tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def work(rank: int, folder: Path, port: int) -> None:
+def run_rank(rank: int, folder: Path, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
-    answers = {}
+    results = {}
     for name in FORMATS:
         weight = QuantizedWeight.quantize(random_tensor(64, 256), name)
         shared = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
         local = shared.to_local()
         assert isinstance(local, QuantizedWeight)
-        answers[f"{name} local"] = local.dequantize()
+        results[f"{name} local"] = local.dequantize()
         x = DTensor.from_local(random_tensor(8, 256, seed=1), mesh, [Replicate()])
         with torch.no_grad():
-            answers[f"{name} product"] = torch.nn.functional.linear(x, shared).full_tensor()
-        whole = shared.redistribute(mesh, [Replicate()]).to_local()
-        assert isinstance(whole, QuantizedWeight)
-        answers[f"{name} gathered"] = whole.dequantize()
-    torch.save(answers, folder / f"{rank}.pt")
-    dist.barrier()  # nobody leaves while another still talks to it
+            results[f"{name} product"] = torch.nn.functional.linear(x, shared).full_tensor()
+        gathered = shared.redistribute(mesh, [Replicate()]).to_local()
+        assert isinstance(gathered, QuantizedWeight)
+        results[f"{name} gathered"] = gathered.dequantize()
+    torch.save(results, folder / f"{rank}.pt")
+    dist.barrier()  # keep the process group alive until all ranks are done
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("rows")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(work, (folder, port), nprocs=RANKS)
+    mp.spawn(run_rank, (folder, port), nprocs=RANKS)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantized_rows_are_sharded_and_gathered(answers: list[dict[str, Tensor]], name: str) -> None:
+def test_quantized_rows_are_sharded_and_gathered(results: list[dict[str, Tensor]], name: str) -> None:
     weight = QuantizedWeight.quantize(random_tensor(64, 256), name)
     product = torch.nn.functional.linear(random_tensor(8, 256, seed=1), weight)
-    for rank, found in enumerate(answers):
-        assert torch.equal(found[f"{name} local"], weight.dequantize()[32 * rank : 32 * (rank + 1)])
-        assert torch.equal(found[f"{name} gathered"], weight.dequantize())
-        assert torch.allclose(found[f"{name} product"], product, atol=1e-5)
+    for rank, result in enumerate(results):
+        assert torch.equal(result[f"{name} local"], weight.dequantize()[32 * rank : 32 * (rank + 1)])
+        assert torch.equal(result[f"{name} gathered"], weight.dequantize())
+        assert torch.allclose(result[f"{name} product"], product, atol=1e-5)

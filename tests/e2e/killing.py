@@ -174,7 +174,7 @@ class Killer:
                 return
 
     def during_save(self, attempt: Attempt, first: int | None = None) -> None:
-        """Wait for a random time during a save, after `first` other saves. (default: random)"""
+        """Wait for a random time during a save, after `first` earlier saves (default: random)."""
         left, instant, before = self.rng.randrange(MAX_SAVES) if first is None else first, 0.0, None
         for _ in attempt.watch():
             now, save = time.monotonic(), attempt.save
@@ -193,7 +193,7 @@ class Killer:
                 instant = now + self.rng.uniform(0, self.times.end)
             if instant and now >= instant:
                 return
-        self.times.end /= 2  # too late: try an earlier time next
+        self.times.end /= 2  # the process exited first: try an earlier time next
 
     def never(self, attempt: Attempt) -> None:
         """Wait for the exit."""

@@ -11,10 +11,10 @@ def before_call(context, case, **options):
     body = case.body
     if not isinstance(body, dict):
         return
-    given = [name for name in MAX_TOKENS_FIELDS if body.get(name) is not None]
-    if not given:
+    limits = [name for name in MAX_TOKENS_FIELDS if body.get(name) is not None]
+    if not limits:
         body["max_tokens"] = 2
-    for name in given:
+    for name in limits:
         if isinstance(body[name], int | float) and body[name] > 2:
             body[name] = 2
     bias = body.get("logit_bias")

@@ -43,7 +43,7 @@ class Running:
         return {name: float(value) for name, value in re.findall(r"^(whimbrel_\S+) (\S+)$", text, flags=re.MULTILINE)}
 
     def wait_until(self, condition, seconds: float = 20.0) -> dict[str, float]:
-        """Poll the metrics until `condition` is true of them; returns the last ones."""
+        """Poll the metrics until `condition(metrics)` is true; returns them."""
         deadline = time.monotonic() + seconds
         while not condition(gauges := self.gauges()) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -90,7 +90,7 @@ def write_recipe(shards: Path, changes: Table) -> None:
 
 
 def contents(run: Path) -> dict[str, Any]:
-    """The bytes of every file of a run; files with times are parsed, without the times."""
+    """The contents of every file of a run; files that contain timestamps are parsed and the timestamps removed."""
     files = [path for path in sorted(run.rglob("*")) if path.is_file() and "tfevents" not in path.name]
     found = {path.relative_to(run).as_posix(): content(path) for path in files}
     return found | {folder.parent.name: curves(folder) for folder in run.glob("runs/*")}
@@ -98,14 +98,16 @@ def contents(run: Path) -> dict[str, Any]:
 
 def content(path: Path) -> Any:
     if path.name == "log.jsonl":
-        return timeless(read_log(path))
+        return without_timings(read_log(path))
     if path.name == "trainer.json":
         state = read_component(path.parent, "trainer")
-        return timeless(state | {"log_history": [json.loads(line) for line in state["log_history"].splitlines()]})
+        return without_timings(
+            state | {"log_history": [json.loads(line) for line in state["log_history"].splitlines()]}
+        )
     if path.name == "manifest.json":
         manifest = read_manifest(path.parent)
         files = {name: entry for name, entry in manifest.files.items() if name != "trainer.json"}
-        return manifest.step, manifest.components, manifest.about, timeless(manifest.metric), files
+        return manifest.step, manifest.components, manifest.about, without_timings(manifest.metric), files
     return path.read_bytes()
 
 
@@ -118,12 +120,12 @@ def curves(folder: Path) -> dict[str, list[tuple[int, str]]]:
     return {tag: [(event.step, event.value.hex()) for event in events.Scalars(tag)] for tag in tags}
 
 
-def timeless(value: Any) -> Any:
-    """Remove times and memory; floats become hexadecimal, to compare every bit."""
+def without_timings(value: Any) -> Any:
+    """Remove timings and memory; floats become hexadecimal so that every bit is compared."""
     if isinstance(value, dict):
-        return {key: timeless(own) for key, own in value.items() if key not in TIMED}
+        return {key: without_timings(item) for key, item in value.items() if key not in TIMED}
     if isinstance(value, list | tuple):
-        return [timeless(own) for own in value]
+        return [without_timings(item) for item in value]
     return value.hex() if isinstance(value, float) else value
 
 

@@ -49,7 +49,7 @@ def test_transformers_trainer_accepts_galore(root: Path, tmp_path: Path) -> None
     run(blocks(root, "python")[2], tmp_path)
 
 
-def test_project_in_backward_skips_no_step(root: Path, tmp_path: Path) -> None:
+def test_project_in_backward_example_skips_no_step(root: Path, tmp_path: Path) -> None:
     programs = blocks(root, "python")
     assert len(programs) == 4
     assert run(programs[3] + "print(optimizer.optimizer.skipped)", tmp_path) == "0\n"

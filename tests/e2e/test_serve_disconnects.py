@@ -43,7 +43,7 @@ def test_a_disconnect_frees_the_kv_cache(server: Running, stream: bool, n: int):
     server.wait_until_idle()
 
 
-def test_a_disconnect_before_the_end_of_the_body(server: Running):
+def test_a_disconnect_before_the_end_of_the_body_leaves_the_server_idle(server: Running):
     conn = send(server, "{" + " " * 100)
     conn.close()
     half = send(server, "{}")
@@ -52,7 +52,7 @@ def test_a_disconnect_before_the_end_of_the_body(server: Running):
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_64_clients_of_which_20_disconnect(server: Running):
+def test_disconnecting_clients_do_not_affect_others(server: Running):
     """64 at once: none fails, all blocks are freed, and each text equals that of a single request."""
     lengths = [8 + number % 5 for number in range(64)]
     disconnecting = set(random.Random(0).sample(range(64), 20))

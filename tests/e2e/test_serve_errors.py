@@ -161,7 +161,7 @@ def test_a_body_that_is_too_large_gets_413(server: Running):
         assert "4194304 bytes" in check_error(response, 413, "too_large")
 
 
-def test_an_announced_large_body_gets_413_before_it_arrives(server: Running):
+def test_a_large_content_length_gets_413_before_the_body_arrives(server: Running):
     host, _, port = server.url.removeprefix("http://").partition(":")
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {server.key}\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as line:

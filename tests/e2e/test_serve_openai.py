@@ -167,8 +167,8 @@ def test_penalties_and_logit_bias_change_the_output(client, tokenizer, greedy):
     [forced] = tokenizer.encode(" lighthouse")[:1]
     long = params | {"max_tokens": 6, "logit_bias": {str(forced): 60}}
     assert client.completions.create(**long).choices[0].text == tokenizer.decode([forced]) * 6
-    penalised = client.completions.create(**(long | {"frequency_penalty": 2.0, "presence_penalty": 2.0}))
-    assert penalised.usage.completion_tokens == 6
+    penalized = client.completions.create(**(long | {"frequency_penalty": 2.0, "presence_penalty": 2.0}))
+    assert penalized.usage.completion_tokens == 6
     extra = client.completions.create(
         **(long | {"logit_bias": None}), extra_body={"repetition_penalty": 1.5, "top_k": 1}
     )
@@ -242,7 +242,7 @@ def test_concurrent_async_clients(server, client):
     assert asyncio.run(together()) == expected
 
 
-def test_errors_raise_the_exceptions_of_the_client(client):
+def test_errors_raise_the_client_exceptions(client):
     user = [{"role": "user", "content": "Hello"}]
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     with pytest.raises(openai.BadRequestError) as excinfo:

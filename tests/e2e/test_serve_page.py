@@ -27,13 +27,13 @@ def browser() -> Iterator[webdriver.Chrome]:
     for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
         options.add_argument(option)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    made = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    yield made
-    made.quit()
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
 
 
 class Page:
-    """What a user sees on the page and does with it."""
+    """Page object: reads and operates the chat page."""
 
     def __init__(self, browser: webdriver.Chrome, server: Running) -> None:
         self.browser = browser
@@ -55,7 +55,8 @@ class Page:
         ]
 
     def set(self, id: str, value: str) -> None:  # noqa: A002
-        self.browser.execute_script("document.getElementById('settings').open = true")  # a missing key opens it too
+        # opened automatically if the key is missing
+        self.browser.execute_script("document.getElementById('settings').open = true")
         field = self.find(id)
         field.clear()
         field.send_keys(value, Keys.TAB)
@@ -158,14 +159,15 @@ def test_no_external_resources_and_all_fields_are_labelled(page: Page, server: R
     )
     assert unnamed == 0
     assert page.browser.find_element(By.TAG_NAME, "html").get_attribute("lang") == "en"
-    colours = []
+    colors = []
     for scheme in ("light", "dark"):
         wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
-        colours.append(page.browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color"))
-    assert colours[0] != colours[1]
+        colors.append(page.browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color"))
+    assert colors[0] != colors[1]
     severe = [entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"]
-    assert [entry for entry in severe if " 40" not in entry["message"]] == []  # refusals are logged, faults are not
+    # 4xx responses are logged as errors too; anything else is a bug
+    assert [entry for entry in severe if " 40" not in entry["message"]] == []
 
 
 def test_the_docs_page_shows_every_route_and_field(page: Page, server: Running):

@@ -1,4 +1,4 @@
-"""One fault-injection lane, run as `python lane.py LANE FOLDER` with the shim preloaded; prints its findings as JSON.
+"""One fault-injection scenario, run as `python lane.py SCENARIO FOLDER` with the shim preloaded; prints JSON.
 
 For each n, a forked child saves a checkpoint while the shim kills or fails its n-th system call. The parent then checks
 what is left on disk.
@@ -142,7 +142,7 @@ def check(run: Path, allowed: set[float]) -> str | None:
 
 
 def points(base: Path, act: Callable[[Path], None], kinds: int = EVERY) -> Iterator[tuple[int, Path]]:
-    """The number of every call that `act` makes, each with a fresh copy of the run."""
+    """Yield the index of every system call of `act`, each with a fresh copy of the run."""
     run = base.with_name("work")
     shutil.copytree(base, run)
     arm(run, 0, COUNT, kinds=kinds)
@@ -216,12 +216,12 @@ def notes(base: Path) -> Iterator[str | None]:
 
 LANES: dict[str, Callable[[Path, int], Iterator[str | None]]] = {
     "killed": lambda base: killed(base, asynchronous=False),
-    "killed in the background": lambda base: killed(base, asynchronous=True),
-    "killed over a damaged one": lambda base: killed(base, asynchronous=False),
+    "killed during async save": lambda base: killed(base, asynchronous=True),
+    "killed with a damaged checkpoint": lambda base: killed(base, asynchronous=False),
     "full disk once": lambda base: failing(base, FAIL_ONCE, errno.ENOSPC, DATA | SYNC | NAME),
     "full disk": lambda base: failing(base, FAIL_ON, errno.ENOSPC, DATA | SYNC | NAME),
-    "broken disk once": lambda base: failing(base, FAIL_ONCE, errno.EIO, EVERY),
-    "broken disk": lambda base: failing(base, FAIL_ON, errno.EIO, EVERY),
+    "io error once": lambda base: failing(base, FAIL_ONCE, errno.EIO, EVERY),
+    "io error": lambda base: failing(base, FAIL_ON, errno.EIO, EVERY),
     "notes": notes,
 }
 

@@ -1,4 +1,5 @@
-/* Counts the calls that change files below one folder, and at a chosen one kills the process, fails, or takes notes.
+/* LD_PRELOAD library that counts the system calls that modify files in one directory, and at a given call kills
+ * the process, returns an error, or records the call.
  * Built and loaded (LD_PRELOAD) by the fault lanes; nothing happens until fault_arm is called. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -19,13 +20,13 @@ enum kind { DATA = 1, SYNC = 2, NAME = 4, REMOVE = 8 };
 
 static char folder[PATH_MAX], notes[1 << 20];
 static size_t noted;
-static long calls, chosen;
+static long calls, target_call;
 static int action, error, kinds;
 
 void fault_arm(const char *below, long at, int what, int code, int which) {
     noted = 0;
     notes[0] = calls = 0;
-    chosen = at;
+    target_call = at;
     action = what;
     error = code;
     kinds = which;
@@ -53,7 +54,7 @@ static void path_at(int handle, const char *name, char *out) {
     snprintf(out, PATH_MAX, "%.2000s/%.2000s", base, name);
 }
 
-/* Whether this call is the chosen one and has to fail. `torn` is data of which half is written before a kill. */
+/* Whether this call is the target call and has to fail. `torn` is data of which half is written before a kill. */
 static int hit(enum kind kind, const char *word, const char *path, const char *to, int handle, const void *torn,
                size_t size) {
     if (!folder[0] || strncmp(path, folder, strlen(folder)) != 0 || !(kind & kinds))
@@ -61,7 +62,7 @@ static int hit(enum kind kind, const char *word, const char *path, const char *t
     calls++;
     if (noted < sizeof notes - 2 * PATH_MAX)
         noted += snprintf(notes + noted, sizeof notes - noted, "%s\t%s\t%s\n", word, path, to ? to : "");
-    if (action == KILL && calls == chosen) {
+    if (action == KILL && calls == target_call) {
         static ssize_t (*real)(int, const void *, size_t);
         real = dlsym(RTLD_NEXT, "write");
         if (torn && size > 1 && real(handle, torn, size / 2) < 0)
@@ -69,7 +70,7 @@ static int hit(enum kind kind, const char *word, const char *path, const char *t
         kill(getpid(), SIGKILL);
         pause();
     }
-    return (action == FAIL_ONCE && calls == chosen) || (action == FAIL_ON && calls >= chosen);
+    return (action == FAIL_ONCE && calls == target_call) || (action == FAIL_ON && calls >= target_call);
 }
 
 #define REAL(name) static __typeof__(&name) real; if (!real) real = dlsym(RTLD_NEXT, #name)

@@ -24,30 +24,30 @@ class Spy:
 
     def __init__(self, value: float) -> None:
         self.value = value
-        self.given: list[float] = []
+        self.loaded_states: list[float] = []
 
     def state_dict(self) -> Any:
         return {"w": torch.full((40,), self.value), "value": self.value}
 
     def load_state_dict(self, state: Any) -> None:
-        self.given.append(state["value"])
+        self.loaded_states.append(state["value"])
 
 
-class Foldered(Spy):
+class DirectoryValues(Spy):
     def save_directory(self, state: Any, folder: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_text('{"the same": "at every step"}')
         (folder / "weights.bin").write_bytes(state["w"].numpy().tobytes())
 
     def load_directory(self, folder: Path) -> None:
-        self.given.append(
+        self.loaded_states.append(
             float(torch.frombuffer(bytearray((folder / "weights.bin").read_bytes()), dtype=torch.float32)[0])
         )
 
 
 def parts(value: float) -> list[StateComponent]:
     return [
-        StateComponent("model", Foldered(value), SharingPattern.GLOBAL),
+        StateComponent("model", DirectoryValues(value), SharingPattern.GLOBAL),
         StateComponent(OPTIONAL, Spy(value), SharingPattern.GLOBAL, required=False),
         StateComponent("trainer", Spy(value), SharingPattern.GLOBAL),
         StateComponent("rng", Spy(value), SharingPattern.PER_RANK),
@@ -171,9 +171,9 @@ def _check(run: Path, step: int, with_optional: bool, caplog: pytest.LogCaptureF
     components = parts(0.0)
     with caplog.at_level(logging.WARNING):
         loaded = CheckpointManager(run).load(components)
-    given = [component.stateful.given for component in components]
+    loaded_states = [component.stateful.loaded_states for component in components]
     assert loaded.step == step, what
-    assert given == [[step], [step] if with_optional else [], [step], [step]], what
+    assert loaded_states == [[step], [step] if with_optional else [], [step], [step]], what
     newer = [path for path in (run / "checkpoints").iterdir() if int(path.name.removeprefix("step-")) > step]
     assert len(caplog.records) == len(newer) + (not with_optional), what
     for path in newer:
@@ -182,4 +182,4 @@ def _check(run: Path, step: int, with_optional: bool, caplog: pytest.LogCaptureF
         with pytest.raises(CheckpointError) as caught:
             CheckpointManager(run).load(untouched, path)
         assert "\n" not in str(caught.value), what
-        assert [component.stateful.given for component in untouched] == [[], [], [], []], what
+        assert [component.stateful.loaded_states for component in untouched] == [[], [], [], []], what

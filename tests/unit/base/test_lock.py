@@ -58,7 +58,7 @@ def test_second_process_is_refused_with_pid_and_host(tmp_path: Path) -> None:
                 DirectoryLock(folder).acquire()
         finally:
             holder.kill()
-    with DirectoryLock(folder):  # a killed process keeps nothing
+    with DirectoryLock(folder):  # the lock of a killed process is released
         assert (lock_owner(folder) or {})["pid"] == os.getpid()
     assert lock_owner(folder) is None
 
@@ -85,7 +85,7 @@ def test_lock_is_reentrant_and_can_be_released_by_another_thread(tmp_path: Path)
 
 
 def test_forked_child_does_not_keep_the_lock_of_a_killed_parent(tmp_path: Path) -> None:
-    """As a worker of a loader, which outlives a killed run by seconds."""
+    """A DataLoader worker outlives a killed run by seconds."""
     with start(FORKER, tmp_path) as parent:
         child = int(first_line(parent))
         parent.kill()
@@ -105,7 +105,7 @@ def no_flock(code: int) -> Any:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
-def test_without_flock_the_owner_in_the_lock_file_decides(
+def test_without_flock_the_owner_recorded_in_the_lock_file_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     monkeypatch.setattr(lock_module, "flock", no_flock(code))
@@ -156,7 +156,7 @@ def test_unwritable_directory_is_an_error_with_its_path(tmp_path: Path) -> None:
 
 
 def test_full_disk_does_not_release_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*given: object) -> int:
+    def full(*args: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)

@@ -23,14 +23,14 @@ BlockPool = partial(AnyBlockPool, dtype=torch.float64)
 TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
-def marks(tokens: list[int]) -> torch.Tensor:
-    """What the blocks must store: for each position a number that identifies its complete prefix."""
+def prefix_marks(tokens: list[int]) -> torch.Tensor:
+    """The values the blocks must store: for each position, a hash of its complete prefix."""
     return torch.tensor([crc32(str(tokens[: end + 1]).encode()) for end in range(len(tokens))], dtype=torch.float64)
 
 
 def write(block_table: BlockTable, pool: AnyBlockPool, tokens: list[int]) -> None:
-    """Write the marks of the `tokens` that are not stored, as a forward pass would."""
-    start, states = block_table.num_tokens, marks(tokens)[block_table.num_tokens :]
+    """Write the prefix marks of the `tokens` that are not stored, as a forward pass would."""
+    start, states = block_table.num_tokens, prefix_marks(tokens)[block_table.num_tokens :]
     batch = PagedBatch(
         pool,
         torch.tensor([block_table.blocks.tolist()], dtype=torch.int32),
@@ -43,7 +43,7 @@ def write(block_table: BlockTable, pool: AnyBlockPool, tokens: list[int]) -> Non
     block_table.advance(tokens, len(tokens))
 
 
-def held(block_table: BlockTable, pool: AnyBlockPool) -> tuple[torch.Tensor, torch.Tensor]:
+def stored_values(block_table: BlockTable, pool: AnyBlockPool) -> tuple[torch.Tensor, torch.Tensor]:
     tables = torch.tensor([block_table.blocks.tolist()], dtype=torch.int32)
     keys, values = pool.view(0, tables, torch.tensor([block_table.num_tokens])).dense(torch.float64)
     return keys[0, 0, : block_table.num_tokens, 0], values[0, 0, : block_table.num_tokens, 0]
@@ -117,8 +117,8 @@ class PoolMachine(RuleBasedStateMachine):
         for block_table, tokens in self.texts.items():
             assert block_table.num_tokens == len(tokens)
             if tokens:
-                keys, values = held(block_table, self.pool)
-                assert torch.equal(keys, marks(tokens))
+                keys, values = stored_values(block_table, self.pool)
+                assert torch.equal(keys, prefix_marks(tokens))
                 assert torch.equal(values, -keys)
 
 
@@ -126,17 +126,17 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
 
 
-def opened(pool: AnyBlockPool, tokens: list[int], *, most: int | None = None) -> BlockTable:
+def open_table(pool: AnyBlockPool, tokens: list[int], *, max_match: int | None = None) -> BlockTable:
     block_table = BlockTable(pool)
-    block_table.match_prefix(tokens, len(tokens) - 1 if most is None else most)
+    block_table.match_prefix(tokens, len(tokens) - 1 if max_match is None else max_match)
     block_table.reserve(len(tokens) - block_table.num_tokens)
     write(block_table, pool, tokens)
     return block_table
 
 
-def matched(pool: AnyBlockPool, tokens: list[int], most: int | None = None) -> int:
+def num_matched(pool: AnyBlockPool, tokens: list[int], max_match: int | None = None) -> int:
     block_table = BlockTable(pool)
-    block_table.match_prefix(tokens, len(tokens) - 1 if most is None else most)
+    block_table.match_prefix(tokens, len(tokens) - 1 if max_match is None else max_match)
     stored = block_table.num_tokens
     block_table.release()
     return stored
@@ -145,40 +145,41 @@ def matched(pool: AnyBlockPool, tokens: list[int], most: int | None = None) -> i
 def test_a_prefix_matches_by_full_blocks():
     pool = BlockPool(SHAPE, 20, 4)
     text = list(range(12))
-    opened(pool, text)
-    assert matched(pool, text) == 8
-    assert matched(pool, [*text, 99]) == 12
-    assert matched(pool, text, most=7) == 4
-    assert matched(pool, text[:7]) == 4
-    assert matched(pool, [*text[:4], 99, *text[5:]]) == 4
-    assert matched(pool, [99, *text[1:]]) == 0
-    assert matched(pool, text[4:8] * 3) == 0, "the same tokens after another prefix are another block"
+    open_table(pool, text)
+    assert num_matched(pool, text) == 8
+    assert num_matched(pool, [*text, 99]) == 12
+    assert num_matched(pool, text, max_match=7) == 4
+    assert num_matched(pool, text[:7]) == 4
+    assert num_matched(pool, [*text[:4], 99, *text[5:]]) == 4
+    assert num_matched(pool, [99, *text[1:]]) == 0
+    assert num_matched(pool, text[4:8] * 3) == 0, "the same tokens after another prefix are another block"
 
 
 def test_hash_collisions_do_not_match():
-    """In Python -1 and -2 have the same hash, and so have tuples of them."""
+    """hash(-1) == hash(-2) in Python, so tuples of them collide."""
     assert hash((0, (-1, -1))) == hash((0, (-2, -2)))
     pool = BlockPool(SHAPE, 20, 2)
-    opened(pool, [0, 0]).advance([-1, -1], 2)
+    open_table(pool, [0, 0]).advance([-1, -1], 2)
     assert pool.match([-2, -2, 5], 2)[0] == []
 
 
 def test_unreferenced_blocks_are_evicted_least_recently_used_first():
     pool = BlockPool(SHAPE, 9, 2)
     for first in (10, 20, 30):
-        opened(pool, [first, 1, 2, 3, 4]).release()
+        open_table(pool, [first, 1, 2, 3, 4]).release()
     assert pool.available == 8
-    assert [matched(pool, [first, 1, 2, 3, 4]) for first in (10, 20, 30)] == [4, 4, 4]
-    assert matched(pool, [10, 1, 2, 3, 4]) == 4  # 10 is the most recently used now
-    other = opened(pool, [50, 1, 2, 3, 4, 5, 6, 7])  # two empty blocks, then the two of 20, its end first
-    assert [matched(pool, [first, 1, 2, 3, 4]) for first in (10, 20, 30)] == [4, 0, 4]
-    other.reserve(2)  # one more: of what is oldest now, the end
-    assert sorted(matched(pool, [first, 1, 2, 3, 4]) for first in (10, 30)) == [2, 4]
+    assert [num_matched(pool, [first, 1, 2, 3, 4]) for first in (10, 20, 30)] == [4, 4, 4]
+    assert num_matched(pool, [10, 1, 2, 3, 4]) == 4  # sequence 10 is now the most recently used
+    # takes two free blocks, then evicts the two of sequence 20, last block first
+    other = open_table(pool, [50, 1, 2, 3, 4, 5, 6, 7])
+    assert [num_matched(pool, [first, 1, 2, 3, 4]) for first in (10, 20, 30)] == [4, 0, 4]
+    other.reserve(2)  # one more: evicts the last block of the least recently used sequence
+    assert sorted(num_matched(pool, [first, 1, 2, 3, 4]) for first in (10, 30)) == [2, 4]
 
 
 def test_duplicate_blocks_are_cached_once():
     pool = BlockPool(SHAPE, 9, 2)
-    first, second = (opened(pool, [1, 2, 3], most=0) for _ in range(2))
+    first, second = (open_table(pool, [1, 2, 3], max_match=0) for _ in range(2))
     assert first.blocks[0] != second.blocks[0]
     second.release()
     assert pool.match([1, 2, 3], 2)[0] == [first.blocks[0]]
@@ -186,26 +187,26 @@ def test_duplicate_blocks_are_cached_once():
 
 def test_shared_blocks_are_copied_on_write():
     pool = BlockPool(SHAPE, 20, 4)
-    row = opened(pool, [1, 2, 3, 4, 5, 6])
-    twins = [row.fork() for _ in range(3)]
+    table = open_table(pool, [1, 2, 3, 4, 5, 6])
+    forks = [table.fork() for _ in range(3)]
     assert pool.available == 19 - 2
-    for end, each in enumerate((row, *twins)):
+    for end, each in enumerate((table, *forks)):
         assert each.blocks_needed(1) == (end < 3), "the last one has the block for itself"
         each.reserve(1)
         write(each, pool, [1, 2, 3, 4, 5, 6, end])
     assert pool.available == 19 - 1 - 4
-    assert len({each.blocks[0] for each in (row, *twins)}) == 1
-    for end, each in enumerate((row, *twins)):
-        assert torch.equal(held(each, pool)[0], marks([1, 2, 3, 4, 5, 6, end]))
+    assert len({each.blocks[0] for each in (table, *forks)}) == 1
+    for end, each in enumerate((table, *forks)):
+        assert torch.equal(stored_values(each, pool)[0], prefix_marks([1, 2, 3, 4, 5, 6, end]))
 
 
 def test_a_fork_of_full_blocks_copies_nothing():
     pool = BlockPool(SHAPE, 20, 4)
-    row = opened(pool, [1, 2, 3, 4])
-    row.reserve(3)  # a block the twin has no part in
-    twin = row.fork()
-    assert list(twin.blocks) == list(row.blocks[:1])
-    assert (row.blocks_needed(1), twin.blocks_needed(1), twin.blocks_needed(0)) == (0, 1, 0)
+    table = open_table(pool, [1, 2, 3, 4])
+    table.reserve(3)  # a block that the fork does not share
+    fork = table.fork()
+    assert list(fork.blocks) == list(table.blocks[:1])
+    assert (table.blocks_needed(1), fork.blocks_needed(1), fork.blocks_needed(0)) == (0, 1, 0)
 
 
 @pytest.mark.parametrize(

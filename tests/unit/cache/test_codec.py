@@ -23,7 +23,7 @@ def codec(request: pytest.FixtureRequest) -> GroupCodec:
 
 
 def in_groups(states: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each number, the smallest and the largest of its group."""
+    """The minimum and maximum of the group of each value."""
     parts = states.split(group, dim=-1)
     low, high = (
         torch.cat([bound(part).expand_as(part) for part in parts], dim=-1)
@@ -45,18 +45,18 @@ def test_values_are_restored_within_half_a_step(name: str, numbers: object):
     assert codes.shape[-1] == codec.code_width(size)
     assert scales.shape[-1] == codec.scale_width(size)
     error = (codec.decode(codes, scales, torch.float64) - states).abs()
-    if name == "int4":  # where a few large numbers leave a group small ones, its step is up to 1/255 of the largest
+    if name == "int4":  # in groups with outliers, the step is up to 1/255 of the largest value
         low, high = in_groups(states, codec.group_size)
         span = (states.amax(-1, keepdim=True) - states.amin(-1, keepdim=True)).double()
         base = states.abs().amax(-1, keepdim=True).double() / 100
         allowed = ((high - low).double() + (span + base) * 3 / 255) / 15 / 2 * 1.02 + base * 1e-5
         tiny = (
             2.0**-133 * 255 * 15
-        )  # units this small are multiples of bf16's smallest number, taken up to 255 x 15 times
+        )  # such small scales are multiples of bf16's smallest subnormal, amplified up to 255 x 15 times
         assert bool((error <= allowed + tiny).all())
         return
     steps = scales.double().repeat_interleave(min(codec.group_size, size), dim=-1)[..., :size]
-    if name == "fp8":  # three bits of mantissa; below 2^-6 steps of 2^-9
+    if name == "fp8":  # three mantissa bits; subnormals below 2^-6 are 2^-9 apart
         allowed = torch.maximum(states.double().abs() / 16, steps / 1024)
     else:
         allowed = steps / 2

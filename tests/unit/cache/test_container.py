@@ -31,9 +31,9 @@ def filled(cache: Cache, tokens: int = 6, layers: int = 2) -> Cache:
 def test_a_cache_needs_exactly_one_of_layers_and_a_class():
     layers = [DynamicLayer()]
     assert Cache(layers).layers is layers
-    for given, word in (({}, "neither"), ({"layers": layers, "layer_class_to_replicate": DynamicLayer}, "both")):
+    for kwargs, word in (({}, "neither"), ({"layers": layers, "layer_class_to_replicate": DynamicLayer}, "both")):
         with pytest.raises(ValueError, match=f"expected exactly one .* got {word}"):
-            Cache(**given)
+            Cache(**kwargs)
     assert Cache(layers=[]).layers == []
 
 
@@ -160,29 +160,29 @@ def test_crop_accepts_any_kind_of_integer_without_keeping_a_reference(make: Any,
     assert [layer.get_seq_length() for layer in cache.layers] == [3, 3]
 
 
-@pytest.mark.parametrize("given", [2.0, True, None, "2", torch.tensor(2.0), torch.tensor(True), torch.ones(2), [2]])
-def test_non_integer_arguments_raise_and_change_nothing(given: Any):
+@pytest.mark.parametrize("value", [2.0, True, None, "2", torch.tensor(2.0), torch.tensor(True), torch.ones(2), [2]])
+def test_non_integer_arguments_raise_and_change_nothing(value: Any):
     cache = filled(DynamicCache())
     calls = [
-        lambda: cache.crop(given),
-        lambda: cache.layers[0].crop(given),
-        lambda: cache.repeat(given),
-        lambda: cache.get_mask_sizes(given, 0),
-        lambda: cache.get_mask_sizes(1, given),
-        lambda: cache.get_seq_length(given),
-        lambda: cache.update(states(1), states(1), given),
+        lambda: cache.crop(value),
+        lambda: cache.layers[0].crop(value),
+        lambda: cache.repeat(value),
+        lambda: cache.get_mask_sizes(value, 0),
+        lambda: cache.get_mask_sizes(1, value),
+        lambda: cache.get_seq_length(value),
+        lambda: cache.update(states(1), states(1), value),
     ]
     for call in calls:
         with pytest.raises(CacheError, match="expected an integer, got") as caught:
             call()
         assert "\n" not in str(caught.value)
     assert [layer.get_seq_length() for layer in cache.layers] == [6, 6]
-    for make in (lambda: StaticCache(max_cache_len=given), lambda: SlidingLayer(given), lambda: SinkLayer(given, 4)):
+    for make in (lambda: StaticCache(max_cache_len=value), lambda: SlidingLayer(value), lambda: SinkLayer(value, 4)):
         with pytest.raises(ConfigError, match="expected an integer, got"):
             make()
 
 
-def test_padding_is_a_copy_of_the_tensor_that_was_given():
+def test_padding_is_copied_from_the_argument():
     given = torch.tensor([0, 2])
     cache = DynamicCache(padding=given)
     given += 5
@@ -198,7 +198,7 @@ def test_padding_must_match_the_batch_of_every_update(layer: Any):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_sink_layer_must_know_the_padding(batch: int):
+def test_sink_layers_require_padding(batch: int):
     cache, new = Cache([SinkLayer(1, 2)]), states(3, batch=batch)
     with pytest.raises(CacheError, match="must know the left padding"):
         cache.update(new, new, 0)
@@ -273,7 +273,7 @@ def test_forks_and_deep_copies_are_independent():
         assert other.get_seq_length() == 7
 
 
-def test_the_interface_of_transformers():
+def test_cache_implements_the_transformers_interface():
     cache = filled(Cache([DynamicLayer(), SlidingLayer(4)]))
     assert (cache.is_sliding, cache.is_compileable, cache.is_initialized, cache.is_croppable) == (
         [False, True], False, True, True,

@@ -21,14 +21,14 @@ def no_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign, "_REGISTERED", {})
 
 
-class Boxed:
+class Wrapper:
     """A tensor type without any protocol."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.inside = tensor
 
 
-class Exporting(Boxed):
+class Exporting(Wrapper):
     """Has to_torch only."""
 
     def to_torch(self) -> torch.Tensor:
@@ -43,7 +43,7 @@ class RoundTrip(Exporting):
         return cls(tensor)
 
 
-class Capsules(Boxed):
+class DLPackTensor(Wrapper):
     """Supports DLPack; its `.to_torch()` must not be called."""
 
     def __dlpack__(self, **kwargs: object) -> object:
@@ -56,11 +56,11 @@ class Capsules(Boxed):
         raise AssertionError("DLPack comes before .to_torch()")
 
     @classmethod
-    def from_torch(cls, tensor: torch.Tensor) -> Capsules:
+    def from_torch(cls, tensor: torch.Tensor) -> DLPackTensor:
         return cls(tensor)
 
 
-class Interface:
+class ArrayInterfaceTensor:
     """Has the array interface only."""
 
     def __init__(self, array: np.ndarray) -> None:
@@ -71,7 +71,7 @@ class Interface:
         return self.array.__array_interface__
 
     @classmethod
-    def from_torch(cls, tensor: torch.Tensor) -> Interface:
+    def from_torch(cls, tensor: torch.Tensor) -> ArrayInterfaceTensor:
         return cls(tensor.numpy())
 
 
@@ -81,7 +81,7 @@ def one_line(error: pytest.ExceptionInfo) -> str:
     return message
 
 
-def refusal(value: object) -> str:
+def error_of(value: object) -> str:
     with pytest.raises(CacheError) as refused:
         to_torch(value)
     return one_line(refused)
@@ -105,11 +105,11 @@ def test_numpy_is_read_and_returned_without_copies(dtype: str):
     assert read.data_ptr() == array.ctypes.data
     assert np.array_equal(read.numpy(), array)
     ours = torch.zeros(2, 6, 4, dtype=read.dtype)
-    handed = back(ours[:, :3])
-    assert type(handed) is np.ndarray
-    assert handed.dtype == array.dtype
-    assert handed.ctypes.data == ours.data_ptr()
-    assert handed.strides == tuple(stride * array.itemsize for stride in ours.stride())
+    returned = back(ours[:, :3])
+    assert type(returned) is np.ndarray
+    assert returned.dtype == array.dtype
+    assert returned.ctypes.data == ours.data_ptr()
+    assert returned.strides == tuple(stride * array.itemsize for stride in ours.stride())
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
@@ -123,10 +123,10 @@ def test_ml_dtypes_arrays_are_reinterpreted(name: str):
     assert read.data_ptr() == array.ctypes.data
     assert np.array_equal(read.float().numpy(), array[:, ::2].astype(np.float32))
     ours = torch.linspace(-1, 1, 12).to(read.dtype).view(2, 6)[:, :3]
-    handed = back(ours)
-    assert handed.dtype == dtype
-    assert handed.ctypes.data == ours.data_ptr()
-    assert np.array_equal(handed.astype(np.float32), ours.float().numpy())
+    returned = back(ours)
+    assert returned.dtype == dtype
+    assert returned.ctypes.data == ours.data_ptr()
+    assert np.array_equal(returned.astype(np.float32), ours.float().numpy())
 
 
 def test_a_read_only_array_is_read_without_a_copy_or_warning():
@@ -141,8 +141,8 @@ def test_a_read_only_array_is_read_without_a_copy_or_warning():
 def test_unsupported_strides_are_copied():
     """torch aborts the process for negative strides from DLPack, so they must not reach it."""
     array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    for given in (array[::-1], array[:, ::-1, ::-2], np.zeros(4, dtype=[("a", "f4"), ("b", "i1")])["a"]):
-        assert np.array_equal(to_torch(given)[0].numpy(), given)
+    for value in (array[::-1], array[:, ::-1, ::-2], np.zeros(4, dtype=[("a", "f4"), ("b", "i1")])["a"]):
+        assert np.array_equal(to_torch(value)[0].numpy(), value)
     spread = np.broadcast_to(array[:1], (2, 3, 4))
     assert to_torch(spread)[0].stride() == (0, 4, 1)
 
@@ -172,20 +172,20 @@ def test_ndarray_subclasses_are_preserved(tmp_path):
     ids=["other-endian", "text", "object", "fields", "longdouble", "dates", "masked"],
 )
 def test_an_array_of_an_unsupported_dtype_is_rejected(array: np.ndarray):
-    message = refusal(array)
+    message = error_of(array)
     assert "astype" in message
     assert "mask" in message if isinstance(array, np.ma.MaskedArray) else array.dtype.str in message
 
 
 def test_dlpack_takes_precedence_over_to_torch():
-    given = Capsules(torch.arange(6.0).view(2, 3))
-    read, back = to_torch(given)
-    assert read.data_ptr() == given.inside.data_ptr()
-    assert torch.equal(read, given.inside)
+    value = DLPackTensor(torch.arange(6.0).view(2, 3))
+    read, back = to_torch(value)
+    assert read.data_ptr() == value.inside.data_ptr()
+    assert torch.equal(read, value.inside)
     ours = torch.ones(2)
-    handed = back(ours)
-    assert type(handed) is Capsules
-    assert handed.inside.data_ptr() == ours.data_ptr()
+    returned = back(ours)
+    assert type(returned) is DLPackTensor
+    assert returned.inside.data_ptr() == ours.data_ptr()
 
 
 def test_a_dlpack_type_is_created_by_its_own_library():
@@ -196,9 +196,9 @@ def test_a_dlpack_type_is_created_by_its_own_library():
                 raise BufferError("packed arrays only")
             return Named(torch.from_dlpack(value))
 
-    class Named(Boxed):
-        __dlpack__ = Capsules.__dlpack__
-        __dlpack_device__ = Capsules.__dlpack_device__
+    class Named(Wrapper):
+        __dlpack__ = DLPackTensor.__dlpack__
+        __dlpack_device__ = DLPackTensor.__dlpack_device__
 
         def __array_namespace__(self) -> type[Library]:
             return Library
@@ -217,7 +217,7 @@ def test_errors_of_the_library_are_raised():
         def from_dlpack(value: torch.Tensor) -> None:
             raise BufferError("no room")
 
-    class Named(Capsules):
+    class Named(DLPackTensor):
         from_torch = None
 
         def __array_namespace__(self) -> type[Library]:
@@ -231,28 +231,28 @@ def test_errors_of_the_library_are_raised():
 
 
 def test_a_failed_dlpack_export_is_reported_with_its_reason():
-    class Far(Capsules):
+    class FailingExport(DLPackTensor):
         def __dlpack__(self, **kwargs: object) -> object:
             raise BufferError("spread over two devices\nand more")
 
-    message = refusal(Far(torch.ones(2)))
+    message = error_of(FailingExport(torch.ones(2)))
     assert "spread over two devices" in message
-    assert "Far" in message
+    assert "FailingExport" in message
 
-    class Backwards(Capsules):
+    class NegativeStrides(DLPackTensor):
         strides = (-4,)
 
-    assert "negative strides" in refusal(Backwards(torch.ones(2)))
+    assert "negative strides" in error_of(NegativeStrides(torch.ones(2)))
 
 
 def test_a_type_with_to_torch_needs_from_torch():
-    given = RoundTrip(torch.arange(3.0))
-    read, back = to_torch(given)
-    assert read is given.inside
+    value = RoundTrip(torch.arange(3.0))
+    read, back = to_torch(value)
+    assert read is value.inside
     ours = torch.ones(2)
     assert type(back(ours)) is RoundTrip
     assert back(ours).inside.data_ptr() == ours.data_ptr()
-    message = refusal(Exporting(torch.arange(3.0)))
+    message = error_of(Exporting(torch.arange(3.0)))
     assert "Exporting" in message
     assert "from_torch" in message
     assert "register_foreign" in message
@@ -260,34 +260,34 @@ def test_a_type_with_to_torch_needs_from_torch():
 
 def test_the_array_interface_has_the_lowest_precedence():
     array = np.arange(6, dtype=np.float32)
-    read, back = to_torch(Interface(array))
+    read, back = to_torch(ArrayInterfaceTensor(array))
     assert read.data_ptr() == array.ctypes.data
-    assert type(back(torch.ones(2))) is Interface
+    assert type(back(torch.ones(2))) is ArrayInterfaceTensor
 
-    class Both(Interface):
+    class Both(ArrayInterfaceTensor):
         def to_torch(self) -> torch.Tensor:
             return torch.full((1,), 7.0)
 
     assert to_torch(Both(array))[0].tolist() == [7.0]
 
 
-@pytest.mark.parametrize("value", [None, 1.5, [1.0, 2.0], "keys", np.float32(1), Boxed(torch.ones(1))])
+@pytest.mark.parametrize("value", [None, 1.5, [1.0, 2.0], "keys", np.float32(1), Wrapper(torch.ones(1))])
 def test_other_values_are_rejected(value: object):
-    message = refusal(value)
+    message = error_of(value)
     assert type(value).__qualname__ in message
     assert "register_foreign" in message
 
 
 def test_registered_functions_take_precedence():
-    register_foreign(Boxed, lambda box: box.inside, Boxed)
-    read, back = to_torch(Boxed(torch.arange(3.0)))
+    register_foreign(Wrapper, lambda box: box.inside, Wrapper)
+    read, back = to_torch(Wrapper(torch.arange(3.0)))
     assert read.tolist() == [0, 1, 2]
-    assert type(back(read)) is Boxed
-    assert to_torch(Capsules(torch.arange(2.0)))[1](read).__class__ is Boxed  # a subclass counts, before DLPack
-    register_foreign(Capsules, lambda box: box.inside + 1, Capsules)
-    assert to_torch(Capsules(torch.arange(2.0)))[0].tolist() == [1, 2]  # the most specific type wins
-    register_foreign(Boxed, lambda box: box.inside + 5, Boxed)
-    assert to_torch(Boxed(torch.arange(2.0)))[0].tolist() == [5, 6]
+    assert type(back(read)) is Wrapper
+    assert to_torch(DLPackTensor(torch.arange(2.0)))[1](read).__class__ is Wrapper  # a subclass counts, before DLPack
+    register_foreign(DLPackTensor, lambda box: box.inside + 1, DLPackTensor)
+    assert to_torch(DLPackTensor(torch.arange(2.0)))[0].tolist() == [1, 2]  # the most specific type wins
+    register_foreign(Wrapper, lambda box: box.inside + 5, Wrapper)
+    assert to_torch(Wrapper(torch.arange(2.0)))[0].tolist() == [5, 6]
     register_foreign(np.ndarray, lambda array: torch.zeros(1), lambda tensor: "mine")
     assert to_torch(np.ones(3))[1](read) == "mine"
 
@@ -298,16 +298,16 @@ def test_virtual_subclasses_and_tensor_subclasses_can_be_registered():
     class Any(abc.ABC):  # noqa: B024
         pass
 
-    Any.register(Boxed)
-    register_foreign(Any, lambda box: box.inside, Boxed)
-    assert to_torch(Boxed(torch.ones(3)))[0].tolist() == [1, 1, 1]
+    Any.register(Wrapper)
+    register_foreign(Any, lambda box: box.inside, Wrapper)
+    assert to_torch(Wrapper(torch.ones(3)))[0].tolist() == [1, 1, 1]
 
     class Wrapped(torch.Tensor):
         pass
 
     wrapped = torch.ones(2).as_subclass(Wrapped)
     assert to_torch(wrapped)[0] is wrapped
-    register_foreign(Wrapped, lambda given: given.as_subclass(torch.Tensor), lambda ours: ours.as_subclass(Wrapped))
+    register_foreign(Wrapped, lambda value: value.as_subclass(torch.Tensor), lambda ours: ours.as_subclass(Wrapped))
     read, back = to_torch(wrapped)
     assert type(read) is torch.Tensor
     assert type(back(read)) is Wrapped
@@ -315,16 +315,16 @@ def test_virtual_subclasses_and_tensor_subclasses_can_be_registered():
 
 def test_invalid_registrations_are_rejected():
     for arguments in (
-        ("jax.Array", Boxed, Boxed),
-        (torch.Tensor, Boxed, Boxed),
-        (Boxed, None, Boxed),
-        (Boxed, Boxed, 3),
+        ("jax.Array", Wrapper, Wrapper),
+        (torch.Tensor, Wrapper, Wrapper),
+        (Wrapper, None, Wrapper),
+        (Wrapper, Wrapper, 3),
     ):
         with pytest.raises(ConfigError) as refused:
             register_foreign(*arguments)
         assert "register_foreign" in one_line(refused)
-    register_foreign(Boxed, lambda box: [1.0], Boxed)
-    assert "list" in refusal(Boxed(torch.ones(1)))
+    register_foreign(Wrapper, lambda box: [1.0], Wrapper)
+    assert "list" in error_of(Wrapper(torch.ones(1)))
 
 
 def test_results_are_detached():
@@ -353,16 +353,16 @@ def test_cupy_is_read_and_returned_without_copies():
     assert read.data_ptr() == array.data.ptr
     assert np.array_equal(read.cpu().numpy(), cupy.asnumpy(array[:, ::2]))
     ours = torch.arange(24.0, device="cuda").view(2, 3, 4)[:, :2]
-    handed = back(ours)
-    assert isinstance(handed, cupy.ndarray)
-    assert handed.data.ptr == ours.data_ptr()
-    assert np.array_equal(cupy.asnumpy(handed), ours.cpu().numpy())
-    assert "negative strides" in refusal(array[::-1])
+    returned = back(ours)
+    assert isinstance(returned, cupy.ndarray)
+    assert returned.data.ptr == ours.data_ptr()
+    assert np.array_equal(cupy.asnumpy(returned), ours.cpu().numpy())
+    assert "negative strides" in error_of(array[::-1])
 
 
 @pytest.mark.gpu
 def test_the_cuda_array_interface_is_read_without_a_copy():
-    class Device(Boxed):
+    class Device(Wrapper):
         @property
         def __cuda_array_interface__(self) -> dict:
             return self.inside.__cuda_array_interface__
@@ -371,7 +371,7 @@ def test_the_cuda_array_interface_is_read_without_a_copy():
         def from_torch(cls, tensor: torch.Tensor) -> Device:
             return cls(tensor)
 
-    given = Device(torch.arange(3.0, device="cuda"))
-    read, back = to_torch(given)
-    assert read.data_ptr() == given.inside.data_ptr()
+    value = Device(torch.arange(3.0, device="cuda"))
+    read, back = to_torch(value)
+    assert read.data_ptr() == value.inside.data_ptr()
     assert type(back(read)) is Device

@@ -1,4 +1,4 @@
-"""JAX arrays at the border of the cache, as they are on a CPU."""
+"""JAX arrays on the CPU: conversion to torch and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from whimbrel.base.errors import CacheError
 from whimbrel.cache.foreign import to_torch
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is loaded, which would take a GPU for itself
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported, since it would preallocate GPU memory
 jax = pytest.importorskip("jax", reason="needs the package 'jax'")
 jnp = pytest.importorskip("jax.numpy", reason="needs the package 'jax'")
 
@@ -24,19 +24,19 @@ def test_an_array_is_read_and_returned_without_a_copy_if_contiguous(dtype: str):
     assert read.data_ptr() == array.unsafe_buffer_pointer()
     assert np.array_equal(read.float().numpy(), np.asarray(array.astype(jnp.float32)))
     ours = torch.linspace(0, 1, 48).to(read.dtype).view(2, 6, 4)
-    handed = back(ours)
-    assert isinstance(handed, jax.Array)
-    assert handed.dtype == array.dtype
-    assert handed.unsafe_buffer_pointer() == ours.data_ptr()
-    assert np.array_equal(np.asarray(handed.astype(jnp.float32)), ours.float().numpy())
+    returned = back(ours)
+    assert isinstance(returned, jax.Array)
+    assert returned.dtype == array.dtype
+    assert returned.unsafe_buffer_pointer() == ours.data_ptr()
+    assert np.array_equal(np.asarray(returned.astype(jnp.float32)), ours.float().numpy())
 
 
 def test_a_transpose_is_returned_without_a_copy_and_other_strides_as_a_copy():
     _, back = to_torch(jnp.ones(3))
-    turned = torch.randn(8, 2, 3, 4).permute(1, 2, 0, 3)
+    transposed = torch.randn(8, 2, 3, 4).permute(1, 2, 0, 3)
     strided = torch.randn(2, 3, 8, 4)[:, :, :5]
-    assert back(turned).unsafe_buffer_pointer() == turned.data_ptr()
-    assert np.array_equal(np.asarray(jnp.tanh(back(turned)) * 0 + back(turned)), turned.numpy())
+    assert back(transposed).unsafe_buffer_pointer() == transposed.data_ptr()
+    assert np.array_equal(np.asarray(jnp.tanh(back(transposed)) * 0 + back(transposed)), transposed.numpy())
     assert back(strided).unsafe_buffer_pointer() != strided.data_ptr()
     assert np.array_equal(np.asarray(back(strided)), strided.numpy())
 

@@ -27,14 +27,14 @@ HEADS, SIZE, CAPACITY, WINDOW, SINKS = 2, 4, 24, 5, 2
 
 
 @dataclass
-class Lists:
+class ReferenceLayer:
     """The expected content of a layer: every token of every sequence, and how many are still stored."""
 
     sequences: list[list[Tensor]]
     padding: list[int]
     """Left padding of each sequence."""
     span: int | None = None
-    """Tokens stored at most; None: unlimited."""
+    """Maximum number of stored tokens; None for no limit."""
     sinks: int = 0
     stored: int = 0
     recording: bool = False
@@ -75,7 +75,7 @@ class Lists:
         self.sequences = [list(self.sequences[i]) for i in index]
         self.padding = [self.padding[i] for i in index]
 
-    def copy(self) -> Lists:
+    def copy(self) -> ReferenceLayer:
         return replace(self, sequences=[list(row) for row in self.sequences])
 
 
@@ -84,14 +84,14 @@ class Pair:
     """A cache and its expected content."""
 
     cache: Cache
-    lists: list[Lists]
+    lists: list[ReferenceLayer]
 
 
 KINDS: dict[str, tuple[Callable[[str], CacheLayerMixin], dict[str, int | None]]] = {
     "dynamic": (lambda codec: DynamicLayer(codec=codec), {}),
     "static": (lambda codec: StaticLayer(CAPACITY, codec=codec), {}),
     "sliding": (lambda codec: SlidingLayer(WINDOW, codec=codec), {"span": WINDOW}),
-    "sliding over one": (lambda codec: SlidingLayer(1, codec=codec), {"span": 1}),
+    "sliding-1": (lambda codec: SlidingLayer(1, codec=codec), {"span": 1}),
     "sinks": (lambda codec: SinkLayer(SINKS, WINDOW, codec=codec), {"span": SINKS + WINDOW, "sinks": SINKS}),
 }
 
@@ -110,7 +110,7 @@ class Operations(RuleBasedStateMachine):
     def begin(self, padding: list[int], seed: int) -> None:
         make, shape = KINDS[self.kind]
         self.generator = torch.Generator().manual_seed(seed)
-        lists = [Lists([[] for _ in padding], padding, **extra) for extra in (shape, {})]
+        lists = [ReferenceLayer([[] for _ in padding], padding, **extra) for extra in (shape, {})]
         self.now = Pair(Cache([make(self.codec), DynamicLayer(codec=self.codec)], padding=padding), lists)
         self.forks: list[Pair] = []
 

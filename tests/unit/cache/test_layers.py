@@ -1,4 +1,4 @@
-"""Every kind of cache layer: its contract, what it rejects, and what attention reads of it."""
+"""Every kind of cache layer: its contract, what it rejects, and what attention reads from it."""
 
 from __future__ import annotations
 
@@ -167,19 +167,21 @@ def test_a_static_layer_returns_its_buffer_from_update_and_filled_slots_from_app
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_compiled_code_advances_the_length_of_a_static_layer(codec: str):
     torch._dynamo.reset()
-    layer, peer, tokens = StaticLayer(16, codec=codec), StaticLayer(16, codec=codec), states(12)
+    layer, eager_layer, tokens = StaticLayer(16, codec=codec), StaticLayer(16, codec=codec), states(12)
     update = torch.compile(lambda new: layer.update(new, -new), backend="eager", fullgraph=True)
     append = torch.compile(lambda new: layer.append(new, -new), backend="eager", fullgraph=True)
     for start, step in ((0, layer.update), (5, update), (6, update), (7, append), (8, layer.append), (9, update)):
         new = tokens[:, :, start : start + 1] if start else tokens[:, :, :5]
         step(new) if step in (update, append) else step(new, -new)
-        peer.update(new, -new)
-    assert torch.equal(layer.keys, peer.keys)
-    assert layer.fork().get_seq_length() == layer.get_seq_length() == peer.get_seq_length() == 10
+        eager_layer.update(new, -new)
+    assert torch.equal(layer.keys, eager_layer.keys)
+    assert layer.fork().get_seq_length() == layer.get_seq_length() == eager_layer.get_seq_length() == 10
     layer.crop(-3)
-    peer.crop(-3)
+    eager_layer.crop(-3)
     keys, values = update(tokens[:, :, 10:11])
-    for got, expected in zip((keys, values), peer.update(tokens[:, :, 10:11], -tokens[:, :, 10:11]), strict=True):
+    for got, expected in zip(
+        (keys, values), eager_layer.update(tokens[:, :, 10:11], -tokens[:, :, 10:11]), strict=True
+    ):
         assert torch.equal(got, expected)
     positions = append(tokens[:, :, 11:]).key_positions
     assert positions.tolist() == [*range(9), *[-1] * 7]

@@ -21,7 +21,7 @@ MODELS = {
     },
 }
 TABLES = [[7, 3, 9, 5, 4], [8, 2, 0, 0, 0], [6, 1, 0, 0, 0]]
-"""Blocks of three rows, four tokens each."""
+"""Block tables of three sequences, four tokens per block."""
 
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
@@ -35,7 +35,7 @@ def batch(pool: BlockPool, starts: list[int], counts: list[int], tables: list[li
 
 
 @torch.inference_mode()
-def test_ragged_chunks_give_the_logits_of_each_row_alone(model):
+def test_ragged_chunks_match_the_logits_of_each_sequence_alone(model):
     texts = torch.randint(50, (3, 20))
     whole = model(texts).logits
     pool = BlockPool(model.config, 10, 4)
@@ -79,7 +79,7 @@ def test_a_pass_does_not_synchronize_with_the_device(codec):
 
 
 @torch.inference_mode()
-def test_a_batch_can_be_reused_with_other_numbers(model):
+def test_a_batch_can_be_reused_with_new_values(model):
     texts = torch.randint(50, (3, 6))
     pool = BlockPool(model.config, 10, 4)
     reused = batch(pool, [0, 0, 0], [5, 5, 5])
@@ -90,8 +90,8 @@ def test_a_batch_can_be_reused_with_other_numbers(model):
     torch.testing.assert_close(logits[:, -1], model(texts).logits[:, -1], rtol=0, atol=2e-5)
 
 
-def test_a_view_has_the_length_of_each_row():
-    """New tokens included; a row of padding has one, since attention over nothing is NaN."""
+def test_a_view_has_the_length_of_each_sequence():
+    """Including new tokens; padding rows have length 1, since attention over zero keys is NaN."""
     paged = batch(BlockPool(GPTConfig(**SMALL), 10, 4), [9, 0, 0], [2, 3, 0])
     view = paged.append(*torch.randn(2, 3, 4, 3, 8), 0)
     assert view.lengths.tolist() == [11, 3, 1]

@@ -75,7 +75,7 @@ def test_the_cost_of_an_append_does_not_grow(make: Any):
 def test_memory_is_allocated_a_logarithmic_number_of_times():
     layer = DynamicLayer()
     strides = {layer.update(token(), token())[0].stride() for _ in range(TOKENS)}
-    assert len(strides) == 7  # capacity 16, 32, ... 1024
+    assert len(strides) == 7  # reallocated at capacity 16, 32, ..., 1024
 
 
 @pytest.mark.parametrize("kind", range(4))
@@ -140,7 +140,7 @@ def test_updates_without_gradients_work_after_updates_with_gradients(kind: int):
         later, _ = layer.update(token(7), token(7))
     assert not later.requires_grad
     assert later[0, 0, -1, 0] == 7
-    loss.backward()  # nothing it needs was overwritten
+    loss.backward()  # no tensor saved for backward was overwritten
     torch.testing.assert_close(tokens.grad, 2 * tokens.detach())
 
 

@@ -1,4 +1,4 @@
-"""Our models compute the same with every kind of cache as without one."""
+"""GPT gives the same logits with every kind of cache as without one."""
 
 from __future__ import annotations
 

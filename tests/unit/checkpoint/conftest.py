@@ -29,7 +29,7 @@ class Values:
         self.state = state
 
 
-class Folder(Values):
+class DirectoryValues(Values):
     """A stateful object with its own file format."""
 
     def save_directory(self, state: Any, folder: Path) -> None:
@@ -51,7 +51,7 @@ def parts() -> Parts:
 
     def make(value: float) -> list[StateComponent]:
         return [
-            StateComponent("model", Folder({"w": torch.full((64,), value)}), SharingPattern.GLOBAL),
+            StateComponent("model", DirectoryValues({"w": torch.full((64,), value)}), SharingPattern.GLOBAL),
             StateComponent("optimizer", Values({"m": torch.full((32,), value)}), SharingPattern.GLOBAL, required=False),
             StateComponent("trainer", Values({"value": value}), SharingPattern.GLOBAL),
         ]

@@ -72,7 +72,7 @@ def test_directory_stateful_is_recognized_by_its_methods() -> None:
         def load_state_dict(self, state):
             pass
 
-    class Foldered(Plain):
+    class DirectoryValues(Plain):
         def save_directory(self, state, folder):
             pass
 
@@ -80,4 +80,4 @@ def test_directory_stateful_is_recognized_by_its_methods() -> None:
             pass
 
     assert not isinstance(Plain(), DirectoryStateful)
-    assert isinstance(Foldered(), DirectoryStateful)
+    assert isinstance(DirectoryValues(), DirectoryStateful)

@@ -69,7 +69,7 @@ def test_saved_state_is_loaded(tmp_path: Path, parts, asynchronous: bool) -> Non
 def test_async_save_is_a_snapshot(tmp_path: Path, parts, monkeypatch) -> None:
     begin = threading.Event()
     write = manager_module.write_checkpoint
-    monkeypatch.setattr(manager_module, "write_checkpoint", lambda *given: (begin.wait(), write(*given)))
+    monkeypatch.setattr(manager_module, "write_checkpoint", lambda *args: (begin.wait(), write(*args)))
     manager = CheckpointManager(tmp_path, asynchronous=True)
     components = parts(1.0)
     manager.save(1, components)
@@ -88,13 +88,13 @@ def test_async_save_is_a_snapshot(tmp_path: Path, parts, monkeypatch) -> None:
 
 def test_at_most_one_save_is_written_at_a_time(tmp_path: Path, parts, monkeypatch) -> None:
     running: list[int] = []
-    most: list[int] = []
+    concurrent: list[int] = []
     write = manager_module.write_checkpoint
 
-    def watched(target: Path, step: int, *given: Any) -> None:
+    def watched(target: Path, step: int, *args: Any) -> None:
         running.append(step)
-        most.append(len(running))
-        write(target, step, *given)
+        concurrent.append(len(running))
+        write(target, step, *args)
         running.remove(step)
 
     monkeypatch.setattr(manager_module, "write_checkpoint", watched)
@@ -103,7 +103,7 @@ def test_at_most_one_save_is_written_at_a_time(tmp_path: Path, parts, monkeypatc
         manager.save(step, parts(float(step)))
     manager.close()
     assert [step for step, _ in manager.finished()] == list(range(1, 8))
-    assert set(most) == {1}
+    assert set(concurrent) == {1}
     for step, path in list_checkpoints(tmp_path).items():
         assert read_component(path, "trainer") == {"value": float(step)}
 
@@ -269,11 +269,11 @@ def test_incompatible_state_is_a_one_line_error(tmp_path: Path) -> None:
 def test_failed_save_is_retried(tmp_path: Path, parts, monkeypatch, caplog, asynchronous: bool) -> None:
     write, left = manager_module.write_checkpoint, [1, 2]
 
-    def flaky(*given: Any) -> None:
+    def flaky(*args: Any) -> None:
         if left:
             left.pop()
             raise WriteError("cannot write: No space left on device")
-        write(*given)
+        write(*args)
 
     monkeypatch.setattr(manager_module, "write_checkpoint", flaky)
     manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
@@ -320,7 +320,7 @@ def test_save_larger_than_the_free_disk_space_is_not_started(tmp_path: Path, par
     manager.save(1, parts(1.0))
     manager.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(manager_module, "write_checkpoint", lambda *given: pytest.fail("began to write"))
+        patch.setattr(manager_module, "write_checkpoint", lambda *args: pytest.fail("began to write"))
         patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=383))
         manager.save(2, parts(2.0))  # 64 + 32 numbers of fp32
         with pytest.raises(WriteError, match=r"step-00000002: it needs 384 bytes, but only 383 are free"):

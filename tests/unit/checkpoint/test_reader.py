@@ -28,7 +28,7 @@ def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return act
 
 
-def take_over(name: str) -> Callable[[Path], None]:
+def copy_from_next_checkpoint(name: str) -> Callable[[Path], None]:
     return lambda path: shutil.copy(path.with_name("step-00000002") / name, path / name)
 
 
@@ -45,11 +45,11 @@ DAMAGE = {
     "remove": (lambda path: (path / "model" / "config.json").unlink(), "model/config.json is missing"),
     "folder": (lambda path: shutil.rmtree(path / "model"), "model/config.json is missing"),
     "unlisted file": (lambda path: (path / "model" / "x").write_bytes(b""), "model/x is not in its manifest"),
-    "swap": (take_over("trainer.json"), "trainer.json has changed"),
+    "swap": (copy_from_next_checkpoint("trainer.json"), "trainer.json has changed"),
     "short manifest": (edit("manifest.json", lambda old: old[:-20]), "manifest.json is not valid"),
     "long manifest": (edit("manifest.json", lambda old: old + b"\n"), "manifest.json has changed"),
     "value": (edit("manifest.json", lambda old: old.replace(b"0.1", b"0.2")), "manifest.json has changed"),
-    "other manifest": (take_over("manifest.json"), "expected step 1 .* got 2"),
+    "other manifest": (copy_from_next_checkpoint("manifest.json"), "expected step 1 .* got 2"),
     "list": (edit("manifest.json", lambda old: b"[]"), "manifest.json is not valid"),
     "format": (edit("manifest.json", downgrade), "format 1, expected 2"),
 }

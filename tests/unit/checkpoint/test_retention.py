@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_best_checkpoint_is_found_on_disk(tmp_path: Path, parts) -> None:
     assert best_first(tmp_path, greater_is_better=True) == ranked[::-1]
 
 
-def test_checkpoints_after_a_rollback_are_left_alone(tmp_path: Path, parts) -> None:
+def test_checkpoints_after_a_rollback_are_not_removed(tmp_path: Path, parts) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
     manager.save(2, parts(2.0))
     manager._keep = None

@@ -1,4 +1,4 @@
-"""Random numbers go on where they were, after a way through a file."""
+"""RNG state is saved and restored exactly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def components() -> list[StateComponent]:
 
 @pytest.mark.parametrize("used_before", range(3))
 def test_resume_restores_the_rng_state(tmp_path: Path, components, used_before: int) -> None:
-    for _ in range(used_before):  # normal numbers come in pairs, of which one is kept
+    for _ in range(used_before):  # gauss() generates pairs and caches the second value
         sample()
     manager = CheckpointManager(tmp_path)
     manager.save(1, components)
@@ -40,7 +40,7 @@ def test_resume_restores_the_rng_state(tmp_path: Path, components, used_before: 
     assert [sample() for _ in range(3)] == expected
 
 
-def test_other_number_of_cuda_devices_is_warned_about(caplog) -> None:
+def test_different_number_of_cuda_devices_logs_a_warning(caplog) -> None:
     state = RNGState().state_dict()
     extra = torch.zeros(16, dtype=torch.uint8)
     RNGState().load_state_dict(state | {"cuda": [*state["cuda"], extra]})

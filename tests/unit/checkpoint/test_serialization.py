@@ -1,4 +1,4 @@
-"""State goes to tensors and JSON and comes back exactly; what could not is refused with its place."""
+"""State round-trips through tensors and JSON exactly; unsupported values are rejected with their path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whimbrel.checkpoint import pack, read_tensors, serialization, unpack, write
 from whimbrel.checkpoint.serialization import TensorEntry, write_tensor_file
 
 
-def there_and_back(state: Any, folder: Path) -> Any:
+def round_trip(state: Any, folder: Path) -> Any:
     tensors, tree = pack(state)
     write_tensors(folder / "x.safetensors", tensors)
     return unpack(read_tensors(folder / "x.safetensors"), json.loads(json.dumps(tree)))
@@ -69,7 +69,7 @@ def test_every_dtype_and_shape_round_trips_bit_for_bit(dtype: torch.dtype, tmp_p
         "none": matrix[:0],
         "byte": torch.ones(1),
     }
-    back = there_and_back(state, tmp_path)
+    back = round_trip(state, tmp_path)
     for name, tensor in state.items():
         assert back[name].dtype == tensor.dtype
         assert back[name].shape == tensor.shape
@@ -78,7 +78,7 @@ def test_every_dtype_and_shape_round_trips_bit_for_bit(dtype: torch.dtype, tmp_p
 
 def test_nan_payload_is_preserved(tmp_path: Path) -> None:
     odd = torch.tensor([0x7FC00001, 0x80000000 - 2**32], dtype=torch.int32).view(torch.float32)
-    back = there_and_back({"odd": odd}, tmp_path)["odd"]
+    back = round_trip({"odd": odd}, tmp_path)["odd"]
     assert torch.equal(back.view(torch.int32), odd.view(torch.int32))
 
 
@@ -87,7 +87,7 @@ def test_optimizer_state_round_trips(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     module(torch.ones(3)).sum().backward()
     optimizer.step()
-    state, back = optimizer.state_dict(), there_and_back(optimizer.state_dict(), tmp_path)
+    state, back = optimizer.state_dict(), round_trip(optimizer.state_dict(), tmp_path)
     assert list(back["state"]) == [0, 1]
     assert back["param_groups"] == state["param_groups"]
     for index, values in state["state"].items():
@@ -97,7 +97,7 @@ def test_optimizer_state_round_trips(tmp_path: Path) -> None:
 
 def test_shared_tensor_is_stored_once(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.arange(6.0))
-    back = there_and_back({"embedding": weight, "head": weight.data, "part": weight[2:]}, tmp_path)
+    back = round_trip({"embedding": weight, "head": weight.data, "part": weight[2:]}, tmp_path)
     assert set(load_file(tmp_path / "x.safetensors")) == {"embedding", "part"}
     assert back["embedding"] is back["head"]
     assert torch.equal(back["part"], torch.arange(2.0, 6.0))
@@ -105,9 +105,9 @@ def test_shared_tensor_is_stored_once(tmp_path: Path) -> None:
 
 def test_colliding_paths_stay_distinct(tmp_path: Path) -> None:
     one, two, three, four = (torch.tensor(float(i)) for i in range(4))
-    back = there_and_back({"a/b": one, "a": {"b": two}, 1: three, "1": four}, tmp_path)
+    back = round_trip({"a/b": one, "a": {"b": two}, 1: three, "1": four}, tmp_path)
     assert (back["a/b"], back["a"]["b"], back[1], back["1"]) == (0.0, 1.0, 2.0, 3.0)
-    empty = there_and_back([torch.zeros(0), torch.zeros(0)], tmp_path)
+    empty = round_trip([torch.zeros(0), torch.zeros(0)], tmp_path)
     assert [tensor.shape for tensor in empty] == [(0,), (0,)]
 
 
@@ -116,7 +116,7 @@ def test_numpy_scalars_become_python_numbers() -> None:
     assert [type(value) for value in tree["list"]] == [float, int, bool, float]
 
 
-class Colour(enum.IntEnum):
+class Color(enum.IntEnum):
     RED = 1
 
 
@@ -126,7 +126,7 @@ Point = collections.namedtuple("Point", "x y")
 @pytest.mark.parametrize(
     "odd",
     [
-        object(), {1}, Colour.RED, Point(1, 2), 1j, np.arange(3), np.longdouble(1), torch.Size([1]),
+        object(), {1}, Color.RED, Point(1, 2), 1j, np.arange(3), np.longdouble(1), torch.Size([1]),
         torch.ones(2, dtype=torch.complex64), torch.eye(2).to_sparse(), torch.empty(2, device="meta"),
     ],
 )  # fmt: skip

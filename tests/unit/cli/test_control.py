@@ -1,4 +1,4 @@
-"""`whimbrel control` of a training in another process."""
+"""`whimbrel control` of a run in another process."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def status(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return dict(re.split(r"\s{2,}", line.strip()) for line in control(capsys, "status").splitlines())
 
 
-def test_running_training_reports_its_status_saves_and_stops(
+def test_running_job_reports_status_saves_and_stops(
     folder: Path, job: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, log = folder / "run", folder / "run" / "log.jsonl"

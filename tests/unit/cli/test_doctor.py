@@ -41,7 +41,7 @@ def feature(report: Report, what: str):
     return found
 
 
-def test_devices_are_those_of_torch():
+def test_devices_match_torch():
     report = examine()
     assert [device.kind for device in report.devices].count("cuda") == torch.cuda.device_count()
     assert report.devices[-1].kind == "cpu"
@@ -164,7 +164,7 @@ def test_extras_and_torch_range_match_pyproject(root: Path):
         ({"KMP_BLOCKTIME": "200"}, "None"),
     ],
 )
-def test_threads_wait_passively_unless_the_user_chose_otherwise(given: dict[str, str], expected: str) -> None:
+def test_openmp_wait_policy_defaults_to_passive(given: dict[str, str], expected: str) -> None:
     code = """
 import os, sys
 from whimbrel.cli.main import main

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
 
 @pytest.fixture
 def work(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current directory beside which `folder` lies."""
+    """An empty working directory next to `folder`."""
     monkeypatch.chdir(tmp_path)
     return folder
 
@@ -100,7 +100,7 @@ def test_checkpoint_by_step_metric_or_path(work):
     assert measured("by-path", "before")["loss"] == pytest.approx(losses[4], rel=1e-5)
 
 
-def test_model_directory_is_evaluated_on_given_text(work, capsys):
+def test_model_directory_is_evaluated_on_text(work, capsys):
     tokenizer = load_tokenizer(work / "run")
     save_model(load_model(work / "run"), "model", tokenizer)
     Path("held-out.txt").write_text("ROMEO:\nBut, soft! what light through yonder window breaks?\n" * 9)
@@ -134,7 +134,7 @@ def test_generation_settings_and_chat_template(work, capsys):
     for model, options in {
         "greedy": (),
         "sampled": ("--temperature", "0"),
-    }.items():  # what is not given is the model's own
+    }.items():  # missing fields come from the model
         assert run("generate", model, "ROMEO", *options) == 0
     assert run("generate", "greedy", "ROMEO", "--max-new-tokens", "2") == 0
     greedy, sampled, short = capsys.readouterr().out.split("ROMEO")[1:]
@@ -158,7 +158,7 @@ def test_generate_quantizes_on_load(work, capsys):
 
 @pytest.fixture
 def qat(work: Path, tmp_path: Path) -> Path:
-    """The run as if it had been trained for a QAT recipe, whose checkpoints are plain too."""
+    """The run with a QAT recipe in its config; QAT checkpoints are unquantized too."""
     settings = (work / "run/config.toml").read_text()
     (tmp_path / "qat").mkdir()
     (tmp_path / "qat/checkpoints").symlink_to(work / "run/checkpoints")

@@ -89,7 +89,7 @@ def test_missing_model_or_tokenizer_is_rejected(model, workdir, path, error, mes
 
 def test_tokenizer_larger_than_the_vocabulary_is_rejected_before_loading_weights(directory, tmp_path):
     file = tmp_path / "model.bin"
-    np.array([16, 32, 1, 2, 2, 257, 32], dtype="<i4").tofile(file)  # a llama2.c header, and no weights after it
+    np.array([16, 32, 1, 2, 2, 257, 32], dtype="<i4").tofile(file)  # a llama2.c header without weights
     for command, source in ((generate, directory), (chat, directory), (generate, file)):
         with pytest.raises(ConfigError, match="at most 257 tokens .* got 50257"):
             command(source, tokenizer=Path("gpt2"), device="cpu")

@@ -138,7 +138,7 @@ def test_draft_does_not_change_greedy_output(directory, run_generate, draft):
 def test_invalid_or_conflicting_options_are_rejected(run_generate, capsys, options, message):
     with pytest.raises(WhimbrelError, match=message):
         run_generate(**options)
-    assert capsys.readouterr().out == ""  # not even the prompt
+    assert capsys.readouterr().out == ""  # no output, not even the prompt
 
 
 def test_draft_with_another_vocabulary_is_rejected(run_generate, tmp_path):

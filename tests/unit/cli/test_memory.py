@@ -53,7 +53,7 @@ def table(text: str, head: str) -> list[list[str]]:
     return rows[: rows.index([""])] if [""] in rows else rows
 
 
-def test_optimizers_are_compared_with_the_runs_own_first(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optimizers_are_compared_starting_with_that_of_the_run(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = run_memory(capsys, recipe, "--device", "cuda")
     assert text.startswith("Device: cuda, 3 x 2 sequences of 64 tokens per step")
     columns, *rows = table(text, "optimizer")
@@ -101,7 +101,7 @@ def test_parameters_are_listed_with_their_optimizer(recipe: str, capsys: pytest.
         (["--train.optimizer_in_backward=true"], "does not work with 3 micro-batches a step"),
     ],
 )
-def test_bad_options_give_one_line(
+def test_invalid_options_are_one_error_line(
     recipe: str, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str
 ) -> None:
     text = run_memory(capsys, recipe, *arguments, code=2)

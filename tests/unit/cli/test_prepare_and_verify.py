@@ -92,7 +92,7 @@ BAD = {
     "not a string": ("a.jsonl", b'{"text": 5}\n', "a.jsonl, line 1: expected a string in 'text', got int"),
     "bad utf-8 in jsonl": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "a.jsonl, line 2: not UTF-8 at byte 10"),
     "deep json": ("a.jsonl", GOOD + b"[" * 200_000 + b"\n", "a.jsonl, line 2: JSON nested too deeply"),
-    "half a surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "lone surrogate at character"),
+    "lone surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "lone surrogate at character"),
     "truncated gz": ("a.jsonl.gz", gzip.compress(GOOD * 999)[:-9], "a.jsonl.gz is not a readable gzip file"),
     "not gz": ("a.jsonl.gz", b"plain text", "a.jsonl.gz is not a readable gzip file"),
     "damaged gz": ("a.txt.gz", gzip.compress(bytes(99_999))[:40] + b"xx" * 40, "a.txt.gz is not a readable gzip"),
@@ -208,15 +208,15 @@ def test_prepare_does_not_overwrite_another_tokenizer(whimbrel, workdir: Path) -
     assert {name: (Path("out") / name).read_bytes() for name in before} == before
 
 
-@pytest.mark.parametrize("place", ["birds.txt", "birds.txt/deep/er"])
+@pytest.mark.parametrize("path", ["birds.txt", "birds.txt/deep/er"])
 def test_out_dir_that_is_a_file_is_refused_before_any_work(
-    place: str, whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("birds.txt").write_text("a bird")
     monkeypatch.setattr("whimbrel.data.prepare._Job", lambda *_: pytest.fail("work began"))
-    done = whimbrel("prepare", "birds.txt", "--out_dir", place)
+    done = whimbrel("prepare", "birds.txt", "--out_dir", path)
     assert (done.code, len(done.err.splitlines())) == (2, 1)
-    assert f"expected a directory for --out-dir, got {place}" in done.err
+    assert f"expected a directory for --out-dir, got {path}" in done.err
 
 
 def test_prepare_resumes_after_the_disk_was_full(whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_run_of_another_user_is_listed(
 
     def read(path: Path, **how: Any) -> str:
         if path.name == "endpoint.json" and path.parent.name == "theirs":
-            raise PermissionError(13, "Permission denied", str(path))  # what mode 0600 means to all but its owner
+            raise PermissionError(13, "Permission denied", str(path))  # mode 0600: unreadable for other users
         return read_text(path, **how)
 
     monkeypatch.setattr(Path, "read_text", read)
@@ -84,7 +84,7 @@ def test_run_of_another_user_is_listed(
     assert capsys.readouterr().err == "whimbrel: runs/theirs belongs to another user: only its owner can control it\n"
 
 
-def test_directories_and_runs_can_be_given(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accepts_directories_and_runs(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(workdir / "a" / "one", 1, 1)
     write_run(workdir / "a" / "group" / "two", 1, 1)
     write_run(workdir / "b", 1, 1)

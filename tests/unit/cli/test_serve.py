@@ -1,4 +1,4 @@
-"""`whimbrel serve` until it listens."""
+"""Startup of `whimbrel serve`."""
 
 from __future__ import annotations
 

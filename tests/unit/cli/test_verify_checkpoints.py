@@ -70,10 +70,10 @@ def test_partly_removed_checkpoint_is_not_an_error(run: Path, capsys) -> None:
     assert printed.out.splitlines()[0].startswith("partly removed step-00000005: no manifest")
     assert printed.out.splitlines()[-1] == "1 ok, 0 failed"
     assert printed.err == ""
-    with pytest.raises(typer.Exit):  # asked for by name, it is no checkpoint
+    with pytest.raises(typer.Exit):  # an explicit path to it is an error
         verify(left)
     (run / "checkpoints" / "step-00000010" / "manifest.json").unlink()
-    with pytest.raises(typer.Exit):  # and where none is whole, more than a removal has happened
+    with pytest.raises(typer.Exit):  # without any complete checkpoint, an interrupted removal cannot explain it
         verify(run)
     assert capsys.readouterr().out.splitlines()[-1] == "0 ok, 2 failed"
 

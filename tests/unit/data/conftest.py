@@ -13,10 +13,10 @@ import pytest
 
 
 class Corpus:
-    """Generates texts and writes them to files."""
+    """Builder of test documents and source files."""
 
     def documents(self, count: int, seed: int = 0) -> list[str]:
-        """Texts of very different lengths, in several scripts, some with special tokens written out."""
+        """Texts of very different lengths, in several scripts, some containing special tokens as text."""
         pick = random.Random(seed)
         words = ["bird", "Ünïcode", "日本", "<|endoftext|>", "  ", "1984", "don't", "\n", "fly", "marsh", "🐦"]
         return [" ".join(pick.choices(words, k=pick.randint(1, 400))) for _ in range(count)]

@@ -26,7 +26,7 @@ EOT = 50256
 LENGTHS = (701, 5, 1023, 300)
 
 
-"""Tokens of the four shards: no multiple of anything that the tests cut by."""
+"""Token counts of the four shards; not multiples of any batch or sequence length in the tests."""
 
 
 def tokens_of_shards(dtype: type = np.uint16) -> list[np.ndarray]:
@@ -255,7 +255,7 @@ def test_large_shards_use_less_than_50_mb_of_memory(folder: Path, tmp_path: Path
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", [{}, {"seed": 4}, {"documents": "pack"}])
 def test_cuda_batches_equal_cpu_batches(folder: Path, order: dict) -> None:
-    """Also across a jump of the cursor, which must throw away what was fetched ahead."""
+    """Also after moving the position, which must discard prefetched batches."""
     cpu, cuda = TokenDataLoader(folder, 3, 16, **order), TokenDataLoader(folder, 3, 16, device="cuda", **order)
     kept = []
     for step in range(200):

@@ -94,7 +94,7 @@ def test_shards_do_not_depend_on_the_number_of_workers(corpus, shard_size: int, 
 
 
 def test_held_out_documents_are_complete_and_excluded_from_training(corpus, texts: list[str], tmp_path: Path) -> None:
-    source = corpus.write(tmp_path / "a.jsonl", texts + texts)  # every document twice: both go to one side
+    source = corpus.write(tmp_path / "a.jsonl", texts + texts)  # every document twice: both copies go to the same split
     manifest = prepare([str(source)], tmp_path / "out", GPT2, name="a", val_tokens=5000)
     splits = {}
     for split in ("train", "val"):
@@ -117,7 +117,7 @@ def test_validation_source_becomes_the_val_split(corpus, texts: list[str], tmp_p
     assert x[0, 0] == GPT2.eot_id
 
 
-def test_short_source_is_warned_about(corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_short_source_logs_a_warning(corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = corpus.write(tmp_path / "a.jsonl", ["few words"])
     prepare([str(source)], tmp_path / "out", GPT2, name="a", total_tokens=100)
     assert "only 3 of the 100 training tokens" in caplog.text
@@ -257,7 +257,7 @@ def test_default_names_come_from_the_source(tmp_path: Path) -> None:
     assert default_directory("wiki", ["wiki"], None) == Path("data/wiki")
 
 
-def test_map_in_order_reads_little_ahead() -> None:
+def test_map_in_order_limits_prefetching() -> None:
     read = 0
 
     def items():
@@ -409,8 +409,8 @@ def test_progress_of_a_resumed_run_starts_at_the_earlier_tokens(
         patch.setattr("whimbrel.data.prepare.write_manifest", failing)
         prepare([source], tmp_path / "out", GPT2, progress=first, **options)
     assert first.ends == ["close"], "only a job that is done is finished"
-    held, second = read_manifest(tmp_path / "out").tokens("train"), RecordedProgress()
-    assert held > 0
+    num_tokens, second = read_manifest(tmp_path / "out").tokens("train"), RecordedProgress()
+    assert num_tokens > 0
     manifest = prepare([source], tmp_path / "out", GPT2, progress=second, **options)
-    assert second.began == (None, "tokens", held)
+    assert second.began == (None, "tokens", num_tokens)
     assert second.done == second.expected[-1] == manifest.tokens("train")

@@ -167,7 +167,7 @@ def test_shards_without_a_split_in_their_name_are_training_data(tmp_path: Path) 
         TokenDataLoader(tmp_path, 1, 4, split="val")
 
 
-def test_missing_manifest_is_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_manifest_logs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_shard(tmp_path / "some_train_000000.bin", TOKENS)
     write_shard(tmp_path / "some_val_000000.bin", TOKENS)
     for split in ("train", "val"):

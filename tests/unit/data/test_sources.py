@@ -79,7 +79,7 @@ def test_newlines_in_a_separator_match_lf_and_crlf(tmp_path: Path, newline: str,
     assert list(read_documents([str(tmp_path / "a.txt")], separator=separator)) == expected
 
 
-def test_separator_that_does_not_occur_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_separator_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     assert len(list(read_documents([str(tmp_path / "a.txt")], separator="\n\n"))) == 1
     assert "does not contain the separator" in caplog.text
@@ -87,16 +87,16 @@ def test_separator_that_does_not_occur_is_warned_about(tmp_path: Path, caplog: p
 
 @pytest.fixture
 def hub(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """A hub that has one dataset; what it was asked for."""
+    """A fake Hub with one dataset; returns the recorded `load_dataset` calls."""
     datasets = pytest.importorskip("datasets")
-    asked: list[tuple[object, ...]] = []
+    calls: list[tuple[object, ...]] = []
 
     def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> object:
-        asked.append((name, config, split, streaming))
+        calls.append((name, config, split, streaming))
         return datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return asked
+    return calls
 
 
 def test_hub_dataset_is_streamed(hub, texts: list[str], tmp_path: Path) -> None:

@@ -19,23 +19,23 @@ def small_model(**settings: object) -> GPT:
 
 
 @torch.inference_mode()
-def alone(model: GPT, request: Request, number: int = 0) -> list[int | str]:
-    """The tokens of one sample, and why they end."""
+def generate_alone(model: GPT, request: Request, number: int = 0) -> list[int | str]:
+    """The tokens of one sample, followed by its finish reason."""
     tokens, rng = list(request.prompt_ids), SampleRNG(request.seed, number)
-    drawn: list[int | str] = []
+    output: list[int | str] = []
     for _ in range(min(request.max_new_tokens, model.config.context_length - len(tokens))):
         logits = model(torch.tensor([tokens])).logits[:, -1]
         key = 0 if request.sampling.greedy else rng.key()
         token = int(sample(logits, [request.sampling], [key], [History(tokens, len(request.prompt_ids))]))
         if token in request.stop_ids:
-            return [*drawn, "stop"]
+            return [*output, "stop"]
         tokens.append(token)
-        drawn.append(token)
-    return [*drawn, "length"]
+        output.append(token)
+    return [*output, "length"]
 
 
-def texts(events: Iterable[Event]) -> dict[tuple[int, int], list[int | str]]:
-    """The tokens of each sample of each request, and why they end."""
+def outputs(events: Iterable[Event]) -> dict[tuple[int, int], list[int | str]]:
+    """The tokens of each (request, sample), followed by its finish reason."""
     found: dict[tuple[int, int], list[int | str]] = defaultdict(list)
     for event in events:
         found[event.request, event.sample] += [part for part in (event.token, event.finish_reason) if part is not None]
@@ -43,7 +43,7 @@ def texts(events: Iterable[Event]) -> dict[tuple[int, int], list[int | str]]:
 
 
 def run(engine: Engine) -> list[Event]:
-    """Step until nothing is left to do."""
+    """Step until the engine is idle; returns all events."""
     events = []
     while engine.busy:
         events += engine.step()

@@ -41,7 +41,7 @@ def letters_only(tokenizer) -> SamplingParams:
 
 
 @pytest.fixture
-def reads(monkeypatch) -> list[int]:
+def forward_sizes(monkeypatch) -> list[int]:
     seen: list[int] = []
     hidden_states = GPT.hidden_states
     monkeypatch.setattr(
@@ -56,29 +56,29 @@ def conversation(
     return Conversation(LLM(model, tokenizer, block_size=1), TEMPLATE, sampling, **{"max_new_tokens": 12} | options)
 
 
-def test_each_turn_prefills_only_new_tokens(model, tokenizer, letters_only, reads):
-    talk = conversation(model, tokenizer, letters_only, system="Be brief.")
-    said = [{"role": "system", "content": "Be brief."}]
+def test_each_turn_prefills_only_new_tokens(model, tokenizer, letters_only, forward_sizes):
+    chat = conversation(model, tokenizer, letters_only, system="Be brief.")
+    messages = [{"role": "system", "content": "Be brief."}]
     for turn, words in enumerate(("Hello", "And you?", "Why?")):
-        said.append({"role": "user", "content": words})
-        reads.clear()
-        pieces, forgotten = talk.ask(words)
+        messages.append({"role": "user", "content": words})
+        forward_sizes.clear()
+        pieces, forgotten = chat.ask(words)
         answer = "".join(pieces)
-        # All but the last token of the turn before is stored.
-        new = len(TEMPLATE.encode(tokenizer, said)) if turn == 0 else 1 + 3 + len(words) + 3
-        assert reads == [new, *[1] * 11]
+        # All but the last token of the previous turn are cached.
+        new = len(TEMPLATE.encode(tokenizer, messages)) if turn == 0 else 1 + 3 + len(words) + 3
+        assert forward_sizes == [new, *[1] * 11]
         assert forgotten == 0
         expected = generate(
             model,
-            TEMPLATE.encode(tokenizer, said),
+            TEMPLATE.encode(tokenizer, messages),
             max_new_tokens=12,
             temperature=0,
             logit_bias=letters_only.logit_bias,
         )
         assert answer == tokenizer.decode(expected)
         assert len(answer) == 12
-        said.append({"role": "assistant", "content": answer})
-    assert talk.messages == said[1:]
+        messages.append({"role": "assistant", "content": answer})
+    assert chat.messages == messages[1:]
 
 
 def test_a_draft_does_not_change_the_answers(model, tokenizer, letters_only):
@@ -89,22 +89,22 @@ def test_a_draft_does_not_change_the_answers(model, tokenizer, letters_only):
 
 
 def test_reset_forgets_all_messages(model, tokenizer):
-    talk = conversation(model, tokenizer, system="x")
-    first = "".join(talk.ask("Hello").pieces)
-    talk.reset()
-    assert talk.messages == []
-    assert "".join(talk.ask("Hello").pieces) == first
+    chat = conversation(model, tokenizer, system="x")
+    first = "".join(chat.ask("Hello").pieces)
+    chat.reset()
+    assert chat.messages == []
+    assert "".join(chat.ask("Hello").pieces) == first
 
 
 def test_a_stopped_answer_stays_in_the_conversation(model, tokenizer, letters_only):
-    talk = conversation(model, tokenizer, letters_only)
-    pieces = talk.ask("Hello").pieces
+    chat = conversation(model, tokenizer, letters_only)
+    pieces = chat.ask("Hello").pieces
     said = next(pieces) + next(pieces)
     pieces.close()
-    assert talk.messages[1] == {"role": "assistant", "content": said}
+    assert chat.messages[1] == {"role": "assistant", "content": said}
     whole = conversation(model, tokenizer, letters_only)
-    whole.messages = list(talk.messages)
-    assert "".join(talk.ask("More").pieces) == "".join(whole.ask("More").pieces)
+    whole.messages = list(chat.messages)
+    assert "".join(chat.ask("More").pieces) == "".join(whole.ask("More").pieces)
 
 
 def test_an_answer_stopped_before_its_first_token_is_empty(model, tokenizer, letters_only):
@@ -112,21 +112,21 @@ def test_an_answer_stopped_before_its_first_token_is_empty(model, tokenizer, let
         "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}{{ message.content }}{% endfor %}"
     )
-    talk = Conversation(LLM(model, tokenizer), ChatTemplate(alternating), letters_only, max_new_tokens=4)
-    talk.ask("Hello").pieces.close()
-    assert talk.messages == [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ""}]
-    late = talk.ask("Well?").pieces
-    assert len("".join(talk.ask("Hm.").pieces)) == 4  # with the one before not yet begun
-    talk.reset()
+    chat = Conversation(LLM(model, tokenizer), ChatTemplate(alternating), letters_only, max_new_tokens=4)
+    chat.ask("Hello").pieces.close()
+    assert chat.messages == [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ""}]
+    late = chat.ask("Well?").pieces
+    assert len("".join(chat.ask("Hm.").pieces)) == 4  # before the previous one has started
+    chat.reset()
     assert len("".join(late)) == 4
-    assert talk.messages == []
+    assert chat.messages == []
 
 
 def test_answers_end_at_stop_strings_and_eos(model, tokenizer, letters_only):
     text = "".join(conversation(model, tokenizer, letters_only).ask("Hello").pieces)
     stop = text[4:6]
-    talk = conversation(model, tokenizer, letters_only, stop=[stop])
-    assert "".join(talk.ask("Hello").pieces) == text[: text.index(stop)] == talk.messages[1]["content"]
+    chat = conversation(model, tokenizer, letters_only, stop=[stop])
+    assert "".join(chat.ask("Hello").pieces) == text[: text.index(stop)] == chat.messages[1]["content"]
     template = ChatTemplate(TEMPLATE.source, stops=[stop])
     taught = Conversation(LLM(model, tokenizer), template, letters_only, max_new_tokens=12, stop=["never"])
     assert "".join(taught.ask("Hello").pieces) == text[: text.index(stop)]
@@ -136,26 +136,26 @@ def test_answers_end_at_stop_strings_and_eos(model, tokenizer, letters_only):
     assert "".join(ending.ask("Hello").pieces) == text[: text.index(text[3])]
 
 
-def test_old_turns_are_dropped_until_half_the_context_is_free(model, tokenizer, letters_only, reads):
-    talk = conversation(model, tokenizer, letters_only, system="S")
+def test_old_turns_are_dropped_until_half_the_context_is_free(model, tokenizer, letters_only, forward_sizes):
+    chat = conversation(model, tokenizer, letters_only, system="S")
     forgot = []
     for turn in range(12):
-        answer = talk.ask(f"message {turn:02}")
+        answer = chat.ask(f"message {turn:02}")
         forgot.append(answer.num_dropped)
         list(answer.pieces)
-        assert talk.messages[0]["role"] == "user"
-    # A turn is 28 tokens: four of them do not fit before another in 120, one does in half of it.
+        assert chat.messages[0]["role"] == "user"
+    # A turn has 28 tokens: four and a new one exceed the context of 120; one fits in half of it.
     assert forgot == [0, 0, 0, 0, 6, 0, 0, 6, 0, 0, 6, 0]
-    assert talk.messages[-2]["content"] == "message 11"
+    assert chat.messages[-2]["content"] == "message 11"
 
 
 def test_a_message_that_does_not_fit_is_rejected_and_forgotten(model, tokenizer):
-    talk = conversation(model, tokenizer)
-    list(talk.ask("Hello").pieces)
-    before = list(talk.messages)
+    chat = conversation(model, tokenizer)
+    list(chat.ask("Hello").pieces)
+    before = list(chat.messages)
     with pytest.raises(RequestError, match="at most 108 tokens .*context of 120.*, got 206"):
-        talk.ask("x" * 200)
-    assert talk.messages == before
+        chat.ask("x" * 200)
+    assert chat.messages == before
     longest = conversation(model, tokenizer)
     assert len("".join(longest.ask("x" * 102).pieces)) > 0
 
@@ -165,17 +165,17 @@ def test_the_longest_system_prompt_leaves_space_for_a_message(model, tokenizer):
 
 
 def test_a_seed_reproduces_a_conversation_and_turns_differ(model, tokenizer):
-    def talked(seed: int | None) -> list[str]:
-        talk, answers = conversation(model, tokenizer, SamplingParams(temperature=2.0), seed=seed), []
+    def answers_with_seed(seed: int | None) -> list[str]:
+        chat, answers = conversation(model, tokenizer, SamplingParams(temperature=2.0), seed=seed), []
         for _ in range(2):
-            answers.append("".join(talk.ask("Hello").pieces))
-            talk.reset()
+            answers.append("".join(chat.ask("Hello").pieces))
+            chat.reset()
         return answers
 
-    assert talked(1) == talked(1) != talked(2)
-    assert talked(1)[0] != talked(1)[1]
-    last = talked(2**63 - 1)
-    assert last[0] != last[1] == talked(0)[0]
+    assert answers_with_seed(1) == answers_with_seed(1) != answers_with_seed(2)
+    assert answers_with_seed(1)[0] != answers_with_seed(1)[1]
+    last = answers_with_seed(2**63 - 1)
+    assert last[0] != last[1] == answers_with_seed(0)[0]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def gpt2() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> Tokenizer:
-    """A tokenizer as Llama 2 has: spaces are letters, and characters that are no tokens are written in bytes."""
+    """A SentencePiece-style tokenizer as in Llama 2, with a space symbol and byte fallback."""
     words = ["▁", "▁the", "▁end", "a", "n", "v", "e", "d"]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     pipeline = Pipeline(models.Unigram([(piece, -1.0) for piece in pieces], 0, byte_fallback=True))
@@ -46,7 +46,7 @@ def tokenizer(request) -> Tokenizer:
 
 
 def token_of(tokenizer: Tokenizer, byte: int | None) -> int:
-    """The token that is one byte, or one that is no text."""
+    """The token of one byte, or a token without text."""
     if byte is LEFT_OUT:
         return 1 if tokenizer.pipeline.id_to_token(1) == "<s>" else tokenizer.vocab_size
     ids = map(tokenizer.pipeline.token_to_id, (f"<0x{byte:02X}>", {b: c for c, b in BYTE_DECODER.items()}[byte]))
@@ -75,9 +75,10 @@ def test_text_is_emitted_in_complete_characters(tokenizer):
 def test_byte_tokens_decode_like_the_joined_bytes_with_correct_spans(tokenizer, parts, data):
     drawn = [byte for part in parts for byte in part]
     for place in data.draw(st.lists(st.integers(0, len(drawn)), max_size=5)):
-        drawn.insert(place, LEFT_OUT)  # also amid a character
+        drawn.insert(place, LEFT_OUT)  # also in the middle of a character
     raw = bytes(byte for byte in drawn if byte is not LEFT_OUT)
-    assume(not re.search(rb"\xed[\xa0-\xbf]", raw))  # half a surrogate pair, at which Python waits for one byte more
+    # a lone surrogate in UTF-8, for which Python's decoder needs one more byte
+    assume(not re.search(rb"\xed[\xa0-\xbf]", raw))
     stream, text, read = TextStream(tokenizer, [5]), "", b""
     for byte in drawn:
         text += stream.push(token_of(tokenizer, byte))
@@ -87,7 +88,7 @@ def test_byte_tokens_decode_like_the_joined_bytes_with_correct_spans(tokenizer, 
             read += bytes([byte])
             characters = len(read.decode(errors="replace"))
             assert stream.span == (characters - 1, characters)
-    assert raw.decode(errors="replace") in (text, text + "\ufffd")  # a character at the end that is not whole
+    assert raw.decode(errors="replace") in (text, text + "\ufffd")  # an incomplete character at the end
 
 
 @given(text=st.text(), data=st.data())
@@ -118,7 +119,7 @@ def test_a_generated_replacement_character_is_kept(tokenizer):
 
 
 def test_tokens_without_text_do_not_delay_others(tokenizer):
-    """However many there are, each is looked at once; and those after the prompt do not make its text the first."""
+    """Each is decoded once, however many there are, and they do not count as the start of the text."""
     seen = []
 
     class Counting:
@@ -158,7 +159,7 @@ def test_invalid_utf8_is_replaced(tokenizer):
         assert written.endswith("the end 漢")
     stream = TextStream(tokenizer, whole)
     awaited = max(range(3, 259), key=lambda token: tokenizer.decode([token]) == "\ufffd")
-    assert "\ufffd" in "".join(stream.push(awaited) for _ in range(4))  # not held for ever
+    assert "\ufffd" in "".join(stream.push(awaited) for _ in range(4))  # not held back forever
 
 
 def test_a_stop_string_may_span_tokens(gpt2):
@@ -174,7 +175,7 @@ def test_a_stop_string_may_span_tokens(gpt2):
     assert stream.flush() == stream.push(ids[0]) == ""
     consumed = iter(ids)
     assert "".join(stream_text(gpt2, [], consumed, ["ine\nUser:"])) == "First l"
-    assert list(consumed) == ids[len(shown) :]  # no token is drawn after the stop
+    assert list(consumed) == ids[len(shown) :]  # no token is sampled after the stop string
 
 
 def test_held_back_text_is_flushed_at_the_end(gpt2):
@@ -192,7 +193,7 @@ def test_text_before_an_incomplete_character_is_emitted(gpt2):
     assert stream.stopped
 
 
-def test_end_of_text_separates_texts(gpt2):
+def test_end_of_text_separates_documents(gpt2):
     ids = [*gpt2.encode("one"), gpt2.eot_id, *gpt2.encode("two")]
     assert "".join(stream_text(gpt2, [], ids)) == "one\n\ntwo"
 

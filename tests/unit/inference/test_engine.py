@@ -1,4 +1,4 @@
-"""A request gets the same tokens in the engine as alone, whatever the batch, the blocks and the chunks are."""
+"""A request gets the same tokens in the engine as alone, regardless of batching, blocks and chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.inference.reference import alone, run, small_model, texts
+from tests.unit.inference.reference import generate_alone, outputs, run, small_model
 
 from whimbrel.cache.paged import PagedBatch
 from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, generate
@@ -48,30 +48,30 @@ configs = st.builds(
 @settings(max_examples=50, deadline=None)
 @given(
     name=st.sampled_from(list(MODELS)),
-    asked=st.lists(requests, min_size=1, max_size=7),
+    requests=st.lists(requests, min_size=1, max_size=7),
     config=configs,
     spare=st.sampled_from([0, 3, 400]),
     pauses=st.lists(st.integers(0, 6), min_size=7, max_size=7),
     left=st.sets(st.integers(0, 6)),
 )
-def test_a_request_gets_the_tokens_it_gets_alone(name, asked, config, spare, pauses, left):
+def test_a_request_gets_the_tokens_it_gets_alone(name, requests, config, spare, pauses, left):
     """Requests arrive and are aborted at any time; the pool holds little more than the longest one."""
     model = MODELS[name]
-    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in asked)
+    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
     blocks = -(-min(longest, model.config.context_length) // config.block_size) + 1 + spare
     engine = Engine(model, EngineConfig(**{**fields(config), "num_blocks": blocks}))
     numbers, events = [], []
-    for request, pause in zip(asked, pauses, strict=False):
+    for request, pause in zip(requests, pauses, strict=False):
         numbers.append(engine.add_request(request))
         events += [event for _ in range(pause) for event in engine.step()]
         for number in numbers:
             if number in left and pause % 2:
                 engine.abort(number)
     events += run(engine)
-    found = texts(events)
-    for number, request in zip(numbers, asked, strict=True):
+    found = outputs(events)
+    for number, request in zip(numbers, requests, strict=True):
         for sample in range(request.n):
-            expected = alone(model, request, sample)
+            expected = generate_alone(model, request, sample)
             given_back = found.get((number, sample), [])
             assert given_back == (expected if number not in left else expected[: len(given_back)])
     stats = engine.stats()
@@ -101,11 +101,11 @@ def many(count: int = 12, **settings: object) -> list[Request]:
 def test_tokens_equal_those_of_generate(chunk):
     model = MODELS["learned"]
     engine = Engine(model, EngineConfig(block_size=4, prefill_chunk=chunk))
-    asked = many()
-    for request in asked:
+    requests = many()
+    for request in requests:
         engine.add_request(request)
-    found = texts(run(engine))
-    for number, request in enumerate(asked):
+    found = outputs(run(engine))
+    for number, request in enumerate(requests):
         expected = generate(
             model,
             request.prompt_ids,
@@ -118,13 +118,13 @@ def test_tokens_equal_those_of_generate(chunk):
 
 def test_the_latest_sequence_is_preempted_when_blocks_run_out():
     model = MODELS["rope"]
-    asked = many()
+    requests = many()
     engine = Engine(model, EngineConfig(block_size=2, num_blocks=25, prefill_chunk=16))
-    for request in asked:
+    for request in requests:
         engine.add_request(request)
     events = run(engine)
     assert engine.stats().preemptions > 3
-    assert texts(events) == {(number, 0): alone(model, request) for number, request in enumerate(asked)}
+    assert outputs(events) == {(number, 0): generate_alone(model, request) for number, request in enumerate(requests)}
     firsts = list(dict.fromkeys(event.request for event in events))
     assert firsts == sorted(firsts), "first come, first served"
 
@@ -135,7 +135,7 @@ def test_penalties_survive_preemption():
     engine = Engine(MODELS["rope"], EngineConfig(block_size=2, num_blocks=50))
     for first in range(6):
         engine.add_request(Request(prompt_ids=(first, 1, 2, 1), max_new_tokens=40, sampling=sampling))
-    drawn = texts(run(engine))
+    drawn = outputs(run(engine))
     assert engine.stats().preemptions > 3
     assert [sorted(tokens[:-1]) for tokens in drawn.values()] == [list(range(40))] * 6
 
@@ -145,15 +145,15 @@ def test_the_prefix_cache_skips_known_prompts():
     engine = Engine(model, EngineConfig(block_size=4))
     first = Request(prompt_ids=tuple(range(21)), max_new_tokens=7, sampling=SamplingParams(temperature=0))
     engine.add_request(first)
-    answer = texts(run(engine))[0, 0][:-1]
+    answer = outputs(run(engine))[0, 0][:-1]
     assert engine.stats().prefix_hits == 0
     engine.add_request(first)
-    assert texts(run(engine))[1, 0][:-1] == answer
+    assert outputs(run(engine))[1, 0][:-1] == answer
     assert engine.stats().prefix_hits == 20
-    # What was drawn is known too, but for the last token, which was never read.
+    # Sampled tokens are cached too, except the last, which was never processed.
     then = Request(prompt_ids=(*first.prompt_ids, *answer, 5), max_new_tokens=3, sampling=SamplingParams(temperature=0))
     engine.add_request(then)
-    assert texts(run(engine))[2, 0] == alone(model, then)
+    assert outputs(run(engine))[2, 0] == generate_alone(model, then)
     assert engine.stats().prefix_hits == 20 + 24
     without = Engine(model, EngineConfig(block_size=4, prefix_cache=False))
     for _ in range(2):
@@ -177,25 +177,27 @@ def test_padding_rows_do_not_change_the_tokens():
             return model(tokens, cache=batch).logits[:, -1]
 
     engine.runner._graphs = Padding()
-    asked = many(11)
-    for request in asked:
+    requests = many(11)
+    for request in requests:
         engine.add_request(request)
-    assert texts(run(engine)) == {(number, 0): alone(model, request) for number, request in enumerate(asked)}
+    assert outputs(run(engine)) == {
+        (number, 0): generate_alone(model, request) for number, request in enumerate(requests)
+    }
     assert set(heights) == {8}
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
 def test_quantized_blocks_give_the_same_tokens_in_any_batch(codec):
     model = MODELS["rope"]
-    asked = many(6)
+    requests = many(6)
     together = Engine(model, EngineConfig(block_size=4, num_blocks=20, prefill_chunk=7, cache=codec))
     lone = Engine(model, EngineConfig(prefill_chunk=7, cache=codec, prefix_cache=False))
-    for request in asked:
+    for request in requests:
         together.add_request(request)
-    found = texts(run(together))
-    for number, request in enumerate(asked):
+    found = outputs(run(together))
+    for number, request in enumerate(requests):
         assert lone.add_request(request) == number
-        assert found[number, 0] == texts(run(lone))[number, 0]
+        assert found[number, 0] == outputs(run(lone))[number, 0]
     assert together.pool.codec.name == codec
 
 
@@ -210,9 +212,9 @@ def test_non_finite_logits_end_only_their_own_request():
     order = [*(request for one in good for request in (one, bad)), *good]
     for request in order:
         engine.add_request(request)
-    found = texts(run(engine))
+    found = outputs(run(engine))
     for number, request in enumerate(order):
         for sample in range(request.n):
-            assert found[number, sample] == (["error"] if request is bad else alone(model, request, sample))
+            assert found[number, sample] == (["error"] if request is bad else generate_alone(model, request, sample))
     assert engine.stats().free_blocks == 29
     assert not any(tensor[1:].isnan().any() for tensor in engine.pool.tensors)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.unit.inference.reference import alone, run, small_model, texts
+from tests.unit.inference.reference import generate_alone, outputs, run, small_model
 from torch._inductor import config as inductor
 
 from whimbrel.base.errors import ConfigError, RequestError
@@ -32,15 +32,15 @@ def assert_scored(score: Logprob, logs_V: torch.Tensor, token: int, number: int)
 
 def test_new_tokens_come_with_logprobs_if_requested():
     engine = Engine(MODEL)
-    asked = [None, 0, 4, 2]
-    for number in asked:
+    num_logprobs = [None, 0, 4, 2]
+    for number in num_logprobs:
         engine.add_request(
             Request(
                 prompt_ids=PROMPT, max_new_tokens=5, sampling=SamplingParams(temperature=2), seed=1, logprobs=number
             )
         )
     events = run(engine)
-    for request, number in enumerate(asked):
+    for request, number in enumerate(num_logprobs):
         own = [event for event in events if event.request == request]
         tokens = [event.token for event in own]
         assert len(tokens) == 5
@@ -48,7 +48,7 @@ def test_new_tokens_come_with_logprobs_if_requested():
         for event, logs_V in zip(own, expected, strict=False):
             if number is None:
                 assert (event.logprob, event.top) == (None, ())
-            else:  # of the model itself: the temperature of 2 does not show
+            else:  # log-probabilities of the model, not affected by temperature 2
                 assert_scored(Logprob(event.logprob, event.top), logs_V, event.token, number)
 
 
@@ -74,7 +74,7 @@ def test_prompt_logprobs_are_complete_with_chunks_and_prefix_cache(chunk, warm):
     number = engine.add_request(request)
     events = run(engine)
     assert_prompt_scored(events, PROMPT, 3)
-    assert texts(events)[number, 0] == alone(MODEL, request)
+    assert outputs(events)[number, 0] == generate_alone(MODEL, request)
     assert engine.stats().prefix_hits == 0
 
 
@@ -89,7 +89,7 @@ def test_a_preempted_prompt_is_scored_once():
     events += run(engine)
     assert engine.stats().preemptions > 0
     assert_prompt_scored([event for event in events if event.request == 1], PROMPT, 2)
-    assert texts(events) == {(0, 0): alone(MODEL, older), (1, 0): alone(MODEL, younger)}
+    assert outputs(events) == {(0, 0): generate_alone(MODEL, older), (1, 0): generate_alone(MODEL, younger)}
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -113,8 +113,8 @@ def test_samples_share_the_blocks_of_the_prompt_and_differ():
     events += engine.step()
     assert engine.stats().free_blocks == 99 - 5 - 5, "five full blocks, and a last one for each"
     events += run(engine)
-    found = texts(events)
-    assert found == {(0, sample): alone(MODEL, request, sample) for sample in range(5)}
+    found = outputs(events)
+    assert found == {(0, sample): generate_alone(MODEL, request, sample) for sample in range(5)}
     assert len({tuple(text) for text in found.values()}) == 5
     assert engine.stats().free_blocks == 99
 
@@ -123,7 +123,7 @@ def test_requests_without_a_seed_differ():
     engine = Engine(MODEL)
     for _ in range(2):
         engine.add_request(Request(prompt_ids=PROMPT, max_new_tokens=20, n=2))
-    assert len({tuple(text) for text in texts(run(engine)).values()}) == 4
+    assert len({tuple(text) for text in outputs(run(engine)).values()}) == 4
 
 
 @pytest.mark.parametrize("when", range(6))
@@ -152,7 +152,7 @@ def test_samples_can_be_aborted_one_by_one(when, left):
     after = run(engine)
     assert not {event.sample for event in after} & left
     for sample in {0, 1, 2} - left:
-        assert texts(events + after)[number, sample] == alone(MODEL, request, sample)
+        assert outputs(events + after)[number, sample] == generate_alone(MODEL, request, sample)
     assert [event.prompt is not None for event in events + after].count(True) == 1
     for sample in left:
         engine.abort(number, sample)
@@ -160,7 +160,7 @@ def test_samples_can_be_aborted_one_by_one(when, left):
 
 def test_a_stop_token_ends_a_sequence_and_is_not_returned():
     engine = Engine(MODEL)
-    free = alone(MODEL, Request(prompt_ids=PROMPT, max_new_tokens=20, seed=4))
+    free = generate_alone(MODEL, Request(prompt_ids=PROMPT, max_new_tokens=20, seed=4))
     stop = free[7]
     request = Request(prompt_ids=PROMPT, max_new_tokens=20, seed=4, stop_ids=frozenset({stop, 1000}))
     engine.add_request(request)
@@ -221,7 +221,7 @@ def test_a_pool_smaller_than_the_context_limits_the_length():
     for asked in (24, 25, 48):
         engine.add_request(replace(request, max_new_tokens=asked))
         events = run(engine)
-        assert list(texts(events).values()) == [alone(MODEL, request)]
+        assert list(outputs(events).values()) == [generate_alone(MODEL, request)]
         assert events[-1].finish_reason == "length"
     for prompt, new, room in ((28, 1, 27), (29, 0, 28)):
         with pytest.raises(RequestError, match=f"at most {room} tokens .the KV cache., got {prompt}"):
@@ -252,5 +252,5 @@ def test_a_missing_compiler_is_reported_when_the_engine_is_built():
     Engine(MODEL)
 
 
-def test_the_default_pool_holds_a_full_batch():
+def test_the_default_pool_fits_a_full_batch():
     assert Engine(MODEL, EngineConfig(block_size=5, max_batch=3)).stats().blocks == 3 * 10

@@ -1,4 +1,4 @@
-"""Generation on a small model."""
+"""`generate`: greedy, sampled, quantized cache, past the context."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model() -> GPT:
 
 @torch.no_grad()
 def uncached(model: GPT, prompt: list[int], count: int) -> list[int]:
-    """The likeliest tokens, with the whole text read anew for each."""
+    """Greedy decoding without a cache: a full forward pass per token."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -41,18 +41,18 @@ def test_greedy_tokens_equal_those_of_the_uncached_model(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_bf16_tokens_differ_only_within_the_measured_error(kind):
-    """Of 60 tokens each: what is not the likeliest of the fp32 model is so close to it that bf16 cannot tell."""
+    """Where bf16 selects another token than fp32, their logits differ by less than twice the bf16 error."""
     torch.manual_seed(2)
     model = add_noise(GPT(KINDS[kind]))
     ids = torch.randint(97, (2, 32))
     exact = model(ids).logits
-    small = GPT(KINDS[kind]).bfloat16()
-    small.load_state_dict(model.state_dict())
-    error = (small(ids).logits.float() - exact).abs().max()
-    assert 0 < error < exact.std() / 2  # so that the bound below means something
+    bf16_model = GPT(KINDS[kind]).bfloat16()
+    bf16_model.load_state_dict(model.state_dict())
+    error = (bf16_model(ids).logits.float() - exact).abs().max()
+    assert 0 < error < exact.std() / 2  # otherwise the bound below would be meaningless
     cache = DynamicCache(KINDS[kind])
-    found = [prefill(small, ids[:, :2], cache)]
-    found += [decode_one(small, ids[:, position], cache) for position in range(2, 32)]
+    found = [prefill(bf16_model, ids[:, :2], cache)]
+    found += [decode_one(bf16_model, ids[:, position], cache) for position in range(2, 32)]
     tokens = torch.stack(found, 1).argmax(-1, keepdim=True)
     gaps = exact[:, 1:].amax(-1) - exact[:, 1:].gather(2, tokens)[..., 0]
     assert gaps.max() <= 2 * error

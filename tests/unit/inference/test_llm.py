@@ -46,7 +46,7 @@ def model(models) -> GPT:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01}], ids=str)
 def test_prompts_in_a_batch_get_the_tokens_they_get_alone(models, kind, settings):
-    """Also past the context of 32, which rows of different lengths reach at different times."""
+    """Also past the context of 32, which sequences of different lengths reach at different times."""
     model = models[kind]
     found = generate_batch(model, PROMPTS, SamplingParams(**settings), max_new_tokens=50, seed=4)
     for prompt, [completion] in zip(PROMPTS, found, strict=True):
@@ -90,7 +90,7 @@ def test_samples_differ_and_share_one_prefill(model, monkeypatch):
 
 
 @torch.no_grad()
-def test_logprobs_are_those_of_the_model_itself(model):
+def test_logprobs_are_not_affected_by_sampling_parameters(model):
     settings = SamplingParams(temperature=0.5, repetition_penalty=1.5)
     [[found], [other]] = generate_batch(model, PROMPTS[1:3], settings, max_new_tokens=8, seed=0, logprobs=2)
     for prompt, completion in zip(PROMPTS[1:3], (found, other), strict=True):
@@ -111,7 +111,7 @@ def test_logprobs_are_those_of_the_model_itself(model):
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
 def test_penalties_count_tokens_outside_the_context(model, penalty):
-    """A model of 97 tokens and a context of 32 draws each of them once, those of the prompt too."""
+    """With a vocabulary of 97 and a context of 32, each token is generated once, including those of the prompt."""
     plain = generate(model, PROMPTS[2], max_new_tokens=97, temperature=0)
     assert set(plain) != set(range(97))
     found = generate(model, PROMPTS[2], max_new_tokens=97, temperature=0, **{penalty: 1e4})
@@ -124,7 +124,7 @@ def test_the_repetition_penalty_counts_the_prompt(model):
     settings = {"temperature": 0, "max_new_tokens": 97 - 9}
     usual = generate(model, PROMPTS[1], **settings)
     assert {*usual} & {*PROMPTS[1]}
-    biased = dict.fromkeys(range(97), 1e3)  # all positive: a penalty brings each of them below the others
+    biased = dict.fromkeys(range(97), 1e3)  # all logits positive, so a penalty puts each below the others
     fresh = generate(model, PROMPTS[1], **settings, logit_bias=biased, repetition_penalty=1e4)
     assert {*fresh, *PROMPTS[1]} == {*range(97)}
 

@@ -30,11 +30,11 @@ def model_of(kind: str, device: str = "cpu") -> GPT:
     model = GPT(SHAPES[kind]).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.5)  # logits far apart, texts that do not repeat themselves
+            torch.nn.init.normal_(parameter, std=0.5)  # well-separated logits and non-repeating output
     return model.to(device)
 
 
-def texts(engine: Engine, prompts: list[list[int]], **sampling: float) -> list[list[int]]:
+def generate_all(engine: Engine, prompts: list[list[int]], **sampling: float) -> list[list[int]]:
     drawn: dict[int, list[int]] = {
         engine.add_request(
             Request(prompt_ids=tuple(ids), max_new_tokens=5 + 4 * i, sampling=SamplingParams(**sampling), seed=i)
@@ -70,19 +70,19 @@ def alone(model: GPT, **settings: Any) -> list[list[int]]:
 
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("multi_step", [1, 2, 8, 100])
-@pytest.mark.parametrize("blocks", [None, 17])  # too few for all: sequences are preempted
+@pytest.mark.parametrize("blocks", [None, 17])  # too few blocks for all sequences, so some are preempted
 @pytest.mark.parametrize("kind", SHAPES)
 def test_recorded_steps_give_the_same_tokens(
     kind: str, blocks: int | None, multi_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if multi_step != 2:
-        monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 4)  # tables of many widths
+        monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 4)  # block tables of many widths
     model = model_of(kind)
     engine = Engine(
         model, EngineConfig(max_batch=6, compile=True, multi_step=multi_step, block_size=4, num_blocks=blocks)
     )
     for _ in range(2):  # the second time with the prefix cache
-        assert texts(engine, PROMPTS, temperature=0) == alone(model)
+        assert generate_all(engine, PROMPTS, temperature=0) == alone(model)
     assert engine.stats().preemptions > 0 or blocks is None
     assert engine.stats().free_blocks == engine.stats().blocks
     assert engine.stats().new_tokens == 2 * sum(len(text) for text in alone(model))
@@ -93,16 +93,16 @@ def test_recorded_steps_give_the_same_tokens(
 def test_attention_reads_only_filled_blocks(multi_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     widths = []
 
-    class Noted(PagedBatch):
+    class RecordingBatch(PagedBatch):
         def __init__(self, pool: Any, tables: torch.Tensor, *rest: Any, **named: Any) -> None:
             widths.append(tables.size(1))
             super().__init__(pool, tables, *rest, **named)
 
-    monkeypatch.setattr("whimbrel.inference.model_runner.PagedBatch", Noted)
+    monkeypatch.setattr("whimbrel.inference.model_runner.PagedBatch", RecordingBatch)
     monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 8)
     model = model_of("gpt2")
     engine = Engine(model, EngineConfig(compile=True, block_size=4, multi_step=multi_step))
-    assert texts(engine, [[5, 6, 7]] * 6, temperature=0)[5] == generate(
+    assert generate_all(engine, [[5, 6, 7]] * 6, temperature=0)[5] == generate(
         model, [5, 6, 7], max_new_tokens=25, temperature=0
     )
     assert widths[0] <= 3  # of the 16 that the context of 64 tokens has
@@ -131,11 +131,11 @@ def test_a_step_is_compiled_once_for_one_sequence_and_once_for_more(monkeypatch:
     engine.warm_up()
     assert counter.frame_count == 2
     drawn: list[list[list[int]]] = []
-    other = threading.Thread(target=lambda: drawn.append(texts(engine, PROMPTS, temperature=0)))
+    other = threading.Thread(target=lambda: drawn.append(generate_all(engine, PROMPTS, temperature=0)))
     other.start()  # as the server does
     other.join()
     assert drawn == [alone(model)]
-    assert texts(engine, PROMPTS[:1], temperature=0) == alone(model)[:1]
+    assert generate_all(engine, PROMPTS[:1], temperature=0) == alone(model)[:1]
     assert counter.frame_count == 2  # whatever the number of rows, and of blocks
 
 
@@ -152,7 +152,7 @@ def test_greedy_sequences_decode_several_tokens_per_step() -> None:
         engine.add_request(
             Request(prompt_ids=(1, 2), max_new_tokens=9, **{"sampling": SamplingParams(temperature=0), **asked})
         )
-        assert [len(engine.step()) for _ in range(9)] == [1] * 9  # the host needs each
+        assert [len(engine.step()) for _ in range(9)] == [1] * 9  # the host needs every token
         assert not engine.busy
 
 
@@ -187,7 +187,7 @@ def test_tokens_after_a_stop_token_are_dropped() -> None:
     assert events[-1].finish_reason == "stop"
     assert events[-1].token is None
     assert engine.stats().free_blocks == engine.stats().blocks
-    assert texts(engine, [[5, 6, 7]], temperature=0) == [
+    assert generate_all(engine, [[5, 6, 7]], temperature=0) == [
         text[:5]
     ]  # the cache knows what was processed, not what was sampled
 
@@ -219,21 +219,23 @@ def test_non_finite_blocks_after_a_stop_token_are_cleared() -> None:
         )
     )
     engine.step()
-    model.transformer["wpe"].weight.data[8 + text.index(stop)] = float("nan")  # where the stop token would be processed
+    model.transformer["wpe"].weight.data[8 + text.index(stop)] = float("nan")  # the slot of the stop token
     events = engine.step()
     assert events[-1].finish_reason == "stop"
-    assert texts(engine, [[3]], temperature=0) == [generate(model_of("gpt2"), [3], max_new_tokens=5, temperature=0)]
+    assert generate_all(engine, [[3]], temperature=0) == [
+        generate(model_of("gpt2"), [3], max_new_tokens=5, temperature=0)
+    ]
 
 
 def test_many_engines_can_compile_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda step, options, **rest: compiled(step, backend="eager", **rest)
-    )  # as many compilations, but quick ones
+    )  # as many compilations, but with a fast backend
     model = model_of("gpt2")
     engines = [Engine(model, EngineConfig(max_batch=1, compile=True, num_blocks=blocks)) for blocks in range(20, 26)]
     for engine in engines:
-        assert texts(engine, PROMPTS[:1], temperature=0) == alone(model)[:1]
+        assert generate_all(engine, PROMPTS[:1], temperature=0) == alone(model)[:1]
 
 
 def test_a_compiled_step_gives_the_same_tokens_at_any_block_table_width(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,17 +243,19 @@ def test_a_compiled_step_gives_the_same_tokens_at_any_block_table_width(monkeypa
     torch.manual_seed(0)
     model = GPT(replace(SHAPES["llama"], num_layers=1, layer_types=None)).eval()
     engine = Engine(model, EngineConfig(max_batch=1, compile=True, block_size=4))
-    assert texts(engine, PROMPTS, temperature=0) == alone(model)
+    assert generate_all(engine, PROMPTS, temperature=0) == alone(model)
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # inductor's advice; fp32 here stays exact
+# inductor suggests TF32; fp32 must stay exact here
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize(("cache", "compiled"), [("none", False), ("none", True), ("int8", False), ("int4", False)])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_cuda_graphs_give_the_same_tokens(kind: str, cache: str, compiled: bool) -> None:
     model = model_of(kind, "cuda")
     engine = Engine(model, EngineConfig(max_batch=6, compile=compiled, cache=cache))
     for _ in range(2):  # the second time with the prefix cache
-        assert texts(engine, PROMPTS, temperature=0) == alone(model, cache=cache)
-    drawn = texts(engine, PROMPTS, temperature=0.7)
-    assert drawn == texts(Engine(model_of(kind), EngineConfig(cache=cache)), PROMPTS, temperature=0.7)  # as on a CPU
+        assert generate_all(engine, PROMPTS, temperature=0) == alone(model, cache=cache)
+    drawn = generate_all(engine, PROMPTS, temperature=0.7)
+    # same as on the CPU
+    assert drawn == generate_all(Engine(model_of(kind), EngineConfig(cache=cache)), PROMPTS, temperature=0.7)

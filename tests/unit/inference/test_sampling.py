@@ -52,8 +52,8 @@ def sample_counts(
     return tokens.bincount(minlength=logits_V.numel())
 
 
-def peer(sampling: SamplingParams) -> LogitsProcessorList:
-    """The same settings as `transformers` spells them, in the order it applies them."""
+def hf_processors(sampling: SamplingParams) -> LogitsProcessorList:
+    """The equivalent logits processors of transformers, in its order."""
     steps = LogitsProcessorList()
     if sampling.logit_bias:
         steps.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in sampling.logit_bias.items()]))
@@ -75,9 +75,9 @@ def test_distributions_equal_those_of_transformers(settings):
     logits = torch.randn(40, VOCAB, generator=generator) * 3
     histories = torch.randint(VOCAB, (40, 12), generator=generator)
     sampling = SamplingParams(**settings)
-    # It overflows where a temperature is next to nothing: logits from which the largest was taken mean the same.
+    # transformers overflows for tiny temperatures; subtracting the maximum is equivalent.
     given = logits - logits.amax(-1, keepdim=True) if sampling.temperature < 1e-10 else logits
-    expected = peer(sampling)(histories, given.clone()).softmax(-1)
+    expected = hf_processors(sampling)(histories, given.clone()).softmax(-1)
     found = distribution(logits, [sampling] * 40, [History(tokens, 5) for tokens in histories.tolist()])
     torch.testing.assert_close(found, expected)
     assert torch.equal(found == 0, expected == 0)
@@ -88,10 +88,10 @@ def test_a_large_nucleus_equals_that_of_transformers(top_p):
     """Also if it is larger than TOP_P_CANDIDATES in some rows."""
     logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(4)) * torch.linspace(0.5, 3, 6)[:, None]
     sampling = SamplingParams(top_p=top_p)
-    expected = peer(sampling)(torch.zeros(6, 1, dtype=torch.long), logits.clone()).softmax(-1)
+    expected = hf_processors(sampling)(torch.zeros(6, 1, dtype=torch.long), logits.clone()).softmax(-1)
     found = distribution(logits, [sampling] * 6, [NOTHING] * 6)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
-    # Where adding thousands of numbers in fp32 rounds the other way, one token more or less is kept.
+    # The cumulative sum in fp32 rounds differently, so one token more or less may be kept.
     assert ((found > 0) != (expected > 0)).sum(-1).max() <= 1
     assert (found > 0).sum(-1).max() > 1024 or top_p < 0.5
 
@@ -114,7 +114,7 @@ def test_penalties_combine():
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_token_frequencies_match_the_distribution(settings):
-    """Pearson's chi-square, four deviations above its mean at most, rare tokens taken together; the seed is fixed."""
+    """Pearson's chi-squared test: at most four standard deviations above the mean, rare tokens merged, fixed seed."""
     logits, count, history = (
         torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 2,
         20_000,
@@ -153,7 +153,7 @@ def test_sampling_parameters_change_frequencies_as_expected(settings, expected):
 
 
 def splitmix64(key: int, count: int) -> list[int]:
-    """As its authors write it."""
+    """The published reference implementation."""
     numbers = []
     for _ in range(count):
         key = (key + 0x9E3779B97F4A7C15) % 2**64
@@ -170,7 +170,7 @@ def test_gumbel_max_equals_a_reference_with_splitmix64():
     waits = [[-math.log1p(-(number >> 11) / 2**53) for number in splitmix64(key, 5)] for key in keys]
     first = [max(range(5), key=lambda token, row=row: float(chances[token]) / row[token]) for row in waits]
     assert gumbel_max(chances.expand(len(keys), -1), keys).tolist() == first
-    assert len(set(first)) == 4  # and never the one that cannot be
+    assert len(set(first)) == 4  # never a token of probability zero
 
 
 def test_extreme_noise_samples_a_possible_token(monkeypatch):
@@ -181,7 +181,7 @@ def test_extreme_noise_samples_a_possible_token(monkeypatch):
 
 
 def test_rounding_of_logits_rarely_changes_samples():
-    """A model may add up a larger batch in another order; samples must not depend on that."""
+    """The order of summation may depend on the batch size; samples should rarely change with it."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(50_000, generator=generator)
     others = logits * (1 + 1e-4 * torch.randn(200, 50_000, generator=generator))
@@ -193,7 +193,7 @@ def test_rounding_of_logits_rarely_changes_samples():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_rows_are_bitwise_equal_alone_and_in_a_batch(device):
     generator = torch.Generator().manual_seed(2)
-    # Many tokens of equal logits: an order that neighbours could change would show.
+    # Many tied logits: a sort order that depends on other rows would show.
     logits = (torch.randn(60, 5000, generator=generator) * 2).bfloat16().to(device)
     samplings = [SamplingParams(**SETTINGS[row % len(SETTINGS)]) for row in range(60)]
     samplings[7::8] = [SamplingParams(temperature=0, frequency_penalty=1.0)] * len(samplings[7::8])
@@ -213,8 +213,8 @@ def test_greedy_rows_take_the_argmax_without_a_key():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [4.0, 0.0, 0.0, 3.9]])
     nothing = (None, None)
     assert sample(logits, [SamplingParams(temperature=0)] * 2, nothing, [NOTHING] * 2).tolist() == [1, 0]
-    penalised = [SamplingParams(temperature=0), SamplingParams(temperature=0, presence_penalty=1.0)]
-    assert sample(logits, penalised, nothing, [History((1,), 0), History((0,), 0)]).tolist() == [1, 3]
+    penalized = [SamplingParams(temperature=0), SamplingParams(temperature=0, presence_penalty=1.0)]
+    assert sample(logits, penalized, nothing, [History((1,), 0), History((0,), 0)]).tolist() == [1, 3]
     biased = [SamplingParams(temperature=0, logit_bias={3: 5.0}), SamplingParams(temperature=0)]
     assert sample(logits, biased, nothing, [NOTHING] * 2).tolist() == [3, 0]
     assert logits.tolist() == [[1.0, 3.0, 3.0, 2.0], [4.0, 0.0, 0.0, pytest.approx(3.9)]]

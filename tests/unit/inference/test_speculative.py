@@ -39,7 +39,7 @@ def models() -> dict[str, GPT]:
 
 
 @pytest.fixture
-def reads(monkeypatch) -> list[int]:
+def forward_sizes(monkeypatch) -> list[int]:
     """Number of tokens of each forward pass."""
     seen: list[int] = []
     hidden_states = GPT.hidden_states
@@ -94,26 +94,26 @@ def test_penalties_apply_with_a_draft(models):
         assert speculate(model, PROMPTS[1], SamplingParams(**settings), draft, max_new_tokens=24) == plain
 
 
-def test_draft_and_model_apply_the_same_penalties(models, reads):
+def test_draft_and_model_apply_the_same_penalties(models, forward_sizes):
     """So a model that drafts for itself is always right, in a sequence without repeated tokens."""
     model, sampling = models["gpt2"], SamplingParams(temperature=0, presence_penalty=1e4)
     found = speculate(model, list(range(8)), sampling, ModelDraft(model), max_new_tokens=20, num_draft_tokens=3)
-    assert [count for count in reads[1:] if count > 2] == [8 + 3, 4, 4, 4, 4]
+    assert [count for count in forward_sizes[1:] if count > 2] == [8 + 3, 4, 4, 4, 4]
     assert len(set(found)) == 20
     found = speculate(model, list(range(8)), sampling, ModelDraft(model), max_new_tokens=97, num_draft_tokens=3)
-    assert set(found) == set(range(97))  # past the context, and those of the prompt too
+    assert set(found) == set(range(97))  # past the context, including the tokens of the prompt
 
 
-def test_accepted_drafts_save_steps(models, reads):
+def test_accepted_drafts_save_steps(models, forward_sizes):
     model = models["gpt2"]
     speculate(model, [3, 4], GREEDY, ModelDraft(model), max_new_tokens=20, num_draft_tokens=3)
-    # The model reads the prompt and 3 guesses, then its own last token and 3 more; its draft one by one.
-    assert [count for count in reads if count > 2] == [5, 4, 4, 4, 4]
-    reads.clear()
+    # The target verifies the prompt and 3 draft tokens, then its last token and 3 more; the draft decodes one by one.
+    assert [count for count in forward_sizes if count > 2] == [5, 4, 4, 4, 4]
+    forward_sizes.clear()
     text = speculate(model, [3, 4], GREEDY, NgramDraft(), max_new_tokens=25)
-    reads.clear()
+    forward_sizes.clear()
     speculate(model, [3, 4, *text, 3, 4], GREEDY, NgramDraft(), max_new_tokens=3, num_draft_tokens=4)
-    assert reads[0] == 29 + 2  # the text was seen before: guessed as far as there is need
+    assert forward_sizes[0] == 29 + 2  # the n-gram was seen before, so drafts cover all tokens needed
 
 
 def test_a_stop_token_in_a_draft_ends_the_sequence(models):
@@ -135,10 +135,10 @@ def test_a_seed_reproduces_speculative_output(models):
     assert guessed[0] == guessed[1] != guessed[2]
 
 
-@pytest.mark.parametrize("certain", [True, False], ids=["certain", "drawn"])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "sampled"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 3}], ids=str)
-def test_verified_tokens_have_the_distribution_of_the_model(certain, settings):
-    """Of two guessed tokens and the one after: each as often as the product of its probabilities says."""
+def test_verified_tokens_have_the_distribution_of_the_model(deterministic, settings):
+    """Frequencies of two draft tokens and the next one match the product of the target probabilities."""
     generator = torch.Generator().manual_seed(0)
     logits, other = torch.randn(3, 4, generator=generator), torch.randn(2, 4, generator=generator)
     sampling, rng, count = SamplingParams(**settings), SampleRNG(0), 800
@@ -146,13 +146,13 @@ def test_verified_tokens_have_the_distribution_of_the_model(certain, settings):
     draft = distribution(other, [SamplingParams(temperature=1.5)] * 2, [NOTHING] * 2)
     seen: Counter[tuple[int, ...]] = Counter()
     for _ in range(count):
-        if certain:
-            guess = Proposal([2, 1])
+        if deterministic:
+            proposal = Proposal([2, 1])
         else:
-            guess = Proposal(torch.multinomial(draft, 1, generator=generator)[:, 0].tolist(), draft)
-        out = verify(logits, guess, NOTHING, sampling, rng)
-        assert out[:-1] == guess.tokens[: len(out) - 1]
-        # What was refused would be drawn by the model in the next step: here from the rows that are left.
+            proposal = Proposal(torch.multinomial(draft, 1, generator=generator)[:, 0].tolist(), draft)
+        out = verify(logits, proposal, NOTHING, sampling, rng)
+        assert out[:-1] == proposal.tokens[: len(out) - 1]
+        # After a rejection the model samples in the next step; here from the remaining logits.
         while len(out) < 3:
             out += sample(logits[len(out) : len(out) + 1], [sampling], [rng.key()], [NOTHING]).tolist()
         seen[tuple(out)] += 1
@@ -164,15 +164,15 @@ def test_verified_tokens_have_the_distribution_of_the_model(certain, settings):
     assert statistic <= len(often) + 4 * math.sqrt(2 * len(often))
 
 
-def test_a_draft_model_only_processes_new_tokens(models, reads):
+def test_a_draft_model_only_processes_new_tokens(models, forward_sizes):
     ids = list(range(20))
     texts = [(ids, 20), ([*ids, 1, 2], 2), ([*ids[:9], 7, 7, 7], 3), ([*ids[:9], 7, 7], 1), ([8, *ids], 21)]
     for kind in ("gpt2", "mistral"):
         draft = ModelDraft(models[kind])
         for text, read in texts:
-            reads.clear()
+            forward_sizes.clear()
             found = draft._next_logits(text)
-            assert sum(reads) == read
+            assert sum(forward_sizes) == read
             torch.testing.assert_close(found, models[kind](torch.tensor([text])).logits[0, -1:], rtol=1e-4, atol=1e-4)
 
 

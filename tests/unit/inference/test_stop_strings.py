@@ -1,4 +1,4 @@
-"""Stop strings, however the text is cut into pieces."""
+"""Stop strings, independent of how the text is split into pieces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def passed(pieces: list[str], stops: list[str]) -> tuple[list[str], bool]:
 
 
 def first_to_end(text: str, stops: list[str]) -> str | None:
-    """The text before the stop string that is complete first, letter by letter."""
+    """The text before the stop string that completes first, searched character by character."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -72,9 +72,9 @@ class Running:
 
 
 @contextmanager
-def running(served: ServedModel, pages: int = 256, **settings) -> Iterator[Running]:
+def running(served: ServedModel, num_blocks: int = 256, **settings) -> Iterator[Running]:
     config = ServeConfig(**({"port": 0} | settings))
-    engine = FaultyEngine(Engine(served.model, EngineConfig(num_blocks=pages, max_batch=16)))
+    engine = FaultyEngine(Engine(served.model, EngineConfig(num_blocks=num_blocks, max_batch=16)))
     service = Service(served, engine, config)
     server = Server(service)
     ready = threading.Event()

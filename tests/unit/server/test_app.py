@@ -183,7 +183,7 @@ def test_errors_name_the_parameter(served: ServedModel, route: str, body: dict[s
 
 
 def test_generation_stops_at_the_capacity_of_the_kv_cache(served: ServedModel):
-    with running(served, pages=5) as run:
+    with running(served, num_blocks=5) as run:
         assert run.client.get("/v1/models/tiny").json()["context_length"] == 64
         body = CHAT_BODY | {"logit_bias": {"50256": -100}}
         response = run.client.post(CHAT, json=body).json()

@@ -99,7 +99,7 @@ def test_an_unfinished_body_does_not_delay_shutdown(served: ServedModel, request
         conn.sendall(head.encode())
         wait_for(lambda: bool(run.server.server_state.tasks))
         run.service.worker._loop.call_soon_threadsafe(run.server.stop)
-        response = conn.makefile("rb").read()  # to its end: the connection is closed
+        response = conn.makefile("rb").read()  # until EOF: the connection is closed
         assert response.startswith((b"HTTP/1.1 503 ", b"HTTP/1.1 404 "))
         run.thread.join(60)
         assert not run.thread.is_alive()
@@ -153,7 +153,7 @@ def exchange(monkeypatch):
                 await asyncio.sleep(0.1)
             try:
                 return await asyncio.wait_for(reading, 30), sent
-            except ConnectionResetError:  # it was closed while we were still sending
+            except ConnectionResetError:  # the server closed the connection while we were sending
                 return b"", sent
             finally:
                 writer.close()

@@ -122,7 +122,7 @@ def test_another_content_type_gets_415():
     assert run_middleware(lambda: Client(b"{}", content_type="Application/JSON; charset=utf-8"))[0].status == 200
 
 
-def test_a_client_that_disconnects_while_sending_its_body():
+def test_a_disconnect_while_sending_the_body_ends_the_request():
     client, app, requests = run_middleware(lambda: Client(b"{", complete=False, connected=False))
     assert (client.sent, app.started.is_set(), requests.active) == ([], False, 0)
 

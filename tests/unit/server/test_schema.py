@@ -38,14 +38,14 @@ def error_of(error: ValidationError) -> tuple[str, str | None, str | None]:
         ([[1], [2, 3]], [[1], [2, 3]]),
     ],
 )
-def test_prompt_formats(fields, prompts):
+def test_all_prompt_formats_are_accepted(fields, prompts):
     assert completion(prompt=fields).prompt == prompts
 
 
 @pytest.mark.parametrize(
     "fields", [None, 1, True, {}, [], [[]], [[1], []], ["a", 1], [True], [1.5], [[1], "a"], [[["a"]]]]
 )
-def test_invalid_prompt_formats(fields):
+def test_invalid_prompt_formats_are_rejected(fields):
     with pytest.raises(ValidationError) as excinfo:
         completion(prompt=fields)
     assert error_of(excinfo.value)[1] == "prompt"
@@ -78,7 +78,7 @@ def test_values_without_effect_are_accepted():
 
 
 def test_neutral_values_must_have_the_right_type():
-    for value in (0, 0.0):  # which Python takes for False
+    for value in (0, 0.0):  # 0 == False in Python
         with pytest.raises(ValidationError):
             chat(store=value)
     with pytest.raises(ValidationError):
