@@ -24,7 +24,7 @@ IDS = torch.arange(24).reshape(2, 12) % 64
 
 
 class Stack(nn.Module):
-    """A foreign model: blocks with dropout in a ModuleList, and a smaller ModuleList."""
+    """A model that is not a GPT: blocks with dropout in a ModuleList, and a smaller ModuleList."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,8 @@ def test_parameter_names_are_unchanged_and_blocks_wrapped_once() -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile on its inputs
+# Warning by torch.compile about its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_blocks_share_one_graph(mode: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -139,7 +140,7 @@ def test_transformers_models_have_the_same_gradients(kind: str, mode: str) -> No
     apply_activation_checkpointing(again, mode)
     apply_activation_checkpointing(again, mode)  # a second time changes nothing
     assert again.is_gradient_checkpointing == (mode == "full")
-    for model, settings in ((plain, {"use_cache": False}), (again, {})):  # a cache changes how keys lie in memory
+    for model, settings in ((plain, {"use_cache": False}), (again, {})):  # a cache changes the memory layout of keys
         torch.manual_seed(1)  # GPT-2 has dropout
         model(input_ids=IDS, labels=IDS, **settings).loss.backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
@@ -199,7 +200,7 @@ def test_offloaded_activations_free_gpu_memory() -> None:
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8))).to(device)
     x = torch.ones(4096, 64, device=device)
 
-    def held(enabled: bool) -> tuple[int, list[Tensor]]:
+    def memory_and_grads(enabled: bool) -> tuple[int, list[Tensor]]:
         layers.zero_grad()
         with offload_activations(device, enabled=enabled):
             loss = layers(x).sum()
@@ -208,6 +209,6 @@ def test_offloaded_activations_free_gpu_memory() -> None:
         loss.backward()
         return size, [p.grad.clone() for p in layers.parameters() if p.grad is not None]
 
-    (there, plain), (gone, offloaded) = held(False), held(True)
-    assert gone < there - 8 * x.nbytes / 2
+    (plain_memory, plain), (offloaded_memory, offloaded) = memory_and_grads(False), memory_and_grads(True)
+    assert offloaded_memory < plain_memory - 8 * x.nbytes / 2
     assert all(map(torch.equal, plain, offloaded))

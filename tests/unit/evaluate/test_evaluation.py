@@ -43,8 +43,8 @@ def test_items_hash_identifies_the_questions(scorer, fixtures, tmp_path):
     lines = (fixtures / "eval" / "piqa_val.jsonl").read_text(encoding="utf-8").splitlines()[:3]
     results = []
     other = json.loads(lines[0])
-    turned = [json.dumps(other | {"gold": 1 - other["gold"]}), *lines[1:]]
-    for number, records in enumerate((lines, lines[:2], turned, lines)):
+    changed_gold = [json.dumps(other | {"gold": 1 - other["gold"]}), *lines[1:]]
+    for number, records in enumerate((lines, lines[:2], changed_gold, lines)):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "piqa.jsonl").write_text("\n".join(json.dumps(json.loads(line)) for line in records))

@@ -25,7 +25,7 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
     return torch.randint(300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-class Counted:
+class CountingProgress:
     """A progress display that counts."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ def test_logits_are_computed_in_chunks(scorer, monkeypatch):
         found = score(scorer.model, pairs)
     finally:
         hook.remove()
-    assert rows == [16, 16, 11]  # the 43 tokens that are scored, and none of the contexts
+    assert rows == [16, 16, 11]  # only the 43 scored tokens, not the contexts
     assert [each.loglikelihood for each in found] == pytest.approx([each.loglikelihood for each in expected], abs=1e-4)
 
 
@@ -159,7 +159,7 @@ def test_out_of_memory_with_one_sequence_is_an_error(scorer, monkeypatch):
 
 
 def test_progress_counts_tokens(scorer):
-    shown = Counted()
+    shown = CountingProgress()
     score(scorer.model, [Pair([1, 2, 3], [4, 5]), Pair([1], [2])], progress=shown)
     assert shown.done == 4 + 1
 

@@ -71,7 +71,7 @@ def test_values_out_of_range_are_rejected_if_they_are_used(saved, field, value):
     assert sampling(saved) == {"temperature": 0.0}
 
 
-def test_top_k_of_0_is_off(saved):
+def test_top_k_0_disables_top_k(saved):
     write_generation(saved, do_sample=True, top_k=0, temperature=0.7)
     assert not sampling(saved)["top_k"]
     SamplingParams(**sampling(saved))

@@ -55,9 +55,9 @@ def tokenizer() -> Tokenizer:
 def saved(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Path]:
     """Saves a model of this config; the tokenizer has three tokens fewer than the model."""
 
-    def make(config: GPTConfig, own_tokenizer: Tokenizer = tokenizer, name: str = "model") -> Path:
+    def make(config: GPTConfig, tokenizer: Tokenizer = tokenizer, name: str = "model") -> Path:
         torch.manual_seed(0)
-        save_model(GPT(config), tmp_path / name, own_tokenizer)
+        save_model(GPT(config), tmp_path / name, tokenizer)
         return tmp_path / name
 
     return make
@@ -223,7 +223,7 @@ def with_splitter(splitter: Any) -> Pipeline:
     return pipeline
 
 
-def closed_twice() -> Pipeline:
+def appends_two_eos_tokens() -> Pipeline:
     pipeline = byte_level()
     pipeline.post_processor = TemplateProcessing(
         single="$A <|endoftext|> <|endoftext|>", special_tokens=[("<|endoftext|>", 256)]
@@ -244,7 +244,7 @@ def closed_twice() -> Pipeline:
             ),
             "Digits",
         ),
-        (closed_twice(), r"adds ids \(\) before and \(256, 256\) after a text"),
+        (appends_two_eos_tokens(), r"adds ids \(\) before and \(256, 256\) after a text"),
     ],
 )
 def test_unsupported_tokenizers_are_rejected(saved, tmp_path, pipeline, message):

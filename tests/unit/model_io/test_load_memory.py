@@ -20,11 +20,11 @@ SHAPE = GPTConfig(
     norm="rms", position="rope", activation="silu", gated_mlp=True, bias="none", tied_head=False,
 )  # fmt: skip
 LARGEST = 2 * 2 * 3072 * 1024
-"""Bytes of the largest weight, gate and up of an MLP in one."""
+"""Bytes of the largest weight: the fused gate and up projection."""
 
 FORMS = ("int8", "int4")
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-"""So that what is freed is handed back at once, and not there already when it is measured anew."""
+"""Makes the allocator return freed memory to the OS, so that it is counted again in the next measurement."""
 
 MEASURE = """
 import gc, sys, threading, time
@@ -49,8 +49,8 @@ def naive(path, form):
     quantize_(model, form)
     return model
 
-large, small, way, *forms = sys.argv[1:]
-load = globals()[way]
+large, small, mode, *forms = sys.argv[1:]
+load = globals()[mode]
 for form in forms:
     load(small, form)  # so that memory which torch allocates on first use is not counted
     gc.collect()
@@ -92,9 +92,9 @@ def size(form: str | None) -> int:
     return sum(tensor.nbytes for tensor in weight_state(model).values())
 
 
-def peaks(directories: tuple[Path, Path], way: str) -> list[int]:
+def peaks(directories: tuple[Path, Path], mode: str) -> list[int]:
     """Peak anonymous memory of loading, in bytes for each format; memory-mapped files are not counted."""
-    command = [sys.executable, "-c", MEASURE, *map(str, directories), way, *FORMS]
+    command = [sys.executable, "-c", MEASURE, *map(str, directories), mode, *FORMS]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | MALLOC)
     return [int(line) for line in done.stdout.split()]
 
@@ -103,7 +103,7 @@ def peaks(directories: tuple[Path, Path], way: str) -> list[int]:
 def test_quantizing_on_load_never_has_the_unquantized_model_in_memory(directories):
     for form, streamed, naive in zip(FORMS, peaks(directories, "streamed"), peaks(directories, "naive"), strict=True):
         assert naive > 0.9 * size(None), "the unquantized model was not in memory: the measurement is wrong"
-        assert 0.8 * size(form) < streamed <= size(form) + LARGEST  # four times that is the bar
+        assert 0.8 * size(form) < streamed <= size(form) + LARGEST  # four times LARGEST would be acceptable
         assert streamed <= 0.65 * naive
 
 

@@ -101,7 +101,7 @@ def test_unknown_preset_suggests_the_nearest_name():
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_matrix_parameters_are_nearly_all_parameters(name: str) -> None:
+def test_most_parameters_are_matrices(name: str) -> None:
     with torch.device("meta"):
         built = GPT(preset(name)).num_parameters()
     assert 0.99 * built <= preset(name).matrix_parameters <= built

@@ -295,7 +295,8 @@ def test_autocast_casts_the_residual_stream_but_not_the_loss():
     assert loss.item() == pytest.approx(model(x, targets=x).loss.item(), abs=0.02)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile on its inputs
+# Warning by torch.compile about its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("kind", ["gpt2-baseline", "gpt2-fast", "qwen3"])
 def test_compiled_blocks_share_one_graph(kind):
     model, x = add_noise(GPT(KINDS[kind])), ids()

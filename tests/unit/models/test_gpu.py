@@ -23,7 +23,8 @@ def build(name: str, **settings: object) -> GPT:
     return GPT(replace(config, **SMALL, num_kv_heads=kv_heads, head_size=None, mlp_size=None, **settings))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile on its inputs
+# Warning by torch.compile about its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", ["gpt2-baseline", "gpt2-fast", "llama3-8b"])
 def test_compiled_low_precision_training_follows_plain_fp32(name):
     losses = {}

@@ -29,7 +29,7 @@ def states(*shape: int, device: str = "cpu") -> Tensor:
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 9), (4, 4), (3, 9), (9, 9)])
-def test_keys_in_order(tokens: int, slots: int, window: int | None) -> None:
+def test_contiguous_keys_match_the_reference(tokens: int, slots: int, window: int | None) -> None:
     q, k, v = states(2, 4, tokens, 8), states(2, 2, slots, 8), states(2, 2, slots, 8) + 1
     positions = torch.arange(20 - tokens, 20)  # the keys are the newest `slots` of 20
     got = attend(q, View(k, v), positions, window=window)
@@ -40,7 +40,7 @@ def test_keys_in_order(tokens: int, slots: int, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_slots_in_any_order_per_sequence_and_empty_slots(window: int | None) -> None:
+def test_permuted_and_empty_slots_match_the_reference(window: int | None) -> None:
     q, k, v = states(2, 4, 2, 8), states(2, 2, 6, 8), states(2, 2, 6, 8) + 1
     slot_positions = [[4, 5, -1, 1, 2, 3], [-2, -1, 0, 3, 2, 1]]
     positions = torch.tensor([[4, 5], [2, 3]])
@@ -77,7 +77,7 @@ def paged(
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 21), min_size=1, max_size=4), st.sampled_from([1, 4, 16]), st.sampled_from([None, 1, 5]))
-def test_paged_attention(lengths: list[int], block_size: int, window: int | None) -> None:
+def test_paged_attention_matches_contiguous_attention(lengths: list[int], block_size: int, window: int | None) -> None:
     view, k, v = paged(lengths, block_size, 2, 8, 24)
     q = states(len(lengths), 4, 1, 8)
     got = attend(q, view, torch.tensor(lengths)[:, None] - 1, window=window)
@@ -91,7 +91,9 @@ def test_paged_attention(lengths: list[int], block_size: int, window: int | None
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width"), [(12, 12, 64), (8, 2, 128), (3, 1, 80), (32, 32, 128), (9, 3, 64)]
 )
-def test_the_paged_attention_kernel(dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> None:
+def test_the_paged_attention_kernel_matches_the_reference(
+    dtype: torch.dtype, heads: int, kv_heads: int, width: int
+) -> None:
     for lengths in ([1], [5, 900, 33, 0, 512], [700] * 70):
         for window in (None, 40):
             view, _, _ = paged(lengths, 16, kv_heads, width, 912, "cuda")
@@ -114,7 +116,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.uint8])
 @pytest.mark.parametrize(("heads", "width"), [(1, 1), (3, 80), (32, 128)])
-def test_write_blocks(device: str, dtype: torch.dtype, heads: int, width: int) -> None:
+def test_write_blocks_stores_keys_and_values(device: str, dtype: torch.dtype, heads: int, width: int) -> None:
     made = (states(5, 3 * heads, width, device=device) * 50).to(dtype)  # strided, as in a model
     _, new_keys, new_values = made.split(heads, dim=1)
     slots = torch.tensor([7, 0, 39, 16, 8], device=device)

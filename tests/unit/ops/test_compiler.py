@@ -31,7 +31,7 @@ def test_a_working_compiler_is_found(tmp_path: Path):
         check_compiler(CPU, "compile")
 
 
-@pytest.mark.parametrize(("text", "mode"), [("exit 1", 0o755), ("exit 0", 0o644)], ids=["fails", "may not run"])
+@pytest.mark.parametrize(("text", "mode"), [("exit 1", 0o755), ("exit 0", 0o644)], ids=["fails", "not executable"])
 def test_a_broken_compiler_is_rejected(tmp_path: Path, text: str, mode: int):
     with inductor.patch({"cpp.cxx": script(tmp_path / "cxx", text, mode)}), pytest.raises(ConfigError, match=MISSING):
         check_compiler(CPU, "compile")

@@ -34,11 +34,11 @@ def test_loss_and_gradients_match_the_reference(
     expected = linear_cross_entropy_reference(hidden, weight, targets, vocab_size=V, softcap=softcap)
     expected_grads = torch.autograd.grad(expected / 3, (hidden, weight))
     loss = linear_cross_entropy(hidden, weight, targets, vocab_size=V, softcap=softcap)
-    given = torch.autograd.grad(loss / 3, (hidden, weight))
+    grads = torch.autograd.grad(loss / 3, (hidden, weight))
     torch.testing.assert_close(loss, expected)
-    for a, b in zip(given, expected_grads, strict=True):
+    for a, b in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    assert given[1][V:].abs().max() == 0
+    assert grads[1][V:].abs().max() == 0
 
 
 def test_fp64_products_stay_fp64() -> None:
@@ -97,7 +97,7 @@ def test_targets_outside_the_vocabulary_are_rejected(target: int) -> None:
         linear_cross_entropy(hidden, weight, targets, vocab_size=V)
 
 
-@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # dynamo does it
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # warning by dynamo
 def test_the_compiled_loss_rejects_targets_outside_the_vocabulary() -> None:
     """Without a graph break."""
     hidden, weight, targets = case()
@@ -114,7 +114,7 @@ def test_the_compiled_loss_rejects_targets_outside_the_vocabulary() -> None:
 
 @pytest.mark.gpu
 def test_targets_outside_the_vocabulary_fail_on_the_device() -> None:
-    """In a process of its own: a device-side assertion ends a CUDA context."""
+    """In a separate process, since a device-side assertion destroys the CUDA context."""
     code = (
         "import torch; from whimbrel.ops import linear_cross_entropy as f\n"
         "h, w = torch.ones(8, 4, device='cuda'), torch.ones(16, 4, device='cuda')\n"

@@ -33,7 +33,7 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 8])
-def test_nibbles_round_trip_with_the_even_one_in_the_low_half(width: int) -> None:
+def test_int4_packing_puts_even_elements_in_the_low_nibble(width: int) -> None:
     codes = torch.randint(0, 16, (3, width), dtype=torch.uint8)
     packed = pack_nibbles(codes, fill=8)
     assert packed.shape == (3, (width + 1) // 2)
@@ -91,7 +91,7 @@ def test_a_power_codec_restores_values_within_a_level_and_zeros_exactly(codec: P
     assert ((ratios - found).abs() <= 0.51 / levels).all()
 
 
-def test_stochastic_rounding_is_right_on_average() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     x = randn(200).abs() + 0.1
     for codec in (FloatCodec(torch.bfloat16), PowerCodec(INT8)):
         stored, total = codec.allocate(x.shape, CPU), torch.zeros_like(x)
@@ -102,7 +102,7 @@ def test_stochastic_rounding_is_right_on_average() -> None:
         assert ((total / 500 - x).abs() < 0.15 * step).all()
 
 
-def test_values_that_bf16_represents_are_not_moved() -> None:
+def test_values_exact_in_bf16_are_unchanged() -> None:
     x = torch.cat((randn(100), torch.tensor([0.0, float("inf"), -float("inf")]))).bfloat16()
     assert torch.equal(stochastic_round(x.float(), torch.bfloat16), x)
 
@@ -127,7 +127,7 @@ def test_hashed_noise_does_not_depend_on_how_a_tensor_is_split() -> None:
     assert abs(noise.mean().item() - 0.5) < 0.02
 
 
-def test_affine_tokens_represent_zero_exactly() -> None:
+def test_affine_quantization_represents_zero_exactly() -> None:
     x = randn(5, 64).abs() + 3
     x[:, 0] = 0
     codes, scales, zeros = quantize_tokens_affine(x)

@@ -72,14 +72,14 @@ def bf16(rows: int, width: int) -> int:
     return 2 * rows * width
 
 
-def full_size(shape: tuple[int, ...], *moments: Callable[[int, int], int]) -> int:
-    """Bytes of step, seed and full-size moments."""
+def full_rank_bytes(shape: tuple[int, ...], *moments: Callable[[int, int], int]) -> int:
+    """Bytes of step, seed and full-rank moments."""
     small = math.prod(shape) < 4096
     width = shape[-1] if shape else 1
     return 16 + sum((fp32 if small else moment)(math.prod(shape) // width, width) for moment in moments)
 
 
-def low(
+def low_rank_bytes(
     shape: tuple[int, ...],
     side: str,
     moments: Sequence[Callable[[int, int], int]] = (fp32, fp32),
@@ -89,7 +89,7 @@ def low(
 ) -> int:
     """Bytes of step, seed, low-rank moments, basis (with due, gap and failures), and `more`."""
     if len(shape) < 2:
-        return full_size(shape, *moments)
+        return full_rank_bytes(shape, *moments)
     small = math.prod(shape) < 4096
     count, rows, columns = matrices(shape)
     if side == "left" or (side == "std" and rows < columns):
@@ -102,10 +102,10 @@ def low(
 
 
 def galore(shape: tuple[int, ...]) -> int:
-    """As `low`, with a step of four bytes and without seed, due, gap and failures."""
+    """As `low_rank_bytes`, with a step of four bytes and without seed, due, gap and failures."""
     if len(shape) < 2:
         return 4 + 8 * math.prod(shape)
-    return low(shape, "std") - 28 - 4 * matrices(shape)[0]
+    return low_rank_bytes(shape, "std") - 28 - 4 * matrices(shape)[0]
 
 
 def muon(shape: tuple[int, ...]) -> int:
@@ -116,50 +116,54 @@ def length(count: int, rows: int, columns: int) -> int:
     return 4 * count
 
 
-def error(count: int, rows: int, columns: int) -> int:
+def error_feedback_bytes(count: int, rows: int, columns: int) -> int:
     return 4 * count * rows * columns
 
 
 def lion(shape: tuple[int, ...]) -> int:
     """`cheapest` is the smaller of both sides: a moment of 2 bytes and a basis of 1."""
-    options = [low(shape, side, (bf16,), int8) for side in ("right", "left")]
+    options = [low_rank_bytes(shape, side, (bf16,), int8) for side in ("right", "left")]
     return min(options)
 
 
 def factored(shape: tuple[int, ...], rank: int | None, store: Callable[[int, int], int]) -> int:
     """Adafactor's means over columns and over rows; vectors have the moments of AdamW."""
     if len(shape) < 2:
-        return full_size(shape, store, store)
+        return full_rank_bytes(shape, store, store)
     store = fp32 if math.prod(shape) < 4096 else store
     count, rows, columns = matrices(shape)
     return 16 + store(count, rows) + store(count, columns if rank is None else rank)
 
 
 def polar(shape: tuple[int, ...]) -> int:
-    return full_size(shape, fp32, fp32) if len(shape) < 2 else low(shape, "std", (fp32,))
+    return full_rank_bytes(shape, fp32, fp32) if len(shape) < 2 else low_rank_bytes(shape, "std", (fp32,))
 
 
 LOW = {"rank": 4, "gap": 5}
 CASES: dict[str, Case] = {
     "galore": Case(GaLore, 0.02, galore, {"rank": 4, "update_proj_gap": 5, "scale": 1.0}),
-    "adamw8bit": Case(optim.AdamW8bit, 0.02, lambda shape: full_size(shape, int8, int8), {"weight_decay": 0.0}),
-    "galore_warm": Case(optim.GaLoreWarm, 0.02, lambda shape: low(shape, "right"), LOW),
-    "qgalore": Case(optim.QGaLore, 0.02, lambda shape: low(shape, "std", (int8, int8), int4), LOW | {"scale": 1.0}),
-    "apollo": Case(optim.Apollo, 0.02, lambda shape: low(shape, "std", basis=None, more=length), LOW),
+    "adamw8bit": Case(optim.AdamW8bit, 0.02, lambda shape: full_rank_bytes(shape, int8, int8), {"weight_decay": 0.0}),
+    "galore_warm": Case(optim.GaLoreWarm, 0.02, lambda shape: low_rank_bytes(shape, "right"), LOW),
+    "qgalore": Case(
+        optim.QGaLore, 0.02, lambda shape: low_rank_bytes(shape, "std", (int8, int8), int4), LOW | {"scale": 1.0}
+    ),
+    "apollo": Case(optim.Apollo, 0.02, lambda shape: low_rank_bytes(shape, "std", basis=None, more=length), LOW),
     "apollo_mini": Case(
-        optim.ApolloMini, 0.02, lambda shape: low(shape, "std", basis=None, rank=1, more=length),
+        optim.ApolloMini, 0.02, lambda shape: low_rank_bytes(shape, "std", basis=None, rank=1, more=length),
         {"gap": 5, "scale": 1.0},
     ),
-    "fira": Case(optim.Fira, 0.02, lambda shape: low(shape, "std", more=length), LOW | {"scale": 1.0}),
-    "ldadam": Case(optim.LDAdam, 0.02, lambda shape: low(shape, "std", more=error), {"rank": 4}),
+    "fira": Case(optim.Fira, 0.02, lambda shape: low_rank_bytes(shape, "std", more=length), LOW | {"scale": 1.0}),
+    "ldadam": Case(
+        optim.LDAdam, 0.02, lambda shape: low_rank_bytes(shape, "std", more=error_feedback_bytes), {"rank": 4}
+    ),
     "muon": Case(Muon, 0.05, muon),
-    "adamw, bf16": Case(LowRankOptimizer, 0.02, lambda shape: full_size(shape, bf16, bf16), {"store": "bf16"}),
+    "adamw, bf16": Case(LowRankOptimizer, 0.02, lambda shape: full_rank_bytes(shape, bf16, bf16), {"store": "bf16"}),
     "warm adamw, int8, int4": Case(
-        LowRankOptimizer, 0.02, lambda shape: low(shape, "right", (int8, int8), int4),
+        LowRankOptimizer, 0.02, lambda shape: low_rank_bytes(shape, "right", (int8, int8), int4),
         LOW | {"store": "int8", "basis_store": "int4", "start": "random", "lazy": True, "moment_transfer": "align"},
     ),
     "svd sgd, both moments": Case(
-        LowRankOptimizer, 0.1, lambda shape: low(shape, "left", (fp32,)),
+        LowRankOptimizer, 0.1, lambda shape: low_rank_bytes(shape, "left", (fp32,)),
         LOW | {"rule": "sgd", "subspace": "svd", "side": "left", "moment_transfer": "both"},
     ),
     "warm lion, bf16, int8": Case(
@@ -170,7 +174,8 @@ CASES: dict[str, Case] = {
         LowRankOptimizer, 0.05, polar, LOW | {"rule": "muon", "side": "std", "moment_transfer": "first"}
     ),
     "warm adamw, error feedback": Case(
-        LowRankOptimizer, 0.02, lambda shape: low(shape, "right", more=error), LOW | {"error_feedback": True}
+        LowRankOptimizer, 0.02, lambda shape: low_rank_bytes(shape, "right", more=error_feedback_bytes),
+        LOW | {"error_feedback": True},
     ),
     "random adafactor": Case(
         LowRankOptimizer, 0.01, lambda shape: factored(shape, 4, fp32),
@@ -180,7 +185,7 @@ CASES: dict[str, Case] = {
         LowRankOptimizer, 0.05, lambda shape: factored(shape, None, int8), {"rule": "adafactor", "store": "int8"}
     ),
     "random sgd, apollo": Case(
-        LowRankOptimizer, 0.05, lambda shape: low(shape, "right", (fp32,), None, more=length),
+        LowRankOptimizer, 0.05, lambda shape: low_rank_bytes(shape, "right", (fp32,), None, more=length),
         LOW | {"rule": "sgd", "subspace": "random", "back_projection": "apollo"},
     ),
 }  # fmt: skip
@@ -204,8 +209,8 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def run_steps(optimizer: torch.optim.Optimizer, steps: range, size: float = 1.0) -> None:
     """Step with gradients that depend only on the step and the index of the parameter."""
     for step in steps:
-        for place, p in enumerate(params_of(optimizer)):
-            p.grad = (random(p.shape, 100 * step + place) * size).to(p.dtype)
+        for index, p in enumerate(params_of(optimizer)):
+            p.grad = (random(p.shape, 100 * step + index) * size).to(p.dtype)
         optimizer.step()
 
 

@@ -20,9 +20,9 @@ def refreshed(optimizer: LowRankOptimizer, steps: int, grad: Tensor | None = Non
     found = []
     params = optimizer.param_groups[0]["params"]
     for step in range(steps):
-        found.append([place for place, p in enumerate(params) if optimizer.is_refresh_due(p)])
-        for place, p in enumerate(params):
-            p.grad = random(p.shape, step * 100 + place) if grad is None else grad.clone()
+        found.append([index for index, p in enumerate(params) if optimizer.is_refresh_due(p)])
+        for index, p in enumerate(params):
+            p.grad = random(p.shape, step * 100 + index) if grad is None else grad.clone()
         optimizer.step()
     return found
 
@@ -31,26 +31,26 @@ def refreshed(optimizer: LowRankOptimizer, steps: int, grad: Tensor | None = Non
 def test_refreshes_are_one_gap_apart(gap: int) -> None:
     """From the second refresh on; the first gap depends on the index of the parameter."""
     optimizer = LowRankOptimizer([nn.Parameter(random((8, 6)))], rank=2, gap=gap)
-    steps = [step for step, places in enumerate(refreshed(optimizer, 5 * gap + 2)) if places]
+    steps = [step for step, indices in enumerate(refreshed(optimizer, 5 * gap + 2)) if indices]
     assert steps[0] == 0
     assert max(1, gap // 2) <= steps[1] <= max(1, 2 * gap)
     assert {b - a for a, b in pairwise(steps[1:])} == {gap}
 
 
-@pytest.mark.parametrize(("count", "most"), [(40, 3), (7, 1), (100, 7)])
-def test_refreshes_are_staggered_after_the_first_step(count: int, most: int) -> None:
+@pytest.mark.parametrize(("count", "max_refreshes"), [(40, 3), (7, 1), (100, 7)])
+def test_refreshes_are_staggered_after_the_first_step(count: int, max_refreshes: int) -> None:
     optimizer = LowRankOptimizer([nn.Parameter(random((4, 3), i)) for i in range(count)], rank=1, gap=20)
     steps = refreshed(optimizer, 80)
     assert len(steps[0]) == count
-    assert max(len(places) for places in steps[1:]) <= most
-    assert set(Counter(place for places in steps[31:71] for place in places).values()) == {2}
+    assert max(len(indices) for indices in steps[1:]) <= max_refreshes
+    assert set(Counter(index for indices in steps[31:71] for index in indices).values()) == {2}
 
 
 def test_first_refreshes_are_staggered_with_random_start() -> None:
     optimizer = LowRankOptimizer([nn.Parameter(random((4, 3), i)) for i in range(40)], rank=1, gap=20, start="random")
     steps = refreshed(optimizer, 80)
-    assert max(len(places) for places in steps) <= 5
-    assert {place for places in steps[:20] for place in places} == set(range(40))
+    assert max(len(indices) for indices in steps) <= 5
+    assert {index for indices in steps[:20] for index in indices} == set(range(40))
 
 
 @pytest.mark.parametrize("subspace", ["warm", "svd"])
@@ -59,14 +59,14 @@ def test_lazy_gap_doubles_while_the_basis_is_stable(subspace: str) -> None:
     optimizer = LowRankOptimizer([nn.Parameter(random((8, 6)))], rank=2, gap=4, lazy=True, subspace=subspace)
     grad = torch.diag(torch.tensor([9.0, 8, 0.1, 0.1, 0.1, 0.1])) @ random((6, 6))
     grad = torch.cat((grad, torch.zeros(2, 6)))
-    steps = [step for step, places in enumerate(refreshed(optimizer, 120, grad)) if places]
+    steps = [step for step, indices in enumerate(refreshed(optimizer, 120, grad)) if indices]
     assert [b - a for a, b in pairwise(steps[1:])] == [8, 16, 32, 32]
 
 
 def test_lazy_gap_halves_while_the_basis_changes() -> None:
     """Down to an eighth of the option: bases of noise hardly overlap."""
     optimizer = LowRankOptimizer([nn.Parameter(random((8, 64)))], rank=2, gap=16, lazy=True)
-    steps = [step for step, places in enumerate(refreshed(optimizer, 40)) if places]
+    steps = [step for step, indices in enumerate(refreshed(optimizer, 40)) if indices]
     assert [b - a for a, b in pairwise(steps[1:])][:5] == [8, 4, 2, 2, 2]
 
 
@@ -89,11 +89,13 @@ def test_failed_refresh_is_counted_and_retried() -> None:
     assert torch.equal(optimizer.basis(p), basis)
 
 
-def transported(m: Tensor, v: Tensor, turn: Tensor, betas: tuple[float, float], t: int) -> tuple[Tensor, Tensor]:
+def transferred_moments(
+    m: Tensor, v: Tensor, overlap: Tensor, betas: tuple[float, float], t: int
+) -> tuple[Tensor, Tensor]:
     """C = Q_old^T Q_new;  M' = M C;  V' = (1 - b2^t) [max(v^ - m^2, 0) (C o C) + (m^ C)^2]."""
     mean, square = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
     spread = (square - mean**2).clamp(min=0)
-    return m @ turn, (1 - betas[1] ** t) * (spread @ turn**2 + (mean @ turn) ** 2)
+    return m @ overlap, (1 - betas[1] ** t) * (spread @ overlap**2 + (mean @ overlap) ** 2)
 
 
 @pytest.mark.parametrize("subspace", ["warm", "svd"])
@@ -113,7 +115,7 @@ def test_transfer_of_both_moments_matches_the_equation(subspace: str, shape: tup
     optimizer.step()
     new = optimizer.basis(p).double()
     assert (new - old).abs().max() > 0.1
-    m, v = transported(m, v, old.mT @ new, (b1, b2), t)
+    m, v = transferred_moments(m, v, old.mT @ new, (b1, b2), t)
     low = p.grad.double() @ new
     m, v = b1 * m + (1 - b1) * low, b2 * v + (1 - b2) * low**2
     torch.testing.assert_close(state["exp_avg"].double(), m, atol=1e-6, rtol=1e-4)
@@ -209,10 +211,10 @@ def test_refreshes_happen_at_the_planned_steps(start: str) -> None:
     optimizer = GaLoreWarm(params, rank=2, gap=7, start=start)
     refreshed: list[list[int]] = [[] for _ in params]
     for step in range(40):
-        for place, p in enumerate(params):
+        for index, p in enumerate(params):
             if optimizer.is_refresh_due(p):
-                refreshed[place].append(step)
-            p.grad = random((12, 8), 100 * step + place)
+                refreshed[index].append(step)
+            p.grad = random((12, 8), 100 * step + index)
         optimizer.step()
     assert refreshed == [planned_refreshes(optimizer.param_state(p), 40) for p in params]
     assert len({tuple(steps) for steps in refreshed}) == 5

@@ -154,12 +154,12 @@ def test_hidden_matrices_get_a_subspace_and_the_rest_adamw(name: str) -> None:
         "inner.weight": default, "table.weight": None, "lm_head.weight": None, "inner.bias": None, "norm.weight": None,
         "norm.bias": None,
     }  # fmt: skip
-    shapes = {name: moved(optimizer, name).shape for name in ("inner.weight", "table.weight")}
+    shapes = {name: first_moment(optimizer, name).shape for name in ("inner.weight", "table.weight")}
     assert shapes["table.weight"] == (7, 4)
     assert shapes["inner.weight"] == ((4, 1) if name == "apollo_mini" else (4, 4))
 
 
-def moved(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor:
+def first_moment(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor:
     """The first moment of a parameter."""
     for group in optimizer.param_groups:
         for found, parameter in zip(group["names"], group["params"], strict=True):
@@ -175,7 +175,7 @@ def test_groups_set_ranks_and_disable_subspaces() -> None:
         GroupConfig(pattern="head", subspace=True),
     )
     optimizer = build_optimizer(OptimConfig(name="galore_warm", rank=2, groups=groups), route_parameters(Net(False)))
-    assert {name: moved(optimizer, f"{name}.weight").shape[1] for name in ("inner", "table", "lm_head")} == {
+    assert {name: first_moment(optimizer, f"{name}.weight").shape[1] for name in ("inner", "table", "lm_head")} == {
         "inner": 4, "table": 3, "lm_head": 2,
     }  # fmt: skip
     vectors = OptimConfig(name="galore_warm", groups=(GroupConfig(pattern="norm", rank=3),))
@@ -215,7 +215,7 @@ def test_store_applies_to_parameters_without_a_subspace(name: str) -> None:
     config = OptimConfig(name=name, rank=64, store="int8")  # type: ignore[arg-type]
     model = nn.ModuleDict({"table": nn.Embedding(128, 64), "inner": nn.Linear(64, 64)})
     optimizer = build_optimizer(config, route_parameters(model))
-    assert {name: moved(optimizer, f"{name}.weight").dtype for name in model} == dict.fromkeys(model, torch.int8)
+    assert {name: first_moment(optimizer, f"{name}.weight").dtype for name in model} == dict.fromkeys(model, torch.int8)
 
 
 def test_seed_reaches_the_optimizer() -> None:
@@ -262,7 +262,7 @@ def test_restore_matches_parameters_by_name_across_groups(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "asked", "message"),
+    ("saved", "requested", "message"),
     [
         (
             {"name": "galore_warm", "rank": 2},
@@ -294,13 +294,13 @@ def test_restore_matches_parameters_by_name_across_groups(name: str) -> None:
         ({"name": "muon"}, {}, "is of another kind of optimizer"),
     ],
 )
-def test_restore_rejects_state_of_other_options(saved: dict[str, Any], asked: dict[str, Any], message: str) -> None:
+def test_restore_rejects_state_of_other_options(saved: dict[str, Any], requested: dict[str, Any], message: str) -> None:
     before, after = (
-        build_optimizer(OptimConfig(**settings), route_parameters(Net(False))) for settings in (saved, asked)
+        build_optimizer(OptimConfig(**settings), route_parameters(Net(False))) for settings in (saved, requested)
     )
     with pytest.raises(OptimizerError, match=message):
         restore_optimizer(after, before.state_dict())
-    other = build_optimizer(OptimConfig(**asked), route_parameters(Net(tied=True)))
+    other = build_optimizer(OptimConfig(**requested), route_parameters(Net(tied=True)))
     with pytest.raises(OptimizerError, match="other parameters: .*lm_head.weight"):
         restore_optimizer(after, other.state_dict())
 

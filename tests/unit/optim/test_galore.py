@@ -1,4 +1,4 @@
-"""GaLore: its equation, state and errors, and what a public implementation gets wrong."""
+"""GaLore: its equation, state and errors, and bugs of a public implementation."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 def run_steps(optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Step with gradients that depend only on the step and the index of the parameter."""
     for step in steps:
-        for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            p.grad = random(tuple(p.shape), 100 * step + place, p.dtype)
+        for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = random(tuple(p.shape), 100 * step + index, p.dtype)
         optimizer.step()
 
 
@@ -292,11 +292,11 @@ def test_str_is_the_class_name() -> None:
 def test_deepcopy_continues_identically() -> None:
     optimizer = GaLore(parameters(), rank=2)
     run_steps(optimizer, range(2))
-    twin = copy.deepcopy(optimizer)
-    for one in (optimizer, twin):
+    clone = copy.deepcopy(optimizer)
+    for one in (optimizer, clone):
         run_steps(one, range(2, 4))
-    assert same(tensors(optimizer), tensors(twin))
-    assert twin.skipped == 0
+    assert same(tensors(optimizer), tensors(clone))
+    assert clone.skipped == 0
 
 
 def test_step_in_backward_equals_step_after_it() -> None:
@@ -418,10 +418,10 @@ def test_load_hooks_see_the_complete_state() -> None:
     optimizer = GaLore([bias, weight], rank=2)
     seen: list[Tensor] = []
 
-    def turn(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def swap_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict | {"state": {0: state_dict["state"][1], 1: state_dict["state"][0]}}
 
-    optimizer.register_load_state_dict_pre_hook(turn)
+    optimizer.register_load_state_dict_pre_hook(swap_states)
     optimizer.register_load_state_dict_post_hook(lambda own: seen.append(own.state[weight]["exp_avg"].clone()))
     optimizer.load_state_dict(saved)
     assert torch.equal(seen[0], saved["state"][0]["exp_avg"])
@@ -433,21 +433,21 @@ def test_load_hooks_see_the_complete_state() -> None:
 @pytest.mark.parametrize("projection_type", TYPES)
 def test_state_moves_with_the_model_to_its_device(projection_type: str, dtype: torch.dtype) -> None:
     """`transformers.Trainer` moves a model after its optimizer is built. GPU results match the CPU."""
-    module, there = (nn.ParameterList(parameters(dtype)) for _ in range(2))
+    cpu_params, gpu_params = (nn.ParameterList(parameters(dtype)) for _ in range(2))
     optimizer, moved = (
-        GaLore(m.parameters(), lr=1e-2, rank=2, projection_type=projection_type) for m in (module, there)
+        GaLore(m.parameters(), lr=1e-2, rank=2, projection_type=projection_type) for m in (cpu_params, gpu_params)
     )
-    there.to("cuda")
+    gpu_params.to("cuda")
     for step in range(3):
-        for place, (p, q) in enumerate(zip(module, there, strict=True)):
-            p.grad = random(tuple(p.shape), 100 * step + place, dtype)
+        for index, (p, q) in enumerate(zip(cpu_params, gpu_params, strict=True)):
+            p.grad = random(tuple(p.shape), 100 * step + index, dtype)
             q.grad = p.grad.to("cuda")
         optimizer.step()
         moved.step()
     bar = 1e-4 if dtype == torch.float32 else 3e-2
-    for p, q in zip(module, there, strict=True):
+    for p, q in zip(cpu_params, gpu_params, strict=True):
         torch.testing.assert_close(p, q.cpu(), atol=bar, rtol=bar)
         assert all(t.is_cuda == (key != "step") for key, t in moved.state[q].items())
-    there[0].grad.fill_(math.nan)
+    gpu_params[0].grad.fill_(math.nan)
     moved.step()
     assert moved.skipped == 1

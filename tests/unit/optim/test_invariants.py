@@ -58,8 +58,8 @@ def test_parameter_without_a_gradient_is_not_updated(name: str) -> None:
     optimizer = CASES[name](parameters())
     params = params_of(optimizer)
     run_steps(optimizer, range(2))
-    for place, p in enumerate(params):
-        p.grad = None if place % 2 else random(p.shape, place)
+    for index, p in enumerate(params):
+        p.grad = None if index % 2 else random(p.shape, index)
     before = snapshot(optimizer)
     optimizer.step()
     changed = {int(key.split()[0]) for key in differences(before, snapshot(optimizer))}
@@ -100,8 +100,8 @@ def test_step_descends(name: str, steps: int) -> None:
     optimizer = CASES[name](parameters())
     before = [p.detach().clone() for p in params_of(optimizer)]
     for _ in range(steps):
-        for place, p in enumerate(params_of(optimizer)):
-            p.grad = random(p.shape, place)
+        for index, p in enumerate(params_of(optimizer)):
+            p.grad = random(p.shape, index)
         optimizer.step()
     for old, p in zip(before, params_of(optimizer), strict=True):
         assert ((p.detach() - old) * p.grad).sum() < 0
@@ -272,9 +272,9 @@ def test_skipped_steps_are_logged_sparingly_and_saved(name: str, caplog: pytest.
     assert [record.getMessage() for record in caplog.records] == [
         f"{kind} skipped a step because a gradient is not finite ({count} skipped so far)" for count in (1, 2, 4)
     ]
-    twin = CASES[name](parameters())
-    twin.load_state_dict(optimizer.state_dict())
-    assert twin.skipped == optimizer.skipped == 5
+    clone = CASES[name](parameters())
+    clone.load_state_dict(optimizer.state_dict())
+    assert clone.skipped == optimizer.skipped == 5
 
 
 @every

@@ -67,13 +67,13 @@ def test_compiled_step_updates_every_parameter(name: str, quiet_compiler: None) 
     for seed in range(3):
         for optimizer in (eager, compiled):
             optimizer.param_groups[-1]["lr"] = CASES[name].lr / (2 + seed)
-            for place, p in enumerate(params_of(optimizer)):
-                p.grad = None if (seed, place) == (1, 0) else random(p.shape, 100 * seed + place)
+            for index, p in enumerate(params_of(optimizer)):
+                p.grad = None if (seed, index) == (1, 0) else random(p.shape, 100 * seed + index)
         eager.step()
         step()
     after = snapshot(compiled)
-    for place, _ in enumerate(params_of(compiled)):
-        assert not torch.equal(before[f"{place}"], after[f"{place}"])
+    for index, _ in enumerate(params_of(compiled)):
+        assert not torch.equal(before[f"{index}"], after[f"{index}"])
     for key, value in snapshot(eager).items():
         torch.testing.assert_close(after[key], value, atol=1e-6, rtol=1e-5)
 
@@ -92,12 +92,12 @@ def test_compiled_step_skips_nonfinite_gradients(name: str, quiet_compiler: None
 
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("name", ["galore_warm", "muon"])
-def test_step_compiled_to_machine_code_updates_every_parameter(name: str, quiet_compiler: None) -> None:
+def test_inductor_compiled_step_updates_every_parameter(name: str, quiet_compiler: None) -> None:
     eager, compiled = optimizer_pair(name, [(24, 16), (24, 16), (5,)])
     step = torch.compile(compiled.step)
     for optimizer in (eager, compiled):
-        for place, p in enumerate(params_of(optimizer)):
-            p.grad = random(p.shape, place + 1)
+        for index, p in enumerate(params_of(optimizer)):
+            p.grad = random(p.shape, index + 1)
     eager.step()
     step()
     for key, value in snapshot(eager).items():
@@ -113,8 +113,8 @@ def test_compiled_step_of_projections_updates_every_parameter(accumulation: int,
     for seed in range(3):
         for wrapper, run in ((eager, eager.step), (compiled, step)):
             for micro in range(accumulation):
-                for place, p in enumerate(params_of(wrapper)):
-                    (p * random(p.shape, 100 * seed + 10 * micro + place)).sum().backward()
+                for index, p in enumerate(params_of(wrapper)):
+                    (p * random(p.shape, 100 * seed + 10 * micro + index)).sum().backward()
             run()
             for p in params_of(wrapper):
                 p.grad = None

@@ -33,7 +33,7 @@ SMALL = [
 
 
 def extreme(p: Tensor, seed: int, size: float) -> Tensor:
-    """Of this magnitude with random signs; the first row has one sign, so that sums are large too."""
+    """A gradient of this magnitude with random signs; the first row has one sign, so that its sums are large too."""
     signs = random(p.shape, seed).sign()
     if p.ndim > 1:
         signs[0] = 1.0
@@ -57,7 +57,7 @@ def test_large_finite_gradients_give_finite_weights(name: str, dtype: torch.dtyp
     before = [p.detach().clone() for p in params_of(optimizer)]
     gradients: list[Tensor] = []
     for step in range(7):  # includes a second refresh
-        gradients = [extreme(p, 100 * step + place, size) for place, p in enumerate(params_of(optimizer))]
+        gradients = [extreme(p, 100 * step + index, size) for index, p in enumerate(params_of(optimizer))]
         for p, grad in zip(params_of(optimizer), gradients, strict=True):
             p.grad = grad.clone()
         optimizer.step()
@@ -79,8 +79,8 @@ def test_one_large_gradient_does_not_affect_other_parameters(name: str) -> None:
     ours, expected = CASES[name](parameters()), CASES[name](parameters())
     for step in range(3):
         for optimizer in (ours, expected):
-            for place, p in enumerate(params_of(optimizer)):
-                p.grad = random(p.shape, 100 * step + place)
+            for index, p in enumerate(params_of(optimizer)):
+                p.grad = random(p.shape, 100 * step + index)
         params_of(ours)[0].grad *= 1e30
         ours.step()
         expected.step()
@@ -94,8 +94,8 @@ def test_one_large_gradient_does_not_affect_other_parameters(name: str) -> None:
 def test_tiny_gradients_give_finite_weights(name: str, dtype: torch.dtype, size: float) -> None:
     optimizer = CASES[name](parameters(dtype))
     for step in range(7):
-        for place, p in enumerate(params_of(optimizer)):
-            p.grad = extreme(p, 100 * step + place, size)
+        for index, p in enumerate(params_of(optimizer)):
+            p.grad = extreme(p, 100 * step + index, size)
         optimizer.step()
     assert optimizer.skipped == 0
     assert all(p.isfinite().all() for p in params_of(optimizer))

@@ -132,8 +132,8 @@ def test_step_in_backward_accepts_betas_as_a_list() -> None:
     ours = step_in_backward(GaLore(params, **settings))
     expected = GaLore([nn.Parameter(p.detach().clone()) for p in params], **settings)
     for step in range(3):
-        for place, (p, q) in enumerate(zip(params, params_of(expected), strict=True)):
-            q.grad = random(p.shape, 10 * step + place)
+        for index, (p, q) in enumerate(zip(params, params_of(expected), strict=True)):
+            q.grad = random(p.shape, 10 * step + index)
             (p * q.grad).sum().backward()
         ours.step()
         expected.step()
@@ -160,13 +160,13 @@ def test_update_stays_in_the_row_space_of_a_low_rank_gradient(name: str, size: f
     left = optimizer.param_state(p).transposed
     fixed = random((2, rows if left else 64), 99)
     for step in range(12):
-        own = random((64 if left else rows, 2), step)
-        p.grad = (own @ fixed).mT.contiguous() * size if left else own @ fixed * size
+        left_factor = random((64 if left else rows, 2), step)
+        p.grad = (left_factor @ fixed).mT.contiguous() * size if left else left_factor @ fixed * size
         optimizer.step()
     space = torch.linalg.qr(fixed.double().mT).Q
-    moved = (p.detach().mT if left else p.detach()).double()
-    assert moved.abs().max() > 0
-    assert (moved - moved @ space @ space.mT).norm() < 1e-3 * moved.norm()
+    update = (p.detach().mT if left else p.detach()).double()
+    assert update.abs().max() > 0
+    assert (update - update @ space @ space.mT).norm() < 1e-3 * update.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -184,11 +184,11 @@ def test_update_of_galore_stays_in_the_spaces_of_a_low_rank_gradient(
     for step in range(12):
         p.grad = left @ random((*stack, 2, 2), step, dtype) @ right * size
         optimizer.step()
-    moved = p.detach().double()
+    update = p.detach().double()
     u, v = torch.linalg.qr(left.double()).Q, torch.linalg.qr(right.double().mT).Q
-    outside_rows, outside_columns = (moved - moved @ v @ v.mT).norm(), (moved - u @ u.mT @ moved).norm()
+    outside_rows, outside_columns = (update - update @ v @ v.mT).norm(), (update - u @ u.mT @ update).norm()
     expected = {"right": outside_rows, "left": outside_columns, "full": max(outside_rows, outside_columns)}
-    assert expected[side_of(projection, shape)] < 1e-3 * moved.norm()
+    assert expected[side_of(projection, shape)] < 1e-3 * update.norm()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -201,8 +201,8 @@ def test_projected_update_stays_in_the_row_space_of_a_low_rank_gradient(accumula
         if step % accumulation == accumulation - 1:
             optimizer.step()
             optimizer.zero_grad()
-    space, moved = torch.linalg.qr(fixed.double().mT).Q, p.detach().double()
-    assert (moved - moved @ space @ space.mT).norm() < 1e-3 * moved.norm()
+    space, update = torch.linalg.qr(fixed.double().mT).Q, p.detach().double()
+    assert (update - update @ space @ space.mT).norm() < 1e-3 * update.norm()
 
 
 def test_only_columns_of_rounding_errors_are_zeroed() -> None:

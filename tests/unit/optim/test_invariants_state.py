@@ -32,14 +32,14 @@ every = pytest.mark.parametrize("name", CASES)
 every_low_rank = pytest.mark.parametrize("name", LOW_RANK)
 
 
-def through_torch(state: Any) -> Any:
+def torch_round_trip(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
-def through_checkpoint(state: Any) -> Any:
+def checkpoint_round_trip(state: Any) -> Any:
     tensors, tree = pack(state)
     return unpack({name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(tree)))
 
@@ -50,17 +50,19 @@ def restart(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
 
 
 @every
-@pytest.mark.parametrize(("through", "dtype"), [(through_torch, torch.float32), (through_checkpoint, torch.bfloat16)])
-def test_resume_is_bit_identical(name: str, through: Callable[[Any], Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("round_trip", "dtype"), [(torch_round_trip, torch.float32), (checkpoint_round_trip, torch.bfloat16)]
+)
+def test_resume_is_bit_identical(name: str, round_trip: Callable[[Any], Any], dtype: torch.dtype) -> None:
     """There are refreshes before and after the resume."""
-    unbroken = CASES[name](parameters(dtype))
-    run_steps(unbroken, range(4))
-    resumed = restart(name, unbroken)
-    resumed.load_state_dict(through(unbroken.state_dict()))
-    assert differences(snapshot(unbroken), snapshot(resumed)) == []
-    run_steps(unbroken, range(4, 13))
+    uninterrupted = CASES[name](parameters(dtype))
+    run_steps(uninterrupted, range(4))
+    resumed = restart(name, uninterrupted)
+    resumed.load_state_dict(round_trip(uninterrupted.state_dict()))
+    assert differences(snapshot(uninterrupted), snapshot(resumed)) == []
+    run_steps(uninterrupted, range(4, 13))
     run_steps(resumed, range(4, 13))
-    assert differences(snapshot(unbroken), snapshot(resumed)) == []
+    assert differences(snapshot(uninterrupted), snapshot(resumed)) == []
 
 
 @every
@@ -79,7 +81,7 @@ def test_restore_optimizer_matches_parameters_by_name(name: str) -> None:
     run_steps(first, range(3))
     copies = [nn.Parameter(p.detach().clone()) for p in params]
     second = build([2, 1, 0, 6, 5, 4, 3], copies, 0.005)
-    restore_optimizer(second, through_torch(first.state_dict()))
+    restore_optimizer(second, torch_round_trip(first.state_dict()))
     assert second.param_groups[0]["lr"] == 0.005
     for p, q in zip(params, copies, strict=True):
         assert differences(first.state[p], second.state[q]) == []
@@ -91,7 +93,7 @@ def test_load_keeps_dtypes(name: str, dtype: torch.dtype) -> None:
     optimizer = CASES[name](parameters(dtype))
     run_steps(optimizer, range(2))
     before = [{key: t.dtype for key, t in optimizer.state[p].items()} for p in params_of(optimizer)]
-    optimizer.load_state_dict(through_torch(optimizer.state_dict()))
+    optimizer.load_state_dict(torch_round_trip(optimizer.state_dict()))
     after = [{key: t.dtype for key, t in optimizer.state[p].items()} for p in params_of(optimizer)]
     assert before == after
 
@@ -184,7 +186,7 @@ def test_group_added_later_uses_its_own_options(name: str) -> None:
     run_steps(optimizer, range(2, 5))
     after = snapshot(optimizer)
     assert not torch.equal(before["0"], after["0"])
-    assert all(torch.equal(before[str(place)], after[str(place)]) for place in range(2, len(params)))
+    assert all(torch.equal(before[str(index)], after[str(index)]) for index in range(2, len(params)))
     assert all(int(optimizer.state[p]["step"]) == 3 for p in params[2:]) or optimizer.defaults.get("start") == "random"
 
 

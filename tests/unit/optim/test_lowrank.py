@@ -186,8 +186,8 @@ def test_training_and_resume_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     copies.load_state_dict(optimizer.state_dict())
     for one in (optimizer, copies):
         for seed in range(8):
-            for place, p in enumerate(params_of(one)):
-                p.grad = random(p.shape, 100 * seed + place).to(p)
+            for index, p in enumerate(params_of(one)):
+                p.grad = random(p.shape, 100 * seed + index).to(p)
             one.step()
     assert differences(snapshot(optimizer), snapshot(copies)) == []
 

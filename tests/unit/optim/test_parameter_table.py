@@ -60,7 +60,7 @@ def test_state_bytes_are_the_same_before_and_after_a_step_and_on_meta(name: str)
     assert sum(row.state or 0 for row in before) == held > 0
 
 
-def test_rules_are_described_in_words() -> None:
+def test_rules_have_readable_descriptions() -> None:
     model = nn.ModuleDict({"inner": nn.Linear(8, 6, bias=False)})
 
     def rule(name: str, **settings: Any) -> str:

@@ -59,7 +59,7 @@ def gradient(shape: tuple[int, ...], step: int) -> Tensor:
     return random(shape, step + 1) * (1.0, 3.0, 0.5)[step % 3]
 
 
-def turned(shape: tuple[int, ...]) -> bool:
+def projects_rows(shape: tuple[int, ...]) -> bool:
     """Whether side = "std" projects rows."""
     return shape[-2] < shape[-1]
 
@@ -72,7 +72,7 @@ def compare(optimizer: LowRankOptimizer, p: nn.Parameter, steps: int, direction:
         old = optimizer.basis(p).double()
         optimizer.step()
         g = p.grad.double()
-        std = optimizer.defaults["side"] == "std" and turned(tuple(p.shape))
+        std = optimizer.defaults["side"] == "std" and projects_rows(tuple(p.shape))
         d = direction(g.mT if std else g, old)
         expected = (1 - LR * DECAY) * expected - LR * SCALE * (d.mT if std else d)
         torch.testing.assert_close(p.detach().double(), expected, atol=tolerance, rtol=1e-4)
@@ -137,10 +137,10 @@ def power_step(g: Tensor, old: Tensor) -> Tensor:
     return y * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
 
 
-def transported(adam: Adam, turn: Tensor) -> tuple[Tensor, Tensor]:
+def transferred_moments(adam: Adam, overlap: Tensor) -> tuple[Tensor, Tensor]:
     """M' = M C;  V' = (1 - b2^t) [max(v^ - m^2, 0) (C o C) + (m^ C)^2]."""
     mean, square = adam.m / (1 - B1**adam.t), adam.v / (1 - B2**adam.t)
-    return adam.m @ turn, (1 - B2**adam.t) * ((square - mean**2).clamp(min=0) @ turn**2 + (mean @ turn) ** 2)
+    return adam.m @ overlap, (1 - B2**adam.t) * ((square - mean**2).clamp(min=0) @ overlap**2 + (mean @ overlap) ** 2)
 
 
 @shapes
@@ -164,7 +164,7 @@ def test_galore_warm_matches_its_equation(shape: tuple[int, ...], moment_transfe
             if moment_transfer == "first":
                 adam.m = adam.m @ old.mT @ new
             if moment_transfer == "both":
-                adam.m, adam.v = transported(adam, old.mT @ new)
+                adam.m, adam.v = transferred_moments(adam, old.mT @ new)
         return adam(g @ new) @ new.mT
 
     compare(optimizer, p, 9, direction)
@@ -185,7 +185,7 @@ def test_ldadam_matches_its_equation(shape: tuple[int, ...]) -> None:
         error = torch.zeros((), dtype=torch.float64)
         if adam.t:
             torch.testing.assert_close(q, power_step(a, old), atol=1e-3, rtol=1e-3)
-            moved, adam.v = transported(adam, old.mT @ q)
+            moved, adam.v = transferred_moments(adam, old.mT @ q)
             error = B1 / (1 - B1) * (adam.m @ old.mT - moved @ q.mT)
             adam.m = moved
         r = a @ q

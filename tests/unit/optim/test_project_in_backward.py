@@ -365,16 +365,16 @@ def test_simulate_peak_step_keeps_the_most_full_gradients() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(30)])
 
-    def whole(optimizer: ProjectInBackward) -> int:
+    def num_full_gradients(optimizer: ProjectInBackward) -> int:
         net(torch.randn(2, 16)).sum().backward()
         return sum(p.grad is not None for p in net.parameters())
 
     optimizer = project_in_backward(warm(net, rank=2, gap=6))
     kept = []
     for _ in range(40):
-        kept.append(whole(optimizer))
+        kept.append(num_full_gradients(optimizer))
         optimizer.step()
         optimizer.zero_grad()
     optimizer.simulate_peak_step()
-    assert whole(optimizer) == max(kept)
+    assert num_full_gradients(optimizer) == max(kept)
     assert max(kept) < 12

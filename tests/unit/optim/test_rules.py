@@ -21,8 +21,8 @@ def weights(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
 def same_steps(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, steps: int = 6) -> None:
     """Both step with the same gradients and agree after each step."""
     for step in range(steps):
-        for place, (p, q) in enumerate(zip(params_of(ours), params_of(theirs), strict=True)):
-            p.grad = q.grad = random(p.shape, 100 * step + place) * 10.0 ** (step - 3)
+        for index, (p, q) in enumerate(zip(params_of(ours), params_of(theirs), strict=True)):
+            p.grad = q.grad = random(p.shape, 100 * step + index) * 10.0 ** (step - 3)
         ours.step()
         theirs.step()
         for p, q in zip(params_of(ours), params_of(theirs), strict=True):

@@ -29,9 +29,9 @@ WORST = {"fp32": 0.0, "bf16": 2**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}
 
 
 def stored(kind: StateCodec, numbers: Tensor, noise: Tensor | None = None) -> tuple[Tensor, ...]:
-    places = kind.allocate(numbers.shape, numbers.device)
-    kind.encode_(places, numbers.clone(), noise)
-    return places
+    buffers = kind.allocate(numbers.shape, numbers.device)
+    kind.encode_(buffers, numbers.clone(), noise)
+    return buffers
 
 
 def round_trip(kind: StateCodec, numbers: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -113,14 +113,14 @@ def test_second_moments_track_changes_smaller_than_a_level(store: str) -> None:
     moment = torch.ones(1, 4096)
     moment[0, ::256] = 4.0  # fixes the scale of each block
     generator = torch.Generator().manual_seed(0)
-    places = stored(own, moment)
+    buffers = stored(own, moment)
     for _ in range(500):
-        moment = own.decode(places, 4096).clone()
+        moment = own.decode(buffers, 4096).clone()
         held = moment[0, ::256].clone()
         moment *= 0.999
         moment[0, ::256] = held
-        own.encode_(places, moment, torch.rand(moment.shape, generator=generator))
-    mean = own.decode(places, 4096)[0, 1::256].mean()
+        own.encode_(buffers, moment, torch.rand(moment.shape, generator=generator))
+    mean = own.decode(buffers, 4096)[0, 1::256].mean()
     assert abs(float(mean) / 0.999**500 - 1) < 0.1
 
 

@@ -158,7 +158,7 @@ def test_stacks_equal_single_matrices() -> None:
         assert together.found[i] == alone.found
 
 
-def test_cold_basis_captures_nearly_the_energy_of_the_svd() -> None:
+def test_cold_basis_captures_nearly_as_much_energy_as_the_svd() -> None:
     grad = decaying(120, 80, rate=0.9)
     best = energy(grad, svd_basis(grad, 12))
     assert energy(grad, cold_basis(grad, 12, generator()).basis) > 0.95 * best
@@ -179,13 +179,13 @@ def test_warm_steps_work_from_a_low_bit_basis(store: str) -> None:
     """The captured energy is close to that of an fp32 basis."""
     grad = decaying(256, 128, rate=0.95)
     own = state_codec(store, "basis")
-    places = own.allocate((128, 32), torch.device("cpu"))
-    own.encode_(places, torch.linalg.qr(random((128, 32)))[0])
+    buffers = own.allocate((128, 32), torch.device("cpu"))
+    own.encode_(buffers, torch.linalg.qr(random((128, 32)))[0])
     for _ in range(4):
-        old = own.decode(places, 32)
+        old = own.decode(buffers, 32)
         fresh = warm_basis(grad, grad @ old, old)
         assert bool(fresh.found)
-        own.encode_(places, fresh.basis)
+        own.encode_(buffers, fresh.basis)
     assert energy(grad, fresh.basis) > 0.98 * energy(grad, svd_basis(grad, 32))
     assert float(fresh.overlap) > 0.9
 

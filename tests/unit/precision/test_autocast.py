@@ -26,7 +26,7 @@ def step(plan: PrecisionPlan, net: nn.Linear, optimizer: torch.optim.Optimizer, 
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_products_use_the_autocast_dtype_and_weights_keep_theirs(precision: str, dtype: torch.dtype) -> None:
+def test_matmuls_use_the_autocast_dtype_and_weights_keep_theirs(precision: str, dtype: torch.dtype) -> None:
     plan, net = PrecisionPlan(precision, CPU), nn.Linear(4, 4)  # type: ignore[arg-type]
     with plan.autocast():
         assert net(torch.ones(2, 4)).dtype == dtype
@@ -73,7 +73,7 @@ def test_the_scale_is_restored_from_a_state_dict() -> None:
     other = PrecisionPlan("fp16", CPU)
     other.load_state_dict(copy.deepcopy(plan.state_dict()))
     assert other.state_dict() == plan.state_dict() != PrecisionPlan("fp16", CPU).state_dict()
-    other.load_state_dict({})  # of a run in another precision
+    other.load_state_dict({})  # state of a run with another precision
     assert other.state_dict() == plan.state_dict()
 
 
@@ -91,7 +91,7 @@ def test_bf16_on_an_old_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_on_a_gpu(precision: str) -> None:
+def test_autocast_and_scaling_on_a_gpu(precision: str) -> None:
     device = torch.device("cuda")
     plan, net = PrecisionPlan(precision, device), nn.Linear(4, 4, device=device)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)

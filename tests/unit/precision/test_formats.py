@@ -11,7 +11,7 @@ from whimbrel.precision.formats import quantize_tokens
 
 NAMES = list(FORMATS)
 STEPS = {"int8": 1 / 127.5, "int4": 1 / 7.5, "fp8": 1 / 8}
-"""The largest gap between two neighbours, in parts of the largest of a group."""
+"""The largest gap between adjacent levels, relative to the maximum of the group."""
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -36,7 +36,7 @@ def test_weights_are_restored_within_half_a_step(name: str, dtype: torch.dtype) 
     largest = groups(form, weight.float()).abs().amax(-1, keepdim=True)
     error = groups(form, (back.float() - weight.float()).abs())
     coarse = 1.001 if dtype == torch.float32 else 1.6  # scales and products are rounded too
-    lost = 1.0 if form.codes != "fp8" else 0.5  # of int8 and int4 the largest positive code is half a step short
+    lost = 1.0 if form.codes != "fp8" else 0.5  # the largest positive code of int8 and int4 is half a step short
     assert (error <= largest * STEPS[form.codes] * lost * coarse).all()
     inside = groups(form, weight.float()) < 0.9 * largest
     assert (error[inside] <= (largest * STEPS[form.codes] / 2 * coarse).expand_as(error)[inside]).all()
@@ -51,7 +51,7 @@ def test_rows_are_independent(name: str) -> None:
     assert torch.equal(scales[5:9], some[1])
 
 
-def test_int4_packs_the_even_column_in_the_low_half() -> None:
+def test_int4_packs_even_columns_in_the_low_nibble() -> None:
     form = WeightFormat("small", "int4", group_size=4)
     codes, scales = form.encode(torch.tensor([[-7.5, 1.0, 7.0, -1.0]]))
     assert scales.tolist() == [[1.0]]
@@ -66,9 +66,9 @@ def test_zeros_stay_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_stochastic_rounding_is_right_on_average(name: str) -> None:
+def test_stochastic_rounding_is_unbiased(name: str) -> None:
     form, weight = FORMATS[name], randn(4, 128) * 0.5
-    weight[:, 0] = 4.0  # so that nothing else is cut off at the ends
+    weight[:, 0] = 4.0  # so that no other value is clipped
     total = torch.zeros_like(weight)
     generator = torch.Generator().manual_seed(0)
     for _ in range(400):
@@ -90,8 +90,8 @@ def test_update_scales_keeps_scales_that_still_fit(dtype: torch.dtype) -> None:
     renewed = form.codec.update_scales(scales, moved)
     assert renewed.dtype == dtype
     assert (renewed == scales).flatten().tolist() == [True, True, False, False, False, False]
-    assert (127 * renewed.float() >= moved.abs().amax(-1, keepdim=True)).all()  # nothing is cut off
-    assert (127 * renewed.float()[2:5] <= 1.06 * moved[2:5].abs().amax(-1, keepdim=True)).all()  # nor is much wasted
+    assert (127 * renewed.float() >= moved.abs().amax(-1, keepdim=True)).all()  # no value is clipped
+    assert (127 * renewed.float()[2:5] <= 1.06 * moved[2:5].abs().amax(-1, keepdim=True)).all()  # and the range is used
     assert torch.equal(form.codec.update_scales(renewed, moved), renewed)
 
 
@@ -131,7 +131,7 @@ def test_an_unknown_format_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int8-asymmetric", "fp8"])
-def test_tokens_are_quantized_with_a_scale_each(kind: str) -> None:
+def test_activations_have_one_scale_per_token(kind: str) -> None:
     x = randn(6, 64) * torch.logspace(-3, 3, 6)[:, None] + (3 if kind == "int8-asymmetric" else 0)
     codes, scales, zeros = quantize_tokens(x, kind)
     back = (codes.float() - (0 if zeros is None else zeros)) * scales

@@ -1,4 +1,4 @@
-"""Quantizing, loading and swapping in place: formats and identities stay, in every combination."""
+"""Quantizing, loading and swapping in place keep formats and parameter identity, in every combination."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def quantized(name: str = "int8", device: str = "cpu", seed: int = 1) -> nn.Sequ
     return model
 
 
-def holds(model: nn.Module, source: nn.Module, name: str) -> bool:
+def has_quantized_weights_of(model: nn.Module, source: nn.Module, name: str) -> bool:
     """Whether the linear layers have the quantized weights of another model."""
     return all(
         isinstance(module.weight, QuantizedWeight)
@@ -64,7 +64,7 @@ def test_loading_dense_into_quantized_stays_quantized(swapping: bool, assign: bo
     state = source.state_dict()
     tensors = dict(state)
     model.load_state_dict(state, assign=assign)
-    assert holds(model, source, name)
+    assert has_quantized_weights_of(model, source, name)
     assert torch.equal(model[0].bias, source[0].bias)
     assert model[0].bias.dtype == model[0].weight.dtype == source[0].bias.dtype
     if swapping or not assign:
@@ -74,7 +74,7 @@ def test_loading_dense_into_quantized_stays_quantized(swapping: bool, assign: bo
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_quantized_weight_set_by_hand_stays_quantized(swapping: bool, device: str) -> None:
+def test_a_manually_assigned_quantized_weight_stays_quantized(swapping: bool, device: str) -> None:
     source, layer = nn.Linear(64, 128), nn.Linear(64, 128, device=device)
     layer.weight = nn.Parameter(QuantizedWeight.quantize(layer.weight, "int8"), requires_grad=False)
     layer.load_state_dict(source.state_dict(), assign=True)
@@ -152,7 +152,7 @@ def test_loading_quantized_into_dense_dequantizes(assign: bool, device: str) -> 
     assert torch.equal(model[0].weight, source[0].weight.dequantize())
     assert model[0].bias.device.type == "cpu"
     dense = net()
-    dense.load_state_dict(source.state_dict())  # without the flag too
+    dense.load_state_dict(source.state_dict())  # also without the flag
     assert torch.equal(dense[0].weight, source[0].weight.dequantize())
 
 
@@ -168,7 +168,7 @@ def test_without_the_hook_torch_would_replace_the_quantized_weight() -> None:
 def test_a_deep_copy_stays_quantized_through_loading() -> None:
     model = copy.deepcopy(quantized())
     model.load_state_dict(net().state_dict(), assign=True)
-    assert holds(model, net(), "int8")
+    assert has_quantized_weights_of(model, net(), "int8")
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
@@ -288,7 +288,7 @@ def test_other_errors_pass_through() -> None:
         net().load_state_dict(net().state_dict() | {"0.bias": torch.ones(3)})
 
 
-# Quantising a model in place
+# Quantizing a model in place
 
 
 def test_references_to_a_parameter_see_the_quantized_weight() -> None:

@@ -327,7 +327,7 @@ def test_the_table_of_recipes_is_complete() -> None:
 
 @needs_torchao
 def test_finalize_quantizes_trained_layers_regardless_of_names() -> None:
-    """`proj` is skipped for its shape, and a suffix of `inner.proj`."""
+    """`proj` is skipped because of its shape and is a suffix of `inner.proj`."""
     net = nn.Sequential()
     net.proj, net.inner, net.rest = nn.Linear(100, 128), nn.Sequential(), nn.Linear(128, 128)
     net.inner.proj = nn.Linear(128, 128)
@@ -338,7 +338,8 @@ def test_finalize_quantizes_trained_layers_regardless_of_names() -> None:
 
 
 @needs_torchao
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # both come from torch, as it traces
+# Both warnings come from torch during tracing
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["tensorwise", "int4-weight-only"])
 def test_compiled_blocks_share_one_graph(text: Tensor, name: str) -> None:
@@ -366,7 +367,7 @@ def test_qat_rejects_16_bit_weights(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", [*QAT, "int8", "bf16"])
-def test_alignment_is_for_fp8_only(name: str) -> None:
+def test_dim_alignment_applies_to_fp8_only(name: str) -> None:
     with pytest.raises(PrecisionError, match="alignment is for fp8 recipes only"):
         prepare(model(), name, alignment=32)
 

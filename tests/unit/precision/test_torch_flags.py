@@ -37,7 +37,7 @@ ALL: dict[str, Any] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")  # torch says so whenever it is
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")  # warning by torch whenever it is enabled
 @pytest.mark.parametrize("fails", [False, True])
 def test_flags_are_set_within_the_context_and_restored_afterwards(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -94,7 +94,8 @@ def test_a_conflicting_fp32_precision_is_rejected_and_unchanged() -> None:
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-@pytest.mark.filterwarnings("ignore:Error detected in SqrtBackward0")  # torch's, with the line that called it
+# Warning by torch with the line of the forward call
+@pytest.mark.filterwarnings("ignore:Error detected in SqrtBackward0")
 @pytest.mark.parametrize("outer", [False, True])
 def test_an_anomaly_error_names_the_operation(outer: bool) -> None:
     x = torch.zeros(2, requires_grad=True)
@@ -120,7 +121,7 @@ def test_other_errors_under_anomaly_detection_pass_through() -> None:
         (["math", SDPBackend.EFFICIENT_ATTENTION], ("math", "efficient")),
     ],
 )
-def test_backends_are_given_by_name_or_member_one_or_several(backends: Any, names: tuple[str, ...]) -> None:
+def test_backends_accept_names_members_and_lists(backends: Any, names: tuple[str, ...]) -> None:
     assert sdpa_backend_names(backends) == names
 
 

@@ -25,7 +25,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def made(name: str, rows: int = 64, columns: int = 256) -> QuantizedWeight:
+def quantized_weight(name: str, rows: int = 64, columns: int = 256) -> QuantizedWeight:
     return QuantizedWeight.quantize(randn(rows, columns), name)
 
 
@@ -94,16 +94,16 @@ def test_safetensors_reports_in_one_line_that_it_is_unsupported(write: Any, tmp_
 @every_format
 def test_zero_works_on_uninitialized_memory(name: str) -> None:
     """Scales may be zero or not finite."""
-    weight = made(name)
+    weight = quantized_weight(name)
     weight.scales[0], weight.scales[1] = 0.0, torch.nan
     weight[:32].zero_()
     assert torch.equal(weight[:32], QuantizedWeight.quantize(torch.zeros(32, 256), name))
-    assert torch.equal(weight[32:], made(name)[32:])
+    assert torch.equal(weight[32:], quantized_weight(name)[32:])
 
 
 @every_format
 def test_embedding_lookup(name: str) -> None:
-    weight, ids = made(name), torch.tensor([[3, 0, 63], [3, 7, 7]])
+    weight, ids = quantized_weight(name), torch.tensor([[3, 0, 63], [3, 7, 7]])
     assert torch.equal(F.embedding(ids, weight), F.embedding(ids, weight.dequantize()))
     with pytest.raises(PrecisionError, match="transpose it back"):
         F.embedding(ids, weight.t())
@@ -128,7 +128,7 @@ def test_to_empty_and_meta_keep_the_layout(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:Complex modules:UserWarning")
 def test_non_float_conversions_are_rejected(dtype: torch.dtype) -> None:
     with pytest.raises(PrecisionError, match=rf"cannot be converted to {dtype}"):
-        made("int8").to(dtype)
+        quantized_weight("int8").to(dtype)
     linear = layer("int8")
     with pytest.raises(PrecisionError, match="cannot be converted to torch.complex64"):
         linear.to(torch.complex64)
@@ -149,7 +149,7 @@ def test_optimizer_and_tied_layers_keep_their_reference_through_conversion() -> 
     assert not torch.equal(tied.weight.dequantize(), before)
 
 
-# Products
+# Matmuls
 
 
 @every_format
@@ -162,8 +162,8 @@ def test_linear_matches_the_dequantized_weight(name: str) -> None:
 
 
 @every_format
-def test_all_kinds_of_products_agree(name: str) -> None:
-    weight, x, bias = made(name), randn(5, 256), randn(64)
+def test_all_matmul_functions_agree(name: str) -> None:
+    weight, x, bias = quantized_weight(name), randn(5, 256), randn(64)
     y = F.linear(x, weight, bias)
     for other in (
         x @ weight.t() + bias, torch.addmm(bias, x, weight.mT), torch.matmul(x[None], weight.transpose(0, 1))[0] + bias
@@ -196,7 +196,7 @@ def test_gradients_match_the_dequantized_weight(name: str) -> None:
 
 def test_weight_gradients_for_every_position_in_a_product() -> None:
     """Also transposed or as left operand, over several uses and backward calls."""
-    weight, x, y = nn.Parameter(made("int8")), randn(3, 64, seed=1), randn(5, 256, seed=2)
+    weight, x, y = nn.Parameter(quantized_weight("int8")), randn(3, 64, seed=1), randn(5, 256, seed=2)
     dense = weight.dequantize().clone().requires_grad_()
     for own in (weight, dense):
         for _ in range(2):
@@ -219,7 +219,7 @@ def test_fp16_products_do_not_overflow(name: str) -> None:
         assert product.dtype == torch.float16
         assert torch.allclose(product.float(), y, rtol=0.05, atol=0.5)
     other = x.clone().requires_grad_()
-    linear(other).backward(torch.full((64, 64), 3e-5, dtype=torch.float16))  # times a scale, that is zero in fp16
+    linear(other).backward(torch.full((64, 64), 3e-5, dtype=torch.float16))  # times a scale that is zero in fp16
     small = 3e-5 * linear.weight.dequantize().float().sum(dim=0)
     assert torch.allclose(other.grad.float(), small.expand_as(other.grad), rtol=0.05, atol=2e-6)
 
@@ -235,7 +235,7 @@ def test_inference_mode_gives_the_same_results(name: str) -> None:
     with torch.no_grad():
         y = linear(x)
     with torch.inference_mode():
-        own = layer(name)  # made in it
+        own = layer(name)  # created in inference mode
         for weight in (linear.weight, own.weight):
             assert torch.equal(F.linear(x, weight, linear.bias), y)
             assert torch.allclose(x @ weight.t() + linear.bias, y, atol=1e-4)
@@ -273,7 +273,7 @@ def test_inductor_matches_eager() -> None:
 
 @every_format
 def test_copies_are_equal_and_independent(name: str) -> None:
-    weight = made(name)
+    weight = quantized_weight(name)
     for other in (copy.deepcopy(weight), weight.clone(), weight.detach().clone()):
         assert isinstance(other, QuantizedWeight)
         assert torch.equal(weight, other)
@@ -288,7 +288,7 @@ def test_copies_are_equal_and_independent(name: str) -> None:
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(NAMES, NAMES)))
 def test_copying_between_formats(source: str, target: str) -> None:
-    one, other = made(source), QuantizedWeight.quantize(torch.ones(64, 256), target)
+    one, other = quantized_weight(source), QuantizedWeight.quantize(torch.ones(64, 256), target)
     same, codes = other, other.codes
     other.copy_(one)
     assert other is same
@@ -300,7 +300,7 @@ def test_copying_between_formats(source: str, target: str) -> None:
 
 @every_format
 def test_copying_from_and_to_dense_tensors(name: str) -> None:
-    weight, numbers = made(name), randn(64, 256, seed=5)
+    weight, numbers = quantized_weight(name), randn(64, 256, seed=5)
     dense = torch.zeros(64, 256, dtype=torch.bfloat16)
     dense.copy_(weight)
     assert torch.equal(dense, weight.dequantize().bfloat16())
@@ -310,14 +310,14 @@ def test_copying_from_and_to_dense_tensors(name: str) -> None:
 
 @every_format
 def test_slices_of_rows_include_their_scales(name: str) -> None:
-    weight = made(name)
+    weight = quantized_weight(name)
     full = weight.dequantize()
     for cut in (weight[8:24], weight.narrow(0, 8, 16), weight.split([8, 16, 40])[1]):
         assert isinstance(cut, QuantizedWeight)
         assert torch.equal(cut.dequantize(), full[8:24])
     assert torch.equal(torch.cat([part.dequantize() for part in weight.chunk(4)]), full)
     weight[8:24].copy_(torch.ones(16, 256))
-    assert torch.allclose(weight.dequantize()[8:24], torch.ones(16, 256), rtol=0.1)  # a view: the full has changed
+    assert torch.allclose(weight.dequantize()[8:24], torch.ones(16, 256), rtol=0.1)  # a view: the base has changed
     assert torch.equal(weight.t().dequantize(), weight.dequantize().t())
     assert torch.equal(weight.t()[:, 8:24].dequantize(), weight.dequantize().t()[:, 8:24])
     assert weight.t().t().transposed is weight.permute(0, 1).transposed is False
@@ -327,7 +327,7 @@ def test_slices_of_rows_include_their_scales(name: str) -> None:
 
 @every_format
 def test_torch_save_and_load_with_weights_only(name: str) -> None:
-    file, weight = io.BytesIO(), made(name)
+    file, weight = io.BytesIO(), quantized_weight(name)
     torch.save({"weight": weight, "layer": layer(name).state_dict()}, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
@@ -347,12 +347,12 @@ def test_share_memory() -> None:
     linear = layer("int4").share_memory()
     assert linear.weight.is_shared()
     assert all(part.is_shared() for part in parts(linear.weight))
-    assert not made("int4").is_shared()
+    assert not quantized_weight("int4").is_shared()
 
 
 def test_nbytes_counts_codes_and_scales() -> None:
-    assert made("int8").nbytes == 64 * 256 + 64 * 4
-    assert made("int4").nbytes == 64 * 128 + 64 * 2 * 4
+    assert quantized_weight("int8").nbytes == 64 * 256 + 64 * 4
+    assert quantized_weight("int4").nbytes == 64 * 128 + 64 * 2 * 4
 
 
 @pytest.mark.parametrize(
@@ -369,12 +369,12 @@ def test_nbytes_counts_codes_and_scales() -> None:
 )
 def test_unsupported_operations_are_named(work: object, named: str) -> None:
     with pytest.raises(PrecisionError, match=named) as error:
-        work(made("int8"))  # type: ignore[operator]
+        work(quantized_weight("int8"))  # type: ignore[operator]
     assert "dequantize()" in str(error.value) or "dimension 0" in str(error.value)
 
 
 def test_mismatched_parts_are_rejected() -> None:
-    codes, scales = parts(made("int8"))
+    codes, scales = parts(quantized_weight("int8"))
     for wrong in ((codes, scales[:3]), (codes.float(), scales), (codes, scales.int())):
         with pytest.raises(PrecisionError, match="int8: expected"):
             QuantizedWeight(*wrong, FORMATS["int8"])
@@ -385,7 +385,7 @@ def test_mismatched_parts_are_rejected() -> None:
 
 
 def test_optimizer_state_is_dense() -> None:
-    weight = made("int8")
+    weight = quantized_weight("int8")
     for tensor in (torch.zeros_like(weight), torch.ones_like(weight), weight.new_zeros(3), torch.full_like(weight, 2)):
         assert type(tensor) is torch.Tensor
         assert tensor.dtype == torch.float32
@@ -394,5 +394,5 @@ def test_optimizer_state_is_dense() -> None:
 
 
 def test_repr_is_one_line() -> None:
-    assert repr(made("int4")) == "QuantizedWeight(int4, shape=(64, 256), dtype=float32, device='cpu')"
+    assert repr(quantized_weight("int4")) == "QuantizedWeight(int4, shape=(64, 256), dtype=float32, device='cpu')"
     assert "requires_grad=True" in repr(layer("int8", trainable=True).weight)

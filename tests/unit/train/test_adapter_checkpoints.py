@@ -35,7 +35,7 @@ def adapted(seed: int = 0, **changes: Any) -> Any:
 
 
 def prompted() -> Any:
-    """The adapter file has the prompt that an encoder computes, not the encoder."""
+    """A prompt-encoder adapter, whose file contains the computed prompt instead of the encoder."""
     model = base()
     torch.manual_seed(1)
     settings = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
@@ -67,7 +67,7 @@ def settings(args: Make, tmp_path: Path) -> Callable[..., TrainingArguments]:
 @pytest.mark.parametrize("make", [adapted, prompted, added, lambda: adapted(modules_to_save=["lm_head"])])
 def test_a_model_with_adapters_resumes_bit_identically(settings: Make, fit: Make, rows: Any, make: Make) -> None:
     found = []
-    for name, stops in (("whole", (6,)), ("broken", (2, 4, 6))):
+    for name, stops in (("uninterrupted", (6,)), ("interrupted", (2, 4, 6))):
         losses: list[str] = []
         for stop in stops:
             trainer, watched = fit(settings(name, stop), make(), train_dataset=rows, resume=True)

@@ -30,12 +30,12 @@ def logged(trainer: BaseTrainer, name: str) -> list[int]:
 
 
 def saved(trainer: BaseTrainer) -> list[int]:
-    """The steps of which there is a checkpoint."""
+    """The steps that have a checkpoint."""
     return list(list_checkpoints(trainer.config.output_dir))
 
 
-class Watching(nn.Module):
-    """The classifier `net`, which looks around in every forward pass of training."""
+class RecordingNet(nn.Module):
+    """Wraps `net` and records `look()` in every training forward pass."""
 
     def __init__(self, net: nn.Module, look: Callable[[], Any]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Watching(nn.Module):
 
 
 class Scripted(BaseTrainer):
-    """Evaluates to given losses, one after the other."""
+    """Evaluations return scripted losses."""
 
     script: Iterator[float]
 
@@ -166,9 +166,9 @@ def test_activation_offloading_moves_activations_to_the_host(
 
 
 def test_sdpa_backends_and_their_priority_are_applied(args: Make, fit: Make, net: Make) -> None:
-    def allowed(**given: Any) -> list[SDPBackend]:
-        model = Watching(net(), lambda: _cur_sdpa_kernel_backends(with_priority=True))
-        fit(args(max_steps=1, **given), model=model)
+    def allowed(**arguments: Any) -> list[SDPBackend]:
+        model = RecordingNet(net(), lambda: _cur_sdpa_kernel_backends(with_priority=True))
+        fit(args(max_steps=1, **arguments), model=model)
         return model.seen[0]
 
     before = _cur_sdpa_kernel_backends(with_priority=True)
@@ -190,13 +190,13 @@ def test_torch_flags_are_restored_after_a_failed_run(args: Make, fit: Make, net:
 
     assert before == "highest"
     with pytest.raises(RuntimeError, match="out of luck"):
-        fit(args(float32_matmul_precision="medium"), model=Watching(net(), look))
+        fit(args(float32_matmul_precision="medium"), model=RecordingNet(net(), look))
     assert seen == ["medium"]
     assert torch.get_float32_matmul_precision() == before
 
 
 class Block(nn.Module):
-    """One of a stack; not of torch.nn's own classes, which do not compile in place."""
+    """A block with its own class, since torch.nn classes cannot be compiled in place."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Stack(nn.Module):
 
 @pytest.fixture
 def backend() -> Iterator[list[tuple[int, dict[str, Any]]]]:
-    """A backend named `counting`; of each graph, how many linear layers it has and what it is compiled with."""
+    """A compile backend named `counting` that records the number of linears and the options of each graph."""
     dynamo = pytest.importorskip("torch._dynamo")
     graphs: list[tuple[int, dict[str, Any]]] = []
 
@@ -247,7 +247,7 @@ def test_compile_scope_compiles_blocks_or_the_model(args: Make, fit: Make, backe
     _, plain = fit(args(), model=Stack())
     assert backend == []
     _, blocks = fit(args(torch_compile_backend="counting"), model=Stack())
-    assert {linear for linear, _ in backend} == {1}  # never the head, never two blocks in one
+    assert {linear for linear, _ in backend} == {1}  # not the head, and one block per graph
     assert {str(settings) for _, settings in backend} == {"{}"}
     backend.clear()
     _, whole = fit(
@@ -271,7 +271,7 @@ def test_torch_compile_backends_run(args: Make, fit: Make, backend: Any, scope: 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch.compile
 def test_the_recompile_limit_is_applied(args: Make, fit: Make, backend: Any) -> None:
-    """Blocks of unlike widths share their code, so that each is a compilation of its own."""
+    """Blocks of different widths share their code, so each one triggers a recompilation."""
 
     class Uneven(Stack):
         def __init__(self) -> None:
@@ -304,7 +304,7 @@ def test_a_removed_callback_gets_no_events(args: Make, net: Make, data: Make) ->
     trainer = BaseTrainer(args(max_steps=2), net(), train_dataset=data(), callbacks=[first, second, third])
     trainer.remove_callback(second)
     trainer.remove_callback(Counting)
-    trainer.remove_callback(TrainerCallback)  # of which there is none
+    trainer.remove_callback(TrainerCallback)  # which is not installed
     trainer.train()
     assert (first.steps, second.steps, third.steps) == (0, 0, 2)
 

@@ -46,14 +46,14 @@ class Counting(IterableDataset[dict[str, int]]):
 
 
 class Sized(Counting):
-    """One that knows its length."""
+    """An iterable dataset with a length."""
 
     def __len__(self) -> int:
         return self.size
 
 
 class Plain:
-    """Nothing but __iter__."""
+    """Has only __iter__."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -63,7 +63,7 @@ class Plain:
 
 
 class Stateful(Plain):
-    """One that goes back by itself."""
+    """An iterable with state_dict and load_state_dict."""
 
     start = done = 0
 
@@ -81,12 +81,12 @@ class Stateful(Plain):
 
 
 def noise() -> float:
-    """A number that every generator has a part in."""
+    """A value that depends on the RNG state of Python, NumPy and torch."""
     return random.random() + np.random.rand() + float(torch.rand(()))
 
 
 class Augmented(Dataset[dict[str, Any]]):
-    """Examples with fresh noise whenever they are fetched."""
+    """Examples with random augmentation."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -94,14 +94,14 @@ class Augmented(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        if place >= self.size:
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self.size:
             raise IndexError
-        return {"x": place + noise()}
+        return {"x": index + noise()}
 
 
 class AugmentedStream(IterableDataset[dict[str, Any]]):
-    """The same as an iterable, with noise also in where it begins."""
+    """The same as an iterable dataset, with a random start."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -131,8 +131,8 @@ def streamed(size: int) -> Any:
     return datasets.Dataset.from_list([{"x": i, "y": 0} for i in range(size)]).to_iterable_dataset()
 
 
-def drawn() -> tuple[Any, ...]:
-    """Where the process's own generators are."""
+def rng_states() -> tuple[Any, ...]:
+    """The global RNG states."""
     numpy = np.random.get_state(legacy=False)
     return random.getstate(), numpy["state"]["key"].tolist(), numpy["state"]["pos"], torch.get_rng_state().tolist()
 
@@ -166,7 +166,7 @@ SOURCES = {
     "datasets": lambda: datasets.Dataset.from_list(listed(10)),
     "stateful": lambda: streamed(10).remove_columns(["y"]),
     "shuffled": lambda: streamed(10).shuffle(seed=0, buffer_size=5),
-    "shuffled below": lambda: streamed(10).shuffle(seed=0, buffer_size=5).map(lambda row: row),
+    "shuffled, then mapped": lambda: streamed(10).shuffle(seed=0, buffer_size=5).map(lambda row: row),
     "noise in a map": lambda: streamed(10).map(lambda row: {"x": row["x"] + noise()}),
     "noise in a batched map": lambda: streamed(10).map(
         lambda rows: {"x": [x + noise() for x in rows["x"]]}, batched=True, batch_size=3
@@ -184,20 +184,20 @@ def test_a_saved_position_restores_the_exact_batch(name: str, workers: int, join
     """At every batch of more than two epochs, independently of the global generators."""
     random.seed(1)
     torch.manual_seed(1)
-    before = drawn()
-    whole = take(make(SOURCES[name](), join=join, workers=workers), 8)
-    assert drawn() == before
+    before = rng_states()
+    uninterrupted = take(make(SOURCES[name](), join=join, workers=workers), 8)
+    assert rng_states() == before
     noisy = name in NOISY or join is noisy_collate
-    assert len({value for _, values in whole for value in values}) == (28 if noisy else 10)
+    assert len({value for _, values in uninterrupted for value in values}) == (28 if noisy else 10)
     random.seed(2)
     torch.manual_seed(2)
     for stop in range(8):
         first = make(SOURCES[name](), join=join, workers=workers)
-        begun = take(first, stop)
+        first_batches = take(first, stop)
         state = first.state_dict()
         second = make(SOURCES[name](), join=join, workers=workers)
         second.load_state_dict(state)
-        assert begun + take(second, 8 - stop, epoch=state["epoch"]) == whole
+        assert first_batches + take(second, 8 - stop, epoch=state["epoch"]) == uninterrupted
 
 
 def test_workers_do_not_change_batches() -> None:
@@ -213,16 +213,16 @@ def test_the_dataset_state_is_used_if_it_is_exact() -> None:
 
 
 def test_first_example_does_not_change_random_numbers() -> None:
-    before = drawn()
+    before = rng_states()
     batches = make(Augmented(3))
     assert batches.first_example() == batches.first_example()
-    assert drawn() == before
+    assert rng_states() == before
     assert [make(SOURCES[name]()).first_example() for name in ("iterable", "sized", "plain", "stateful")] == [None] * 4
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_masked_tokens_are_the_same_after_a_resume(args: Make, fit: Make, tmp_path: Path, workers: int) -> None:
-    """The collator of transformers draws the masks: their losses agree to the bit."""
+    """Losses are bit-identical with the random masks of transformers' MLM collator."""
     names = {f"w{i}": i for i in range(60)} | {"[PAD]": 60, "[MASK]": 61, "[UNK]": 62}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="[UNK]")),
@@ -243,9 +243,9 @@ def test_masked_tokens_are_the_same_after_a_resume(args: Make, fit: Make, tmp_pa
         )  # fmt: skip
         return losses.hex
 
-    whole = run()
-    assert run(resume=str(tmp_path / "run/checkpoints/step-00000003")) == whole[3:]
-    assert run(output_dir=str(tmp_path / "other")) == whole
+    uninterrupted = run()
+    assert run(resume=str(tmp_path / "run/checkpoints/step-00000003")) == uninterrupted[3:]
+    assert run(output_dir=str(tmp_path / "other")) == uninterrupted
 
 
 @pytest.mark.parametrize("kind", [Counting, Sized, Plain])
@@ -310,18 +310,18 @@ def test_epoch_strategies_with_token_shards(args: Make, fit: Make, shards: Path)
 def test_loader_settings_without_effect_on_token_loaders_raise_an_error(shards: Path) -> None:
     loader = TokenDataLoader(shards, B=4, T=32)
 
-    def given(size: int | None, **settings: Any) -> Any:
+    def make_loader(size: int | None, **settings: Any) -> Any:
         return make_batches(
             loader, size, CPU, collate=collate, seed=0, shuffle=True, loader=LoaderConfig(**settings)
         )  # fmt: skip
 
-    assert isinstance(given(None), TokenBatches)
-    assert isinstance(given(4), TokenBatches)
+    assert isinstance(make_loader(None), TokenBatches)
+    assert isinstance(make_loader(4), TokenBatches)
     with pytest.raises(ConfigError, match="expected batch size 4.* got 2"):
-        given(2)
+        make_loader(2)
     for name, value in (("workers", 1), ("drop_last", True), ("pin_memory", False)):
         with pytest.raises(ConfigError, match=f"loader.{name} = {value} has no effect on a TokenDataLoader"):
-            given(4, **{name: value})
+            make_loader(4, **{name: value})
 
 
 def test_prefetching_does_not_change_the_saved_position() -> None:

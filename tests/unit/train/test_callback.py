@@ -11,7 +11,7 @@ from whimbrel.train.callback import EVENTS, Callbacks, TrainerCallback
 from whimbrel.train.state import TrainerControl
 
 
-class Asks(TrainerCallback):
+class SetsFlags(TrainerCallback):
     def __init__(self, **flags: bool) -> None:
         self.flags = flags
 
@@ -20,32 +20,32 @@ class Asks(TrainerCallback):
             setattr(event["control"], name, value)
 
 
-class Replaces(TrainerCallback):
+class ReturnsControl(TrainerCallback):
     def on_step_end(self, **event: Any) -> TrainerControl:
         return TrainerControl(should_save=True)
 
 
-class Named(Asks):
+class Named(SetsFlags):
     name = "the named one"
 
 
 def test_handlers_are_called_with_keywords() -> None:
-    heard = []
+    events = []
 
     class All:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("on_"):
-                return lambda **event: heard.append((name, sorted(event)))
+                return lambda **event: events.append((name, sorted(event)))
             raise AttributeError(name)
 
     callbacks = Callbacks([All()])
     for event in EVENTS:
         callbacks.dispatch(event, TrainerControl(), args=1, state=2)
-    assert heard == [(event, ["args", "control", "state"]) for event in EVENTS]
+    assert events == [(event, ["args", "control", "state"]) for event in EVENTS]
 
 
 def test_stop_flags_survive_a_returned_control() -> None:
-    callbacks = Callbacks([Asks(should_training_stop=True, should_log=True), Replaces()])
+    callbacks = Callbacks([SetsFlags(should_training_stop=True, should_log=True), ReturnsControl()])
     control = callbacks.dispatch("on_step_end", TrainerControl())
     assert control == TrainerControl(should_training_stop=True, should_save=True)
 
@@ -60,26 +60,26 @@ def test_a_transformers_control_is_accepted() -> None:
 
 
 def test_the_first_stop_request_is_recorded() -> None:
-    callbacks = Callbacks([Asks(), Asks(should_training_stop=True), Named(should_abort_without_save=True)])
+    callbacks = Callbacks([SetsFlags(), SetsFlags(should_training_stop=True), Named(should_abort_without_save=True)])
     callbacks.dispatch("on_step_end", TrainerControl())
-    assert callbacks.stopped_by == ("Asks", "on_step_end", "stop")
+    assert callbacks.stopped_by == ("SetsFlags", "on_step_end", "stop")
     both = Callbacks([Named(should_training_stop=True, should_abort_without_save=True)])
     both.dispatch("on_step_end", TrainerControl())
     assert both.stopped_by == ("the named one", "on_step_end", "abort")
 
 
 def test_adding_and_removing_takes_effect_at_once() -> None:
-    callbacks = Callbacks([Asks(should_save=True)])
+    callbacks = Callbacks([SetsFlags(should_save=True)])
     assert callbacks.dispatch("on_step_end", TrainerControl()).should_save
     own = Named(should_log=True)
     callbacks.add(own)
-    callbacks.add(Replaces)
+    callbacks.add(ReturnsControl)
     assert callbacks.dispatch("on_step_end", TrainerControl()).should_save
     assert callbacks.pop(Named(should_log=True)) is None
     assert callbacks.pop(TrainerCallback) is None
     assert callbacks.pop(own) is own
-    assert isinstance(callbacks.pop(Asks), Asks)
-    assert isinstance(callbacks.pop(Replaces), Replaces)
+    assert isinstance(callbacks.pop(SetsFlags), SetsFlags)
+    assert isinstance(callbacks.pop(ReturnsControl), ReturnsControl)
     assert len(callbacks) == 0
     assert callbacks.dispatch("on_step_end", TrainerControl()) == TrainerControl()
 
@@ -97,8 +97,8 @@ def test_states_are_saved_by_name() -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.count = state["count"]
 
-    saved = Callbacks([Asks(), Counts(1), Counts(2, "two"), Counts(3)]).state_dict()
+    saved = Callbacks([SetsFlags(), Counts(1), Counts(2, "two"), Counts(3)]).state_dict()
     assert saved == {"Counts": {"count": 1}, "two": {"count": 2}, "Counts-2": {"count": 3}}
-    fresh = [Counts(0, "two"), Counts(), Asks(), Counts(), Counts(9, "new")]
+    fresh = [Counts(0, "two"), Counts(), SetsFlags(), Counts(), Counts(9, "new")]
     Callbacks(fresh).load_state_dict(saved)
     assert [getattr(own, "count", None) for own in fresh] == [2, 1, None, 3, 9]

@@ -34,7 +34,7 @@ from whimbrel.train.state import TrainerControl, TrainerState
 
 
 class Run:
-    """A job that does steps when it is told to."""
+    """A fake training job; `step` runs one step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,8 +44,8 @@ class Run:
         self.state = TrainerState(max_steps=100)
         self.trainer = SimpleNamespace(config=SimpleNamespace(output_dir=folder))
 
-    def dispatch(self, event: str, **own: Any) -> None:
-        self.control = self.callbacks.dispatch(event, self.control, state=self.state, trainer=self.trainer, **own)
+    def dispatch(self, event: str, **keywords: Any) -> None:
+        self.control = self.callbacks.dispatch(event, self.control, state=self.state, trainer=self.trainer, **keywords)
 
     def step(self) -> None:
         self.state.global_step += 1
@@ -125,9 +125,9 @@ def test_actions_are_applied_after_the_step(
     assert run.control == TrainerControl(should_save=save, should_training_stop=stop, should_abort_without_save=abort)
     assert run.callback.drains is hurry
     kind = "abort" if abort else "stop"
-    asked = ("ControlCallback", "on_step_end", kind) if stop or abort else None
-    assert run.callbacks.stopped_by == asked
-    assert run.callback.reason == (f"whimbrel control {action}" if asked else None)
+    stopped_by = ("ControlCallback", "on_step_end", kind) if stop or abort else None
+    assert run.callbacks.stopped_by == stopped_by
+    assert run.callback.reason == (f"whimbrel control {action}" if stopped_by else None)
 
 
 def test_a_request_during_an_evaluation_is_applied_after_it(run: Run) -> None:
@@ -145,7 +145,7 @@ def test_several_requests_are_combined(run: Run) -> None:
     assert not run.callback.drains
 
 
-def talk(run: Run, data: bytes, wait: bool = True) -> bytes:
+def send_raw(run: Run, data: bytes, wait: bool = True) -> bytes:
     endpoint = Endpoint.read(run.folder)
     assert endpoint is not None
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as connection:
@@ -161,14 +161,14 @@ def request(run: Run, **changes: object) -> bytes:
 
 @pytest.mark.parametrize("token", ["", "x" * 43, None, 7, ["a"], "\ud800", "é" * 20, {"a": 1}])
 def test_a_wrong_token_has_no_effect(run: Run, token: object) -> None:
-    assert json.loads(talk(run, request(run, token=token))) == {"ok": False, "error": "wrong token"}
+    assert json.loads(send_raw(run, request(run, token=token))) == {"ok": False, "error": "wrong token"}
     run.step()
     assert run.control == TrainerControl()
 
 
 @pytest.mark.parametrize("action", ["", "die", None, 3, ["save"], {"save": 1}])
 def test_an_unknown_action_is_rejected(run: Run, action: object) -> None:
-    reply = json.loads(talk(run, request(run, action=action)))
+    reply = json.loads(send_raw(run, request(run, action=action)))
     assert reply["ok"] is False
     assert "unknown action" in reply["error"]
 
@@ -186,7 +186,7 @@ def test_an_unknown_action_is_rejected(run: Run, action: object) -> None:
     ],
 )
 def test_invalid_requests_get_an_error(run: Run, data: bytes) -> None:
-    reply = json.loads(talk(run, data))
+    reply = json.loads(send_raw(run, data))
     assert reply == {"ok": False, "error": "expected one line of JSON of at most 4096 bytes"}
     assert send_request(run.folder, "status")["ok"]
 
@@ -197,13 +197,13 @@ def test_misbehaving_clients_do_not_block_others(run: Run, monkeypatch: pytest.M
     assert endpoint is not None
     address = ("127.0.0.1", endpoint.port)
     for _ in range(3):
-        talk(run, b"x" * 10, wait=False)  # goes away in the middle
+        send_raw(run, b"x" * 10, wait=False)  # disconnects in the middle
     with socket.create_connection(address) as silent, socket.create_connection(address) as large:
         large.setblocking(False)
         large.send(b"x" * 1_000_000)
-        run.step()  # the job does not care
+        run.step()  # the job ignores it
         assert send_request(run.folder, "status", seconds=10)["status"]["step"] == 1
-        assert silent.recv(1) == b""  # hung up on
+        assert silent.recv(1) == b""  # connection closed by the job
     run.step()
     assert run.control == TrainerControl()
 
@@ -255,8 +255,8 @@ def test_a_killed_run_is_dead_and_can_be_restarted(tmp_path: Path) -> None:
         assert run_status(folder) == "running"
         assert send_request(folder, "status")["status"]["pid"] == job.pid
         try:
-            job.send_signal(signal.SIGSTOP)  # it is there, but does not get to answer
-            os.waitpid(job.pid, os.WUNTRACED)  # a signal takes its time
+            job.send_signal(signal.SIGSTOP)  # the process exists but is stopped and cannot answer
+            os.waitpid(job.pid, os.WUNTRACED)  # signals are delivered asynchronously
             assert run_status(folder, seconds=0.2) == "running"
             with pytest.raises(RequestError, match=r"did not answer within 0\.2 s"):
                 send_request(folder, "stop", seconds=0.2)

@@ -106,7 +106,7 @@ class Pause(TrainerCallback):
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(make_run: MakeRun, tmp_path: Path, step: int) -> None:
     settings = {"checkpoint__every": 4, "checkpoint__best": 1, "log__every": 5, "validation__every": 5}
     logs = []
-    for name in ("whole", "paused"):
+    for name in ("uninterrupted", "paused"):
         config = make_run(output_dir=tmp_path / name, **settings)
         if name == "paused":
             train(config, callbacks=[Pause(step)])

@@ -1,4 +1,4 @@
-"""Runs on a GPU: exact resume in deterministic mode, asynchronous saves, EMA and profiler beside them."""
+"""Runs on a GPU: exact resume in deterministic mode, asynchronous saves, with EMA and profiler enabled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stop(TrainerCallback):
             event["control"].should_training_stop = event["control"].should_save = True
 
 
-def timeless(run: Path) -> list[dict[str, Any]]:
+def without_timings(run: Path) -> list[dict[str, Any]]:
     lines = read_log(run / "log.jsonl")
     return [{key: value for key, value in line.items() if key not in ("seconds", "peak_memory")} for line in lines]
 
@@ -48,13 +48,13 @@ def test_a_resumed_run_is_bit_identical(make_run: MakeRun, tmp_path: Path, optim
         "optim__name": optimizer, "checkpoint__every": 3, "validation__every": 4, "train__steps": 10, "ema__decay": 0.9,
         "log__every": 3,
     }  # fmt: skip
-    whole = make_run(output_dir=tmp_path / "whole", **settings)
-    broken = make_run(output_dir=tmp_path / "broken", **settings)
-    train(whole)
+    uninterrupted = make_run(output_dir=tmp_path / "uninterrupted", **settings)
+    interrupted = make_run(output_dir=tmp_path / "interrupted", **settings)
+    train(uninterrupted)
     for after in (2, 7, 99):
-        train(broken, callbacks=[Stop(after)])
-    assert timeless(broken.output_dir) == timeless(whole.output_dir)
-    paths = [list_checkpoints(run.output_dir)[10] for run in (whole, broken)]
+        train(interrupted, callbacks=[Stop(after)])
+    assert without_timings(interrupted.output_dir) == without_timings(uninterrupted.output_dir)
+    paths = [list_checkpoints(run.output_dir)[10] for run in (uninterrupted, interrupted)]
     for key in ("optimizer", "callbacks", "trainer", "rng.rank-00000"):
         a, b = (tensors(read_component(path, key)) for path in paths)
         assert len(a) == len(b)
@@ -77,17 +77,17 @@ def test_dropout_is_identical_after_a_resume(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=resume or None)
         return trainer
 
-    whole = fit("whole")
-    fit("broken", stop=4)
-    again = fit("broken", resume=True)
-    assert again.state.log_history == whole.state.log_history
-    for a, b in zip(whole.unwrapped_model().parameters(), again.unwrapped_model().parameters(), strict=True):
+    uninterrupted = fit("uninterrupted")
+    fit("interrupted", stop=4)
+    again = fit("interrupted", resume=True)
+    assert again.state.log_history == uninterrupted.state.log_history
+    for a, b in zip(uninterrupted.unwrapped_model().parameters(), again.unwrapped_model().parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_steps_do_not_wait_for_the_device(make_run: MakeRun) -> None:
-    """A step that synchronised would raise here; logging, evaluation and saving may."""
+    """A step that synchronizes with the device raises here; logging, evaluation and saving may synchronize."""
     modes = []
 
     class Strict(TrainerCallback):

@@ -28,10 +28,10 @@ from whimbrel.train.callbacks import DivergenceCallback, ProgressCallback, Tenso
 Make = Callable[..., Any]
 
 
-def accuracy(found: Any) -> dict[str, Any]:
-    predictions, labels = found
+def accuracy(prediction: Any) -> dict[str, Any]:
+    predictions, labels = prediction
     assert isinstance(predictions, np.ndarray)
-    assert predictions is found.predictions
+    assert predictions is prediction.predictions
     return {"accuracy": np.mean(predictions.argmax(-1) == labels)}
 
 
@@ -77,7 +77,7 @@ def test_logits_are_preprocessed_before_they_are_gathered(args: Make, net: Make,
 
     trainer = BaseTrainer(
         args(per_device_eval_batch_size=4), net(), preprocess_logits_for_metrics=argmax,
-        compute_metrics=lambda found: {"kept": list(found.predictions.shape)},
+        compute_metrics=lambda prediction: {"kept": list(prediction.predictions.shape)},
     )  # fmt: skip
     assert trainer.evaluate(data(6))["eval_kept"] == [6]
     assert shapes == [((4, 3), (4,)), ((2, 3), (2,))]
@@ -157,7 +157,7 @@ def test_the_best_model_is_loaded_when_training_ends(args: Make, net: Make, data
     assert Path(trainer.state.best_model_checkpoint).name == "step-00000004"
 
 
-def test_batch_size_reported_for_a_ready_dataloader_is_its_own(tmp_path: Path, net: Make, data: Make) -> None:
+def test_reported_batch_size_is_that_of_a_passed_dataloader(tmp_path: Path, net: Make, data: Make) -> None:
     summaries = []
 
     class Keep(TrainerCallback):
@@ -187,12 +187,14 @@ def test_a_dataloader_is_trained_on_and_resumed_exactly(
 
     folder = Path(args().output_dir)
     save = {"save_strategy": "steps", "save_steps": 100, "max_steps": 8, "eval_strategy": "epoch"}
-    _, whole = fit(args(**save), net(0.2), train_dataset=loader(), eval_dataset=DataLoader(data(6), batch_size=3))
-    broken = args(**save, output_dir=str(folder / "broken"))
-    _, first = fit(broken, net(0.2), train_dataset=loader(), eval_dataset=loader(), callbacks=[Stop()])
-    trainer, second = fit(broken, net(0.2), train_dataset=loader(), eval_dataset=loader(), resume=True)
-    assert first.hex + second.hex == whole.hex
-    assert len(set(whole.hex)) > 6  # orders differ between epochs
+    _, uninterrupted = fit(
+        args(**save), net(0.2), train_dataset=loader(), eval_dataset=DataLoader(data(6), batch_size=3)
+    )
+    interrupted = args(**save, output_dir=str(folder / "interrupted"))
+    _, first = fit(interrupted, net(0.2), train_dataset=loader(), eval_dataset=loader(), callbacks=[Stop()])
+    trainer, second = fit(interrupted, net(0.2), train_dataset=loader(), eval_dataset=loader(), resume=True)
+    assert first.hex + second.hex == uninterrupted.hex
+    assert len(set(uninterrupted.hex)) > 6  # orders differ between epochs
     assert trainer.state.epoch == pytest.approx(8 / 3)
     with pytest.raises(ConfigError, match="batch size 4.* got 5"):
         fit(args(per_device_train_batch_size=5, overwrite_output_dir=True), train_dataset=loader())
@@ -233,8 +235,8 @@ def test_label_names_are_gathered_as_labels(args: Make, data: Make) -> None:
             loss = F.cross_entropy(first, start) + F.cross_entropy(last, end)
             return {"loss": loss, "start_logits": first, "end_logits": last, "hidden": x}
 
-    def measure(found: Any) -> dict[str, Any]:
-        return {"shapes": [part.shape for part in (*found.predictions, *found.label_ids)]}
+    def measure(prediction: Any) -> dict[str, Any]:
+        return {"shapes": [part.shape for part in (*prediction.predictions, *prediction.label_ids)]}
 
     rows = [{"x": row["x"], "start": row["labels"], "end": row["labels"]} for row in data(10)]
     trainer = BaseTrainer(args(label_names=["start", "end"]), Spans(), compute_metrics=measure)
@@ -344,13 +346,13 @@ def test_on_save_has_the_state_of_the_saved_step(
 
     monkeypatch.setattr(CheckpointManager, "finished", late)
 
-    class Remember(TrainerCallback):
+    class CaptureTrainer(TrainerCallback):
         def on_train_begin(self, **event: Any) -> None:
             nonlocal trainer
             trainer = event["trainer"]
 
     trainer: Any = None
-    fit(args(save_strategy="steps", save_steps=2, max_steps=6), callbacks=[Remember(), saves])
+    fit(args(save_strategy="steps", save_steps=2, max_steps=6), callbacks=[CaptureTrainer(), saves])
     steps = [2, 4, 6] if kind is Saves else [2, 4]
     assert [seen[:3] for seen in saves.seen] == [(step, step, f"step-{step:08}") for step in steps]
     if kind is Saves:
@@ -361,7 +363,7 @@ def test_on_save_has_the_state_of_the_saved_step(
             assert all(torch.equal(stored[key], weights[key]) for key in stored), step
 
 
-def test_a_checkpoint_is_found_by_the_name_it_has_in_transformers(args: Make, fit: Make) -> None:
+def test_checkpoint_paths_of_transformers_are_accepted(args: Make, fit: Make) -> None:
     settings = {"save_strategy": "steps", "save_steps": 4}
     fit(args(**settings))
     name = str(Path(args().output_dir) / "checkpoint-4")
@@ -398,9 +400,9 @@ def test_resuming_with_other_examples_raises(args: Make, fit: Make, data: Make) 
 
 def test_resume_allows_datasets_with_random_augmentation(args: Make, fit: Make, data: Make) -> None:
     class Augmented(list[Any]):
-        def __getitem__(self, place: Any) -> Any:
+        def __getitem__(self, index: Any) -> Any:
             noise = np.random.default_rng().normal()
-            return {**super().__getitem__(place), "x": super().__getitem__(place)["x"] + noise}
+            return {**super().__getitem__(index), "x": super().__getitem__(index)["x"] + noise}
 
     settings = {"save_strategy": "steps", "save_steps": 4}
     fit(args(**settings), train_dataset=Augmented(data()))

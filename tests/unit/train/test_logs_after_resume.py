@@ -16,7 +16,7 @@ TIMED = {"seconds", "peak_memory"}
 
 
 class StopAt(TrainerCallback):
-    """Requests a stop after a step, or an abort, which like a crash ends after the last save."""
+    """Requests a stop after a step, or an abort, which like a crash loses the steps after the last save."""
 
     def __init__(self, step: int, *, abort: bool) -> None:
         self.step, self.abort = step, abort
@@ -41,23 +41,26 @@ def test_logs_and_ema_after_two_resumes_match_an_uninterrupted_run(make_run: Any
         "log__norms": 3, "ema__decay": 0.9, "ema__every": 2, "early_stopping__patience": 50,
         "divergence__action": "stop", "divergence__detector": "window",
     }  # fmt: skip
-    run_session(make_run(output_dir=tmp_path / "whole", **settings))
-    broken = make_run(output_dir=tmp_path / "broken", **settings)
-    run_session(broken, StopAt(6, abort=True))  # resumes from step 4
-    run_session(broken, StopAt(11, abort=True))  # resumes from step 8
-    run_session(broken)
-    whole = lines(tmp_path / "whole")
-    assert lines(tmp_path / "broken") == whole
-    kinds = [line["kind"] for line in whole]
+    run_session(make_run(output_dir=tmp_path / "uninterrupted", **settings))
+    interrupted = make_run(output_dir=tmp_path / "interrupted", **settings)
+    run_session(interrupted, StopAt(6, abort=True))  # resumes from step 4
+    run_session(interrupted, StopAt(11, abort=True))  # resumes from step 8
+    run_session(interrupted)
+    uninterrupted = lines(tmp_path / "uninterrupted")
+    assert lines(tmp_path / "interrupted") == uninterrupted
+    kinds = [line["kind"] for line in uninterrupted]
     assert [kinds.count(kind) for kind in ("step", "validation", "sample", "log")] == [12, 4, 6, 6 + 4]
     states = [
-        load_file(tmp_path / name / "checkpoints/step-00000012/callbacks.safetensors") for name in ("whole", "broken")
+        load_file(tmp_path / name / "checkpoints/step-00000012/callbacks.safetensors")
+        for name in ("uninterrupted", "interrupted")
     ]
     assert states[0].keys() == states[1].keys() != set()
     assert all(states[0][name].equal(states[1][name]) for name in states[0])
-    models = [load_model(tmp_path / name / "ema/step-00000012").state_dict() for name in ("whole", "broken")]
+    models = [
+        load_model(tmp_path / name / "ema/step-00000012").state_dict() for name in ("uninterrupted", "interrupted")
+    ]
     assert all(models[0][name].equal(models[1][name]) for name in models[0])
-    trained = load_model(tmp_path / "whole/checkpoints/step-00000012/model").state_dict()
+    trained = load_model(tmp_path / "uninterrupted/checkpoints/step-00000012/model").state_dict()
     assert not all(trained[name].equal(models[0][name]) for name in trained)
 
 

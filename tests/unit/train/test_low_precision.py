@@ -59,21 +59,23 @@ def losses_of(config: RunConfig, *callbacks: Any) -> tuple[Trainer, list[str]]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_killed_run_resumes_bit_identically(make_run: Make, tmp_path: Path, name: str) -> None:
     settings = SIZE | RECIPES[name]
-    whole, reference = losses_of(make_run(**settings, output_dir=tmp_path / "whole"))
-    broken = make_run(**settings, output_dir=tmp_path / "broken")
+    uninterrupted, reference = losses_of(make_run(**settings, output_dir=tmp_path / "uninterrupted"))
+    interrupted = make_run(**settings, output_dir=tmp_path / "interrupted")
     with pytest.raises(KeyboardInterrupt):
-        losses_of(broken, Break(3))
-    again, last = losses_of(broken)
+        losses_of(interrupted, Break(3))
+    again, last = losses_of(interrupted)
     assert again.resumed_from is not None
     assert again.resumed_from.name == "step-00000002"
     assert last == reference[2:]
-    for own, other in zip(whole.unwrapped_model().parameters(), again.unwrapped_model().parameters(), strict=True):
+    for own, other in zip(
+        uninterrupted.unwrapped_model().parameters(), again.unwrapped_model().parameters(), strict=True
+    ):
         assert torch.equal(own, other)
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "int8-dynamic-act-int4-weight"])
 def test_checkpoints_contain_unquantized_weights(make_run: Make, tmp_path: Path, name: str) -> None:
-    """They load like any other, and finalize to the same model as the run's own."""
+    """They load like any checkpoint and finalize to the same model as the trained one."""
     trainer, _ = losses_of(make_run(**SIZE | RECIPES[name]))
     saved, own = load_model(tmp_path / "run"), trainer.unwrapped_model()
     assert all(type(module).__module__.startswith(("torch.nn", "whimbrel")) for module in saved.modules())
@@ -130,7 +132,7 @@ def test_callbacks_see_unquantized_values(make_run: Make, tmp_path: Path, name: 
 
 
 def test_arguments_reach_the_linears(args: Make, fit: Make, data: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """The classifier's 4 x 16 is left out, as is its 16 x 3, until the alignment is theirs too."""
+    """The 4 x 16 and 16 x 3 layers are skipped unless the alignment allows them."""
     with pytest.raises(PrecisionError, match=r"fp8_recipe = rowwise: no supported linear layer in Net .*got \(16, 4\)"):
         fit(args(fp8_recipe="rowwise"))
     caplog.clear()

@@ -1,4 +1,4 @@
-"""The predicted memory of a training step equals what torch's allocator then provides."""
+"""The predicted peak memory of a training step equals the measured one."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def peak_allocated(config: RunConfig, steps: int = 2) -> int:
         make_steps(config, torch.device("cpu"), steps)
     assert profiler.profiler is not None
     changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = most = 0
+    live = peak = 0
     for change in sorted(changes, key=lambda event: event.start_ns()):
         live += change.nbytes()
-        most = max(most, live)
-    return most
+        peak = max(peak, live)
+    return peak
 
 
 @pytest.mark.parametrize("name", optimizer_names())
@@ -157,10 +157,10 @@ def test_gpu_kernels_are_predicted_without_a_gpu(tmp_path: Path):
     """On a GPU, RMSNorm saves only its input, and fp32 has no fused attention for grouped heads."""
     config = make(tmp_path, {**LLAMA, "context_length": 512, "num_kv_heads": 2}, micro_batch=1)
     grouped = predict(config, "cuda")
-    alike = predict(make(tmp_path, {**LLAMA, "context_length": 512}, micro_batch=1), "cuda")
-    assert grouped.activations > alike.activations + 4 * 512 * 512 * 4
+    ungrouped = predict(make(tmp_path, {**LLAMA, "context_length": 512}, micro_batch=1), "cuda")
+    assert grouped.activations > ungrouped.activations + 4 * 512 * 512 * 4
     half = replace(config, train=replace(config.train, precision="bf16"))
-    assert predict(half, "cuda").activations < alike.activations
+    assert predict(half, "cuda").activations < ungrouped.activations
     normed = replace(config, train=replace(config.train, sdpa_backend="math"))
     assert predict(normed, "cuda").activations < predict(normed, "cpu").activations
     assert grouped.at_peak["workspace"] == WORKSPACE["cuda"]
@@ -208,7 +208,7 @@ def test_temporaries_that_grow_with_every_block_are_measured_on_all_blocks(tmp_p
 def test_temporaries_that_stop_growing_are_extrapolated_from_a_few_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Six of nine blocks fill a batch of Muon's: each of the first four adds to it, the last three do not."""
+    """Muon updates the matrices of at most six blocks at once: its temporaries stop growing after six of the nine."""
     monkeypatch.setattr("whimbrel.optim.rules.MAX_MUON_ELEMENTS", 6 * 4 * 128 * 128)
     config = make(tmp_path, {"num_layers": 9, "embd_size": 128, "vocab_size": 1000}, {"name": "muon"}, micro_batch=1)
     predicted = predict(config)

@@ -111,7 +111,7 @@ def batches() -> list[dict[str, Tensor]]:
 def test_micro_batch_losses_add_up_to_one_large_batch(kind: type[Tagger], compute: bool) -> None:
     """Also with masked targets, and with a micro-batch without targets."""
 
-    def own(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    def custom_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         logits = logits_from_outputs(outputs)[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 
@@ -119,7 +119,7 @@ def test_micro_batch_losses_add_up_to_one_large_batch(kind: type[Tagger], comput
     model = kind()
     if compute:
         model.loss_type = "ForCausalLM"
-    objective = ModelObjective(own if compute else None)
+    objective = ModelObjective(custom_loss if compute else None)
     small = batches()
     big = {key: torch.cat([batch[key] for batch in small]) for key in small[0]}
     expected = F.cross_entropy(model.table(big["input_ids"])[:, :-1].flatten(0, 1), big["labels"][:, 1:].flatten())
@@ -195,14 +195,14 @@ def test_accumulation_is_exact_for_unshifted_labels(args: Any, fit: Any, kind: t
 def test_logits_of_sequences_are_scored_against_the_next_token(kind: str | None, shift: int) -> None:
     """Also if the model accepts labels and returns only logits; it runs once."""
 
-    class Silent(Tagger):
+    class ReturnsLogits(Tagger):
         loss_type, calls = kind, 0
 
         def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
             self.calls += 1
             return self.table(input_ids)
 
-    batch, one, model = batches()[1], torch.tensor(1), Silent()
+    batch, one, model = batches()[1], torch.tensor(1), ReturnsLogits()
     logits = model.table(batch["input_ids"])[0, : 6 - shift]
     expected = F.cross_entropy(logits, batch["labels"][0, shift:], reduction="sum")
     objective = ModelObjective()
@@ -211,7 +211,7 @@ def test_logits_of_sequences_are_scored_against_the_next_token(kind: str | None,
     assert model.calls == 1
 
 
-class Normed(nn.Module):
+class BatchNormNet(nn.Module):
     """A classifier with batch norm, whose statistics change with each forward in train mode."""
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class Normed(nn.Module):
 
 
 def test_each_micro_batch_runs_through_the_model_once(args: Any, data: Any) -> None:
-    model = Normed()
+    model = BatchNormNet()
     settings = args(max_steps=3, gradient_accumulation_steps=2, per_device_eval_batch_size=4)
     trainer = BaseTrainer(settings, model, train_dataset=data(), eval_dataset=data(8))
     trainer.train()
@@ -242,7 +242,7 @@ def test_each_micro_batch_runs_through_the_model_once(args: Any, data: Any) -> N
 def test_batch_norm_and_dropout_resume_bit_identically(args: Any, fit: Any, data: Any, tmp_path: Path) -> None:
     """Batch norm statistics, weights, losses and the evaluation loss."""
     found = []
-    for name, stops in (("whole", (8,)), ("broken", (3, 5, 8))):
+    for name, stops in (("uninterrupted", (8,)), ("interrupted", (3, 5, 8))):
         losses: list[str] = []
         for stop in stops:
             torch.manual_seed(0)
@@ -250,7 +250,7 @@ def test_batch_norm_and_dropout_resume_bit_identically(args: Any, fit: Any, data
                 output_dir=str(tmp_path / name), max_steps=stop, save_strategy="steps", save_steps=1,
                 gradient_accumulation_steps=2,
             )  # fmt: skip
-            trainer, watched = fit(settings, Normed(), eval_dataset=data(10), resume=True)
+            trainer, watched = fit(settings, BatchNormNet(), eval_dataset=data(10), resume=True)
             losses += watched.hex
         found.append((losses, trainer.evaluate()["eval_loss"].hex(), trainer.unwrapped_model().state_dict()))
     assert len(found[0][0]) == 8
@@ -261,7 +261,7 @@ def test_batch_norm_and_dropout_resume_bit_identically(args: Any, fit: Any, data
 def test_the_first_forward_runs_under_autocast(args: Any, fit: Any, data: Any) -> None:
     """Weights of two dtypes: without autocast their matmul raises."""
 
-    class Mixed(Normed):
+    class Mixed(BatchNormNet):
         def __init__(self) -> None:
             super().__init__()
             self.layers[3].bfloat16()
@@ -401,7 +401,7 @@ def test_a_custom_objective_is_trained_evaluated_and_its_metrics_logged(
 ) -> None:
     seen: list[dict[str, Any]] = []
 
-    class Seen(TrainerCallback):
+    class RecordMetrics(TrainerCallback):
         def on_train_metrics(self, **event: Any) -> None:
             seen.append(event["metrics"])
 
@@ -413,7 +413,7 @@ def test_a_custom_objective_is_trained_evaluated_and_its_metrics_logged(
         max_steps=2, per_device_train_batch_size=12 // accumulation, gradient_accumulation_steps=accumulation
     )
     trainer = BaseTrainer(
-        settings, model, train_dataset=rows, eval_dataset=rows, objective=Margin(), callbacks=[Seen()]
+        settings, model, train_dataset=rows, eval_dataset=rows, objective=Margin(), callbacks=[RecordMetrics()]
     )
     trainer.train()
     assert seen[0]["loss"] == pytest.approx(loss.item(), abs=1e-6)

@@ -58,10 +58,10 @@ def test_accumulated_projections_train_like_accumulated_gradients(
 def test_resume_is_bit_identical(make_run: MakeRun, tmp_path: Path, linears: bool, weights: str | None) -> None:
     settings = {**WARM, "train__optimizer_in_backward": True, "train__projected_linears": linears}
     settings["train__weights"] = weights
-    whole = losses(make_run(**settings))
-    assert whole[-1] < whole[0]
+    uninterrupted = losses(make_run(**settings))
+    assert uninterrupted[-1] < uninterrupted[0]
     config = make_run(**settings, output_dir=tmp_path / "b")
-    assert losses(config, stop_after=3) + losses(config) == whole
+    assert losses(config, stop_after=3) + losses(config) == uninterrupted
 
 
 def test_first_bases_are_random_by_default(make_run: MakeRun, tmp_path: Path) -> None:
@@ -73,7 +73,8 @@ def test_first_bases_are_random_by_default(make_run: MakeRun, tmp_path: Path) ->
         assert {group["start"] for group in trainer.optimizer.param_groups} == {expected}
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # both come from torch, as it traces
+# Both warnings come from torch during tracing
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_blocks_project_gradients(make_run: MakeRun, tmp_path: Path) -> None:
     settings = {**WARM, "train__optimizer_in_backward": True, "train__projected_linears": True}

@@ -69,16 +69,16 @@ def test_a_scheduler_object_keeps_the_settings_of_the_checkpoint(
 
         return make
 
-    whole = run(6, pair(0.1, 8), output_dir=str(tmp_path / "whole"))
-    run(3, pair(0.1, 8), output_dir=str(tmp_path / "broken"))
+    uninterrupted = run(6, pair(0.1, 8), output_dir=str(tmp_path / "uninterrupted"))
+    run(3, pair(0.1, 8), output_dir=str(tmp_path / "interrupted"))
     caplog.clear()
-    same = run(4, pair(0.1, 8), output_dir=str(tmp_path / "broken"))
+    same = run(4, pair(0.1, 8), output_dir=str(tmp_path / "interrupted"))
     assert "does not apply" not in caplog.text
     assert same.lr_scheduler.last_epoch == 4
-    again = run(6, pair(0.5, 20), output_dir=str(tmp_path / "broken"))
+    again = run(6, pair(0.5, 20), output_dir=str(tmp_path / "interrupted"))
     assert "T_max = 20 of the scheduler passed in does not apply: the checkpoint has 8" in caplog.text
     assert "initial_lr = 0.5 of the optimizer passed in does not apply" in caplog.text
-    for a, b in zip(whole.unwrapped_model().parameters(), again.unwrapped_model().parameters(), strict=True):
+    for a, b in zip(uninterrupted.unwrapped_model().parameters(), again.unwrapped_model().parameters(), strict=True):
         assert torch.equal(a, b)
 
 

@@ -69,11 +69,11 @@ def saved(directory: Path, component: str) -> dict[str, Any]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_stopped_and_resumed_run_is_bit_identical(make_run: MakeRun, tmp_path: Path, variant: str) -> None:
     given = settings(VARIANTS[variant], train__clip=1.0, train__steps=5)
-    whole = run(make_run(output_dir=tmp_path / "whole", **given))
-    broken = make_run(output_dir=tmp_path / "broken", **given)
-    assert run(broken, stop_after=2) + run(broken) == whole
-    assert list(list_checkpoints(tmp_path / "broken")) == [2, 5]
-    states = [saved(tmp_path / name, "optimizer")["state"] for name in ("whole", "broken")]
+    uninterrupted = run(make_run(output_dir=tmp_path / "uninterrupted", **given))
+    interrupted = make_run(output_dir=tmp_path / "interrupted", **given)
+    assert run(interrupted, stop_after=2) + run(interrupted) == uninterrupted
+    assert list(list_checkpoints(tmp_path / "interrupted")) == [2, 5]
+    states = [saved(tmp_path / name, "optimizer")["state"] for name in ("uninterrupted", "interrupted")]
     assert all(torch.equal(t, states[1][index][key]) for index, state in states[0].items() for key, t in state.items())
 
 
@@ -198,8 +198,8 @@ def test_the_summary_lists_the_optimizer_of_each_parameter(make_run: MakeRun) ->
     lines = io.StringIO()
     config = make_run(**settings({"name": "galore_warm", "rank": 4, "weight_decay": 0.1}, train__steps=1))
     train(config, callbacks=[ProgressCallback(Console(file=lines), plain=True)])
-    told = [line for line in lines.getvalue().splitlines() if line.startswith("Optimizer: ")]
-    assert told[0].startswith("Optimizer: adamw (lr=0.001, weight_decay=0.1) for 2 tensors, ")
-    assert told[0].endswith(" of state: transformer.wte.weight, transformer.wpe.weight")
-    assert told[2].startswith("Optimizer: warm rank 4, adamw (lr=0.001, weight_decay=0.1) for 8 tensors, ")
-    assert "transformer.h.*.attn.c_attn.weight" in told[2]
+    printed = [line for line in lines.getvalue().splitlines() if line.startswith("Optimizer: ")]
+    assert printed[0].startswith("Optimizer: adamw (lr=0.001, weight_decay=0.1) for 2 tensors, ")
+    assert printed[0].endswith(" of state: transformer.wte.weight, transformer.wpe.weight")
+    assert printed[2].startswith("Optimizer: warm rank 4, adamw (lr=0.001, weight_decay=0.1) for 8 tensors, ")
+    assert "transformer.h.*.attn.c_attn.weight" in printed[2]

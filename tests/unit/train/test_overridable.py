@@ -311,8 +311,8 @@ def test_overridden_log_evaluate_and_compute_metrics_are_called(args: Make, net:
         def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
             return {**super().evaluate(*given, **named), "eval_mine": 7.0}
 
-        def compute_metrics(self, found: Any) -> dict[str, float]:
-            return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
+        def compute_metrics(self, prediction: Any) -> dict[str, float]:
+            return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
     settings = args(eval_strategy="steps", eval_steps=4, best_model_metric="mine", preserve_best_model=True)
     trainer = Child(settings, net(), train_dataset=data(), eval_dataset=data(8))

@@ -42,41 +42,45 @@ def test_a_resumed_run_is_bit_identical_with_dropout_and_epochs(
             if event["state"].global_step == self.at:
                 raise KeyboardInterrupt
 
-    whole, reference = fit(settings("whole"), net(0.3), train_dataset=data(22), eval_dataset=data(6))
+    uninterrupted, reference = fit(settings("uninterrupted"), net(0.3), train_dataset=data(22), eval_dataset=data(6))
     drawn = (random.random(), np.random.rand(), torch.rand(1))
     for at in (3, 7):
         with pytest.raises(KeyboardInterrupt):
             fit(
-                settings("broken"), net(0.3), train_dataset=data(22), eval_dataset=data(6), callbacks=[Break(at)],
+                settings("interrupted"), net(0.3), train_dataset=data(22), eval_dataset=data(6), callbacks=[Break(at)],
                 resume=True,
             )  # fmt: skip
     random.seed(99)
     torch.manual_seed(99)
-    broken, last = fit(settings("broken"), net(0.3), train_dataset=data(22), eval_dataset=data(6), resume=True)
+    interrupted, last = fit(
+        settings("interrupted"), net(0.3), train_dataset=data(22), eval_dataset=data(6), resume=True
+    )
     assert last.hex == reference.hex[6:]
     assert (random.random(), np.random.rand(), torch.rand(1)) == drawn
-    for a, b in zip(whole.unwrapped_model().parameters(), broken.unwrapped_model().parameters(), strict=True):
+    for a, b in zip(
+        uninterrupted.unwrapped_model().parameters(), interrupted.unwrapped_model().parameters(), strict=True
+    ):
         assert torch.equal(a, b)
-    assert whole.optimizer is not None
-    assert broken.optimizer is not None
-    theirs = broken.optimizer.state_dict()["state"]
-    for index, state in whole.optimizer.state_dict()["state"].items():
+    assert uninterrupted.optimizer is not None
+    assert interrupted.optimizer is not None
+    theirs = interrupted.optimizer.state_dict()["state"]
+    for index, state in uninterrupted.optimizer.state_dict()["state"].items():
         assert all(torch.equal(tensor, theirs[index][name]) for name, tensor in state.items())
-    assert broken.state.log_history == whole.state.log_history
-    assert broken.state.total_flos == whole.state.total_flos
+    assert interrupted.state.log_history == uninterrupted.state.log_history
+    assert interrupted.state.total_flos == uninterrupted.state.total_flos
 
 
 def test_resume_takes_true_latest_or_a_path(args: Make, fit: Make, tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2}
-    _, reference = fit(args(**settings, output_dir=str(tmp_path / "whole")))
-    for resume, first in ((True, 8), ("latest", 8), (str(tmp_path / "whole/checkpoints/step-00000004"), 4)):
-        again, losses = fit(args(**settings, output_dir=str(tmp_path / "whole")), resume=resume)
+    _, reference = fit(args(**settings, output_dir=str(tmp_path / "run")))
+    for resume, first in ((True, 8), ("latest", 8), (str(tmp_path / "run/checkpoints/step-00000004"), 4)):
+        again, losses = fit(args(**settings, output_dir=str(tmp_path / "run")), resume=resume)
         assert again.resumed_from is not None
         assert again.resumed_from.name == f"step-{first:08d}"
         assert losses.hex[: 8 - first] == reference.hex[first:]
     with pytest.raises(ConfigError, match="already contains a run at step 8"):
-        fit(args(**settings, output_dir=str(tmp_path / "whole")))
-    _, losses = fit(args(**settings, output_dir=str(tmp_path / "whole"), overwrite_output_dir=True))
+        fit(args(**settings, output_dir=str(tmp_path / "run")))
+    _, losses = fit(args(**settings, output_dir=str(tmp_path / "run"), overwrite_output_dir=True))
     assert losses.hex == reference.hex
     with pytest.raises(CheckpointError, match="no valid checkpoint|cannot be read"):
         fit(args(output_dir=str(tmp_path / "none")), resume=str(tmp_path / "none" / "checkpoints"))
@@ -230,7 +234,7 @@ def test_a_module_with_save_pretrained_but_no_config_resumes(args: Make, data: M
             (Path(folder) / "own.json").write_text("{}")
 
     ends = []
-    for name, stops in (("whole", (4,)), ("broken", (2, 4))):
+    for name, stops in (("uninterrupted", (4,)), ("interrupted", (2, 4))):
         for stop in stops:
             torch.manual_seed(0)
             settings = args(
@@ -240,4 +244,4 @@ def test_a_module_with_save_pretrained_but_no_config_resumes(args: Make, data: M
             trainer.train(resume_from_checkpoint=True)
         ends.append(trainer.unwrapped_model().state_dict())
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
-    assert (tmp_path / "whole/checkpoints/step-00000004/model/own.json").is_file()
+    assert (tmp_path / "uninterrupted/checkpoints/step-00000004/model/own.json").is_file()

@@ -28,7 +28,7 @@ from whimbrel.train.summary import RunSummary
 MakeRun = Callable[..., RunConfig]
 
 
-class Seen(TrainerCallback):
+class RecordMetrics(TrainerCallback):
     """Records the metrics of a run; with `stop_after`, stops it after that many steps."""
 
     def __init__(self, stop_after: int | None = None) -> None:
@@ -59,8 +59,8 @@ class Seen(TrainerCallback):
         self.samples.append((event["step"], event["text"]))
 
 
-def run(config: RunConfig, seen: Seen | None = None, **keywords: Any) -> Seen:
-    seen = seen or Seen()
+def run(config: RunConfig, seen: RecordMetrics | None = None, **keywords: Any) -> RecordMetrics:
+    seen = seen or RecordMetrics()
     train(config, callbacks=[seen], **keywords)
     return seen
 
@@ -71,24 +71,27 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return load_model(newest / "model").state_dict()
 
 
-def timeless(log: Path) -> list[dict[str, Any]]:
+def without_timings(log: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "seconds"} for line in read_log(log)]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_stopped_and_resumed_run_is_bit_identical(make_run: MakeRun, tmp_path: Path, optimizer: str) -> None:
     settings = {"optim__name": optimizer, "train__clip": 1.0, "validation__every": 3, "checkpoint__every": 2}
-    whole = run(make_run(output_dir=tmp_path / "whole", **settings))
-    broken = make_run(output_dir=tmp_path / "broken", **settings)
-    first = run(broken, Seen(stop_after=3))
+    uninterrupted = run(make_run(output_dir=tmp_path / "uninterrupted", **settings))
+    interrupted = make_run(output_dir=tmp_path / "interrupted", **settings)
+    first = run(interrupted, RecordMetrics(stop_after=3))
     assert len(first.losses) == 3
-    second = run(broken)
-    assert first.losses + second.losses == whole.losses
-    assert timeless(tmp_path / "broken" / "log.jsonl") == timeless(tmp_path / "whole" / "log.jsonl")
-    a, b = weights(tmp_path / "whole"), weights(tmp_path / "broken")
+    second = run(interrupted)
+    assert first.losses + second.losses == uninterrupted.losses
+    assert without_timings(tmp_path / "interrupted" / "log.jsonl") == without_timings(
+        tmp_path / "uninterrupted" / "log.jsonl"
+    )
+    a, b = weights(tmp_path / "uninterrupted"), weights(tmp_path / "interrupted")
     assert all(torch.equal(a[name], b[name]) for name in a)
     states = [
-        read_component(list_checkpoints(tmp_path / name)[6], "optimizer")["state"] for name in ("whole", "broken")
+        read_component(list_checkpoints(tmp_path / name)[6], "optimizer")["state"]
+        for name in ("uninterrupted", "interrupted")
     ]
     for index, state in states[0].items():
         assert all(torch.equal(tensor, states[1][index][name]) for name, tensor in state.items())
@@ -98,21 +101,21 @@ def test_a_run_that_crashed_between_checkpoints_repeats_its_steps_and_log_lines(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     settings = {"checkpoint__every": 2, "validation__every": 2}
-    run(make_run(output_dir=tmp_path / "whole", **settings))
+    run(make_run(output_dir=tmp_path / "uninterrupted", **settings))
 
-    class Crash(Seen):
+    class Crash(RecordMetrics):
         def on_train_metrics(self, **event: Any) -> None:
             if event["metrics"]["step"] == 5:
                 raise KeyboardInterrupt
 
-    config = make_run(output_dir=tmp_path / "broken", **settings)
+    config = make_run(output_dir=tmp_path / "interrupted", **settings)
     with pytest.raises(KeyboardInterrupt):
         run(config, Crash())
     assert list(list_checkpoints(config.output_dir)) == [2, 4]
     with (config.output_dir / "log.jsonl").open("a") as file:
         file.write('{"kind": "step", "aft')  # the line that was being written
     run(config)
-    assert timeless(config.output_dir / "log.jsonl") == timeless(tmp_path / "whole" / "log.jsonl")
+    assert without_timings(config.output_dir / "log.jsonl") == without_timings(tmp_path / "uninterrupted" / "log.jsonl")
 
 
 @pytest.mark.parametrize("documents", ["join", "mask", "pack"])
@@ -257,7 +260,7 @@ def test_resuming_with_another_model_raises(make_run: MakeRun) -> None:
 def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
     make_run: MakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(make_run(output_dir=tmp_path / "whole"))
+    run(make_run(output_dir=tmp_path / "uninterrupted"))
     config = make_run(checkpoint__every=4)
     run(config)
     newest = latest_checkpoint(config.output_dir)
@@ -271,7 +274,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
     with pytest.raises(CheckpointError, match=r"is damaged: model/model\.safetensors has changed"):
         load_model(newest)
     assert "optimizer.safetensors" in caplog.text
-    assert timeless(config.output_dir / "log.jsonl") == timeless(tmp_path / "whole" / "log.jsonl")
+    assert without_timings(config.output_dir / "log.jsonl") == without_timings(tmp_path / "uninterrupted" / "log.jsonl")
     for path in list_checkpoints(config.output_dir).values():
         (path / "manifest.json").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
@@ -294,7 +297,7 @@ def test_a_tokenizer_that_does_not_match_the_shards_raises(make_run: MakeRun, sh
 
 
 def test_a_stop_during_validation_is_saved(make_run: MakeRun) -> None:
-    class StopThere(Seen):
+    class StopThere(RecordMetrics):
         def on_evaluate(self, **event: Any) -> None:
             event["control"].should_training_stop = True
 
@@ -306,7 +309,7 @@ def test_a_stop_during_validation_is_saved(make_run: MakeRun) -> None:
 def test_a_resumed_run_uses_its_new_optimizer_settings(make_run: MakeRun) -> None:
     run(make_run(schedule__name="constant", optim__lr=1e-3))
     changed = make_run(schedule__name="constant", optim__lr=1e-5, optim__weight_decay=0.5, train__steps=8)
-    trainer, seen = Trainer.from_config(changed, callbacks=[]), Seen()
+    trainer, seen = Trainer.from_config(changed, callbacks=[]), RecordMetrics()
     trainer.add_callback(seen)
     trainer.train()
     assert trainer.optimizer is not None
@@ -378,7 +381,7 @@ def test_compiled_blocks_give_the_same_losses_and_are_cached_on_disk(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "put back after the test")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    torch.compiler.reset()  # code that an earlier test compiled would not be written again
+    torch.compiler.reset()  # graphs compiled by an earlier test would not be written to the cache again
     clear_inductor_caches()
     compiled = run(make_run(output_dir=tmp_path / "compiled", train__steps=3, train__compile=True))
     plain = run(make_run(output_dir=tmp_path / "plain", train__steps=3))

@@ -53,8 +53,8 @@ def contents(run: Path) -> dict[str, bytes]:
     return {path.relative_to(run).as_posix(): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
 
 
-def wait_until(there: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
-    while not there():
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
+    while not condition():
         assert process.poll() is None
         time.sleep(0.01)
 

@@ -39,14 +39,14 @@ class SignalAt:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signal_finishes_the_step_and_saves(args: Make, fit: Make, number: signal.Signals) -> None:
-    before = {own: signal.getsignal(own) for own in SIGNALS}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     settings = args()  # with save_strategy="no"
     trainer, losses = fit(settings, callbacks=[SignalAt(2, number=number)])
     assert trainer.state.global_step == len(losses.values) == 3
     assert list(list_checkpoints(Path(settings.output_dir))) == [3]
     assert trainer.received_signal == number
     assert trainer.stopped_by == (number.name, "on_step_end", "stop")
-    assert {own: signal.getsignal(own) for own in SIGNALS} == before
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
 
 
 @pytest.mark.parametrize("kind", [Trainer, "from_config"])
@@ -135,7 +135,7 @@ def test_the_resumed_run_repeats_an_interrupted_evaluation(make_run: MakeRun, tm
             random.random()
 
     found = []
-    for name in ("whole", "interrupted"):
+    for name in ("uninterrupted", "interrupted"):
         config = make_run(output_dir=tmp_path / name, **settings)
         if name == "interrupted":
             train(config, callbacks=[UsesRNG(), SignalAt(step, "on_prediction_step")])

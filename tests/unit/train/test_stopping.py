@@ -42,18 +42,18 @@ def test_stop_logs_evaluates_and_saves(args: Make, fit: Make, data: Make) -> Non
 
 
 def test_callbacks_can_cancel_due_actions(args: Make, fit: Make) -> None:
-    class CallOff(TrainerCallback):
+    class CancelSave(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
             if event["state"].global_step == 4:
                 event["control"].should_save = False
 
     settings = args(save_strategy="steps", save_steps=2)
-    fit(settings, callbacks=[CallOff()])
+    fit(settings, callbacks=[CancelSave()])
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [2, 6, 8]
 
 
-def poisoned(*bad: int) -> Callable[..., Tensor]:
-    """A loss that is NaN at the given calls."""
+def nan_loss_at(*bad: int) -> Callable[..., Tensor]:
+    """A loss function that returns NaN at these calls."""
     calls = 0
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def poisoned(*bad: int) -> Callable[..., Tensor]:
 def test_nonfinite_stop_names_the_step_and_saves_nothing(args: Make, fit: Make) -> None:
     settings = args(save_strategy="steps", save_steps=2)
     with pytest.raises(TrainingError, match="step 3: loss nan, gradient norm nan: lower"):
-        fit(settings, compute_loss_func=poisoned(4))
+        fit(settings, compute_loss_func=nan_loss_at(4))
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [2]
 
 
@@ -79,7 +79,7 @@ def test_nonfinite_skip_keeps_the_weights(args: Make, fit: Make) -> None:
         def on_step_end(self, **event: Any) -> None:
             weights[event["state"].global_step] = event["model"].layers[0].weight.detach().clone()
 
-    trainer, losses = fit(args(on_nonfinite="skip"), compute_loss_func=poisoned(4), callbacks=[Keep()])
+    trainer, losses = fit(args(on_nonfinite="skip"), compute_loss_func=nan_loss_at(4), callbacks=[Keep()])
     assert trainer.state.global_step == 8
     assert torch.equal(weights[3], weights[4])
     assert not torch.equal(weights[4], weights[5])
@@ -88,23 +88,23 @@ def test_nonfinite_skip_keeps_the_weights(args: Make, fit: Make) -> None:
 
 
 def test_nonfinite_rollback_restores_a_checkpoint_and_continues_with_new_data(args: Make, fit: Make) -> None:
-    went: list[int] = []
+    rewound_to: list[int] = []
 
     class Rewound(TrainerCallback):
         def on_rewind(self, **event: Any) -> None:
-            went.append(event["step"])
+            rewound_to.append(event["step"])
 
     settings = args(on_nonfinite="rollback", save_strategy="steps", save_steps=3)
-    trainer, losses = fit(settings, compute_loss_func=poisoned(5), callbacks=[Rewound()])
-    assert went == [3]
+    trainer, losses = fit(settings, compute_loss_func=nan_loss_at(5), callbacks=[Rewound()])
+    assert rewound_to == [3]
     assert trainer.state.global_step == 8
     assert torch.tensor(losses.values).isfinite().all()
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [3, 6, 8]
     with pytest.raises(TrainingError, match="after 3 rollbacks"):
         fit(args(on_nonfinite="rollback", save_strategy="steps", save_steps=3, output_dir=settings.output_dir + "2"),
-            compute_loss_func=poisoned(*range(5, 99)))  # fmt: skip
+            compute_loss_func=nan_loss_at(*range(5, 99)))  # fmt: skip
     with pytest.raises(TrainingError, match="no checkpoint to roll back to"):
-        fit(args(on_nonfinite="rollback", output_dir=settings.output_dir + "3"), compute_loss_func=poisoned(2))
+        fit(args(on_nonfinite="rollback", output_dir=settings.output_dir + "3"), compute_loss_func=nan_loss_at(2))
 
 
 def test_fp16_overflow_is_a_skip_and_the_scale_is_saved(args: Make, fit: Make) -> None:
@@ -141,10 +141,10 @@ def test_fp16_overflow_is_a_skip_and_the_scale_is_saved(args: Make, fit: Make) -
 
 def test_a_run_that_skips_every_step_fails(args: Make, fit: Make) -> None:
     with pytest.raises(TrainingError, match="100 skipped steps in a row: lower the learning rate"):
-        fit(args(on_nonfinite="skip", max_steps=200), compute_loss_func=poisoned(*range(5, 300)))
+        fit(args(on_nonfinite="skip", max_steps=200), compute_loss_func=nan_loss_at(*range(5, 300)))
 
 
-def test_torch_switches_are_restored(args: Make, fit: Make) -> None:
+def test_torch_settings_are_restored(args: Make, fit: Make) -> None:
     seen = []
 
     class Look(TrainerCallback):
@@ -188,14 +188,14 @@ def test_a_callback_cannot_withdraw_the_stop_of_another(args: Make, fit: Make) -
             if event["state"].global_step == 3:
                 event["control"].should_training_stop = True
 
-    class Careless(TrainerCallback):
+    class ClearsStop(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
             event["control"].should_training_stop = False
 
         def on_train_metrics(self, **event: Any) -> None:
             event["control"].should_training_stop = False
 
-    trainer, _ = fit(args(), callbacks=[Stop(), Careless()])
+    trainer, _ = fit(args(), callbacks=[Stop(), ClearsStop()])
     assert trainer.state.global_step == 3
 
 
@@ -206,56 +206,58 @@ def test_save_checkpoint_from_a_callback_waits_for_the_metrics(args: Make, fit: 
 
     settings = args()
     with pytest.raises(TrainingError, match="step 2: loss nan"):
-        fit(settings, compute_loss_func=poisoned(3), callbacks=[Save()])
+        fit(settings, compute_loss_func=nan_loss_at(3), callbacks=[Save()])
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [1, 2]
 
 
 def test_on_train_end_reaches_all_callbacks_when_one_fails(args: Make, fit: Make) -> None:
-    told = []
+    outputs = []
 
     class Fails(TrainerCallback):
         def on_train_end(self, **event: Any) -> None:
-            raise ValueError("cannot let go")
+            raise ValueError("on_train_end failed")
 
-    class Hears(TrainerCallback):
+    class RecordsOutput(TrainerCallback):
         def on_train_end(self, **event: Any) -> None:
-            told.append(event["output"])
+            outputs.append(event["output"])
 
-    with pytest.raises(ValueError, match="cannot let go"):
-        fit(args(), callbacks=[Fails(), Hears()])
-    assert len(told) == 1
+    with pytest.raises(ValueError, match="on_train_end failed"):
+        fit(args(), callbacks=[Fails(), RecordsOutput()])
+    assert len(outputs) == 1
 
 
 def test_evaluations_without_eval_data_raise(args: Make, fit: Make) -> None:
-    for given in ({"eval_strategy": "steps"}, {"preserve_best_model": True}, {"eval_on_save": True}):
+    for settings in ({"eval_strategy": "steps"}, {"preserve_best_model": True}, {"eval_on_save": True}):
         with pytest.raises(ConfigError, match="pass eval_dataset"):
-            fit(args(**given))
+            fit(args(**settings))
 
 
 def test_a_rollback_without_new_checkpoints_loads_the_resumed_one(args: Make, fit: Make) -> None:
-    went: list[int] = []
+    rewound_to: list[int] = []
 
     class Rewound(TrainerCallback):
         def on_rewind(self, **event: Any) -> None:
-            went.append(event["step"])
+            rewound_to.append(event["step"])
 
     settings = {"save_strategy": "steps", "save_steps": 2, "on_nonfinite": "rollback"}
     fit(args(**settings, max_steps=12))
     first = str(Path(args().output_dir) / "checkpoints" / "step-00000004")
-    trainer, _ = fit(args(**settings, max_steps=9), resume=first, compute_loss_func=poisoned(4), callbacks=[Rewound()])
-    assert went == [6]
+    trainer, _ = fit(
+        args(**settings, max_steps=9), resume=first, compute_loss_func=nan_loss_at(4), callbacks=[Rewound()]
+    )
+    assert rewound_to == [6]
     assert trainer.state.global_step == 9
 
 
 def test_a_rollback_at_the_end_of_an_epoch_continues_with_the_next(args: Make, fit: Make) -> None:
     """The checkpoint is of the previous step, so the current epoch has no batch left."""
 
-    class Settle(TrainerCallback):
+    class FlushMetrics(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:
             event["trainer"].flush_metrics()
 
     settings = args(on_nonfinite="rollback", save_strategy="steps", save_steps=6, max_steps=14)
-    trainer, _ = fit(settings, compute_loss_func=poisoned(12), callbacks=[Settle()])
+    trainer, _ = fit(settings, compute_loss_func=nan_loss_at(12), callbacks=[FlushMetrics()])
     assert trainer.state.global_step == 14
 
 

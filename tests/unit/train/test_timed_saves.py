@@ -76,14 +76,14 @@ def test_minutes_must_be_positive(make_run: MakeRun, minutes: float) -> None:
 def test_crashed_run_resumes_from_the_timed_save(make_run: MakeRun, tmp_path: Path) -> None:
     """With a recipe that saves at the end only."""
     settings = {"validation__every": 2, "checkpoint__best": 1, "checkpoint__evaluate": True, "log__every": 2}
-    train(make_run(output_dir=tmp_path / "whole", checkpoint__every_minutes=None, **settings))
-    broken = make_run(output_dir=tmp_path / "broken", checkpoint__every_minutes=ALWAYS, **settings)
-    train(broken, callbacks=[Abort(5)])
-    assert list(list_checkpoints(broken.output_dir)) == [4]  # only the newest is kept
-    train(broken)
-    assert list(list_checkpoints(broken.output_dir)) == list(list_checkpoints(tmp_path / "whole")) == [6]
-    assert lines(broken.output_dir) == lines(tmp_path / "whole")
-    assert weights(broken.output_dir) == weights(tmp_path / "whole")
+    train(make_run(output_dir=tmp_path / "uninterrupted", checkpoint__every_minutes=None, **settings))
+    interrupted = make_run(output_dir=tmp_path / "interrupted", checkpoint__every_minutes=ALWAYS, **settings)
+    train(interrupted, callbacks=[Abort(5)])
+    assert list(list_checkpoints(interrupted.output_dir)) == [4]  # only the newest is kept
+    train(interrupted)
+    assert list(list_checkpoints(interrupted.output_dir)) == list(list_checkpoints(tmp_path / "uninterrupted")) == [6]
+    assert lines(interrupted.output_dir) == lines(tmp_path / "uninterrupted")
+    assert weights(interrupted.output_dir) == weights(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize("keep", [None, 1, 2])
@@ -159,12 +159,12 @@ def test_temporary_checkpoint_can_be_made_permanent(tmp_path: Path) -> None:
     assert list(list_checkpoints(tmp_path)) == [1, 4]
 
 
-def test_run_that_starts_from_scratch_says_so(make_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_from_scratch_is_logged(make_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
     config = make_run()
-    said = re.escape(f"No checkpoint found in {config.output_dir}: starting from scratch")
+    message = re.escape(f"No checkpoint found in {config.output_dir}: starting from scratch")
     with caplog.at_level(logging.INFO, "whimbrel"):
         train(config)
-        assert len(re.findall(said, caplog.text)) == 1
+        assert len(re.findall(message, caplog.text)) == 1
         caplog.clear()
         train(make_run(train__steps=7))
     assert "starting from scratch" not in caplog.text

@@ -24,7 +24,7 @@ SWITCHES: dict[str, Any] = {
 }
 
 
-def switches() -> dict[str, Any]:
+def torch_settings() -> dict[str, Any]:
     """The global torch settings; the last is whether saved tensors go through hooks."""
     return {
         "kernels": _cur_sdpa_kernel_backends(with_priority=True),
@@ -34,15 +34,15 @@ def switches() -> dict[str, Any]:
     }
 
 
-class Looking(nn.Module):
-    """A model that records the settings in each forward pass, and fails in the given one."""
+class RecordingNet(nn.Module):
+    """Wraps a model and records the torch settings in each forward pass; raises if `fails`."""
 
     def __init__(self, net: nn.Module, fails: bool) -> None:
         super().__init__()
         self.net, self.fails, self.seen = net, fails, []  # type: ignore[var-annotated]
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        self.seen.append(switches())
+        self.seen.append(torch_settings())
         if self.fails:
             raise OSError("out of luck")
         return self.net(x, labels)
@@ -53,7 +53,7 @@ class Looking(nn.Module):
 def test_settings_apply_during_a_run_and_are_restored_after_it(
     args: Make, net: Make, data: Make, verb: str, fails: bool
 ) -> None:
-    before, model = switches(), Looking(net(), fails)
+    before, model = torch_settings(), RecordingNet(net(), fails)
     trainer = BaseTrainer(args(max_steps=1, **SWITCHES), model, train_dataset=data(), eval_dataset=data())
     work = trainer.train if verb == "train" else lambda: getattr(trainer, verb)(data())
     if fails:
@@ -65,11 +65,12 @@ def test_settings_apply_during_a_run_and_are_restored_after_it(
         "kernels": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], "matmul": ("medium", "tf32"), "anomaly": True,
         "offloaded": True,
     }  # fmt: skip
-    assert switches() == before
+    assert torch_settings() == before
     assert not before["offloaded"]
 
 
-@pytest.mark.filterwarnings("ignore:Error detected in SqrtBackward0")  # torch's, with the line that called it
+# Warning by torch with the line of the forward call
+@pytest.mark.filterwarnings("ignore:Error detected in SqrtBackward0")
 def test_anomaly_mode_names_the_operation_before_the_update(args: Make, fit: Make, net: Make) -> None:
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         zeros = outputs[1] - outputs[1].detach()
@@ -84,13 +85,13 @@ def test_anomaly_mode_names_the_operation_before_the_update(args: Make, fit: Mak
 
 
 def test_unavailable_attention_kernels_raise(make_run: Callable[..., RunConfig]) -> None:
-    before = switches()
+    before = torch_settings()
     with pytest.raises(PrecisionError, match="sdpa_backend = efficient does not support this attention"):
         train(make_run(train__sdpa_backend="efficient"))  # not available on a CPU
-    assert switches() == before
+    assert torch_settings() == before
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile, looking at its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # warning by torch.compile about its inputs
 def test_activations_of_compiled_blocks_are_offloaded(
     make_run: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

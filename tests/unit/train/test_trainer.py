@@ -73,7 +73,7 @@ def test_leftover_micro_batches_of_an_epoch_make_a_step(args: Make, fit: Make, d
     assert trainer.state.epoch_start_step == 4
 
 
-def test_the_epoch_fraction_is_right_under_accumulation(args: Make, fit: Make, data: Make) -> None:
+def test_the_epoch_fraction_is_correct_with_accumulation(args: Make, fit: Make, data: Make) -> None:
     seen: list[float] = []
 
     class Epochs(TrainerCallback):
@@ -176,11 +176,11 @@ def test_optimizer_and_scheduler_by_name_or_object(args: Make, fit: Make, net: M
     assert own.param_groups[0]["lr"] == pytest.approx(0.025)
     named, _ = fit(args(output_dir=args().output_dir + "b"), optimizers=("muon", "linear"))
     assert type(named.optimizer).__name__ == "Muon"
-    assert not named.optimizer.skip_nonfinite  # the loop checks instead
+    assert not named.optimizer.skip_nonfinite  # the training loop checks instead
     model = net()
     careful = GaLoreWarm(model.parameters(), rank=2)
     fit(args(output_dir=args().output_dir + "d"), model, optimizers=(careful, None))
-    assert careful.skip_nonfinite  # an object keeps its setting
+    assert careful.skip_nonfinite  # an optimizer object keeps its setting
     made, _ = fit(args(output_dir=args().output_dir + "c"), optimizers=(lambda ps: torch.optim.SGD(ps, lr=0.1), None))
     assert isinstance(made.optimizer, torch.optim.SGD)
 
@@ -220,13 +220,13 @@ def test_callbacks_are_added_to_the_defaults(args: Make, net: Make) -> None:
     assert len(Trainer(args(), net(), callbacks=[]).callbacks) == len(names)
 
 
-def test_evaluating_another_dataset_keeps_the_trainers_own(args: Make, net: Make, data: Make) -> None:
+def test_evaluating_another_dataset_does_not_replace_eval_dataset(args: Make, net: Make, data: Make) -> None:
     trainer = BaseTrainer(args(), net(), eval_dataset=data(4))
     own = trainer.evaluate()["eval_loss"]
     other = trainer.evaluate(data(12))["eval_loss"]
     trainer.predict(data(12))
     assert trainer.evaluate()["eval_loss"] == own != other
-    assert trainer.state.best_metric is None  # only a run compares
+    assert trainer.state.best_metric is None  # only a training run updates the best metric
 
 
 def test_on_epoch_end_is_dispatched_when_a_run_ends_within_an_epoch(args: Make, fit: Make) -> None:

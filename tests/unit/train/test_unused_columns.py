@@ -15,21 +15,21 @@ from whimbrel.train.dataset_batches import drop_unused_columns
 
 
 class Named(nn.Module):
-    """Names what it takes, and takes more."""
+    """forward has a named argument and **kwargs."""
 
     def forward(self, x: Tensor, **more: Any) -> Tensor:
         return x
 
 
 class Keywords(nn.Module):
-    """Takes whatever comes."""
+    """forward has only **kwargs."""
 
     def forward(self, **batch: Tensor) -> Tensor:
         return batch["x"]
 
 
-class Places(nn.Module):
-    """Takes whatever comes, by place."""
+class Positional(nn.Module):
+    """forward has only *args."""
 
     def forward(self, *batch: Tensor) -> Tensor:
         return batch[0]
@@ -48,7 +48,7 @@ def test_columns_that_forward_does_not_accept_are_dropped_and_logged(caplog: pyt
     assert drop_unused_columns(rows().to_iterable_dataset(), Named()).column_names == ["x", "label"]
 
 
-@pytest.mark.parametrize("model", [Keywords(), Places()])
+@pytest.mark.parametrize("model", [Keywords(), Positional()])
 def test_a_forward_with_only_kwargs_keeps_every_column(model: nn.Module) -> None:
     assert drop_unused_columns(rows(), model).column_names == ["x", "text", "label", "more"]
 

@@ -18,7 +18,7 @@ from whimbrel.train.summary import RunSummary, estimate_memory
 
 
 class Run:
-    """Learns a linear map; `step` does one step, or tells of a given loss without doing one."""
+    """Trains a linear map; `step` runs one step, or only reports `loss` if it is passed."""
 
     def __init__(self, output_dir: Path, callbacks: Iterable[object], steps: int = 10, log: LogConfig | None = None):
         self.config = TrainerConfig(output_dir=output_dir, train=TrainConfig(steps=steps), log=log or LogConfig())
@@ -33,11 +33,11 @@ class Run:
         self.checkpoint: Path | None = None
         self.saved_models: dict[Path, dict[str, torch.Tensor]] = {}
 
-    def dispatch(self, event: str, **own: Any) -> TrainerControl:
+    def dispatch(self, event: str, **keywords: Any) -> TrainerControl:
         self.control = self.callbacks.dispatch(
             event, self.control, args=self.args, state=self.state, model=self.model, processing_class=None,
             optimizer=self.optimizer, lr_scheduler=None, train_dataloader=None, eval_dataloader=None, trainer=self,
-            **own,
+            **keywords,
         )  # fmt: skip
         return self.control
 

@@ -17,7 +17,7 @@ from whimbrel.train.log import read_log
 
 
 def losses_of_training(lr: float, steps: int = 300) -> list[float]:
-    """A small network that learns to classify noisy points by SGD, batches of 4: falling and very noisy losses."""
+    """Losses of a small classifier trained by SGD with batches of 4: decreasing and very noisy."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
     rule = torch.randn(8, 10)
@@ -34,11 +34,11 @@ def losses_of_training(lr: float, steps: int = 300) -> list[float]:
 
 
 GOOD = losses_of_training(lr=0.1)
-BAD = GOOD[:100] + losses_of_training(lr=30.0)[:200]  # the rate was raised on the way
+BAD = GOOD[:100] + losses_of_training(lr=30.0)[:200]  # the learning rate is raised after 100 steps
 
 
-def alarm(make_run: Any, callback: DivergenceCallback, losses: list[float]) -> int | None:
-    """After which loss the run is to end."""
+def step_of_detection(make_run: Any, callback: DivergenceCallback, losses: list[float]) -> int | None:
+    """The index of the loss after which the run stops, or None."""
     run = make_run(callback, steps=len(losses)).begin()
     for step, loss in enumerate(losses):
         run.step(loss=loss)
@@ -57,20 +57,20 @@ DETECTORS = [
 def test_a_noisy_decreasing_loss_is_not_divergence(make_run: Any, settings: dict[str, Any]) -> None:
     assert sum(GOOD[-50:]) < 0.7 * sum(GOOD[:50])
     rises = [later - now for now, later in itertools.pairwise(GOOD)]
-    assert max(rises) > 1.0  # a step alone often rises by more than the threshold
-    assert alarm(make_run, DivergenceCallback(DivergenceConfig(action="stop", **settings)), GOOD) is None
+    assert max(rises) > 1.0  # single steps often rise by more than the threshold
+    assert step_of_detection(make_run, DivergenceCallback(DivergenceConfig(action="stop", **settings)), GOOD) is None
 
 
 @pytest.mark.parametrize("settings", DETECTORS)
 def test_the_first_steps_are_not_divergence(make_run: Any, settings: dict[str, Any]) -> None:
     start = [11.0, 11.4, 10.9, 11.3, 10.6, 9.9, 9.1, 8.8, 9.3, 8.1, 8.4, 7.7]
-    assert alarm(make_run, DivergenceCallback(DivergenceConfig(action="stop", **settings)), start) is None
+    assert step_of_detection(make_run, DivergenceCallback(DivergenceConfig(action="stop", **settings)), start) is None
 
 
 @pytest.mark.parametrize("settings", DETECTORS)
 def test_a_diverging_loss_is_detected_within_a_few_steps(make_run: Any, settings: dict[str, Any]) -> None:
     callback = DivergenceCallback(DivergenceConfig(action="abort", **settings))
-    step = alarm(make_run, callback, BAD)
+    step = step_of_detection(make_run, callback, BAD)
     assert step is not None
     assert 100 <= step < 120
     assert callback.reason is not None
@@ -81,18 +81,18 @@ def test_a_diverging_loss_is_detected_within_a_few_steps(make_run: Any, settings
 @pytest.mark.parametrize("settings", DETECTORS)
 def test_a_non_finite_loss_is_divergence_at_once(make_run: Any, settings: dict[str, Any], loss: float) -> None:
     callback = DivergenceCallback(DivergenceConfig(action="stop", **settings))
-    assert alarm(make_run, callback, [loss]) == 0
+    assert step_of_detection(make_run, callback, [loss]) == 0
     assert callback.reason == f"the loss of step 0 is {loss}"
 
 
 @pytest.mark.parametrize("settings", DETECTORS)
 def test_a_resume_does_not_change_detection(make_run: Any, settings: dict[str, Any]) -> None:
     config = DivergenceConfig(action="stop", **settings)
-    whole = alarm(make_run, DivergenceCallback(config), BAD)
+    uninterrupted = step_of_detection(make_run, DivergenceCallback(config), BAD)
     first, second = DivergenceCallback(config), DivergenceCallback(config)
-    assert alarm(make_run, first, BAD[:95]) is None
+    assert step_of_detection(make_run, first, BAD[:95]) is None
     second.load_state_dict(first.state_dict())
-    assert alarm(make_run, second, BAD[95:]) == (whole or 0) - 95
+    assert step_of_detection(make_run, second, BAD[95:]) == (uninterrupted or 0) - 95
 
 
 @pytest.mark.parametrize(("action", "kind"), [("stop", "stop"), ("abort", "abort")])
@@ -103,15 +103,21 @@ def test_the_action_stops_or_aborts(make_run: Any, action: Any, kind: str) -> No
 
 
 def test_detection_is_off_without_an_action(make_run: Any) -> None:
-    assert alarm(make_run, DivergenceCallback(DivergenceConfig()), [math.nan]) is None
+    assert step_of_detection(make_run, DivergenceCallback(DivergenceConfig()), [math.nan]) is None
 
 
 @pytest.mark.parametrize("detector", ["ema", "window"])
 @pytest.mark.parametrize("name", ["gpt2-baseline-20m", "gpt2-fast-20m"])
 def test_published_runs_are_not_divergence(make_run: Any, root: Path, name: str, detector: Any) -> None:
-    """One of them leaps from 5 to 10.6 and comes back by itself."""
+    """One of them spikes from 5 to 10.6 and recovers."""
     lines = read_log(root / "bench" / "results" / f"{name}.jsonl")
     losses = [line["loss"] for line in lines if line["kind"] == "step"]
-    assert alarm(make_run, DivergenceCallback(DivergenceConfig(action="stop", detector=detector)), losses) is None
+    assert (
+        step_of_detection(make_run, DivergenceCallback(DivergenceConfig(action="stop", detector=detector)), losses)
+        is None
+    )
     ruined = losses + [losses[-1] + 6.0] * 20
-    assert alarm(make_run, DivergenceCallback(DivergenceConfig(action="stop", detector=detector)), ruined) is not None
+    assert (
+        step_of_detection(make_run, DivergenceCallback(DivergenceConfig(action="stop", detector=detector)), ruined)
+        is not None
+    )

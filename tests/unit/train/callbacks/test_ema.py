@@ -39,24 +39,24 @@ def test_the_average_follows_its_formula(make_run: Any) -> None:
 
 
 def test_a_resume_is_bit_exact(make_run: Any) -> None:
-    whole = EmaCallback(decay=0.9)
-    run = make_run(whole).begin()
+    uninterrupted = EmaCallback(decay=0.9)
+    run = make_run(uninterrupted).begin()
     for _ in range(6):
         run.step()
     first = EmaCallback(decay=0.9)
-    broken = make_run(first).begin()
+    interrupted = make_run(first).begin()
     for _ in range(3):
-        broken.step()
-    state = unpack(*pack(first.state_dict()))  # through the form it has on disk
+        interrupted.step()
+    state = unpack(*pack(first.state_dict()))  # serialized and deserialized as in a checkpoint
     state = {"mean": {name: tensor.clone() for name, tensor in state["mean"].items()}}
     second = EmaCallback(decay=0.9)
     second.load_state_dict(state)
-    broken.callbacks.pop(first)
-    broken.callbacks.add(second)
-    broken.begin(3)
+    interrupted.callbacks.pop(first)
+    interrupted.callbacks.add(second)
+    interrupted.begin(3)
     for _ in range(3):
-        broken.step()
-    assert equal(means(second), means(whole))
+        interrupted.step()
+    assert equal(means(second), means(uninterrupted))
 
 
 def test_swapped_restores_the_weights_exactly(make_run: Any) -> None:
@@ -107,7 +107,7 @@ def test_the_average_is_saved_as_a_model_at_the_end(make_run: Any, tmp_path: Pat
     assert target == tmp_path / "run" / "ema" / "step-00000002"
     assert equal(run.saved_models[target], means(callback))
     assert equal(weights(run), own)
-    run.end()  # it is there: a run that is started again at its end writes nothing
+    run.end()  # already saved: restarting a finished run writes nothing
     assert len(run.saved_models) == 1
 
 

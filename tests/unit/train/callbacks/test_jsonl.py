@@ -19,7 +19,7 @@ from whimbrel.train.callbacks.loggers import JsonlLogger
 from whimbrel.train.log import read_log
 
 
-def go(make_run: Any, first: int, last: int) -> None:
+def run_session(make_run: Any, first: int, last: int) -> None:
     run = make_run(JsonlLogger(), steps=6).begin(first)
     for step in range(first, last):
         run.step(loss=3 - step / 10)
@@ -54,15 +54,15 @@ def test_skipped_steps_are_marked(make_run: Any, tmp_path: Path) -> None:
 
 def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(make_run: Any, tmp_path: Path) -> None:
     log = tmp_path / "run" / "log.jsonl"
-    go(make_run, 0, 6)
-    whole = log.read_bytes()
+    run_session(make_run, 0, 6)
+    uninterrupted = log.read_bytes()
     log.unlink()
-    go(make_run, 0, 5)
+    run_session(make_run, 0, 5)
     with log.open("a") as file:
         file.write('{"kind": "step", "aft')  # the line that was being written when it was killed
-    go(make_run, 2, 5)
-    go(make_run, 4, 6)
-    assert log.read_bytes() == whole
+    run_session(make_run, 2, 5)
+    run_session(make_run, 4, 6)
+    assert log.read_bytes() == uninterrupted
 
 
 def test_a_rollback_removes_later_lines(make_run: Any, tmp_path: Path) -> None:
@@ -81,11 +81,11 @@ def test_lines_are_valid_json_with_non_finite_losses(make_run: Any, tmp_path: Pa
     run.step(loss=math.nan, grad_norm=math.inf)
     run.end()
 
-    def refuse(word: str) -> None:
+    def fail_on_constant(word: str) -> None:
         raise ValueError(word)
 
     (line,) = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
-    record = json.loads(line, parse_constant=refuse)
+    record = json.loads(line, parse_constant=fail_on_constant)
     assert record["loss"] is record["grad_norm"] is None
 
 
@@ -159,7 +159,7 @@ def test_an_evaluation_without_a_loss_is_written(make_run: Any, tmp_path: Path) 
 
 @pytest.fixture
 def fill_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """While the disk is full, a line of the log is written up to its fifth byte."""
+    """A function that fills or frees a fake disk; on a full disk only five bytes of a line are written."""
     full, write = [False], os.write
 
     def limited(file: int, data: bytes) -> int:
@@ -230,11 +230,11 @@ def test_opening_the_log_is_retried(make_run: Any, tmp_path: Path, caplog: Any) 
 
 def test_damaged_lines_are_moved_to_another_file(make_run: Any, tmp_path: Path, caplog: Any) -> None:
     log = tmp_path / "run" / "log.jsonl"
-    go(make_run, 0, 4)
+    run_session(make_run, 0, 4)
     whole = log.read_bytes()
     first = whole.index(b"\n") + 1
     log.write_bytes(whole[:first] + b"\0" * 80 + b"\n" + whole[first:])
-    go(make_run, 4, 6)
+    run_session(make_run, 4, 6)
     assert f"{log}:2 is damaged" in caplog.text
     assert log.with_name("log.jsonl.damaged").read_bytes().endswith(whole[first:])
     assert [line["after"] for line in read_log(log) if line["kind"] == "step"] == [1, 5, 6]

@@ -22,15 +22,15 @@ from whimbrel.train.callbacks.loggers import JsonlLogger
 from whimbrel.train.log import read_log
 
 
-def dreams(model: nn.Module, step: int) -> str:
-    """Draws random numbers, as a sampler does."""
+def random_sampler(model: nn.Module, step: int) -> str:
+    """Uses the global RNG, as a sampler does."""
     assert not model.training
     assert not torch.is_grad_enabled()
     return f"{step}: {float(torch.rand(()) + model(torch.randn(1, 4))):.3f}"
 
 
 def test_samples_are_dispatched_and_logged(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(SampleCallback(dreams, every=2), JsonlLogger()).begin()
+    run = make_run(SampleCallback(random_sampler, every=2), JsonlLogger()).begin()
     for _ in range(5):
         run.step()
         assert run.model.training
@@ -39,22 +39,22 @@ def test_samples_are_dispatched_and_logged(make_run: Any, tmp_path: Path) -> Non
     assert [(line["after"], line["text"].partition(":")[0]) for line in lines] == [(2, "2"), (4, "4")]
 
 
-def test_samples_do_not_change_the_training(make_run: Any) -> None:
-    with_samples = make_run(SampleCallback(dreams, every=1)).begin()
+def test_samples_do_not_affect_training(make_run: Any) -> None:
+    with_samples = make_run(SampleCallback(random_sampler, every=1)).begin()
     losses = [with_samples.step() for _ in range(4)]
     without = make_run().begin()
     assert [without.step() for _ in range(4)] == losses
 
 
 def test_on_sample_can_stop_the_run(make_run: Any) -> None:
-    class Bored(TrainerCallback):
+    class StopOnSample(TrainerCallback):
         def on_sample(self, **event: Any) -> None:
             event["control"].should_training_stop = True
 
-    run = make_run(SampleCallback(dreams, every=1), Bored()).begin()
+    run = make_run(SampleCallback(random_sampler, every=1), StopOnSample()).begin()
     run.step()
     assert run.control.should_training_stop
-    assert run.callbacks.stopped_by.callback == "Bored"
+    assert run.callbacks.stopped_by.callback == "StopOnSample"
 
 
 def test_norms_of_parameters_and_gradients_are_logged(make_run: Any) -> None:
@@ -64,11 +64,11 @@ def test_norms_of_parameters_and_gradients_are_logged(make_run: Any) -> None:
     before = {name: value.norm().item() for name, value in run.model.named_parameters()}
     gradients: dict[str, float] = {}
 
-    class Peek(TrainerCallback):
+    class RecordGradNorms(TrainerCallback):
         def on_pre_optimizer_step(self, **event: Any) -> None:
             gradients.update({name: own.grad.norm().item() for name, own in event["model"].named_parameters()})
 
-    run.callbacks.add(Peek())
+    run.callbacks.add(RecordGradNorms())
     run.step()
     (logs,) = run.state.log_history
     expected = {f"grad_norm/{name}": norm for name, norm in gradients.items()}

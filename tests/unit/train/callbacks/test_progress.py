@@ -68,7 +68,7 @@ def test_mfu_is_the_achieved_fraction_of_peak_flops(make_run: Any, operations: f
     run = make_run(callback, steps=1).begin(flops_per_token=operations, peak_flops=peak)
     run.step(loss=2.0, tokens=3000, seconds=8.0)
     run.end()
-    text = without_colours(out.getvalue())
+    text = without_colors(out.getvalue())
     assert f"MFU: {operations:,.0f} FLOPs per token" in text
     assert f" {peak / 1e12:,.0f} TFLOP/s" in text
     assert f"  375 tok/s  MFU {100 * operations * 375 / peak:.1f}%" in text
@@ -132,14 +132,14 @@ def test_a_stop_at_the_last_step_is_not_reported(make_run: Any) -> None:
 
 
 def test_an_abort_reports_the_latest_checkpoint(make_run: Any) -> None:
-    class Impatient(TrainerCallback):
+    class AbortEarly(TrainerCallback):
         name = "me"
 
         def on_step_end(self, **event: Any) -> None:
             event["control"].should_abort_without_save = True
 
     callback, out = without_terminal()
-    run = make_run(Impatient(), callback).begin()
+    run = make_run(AbortEarly(), callback).begin()
     run.step(loss=1.0)
     run.end()
     assert out.getvalue().splitlines()[-2:] == [
@@ -153,18 +153,18 @@ def terminal() -> tuple[ProgressCallback, io.StringIO]:
     return ProgressCallback(Console(file=out, force_terminal=True, width=160, legacy_windows=False)), out
 
 
-def without_colours(text: str) -> str:
+def without_colors(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
-def test_the_progress_bar(make_run: Any) -> None:
+def test_the_progress_bar_shows_metrics(make_run: Any) -> None:
     callback, out = terminal()
     run = make_run(callback, steps=2).begin(flops_per_token=1e9, peak_flops=1e12)
     run.step(loss=2.0)
     run.evaluate(loss=1.0)
     run.step(loss=1.5)
     run.end()
-    text = without_colours(out.getvalue())
+    text = without_colors(out.getvalue())
     assert re.search(r"step 2/2  loss 1\.5000  lr 1\.00e-03  norm 0\.50  512 tok/s  MFU 51\.2%  \d+\.\d GiB", text)
     assert "validation after step 1: loss 1.0000" in text
     assert "step:0/2" not in text

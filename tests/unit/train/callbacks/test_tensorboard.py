@@ -16,16 +16,16 @@ from whimbrel.train.callbacks import TensorBoardCallback
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    reading = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    events = reading.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    event_accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = event_accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def go(make_run: Any, first: int, last: int, sitting: int = 0, **settings: Any) -> None:
+def run_session(make_run: Any, first: int, last: int, session: int = 0, **settings: Any) -> None:
     run = make_run(TensorBoardCallback(), steps=9, **settings).begin(first)
     for step in range(first, last):
-        run.step(loss=float(step + 100 * sitting))
+        run.step(loss=float(step + 100 * session))
         if run.state.global_step % 3 == 0:
             run.evaluate(loss=0.25, accuracy=0.5)
             run.log({"grad_norm/a": 2.0, "epoch": 0.5})
@@ -35,7 +35,7 @@ def go(make_run: Any, first: int, last: int, sitting: int = 0, **settings: Any) 
 
 def test_steps_evaluations_and_logs_are_written(make_run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    go(make_run, 0, 3)
+    run_session(make_run, 0, 3)
     seen = curves(tmp_path / "run" / "runs" / "1_host")
     assert seen["train/loss"] == [(1, 0.0), (2, 1.0), (3, 2.0)]
     assert seen["train/tokens_per_second"] == [(1, 512.0), (2, 512.0), (3, 512.0)]
@@ -63,20 +63,20 @@ def test_only_numbers_of_a_log_are_written(make_run: Any, tmp_path: Path) -> Non
 
 def test_resumes_discard_events_after_the_checkpoint(make_run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    go(make_run, 0, 7, sitting=0)
-    go(make_run, 3, 8, sitting=1)  # went on from step 3: steps 4 to 7 of before no longer hold
-    go(make_run, 6, 9, sitting=2)
+    run_session(make_run, 0, 7, session=0)
+    run_session(make_run, 3, 8, session=1)  # resumed from step 3: steps 4 to 7 of the first session are discarded
+    run_session(make_run, 6, 9, session=2)
     assert len(list((tmp_path / "run" / "runs").iterdir())) == 1
     seen = curves(tmp_path / "run" / "runs" / "1_host")
-    own = [(1, 0.0), (2, 1.0), (3, 2.0), (4, 103.0), (5, 104.0), (6, 105.0), (7, 206.0), (8, 207.0), (9, 208.0)]
-    assert seen["train/loss"] == own
+    expected = [(1, 0.0), (2, 1.0), (3, 2.0), (4, 103.0), (5, 104.0), (6, 105.0), (7, 206.0), (8, 207.0), (9, 208.0)]
+    assert seen["train/loss"] == expected
     assert seen["eval/loss"] == [(3, 0.25), (6, 0.25), (9, 0.25)]
 
 
 def test_a_restarted_run_discards_earlier_events(make_run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    go(make_run, 0, 7)
-    go(make_run, 0, 2, sitting=1)
+    run_session(make_run, 0, 7)
+    run_session(make_run, 0, 2, session=1)
     assert curves(tmp_path / "run" / "runs" / "1_host")["train/loss"] == [(1, 100.0), (2, 101.0)]
 
 
@@ -92,7 +92,7 @@ def test_a_rollback_discards_later_events(make_run: Any, tmp_path: Path) -> None
     assert curves(tmp_path / "run" / "runs" / "1_host")["train/loss"] == [(1, 3.0), (2, 2.0), (3, 1.5)]
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
@@ -103,10 +103,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sessions_started_within_a_second_are_read_in_order(make_run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     run = make_run(TensorBoardCallback(), steps=9).begin()
-    for sitting in range(3):
+    for session in range(3):
         run.state.global_step = 1
         run.dispatch("on_rewind", step=1)
-        run.step(loss=float(sitting))
+        run.step(loss=float(session))
     run.end()
     folder = tmp_path / "run" / "runs" / "1_host"
     assert curves(folder)["train/loss"] == [(2, 2.0)]
@@ -114,7 +114,8 @@ def test_sessions_started_within_a_second_are_read_in_order(make_run: Any, tmp_p
     assert len(set(seconds)) == len(seconds) == 4
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+# Raised in TensorBoard's writer thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_write_failures_log_one_warning_and_are_retried(
     make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

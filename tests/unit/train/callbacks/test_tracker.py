@@ -1,4 +1,4 @@
-"""The real Weights & Biases and trackio, offline."""
+"""Logging to Weights & Biases and trackio, offline."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from whimbrel.train.callbacks import TrackerCallback
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(MissingExtraError, match=rf"logging to {kind} needs the package '{kind}': pip install"):
         TrackerCallback(kind)
 
 
 class Tracked:
-    """A tracker's run that keeps what it is told."""
+    """A fake tracker run that records logged values."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.logged: list[dict[str, Any]] = []
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        self.told.append(values)
+        self.logged.append(values)
 
     def finish(self) -> None:
         pass
@@ -45,13 +45,13 @@ def test_logs_are_reported_and_evaluations_only_once(make_run: Any, monkeypatch:
     run.log({"eval_accuracy": torch.tensor(0.5), "text": "good", "path": Path("a")})
     run.evaluate(loss=0.25)
     run.end()
-    assert tracked.told == [
+    assert tracked.logged == [
         {"log/eval_accuracy": 0.5, "log/text": "good", "log/path": "a"},
         {"eval/loss": 0.25},
     ]
 
 
-SITTING = """
+SESSION = """
 import json, sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,21 +77,23 @@ callback.on_train_end(**event)
 """
 
 
-def sitting(kind: str, folder: Path, first: int, last: int) -> str:
-    """One process that trains from step to step, offline; what it printed."""
+def run_session(kind: str, folder: Path, first: int, last: int) -> str:
+    """Train from `first` to `last` in a new process, offline; returns its output."""
     unset = {"WANDB_API_KEY", "WANDB_MODE", "HF_TOKEN"}
     own = {"TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1", "HOME": str(folder), "NETRC": "/dev/null"}
     environment = {key: value for key, value in os.environ.items() if key not in unset} | own
-    words = [sys.executable, "-c", SITTING, kind, str(folder), str(first), str(last)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, cwd=folder, timeout=600)
+    command = [sys.executable, "-c", SESSION, kind, str(folder), str(first), str(last)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, cwd=folder, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
 def test_wandb_without_an_account_writes_to_the_run_directory_and_resumes_the_same_run(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    sitting("wandb", tmp_path, 0, 3)
-    sitting("wandb", tmp_path, 2, 4)
+    run_session("wandb", tmp_path, 0, 3)
+    run_session("wandb", tmp_path, 2, 4)
     folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
     assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1  # the id
@@ -99,8 +101,8 @@ def test_wandb_without_an_account_writes_to_the_run_directory_and_resumes_the_sa
 
 def test_trackio_resumes_the_same_run(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
-    sitting("trackio", tmp_path, 0, 3)
-    sitting("trackio", tmp_path, 2, 4)
+    run_session("trackio", tmp_path, 0, 3)
+    run_session("trackio", tmp_path, 2, 4)
     code = "import trackio; (run,) = trackio.Api().runs('whimbrel'); print(run.name)"
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
