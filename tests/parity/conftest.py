@@ -1,4 +1,4 @@
-"""Random small models of each family, as `transformers` makes them."""
+"""Small random transformers models of each family."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ transformers = pytest.importorskip(
     "transformers", reason="needs the package 'transformers': pip install 'whimbrel[hf]'"
 )
 
-TREE = {
+LLAMA_SHAPE = {
     "vocab_size": 99,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -51,30 +51,33 @@ SHAPES = {
         "GPT2Config",
         GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 100},
     ),
-    "llama2": ("LlamaConfig", TREE | {"num_key_value_heads": 4}),
-    "llama3-rope": ("LlamaConfig", TREE | {"rope_parameters": LLAMA3_ROPE}),
+    "llama2": ("LlamaConfig", LLAMA_SHAPE | {"num_key_value_heads": 4}),
+    "llama3-rope": ("LlamaConfig", LLAMA_SHAPE | {"rope_parameters": LLAMA3_ROPE}),
     "llama-linear-rope": (
         "LlamaConfig",
-        TREE | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+        LLAMA_SHAPE | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
     ),
-    "llama-attention-bias": ("LlamaConfig", TREE | {"attention_bias": True}),
-    "llama-all-bias": ("LlamaConfig", TREE | {"attention_bias": True, "mlp_bias": True}),
-    "smollm": ("LlamaConfig", TREE | {"tie_word_embeddings": True, "num_attention_heads": 6, "num_key_value_heads": 3}),
-    "mistral": ("MistralConfig", TREE | {"sliding_window": 7, "head_dim": 20}),
-    "mistral-no-window": ("MistralConfig", TREE | {"sliding_window": None}),
-    "qwen2": ("Qwen2Config", TREE | {"tie_word_embeddings": True}),
+    "llama-attention-bias": ("LlamaConfig", LLAMA_SHAPE | {"attention_bias": True}),
+    "llama-all-bias": ("LlamaConfig", LLAMA_SHAPE | {"attention_bias": True, "mlp_bias": True}),
+    "smollm": (
+        "LlamaConfig",
+        LLAMA_SHAPE | {"tie_word_embeddings": True, "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
+    "mistral": ("MistralConfig", LLAMA_SHAPE | {"sliding_window": 7, "head_dim": 20}),
+    "mistral-no-window": ("MistralConfig", LLAMA_SHAPE | {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", LLAMA_SHAPE | {"tie_word_embeddings": True}),
     "qwen2-windows": (
         "Qwen2Config",
-        TREE | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+        LLAMA_SHAPE | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
-    "qwen3": ("Qwen3Config", TREE | {"head_dim": 24}),
-    "qwen3-tied": ("Qwen3Config", TREE | {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3": ("Qwen3Config", LLAMA_SHAPE | {"head_dim": 24}),
+    "qwen3-tied": ("Qwen3Config", LLAMA_SHAPE | {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
 }
 
 
 @pytest.fixture(params=SHAPES)
-def theirs(request: pytest.FixtureRequest) -> transformers.PreTrainedModel:
-    """A model of `transformers` whose every weight matters in the output."""
+def hf_model(request: pytest.FixtureRequest) -> transformers.PreTrainedModel:
+    """A transformers model with noise added to every parameter, so that each one affects the output."""
     name, settings = SHAPES[request.param]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings)).eval()
@@ -86,13 +89,13 @@ def theirs(request: pytest.FixtureRequest) -> transformers.PreTrainedModel:
 
 @pytest.fixture
 def ids() -> torch.Tensor:
-    """Two random texts, longer than every window."""
+    """Two random sequences, longer than every sliding window."""
     return torch.randint(99, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
 def logits() -> Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]:
-    """What a model of either side makes of a text."""
+    """A function that returns the logits of a model, ours or transformers'."""
 
     def run(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -103,13 +106,13 @@ def logits() -> Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Where a model may be saved."""
+    """A path to save a model to."""
     return tmp_path / "model"
 
 
 @pytest.fixture(scope="module")
 def torchao() -> Iterator[ModuleType]:
-    """torchao with its parts; what it says of its own kernels, which are not needed here, is not listened to."""
+    """The torchao package with its submodules; warnings about missing kernels are ignored."""
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,11 +1,11 @@
-// Runs GGUF files with llama.cpp: `node llama_cpp.mjs FOLDER < requests.json`, FOLDER being where it is installed.
+// Runs GGUF files with llama.cpp: `node llama_cpp.mjs FOLDER < requests.json`, where FOLDER is its installation.
 // A request is {model, texts, prompt, count}; its answer is {ids, tokens, text}: the ids of each text, and `count` tokens
-// that go on greedily from the prompt. With no prompt nothing is run.
+// that continue the prompt greedily. Without a prompt, texts are only tokenized.
 import {json} from "node:stream/consumers";
 import {pathToFileURL} from "node:url";
 
-const home = pathToFileURL(`${process.argv[2]}/node_modules/node-llama-cpp/dist/index.js`);
-const {getLlama, LlamaLogLevel} = await import(home);
+const modulePath = pathToFileURL(`${process.argv[2]}/node_modules/node-llama-cpp/dist/index.js`);
+const {getLlama, LlamaLogLevel} = await import(modulePath);
 const llama = await getLlama({
     gpu: false, build: "never", skipDownload: true, progressLogs: false, logLevel: LlamaLogLevel.error
 });

@@ -1,4 +1,4 @@
-"""Codes, scales and products beside torchao's own, in fp32."""
+"""Codes, scales and matmuls of weight formats against torchao, in fp32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from whimbrel.precision import QuantizedWeight, quantize_
 
 
-def net() -> nn.Sequential:
+def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 64), nn.GELU(), nn.Linear(64, 128, bias=False), nn.Linear(128, 32))
     with torch.no_grad():
@@ -30,37 +30,37 @@ def configs(ao: ModuleType) -> dict[str, object]:
     }
 
 
-def both(ao: ModuleType, name: str) -> tuple[nn.Module, nn.Module]:
-    """The same model, quantised by us and by them."""
-    ours, theirs = net(), net()
-    taken = quantize_(ours, name, skip=()).selected
-    assert taken
-    if name == "int4":  # ours takes a smaller group where 128 does not divide a layer
-        for path in taken:
+def quantize_both(ao: ModuleType, name: str) -> tuple[nn.Module, nn.Module]:
+    """The same model quantized by whimbrel and by torchao."""
+    ours, theirs = make_model(), make_model()
+    selected = quantize_(ours, name, skip=()).selected
+    assert selected
+    if name == "int4":  # whimbrel uses a smaller group if 128 does not divide the columns
+        for path in selected:
             group = ao.granularity.PerGroup(ours.get_submodule(path).weight.format.group_size)  # type: ignore[attr-defined]
             config = ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group)  # type: ignore[attr-defined]
             ao.quantize_(theirs, config, filter_fn=lambda _, name, path=path: name == path)
     else:
-        ao.quantize_(theirs, configs(ao)[name], filter_fn=lambda _, path: path in taken)
+        ao.quantize_(theirs, configs(ao)[name], filter_fn=lambda _, path: path in selected)
     return ours, theirs
 
 
 @pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4", "int8-dynamic-act-int4-weight"])
-def test_codes_and_scales_are_the_same_bits(torchao: ModuleType, name: str) -> None:
-    ours, theirs = both(torchao.quantization, name)
+def test_codes_and_scales_are_bit_identical(torchao: ModuleType, name: str) -> None:
+    ours, theirs = quantize_both(torchao.quantization, name)
     weights = {path: weight for path, weight in ours.named_parameters() if isinstance(weight, QuantizedWeight)}
     for path, weight in weights.items():
         other = theirs.get_parameter(path)
         codes = weight.format.unpack(weight.codes, torch.int8)
         assert torch.equal(codes, other.qdata), path
-        scales, own = other.scale.reshape(weight.scales.shape), weight.dequantize().any(dim=-1)
-        assert torch.equal(weight.scales[own], scales[own]), path  # a row of zeros may have any
+        scales, nonzero = other.scale.reshape(weight.scales.shape), weight.dequantize().any(dim=-1)
+        assert torch.equal(weight.scales[nonzero], scales[nonzero]), path  # the scale of a zero row is arbitrary
         assert torch.equal(weight.dequantize(), other.dequantize()), path
 
 
 @pytest.mark.parametrize("name", ["int4", "int8-dynamic-act-int4-weight"])
-def test_outputs_are_the_same_bits(torchao: ModuleType, name: str) -> None:
-    ours, theirs = both(torchao.quantization, name)
+def test_outputs_are_bit_identical(torchao: ModuleType, name: str) -> None:
+    ours, theirs = quantize_both(torchao.quantization, name)
     x = torch.randn(3, 7, 256, generator=torch.Generator().manual_seed(1)) + 0.3
     with torch.no_grad():
         assert torch.equal(ours(x), theirs(x))
@@ -68,7 +68,7 @@ def test_outputs_are_the_same_bits(torchao: ModuleType, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int8-dynamic"])
 def test_outputs_are_close(torchao: ModuleType, name: str) -> None:
-    ours, theirs = both(torchao.quantization, name)
+    ours, theirs = quantize_both(torchao.quantization, name)
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         mine, other = ours(x), theirs(x)

@@ -27,8 +27,8 @@ def pairs(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], list[
 
 def set_gradients(ours: list[nn.Parameter], theirs: list[nn.Parameter], step: int) -> None:
     """The same gradients to both."""
-    for place, (p, q) in enumerate(zip(ours, theirs, strict=True)):
-        p.grad, q.grad = (random(tuple(p.shape), 1000 + 10 * step + place, p.dtype) for _ in range(2))
+    for index, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+        p.grad, q.grad = (random(tuple(p.shape), 1000 + 10 * step + index, p.dtype) for _ in range(2))
 
 
 @pytest.fixture
@@ -53,12 +53,12 @@ def test_steps_equal_galore_torch(galore_torch: ModuleType, rank: int, projectio
     ours, theirs = pairs(torch.float64)
     settings = {"rank": rank, "update_proj_gap": 3, "scale": 0.25}
     groups = [{"params": theirs[:3], "proj_type": projection_type, **settings}, {"params": theirs[3:]}]
-    their = galore_torch.GaLoreAdamW(groups, lr=1e-2, no_deprecation_warning=True)
-    own = GaLore(ours, lr=1e-2, projection_type=projection_type, **settings)
+    reference = galore_torch.GaLoreAdamW(groups, lr=1e-2, no_deprecation_warning=True)
+    optimizer = GaLore(ours, lr=1e-2, projection_type=projection_type, **settings)
     for step in range(10):
         set_gradients(ours, theirs, step)
-        own.step()
-        their.step()
+        optimizer.step()
+        reference.step()
         for p, q in zip(ours, theirs, strict=True):
             torch.testing.assert_close(p, q, atol=1e-8, rtol=0)
 
@@ -67,12 +67,12 @@ def test_steps_equal_galore_torch(galore_torch: ModuleType, rank: int, projectio
 @pytest.mark.parametrize("maximize", [False, True])
 def test_galore_without_a_rank_equals_adamw(eps: float, bar: float, maximize: bool) -> None:
     ours, theirs = pairs()
-    own = GaLore(ours, lr=1e-2, betas=(0.9, 0.99), eps=eps, weight_decay=0.1, maximize=maximize)
-    their = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.99), eps=eps, weight_decay=0.1, maximize=maximize)
+    optimizer = GaLore(ours, lr=1e-2, betas=(0.9, 0.99), eps=eps, weight_decay=0.1, maximize=maximize)
+    reference = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.99), eps=eps, weight_decay=0.1, maximize=maximize)
     for step in range(20):
         set_gradients(ours, theirs, step)
-        own.step()
-        their.step()
+        optimizer.step()
+        reference.step()
         for p, q in zip(ours, theirs, strict=True):
             assert (p - q).norm() <= bar * q.norm()
 
@@ -80,11 +80,14 @@ def test_galore_without_a_rank_equals_adamw(eps: float, bar: float, maximize: bo
 def test_full_rank_is_not_adamw() -> None:
     """Adam is not rotation-invariant, so its updates depend on the basis."""
     ours, theirs = pairs()
-    own, their = GaLore(ours[:1], lr=1e-2, rank=24, scale=1.0), torch.optim.AdamW(theirs[:1], lr=1e-2, weight_decay=0.0)
+    optimizer, reference = (
+        GaLore(ours[:1], lr=1e-2, rank=24, scale=1.0),
+        torch.optim.AdamW(theirs[:1], lr=1e-2, weight_decay=0.0),
+    )
     for step in range(5):
         set_gradients(ours, theirs, step)
-        own.step()
-        their.step()
+        optimizer.step()
+        reference.step()
     assert (ours[0] - theirs[0]).norm() > 1e-2 * (theirs[0] - random(SHAPES[0], 0)).norm()
 
 

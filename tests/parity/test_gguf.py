@@ -1,4 +1,4 @@
-"""Exported GGUF files in the hands of those who read them: `transformers` and llama.cpp write the text that we do."""
+"""Exported GGUF files generate the same text in transformers and llama.cpp."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": LLAMA | {"bias": "qkv"},
     "qwen3": LLAMA | {"qk_norm": "weighted", "head_size": 128},
 }
-UNREAD = ("gpt2-untied-narrow", "llama-biases", "llama3-rope", "linear-rope")
-"""Families with something that `transformers` does not read in a GGUF, and must be told by a `config.json`."""
+NEEDS_CONFIG_JSON = ("gpt2-untied-narrow", "llama-biases", "llama3-rope", "linear-rope")
+"""Families with settings that transformers does not read from GGUF metadata; it needs their `config.json`."""
 CASES = [(family, dtype) for family in FAMILIES for dtype in DTYPES]
 NEW_TOKENS = 40
 
 
 class Trained(NamedTuple):
-    """A small model that knows a passage by heart, and how it goes on from the first words."""
+    """A small model overfitted to one passage, with a prompt and its greedy continuation."""
 
     directory: Path
     prompt: str
@@ -69,7 +69,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="session")
 def llama_cpp(root: Path) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """Runs requests (see llama_cpp.mjs) with llama.cpp, where `make test` or WHIMBREL_LLAMA_CPP has put it."""
+    """Run requests (see llama_cpp.mjs) with the llama.cpp that `make test` installs, or that at WHIMBREL_LLAMA_CPP."""
     folder = Path(os.environ.get("WHIMBREL_LLAMA_CPP", root / ".venv" / "llama.cpp"))
     if not folder.is_dir():
         pytest.skip("no llama.cpp: scripts/install-llama-cpp FOLDER, then WHIMBREL_LLAMA_CPP=FOLDER")
@@ -86,13 +86,13 @@ def llama_cpp(root: Path) -> Callable[[list[dict[str, Any]]], list[dict[str, Any
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> dict[str, Trained]:
-    """One of each family, in a directory with its tokenizer; three ids of the vocabulary stand for no token."""
+    """One model directory per family; the vocabulary has three ids more than the tokenizer."""
     tokenizer = train_tokenizer([shakespeare[:100_000]], 384)
     passage = shakespeare[:150]
     ids = torch.tensor(tokenizer.encode(passage))[None]
     prompt = "First Citizen:\nBefore we proceed"
     assert passage.startswith(prompt)
-    found = {}
+    trained_models = {}
     for family, settings in FAMILIES.items():
         shape = {"context_length": 128, "vocab_size": tokenizer.vocab_size + 3, "num_layers": 2, "num_heads": 4}
         torch.manual_seed(0)
@@ -107,10 +107,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> dict[
                 break
         folder = tmp_path_factory.mktemp("gguf") / family
         whimbrel.save_model(model, folder, tokenizer)
-        written = whimbrel.generate(model, tokenizer.encode(prompt), max_new_tokens=NEW_TOKENS, temperature=0)
-        assert passage.startswith(prompt + tokenizer.decode(written)), "not learned by heart"
-        found[family] = Trained(folder, prompt, written)
-    return found
+        generated = whimbrel.generate(model, tokenizer.encode(prompt), max_new_tokens=NEW_TOKENS, temperature=0)
+        assert passage.startswith(prompt + tokenizer.decode(generated)), "the model did not memorize the passage"
+        trained_models[family] = Trained(folder, prompt, generated)
+    return trained_models
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def files(trained: dict[str, Trained], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def answers(files, trained, llama_cpp) -> dict[tuple[str, str], dict[str, Any]]:
-    """What llama.cpp makes of them, all in one go."""
+    """The output of llama.cpp for every file, from one process."""
     requests = [
         {"model": str(path), "texts": [trained[case[0]].prompt], "prompt": trained[case[0]].prompt, "count": NEW_TOKENS}
         for case, path in files.items()
@@ -145,16 +145,16 @@ def test_llama_cpp_generates_equal_text(answers, trained, family, dtype):
 @pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_transformers_generates_equal_text(files, trained, family, dtype):
     path, (directory, prompt, continuation) = files[family, dtype], trained[family]
-    opened = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    config = {"config": transformers.AutoConfig.from_pretrained(directory)} if family in UNREAD else {}
-    model = transformers.AutoModelForCausalLM.from_pretrained(**opened, **config, dtype=DTYPES[dtype])
-    for place, tensor in transformers.AutoModelForCausalLM.from_pretrained(directory).state_dict().items():
-        assert torch.equal(model.state_dict()[place], tensor.to(DTYPES[dtype])), place
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**opened)
-    given = tokenizer(prompt, return_tensors="pt")
-    written = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)[0]
-    assert written.tolist() == load_tokenizer(directory).encode(prompt) + continuation
-    assert tokenizer.decode(written) == prompt + load_tokenizer(directory).decode(continuation)
+    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    config = {"config": transformers.AutoConfig.from_pretrained(directory)} if family in NEEDS_CONFIG_JSON else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**source, **config, dtype=DTYPES[dtype])
+    for name, tensor in transformers.AutoModelForCausalLM.from_pretrained(directory).state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor.to(DTYPES[dtype])), name
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    generated = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0]
+    assert generated.tolist() == load_tokenizer(directory).encode(prompt) + continuation
+    assert tokenizer.decode(generated) == prompt + load_tokenizer(directory).decode(continuation)
 
 
 def test_transformers_loads_a_dequantized_export(trained, tmp_path):
@@ -164,13 +164,13 @@ def test_transformers_loads_a_dequantized_export(trained, tmp_path):
     export_hf(tmp_path / "int8", tmp_path / "plain", dtype=torch.bfloat16)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert model.dtype == torch.bfloat16
-    given = transformers.AutoTokenizer.from_pretrained(tmp_path / "plain")(prompt, return_tensors="pt")
-    written = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)[0]
-    assert written.tolist() == tokenizer.encode(prompt) + continuation
+    inputs = transformers.AutoTokenizer.from_pretrained(tmp_path / "plain")(prompt, return_tensors="pt")
+    generated = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0]
+    assert generated.tolist() == tokenizer.encode(prompt) + continuation
 
 
-def pipeline_of(text: str, split: Any, *, ignore_merges: bool = False, normalizer: Any = None) -> Pipeline:
-    """A byte-level BPE that was learned from text split so."""
+def train_bpe(text: str, split: Any, *, ignore_merges: bool = False, normalizer: Any = None) -> Pipeline:
+    """A byte-level BPE tokenizer trained with this pre-tokenizer."""
     pipeline = Pipeline(models.BPE(ignore_merges=ignore_merges))
     pipeline.pre_tokenizer, pipeline.normalizer = split, normalizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -213,49 +213,49 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> dict[str, Path]:
-    """A GGUF for each way to split text that has a name, and GPT-2's own tokenizer."""
-    learned_from = shakespeare[:50_000] + "".join(TEXTS) * 20 + " 10 1984 2024 123 300"
-    found = {name: Tokenizer(pipeline_of(learned_from, **settings)) for name, settings in SPLITS.items()}
+    """A GGUF file for each supported pre-tokenizer, and one with the full GPT-2 tokenizer."""
+    training_text = shakespeare[:50_000] + "".join(TEXTS) * 20 + " 10 1984 2024 123 300"
+    trained_tokenizers = {name: Tokenizer(train_bpe(training_text, **settings)) for name, settings in SPLITS.items()}
     folder = tmp_path_factory.mktemp("tokenizers")
-    for name, tokenizer in (found | {"gpt-2, all of it": load_tokenizer("gpt2")}).items():
+    for name, tokenizer in (trained_tokenizers | {"gpt-2-full": load_tokenizer("gpt2")}).items():
         config = GPTConfig(vocab_size=tokenizer.vocab_size, num_layers=1, embd_size=4, num_heads=1, context_length=8)
         whimbrel.save_model(GPT(config), folder / name, tokenizer)
         export_gguf(folder / name, folder / f"{name}.gguf", dtype=torch.float16)
-    return {name: folder / f"{name}.gguf" for name in (*found, "gpt-2, all of it")}
+    return {name: folder / f"{name}.gguf" for name in (*trained_tokenizers, "gpt-2-full")}
 
 
 @pytest.fixture(scope="module")
 def split_ids(tokenizers, llama_cpp) -> dict[str, list[list[int]]]:
-    """What llama.cpp makes of the texts."""
+    """The token ids by llama.cpp of each text."""
     requests = [{"model": str(path), "texts": TEXTS, "prompt": None, "count": 0} for path in tokenizers.values()]
     return {name: answer["ids"] for name, answer in zip(tokenizers, llama_cpp(requests), strict=True)}
 
 
-@pytest.mark.parametrize("name", [*SPLITS, "gpt-2, all of it"])
-def test_llama_cpp_tokenizes_equally(tokenizers, split_ids, name):
+@pytest.mark.parametrize("name", [*SPLITS, "gpt-2-full"])
+def test_llama_cpp_gives_the_same_token_ids(tokenizers, split_ids, name):
     ours = load_tokenizer(tokenizers[name].with_suffix(""))
     assert split_ids[name] == [ours.encode(text) for text in TEXTS]
 
 
-@pytest.mark.parametrize("name", [*SPLITS, "gpt-2, all of it"])
-def test_transformers_tokenizes_equally(tokenizers, name):
+@pytest.mark.parametrize("name", [*SPLITS, "gpt-2-full"])
+def test_transformers_gives_the_same_token_ids(tokenizers, name):
     path = tokenizers[name]
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     ours = load_tokenizer(path.with_suffix(""))
-    for text in TEXTS[:-2]:  # where special tokens are written out it takes them for what they are called
+    for text in TEXTS[:-2]:  # transformers parses special tokens in text
         assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
 
 
 def test_llama_cpp_adds_the_same_bos_token(tmp_path, llama_cpp, shakespeare):
-    pipeline = pipeline_of(shakespeare[:20_000], BYTES)
-    opener = pipeline.token_to_id("<|endoftext|>")
-    pipeline.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", opener)])
+    pipeline = train_bpe(shakespeare[:20_000], BYTES)
+    bos_id = pipeline.token_to_id("<|endoftext|>")
+    pipeline.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos_id)])
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=602, num_layers=1, embd_size=32, num_heads=2, context_length=32, init_std=0.5))
     whimbrel.save_model(model, tmp_path / "model", Tokenizer(pipeline))
     export_gguf(tmp_path / "model", tmp_path / "model.gguf")
     [answer] = llama_cpp([{"model": str(tmp_path / "model.gguf"), "texts": ["To be"], "prompt": "To be", "count": 6}])
     ids = pipeline.encode("To be").ids
-    assert ids == [opener, *answer["ids"][0]]
+    assert ids == [bos_id, *answer["ids"][0]]
     assert answer["tokens"] == whimbrel.generate(model, ids, max_new_tokens=6, temperature=0)
     assert answer["tokens"] != whimbrel.generate(model, ids[1:], max_new_tokens=6, temperature=0)

@@ -20,10 +20,10 @@ def model() -> WhimbrelForCausalLM:
 def test_losses_of_micro_batches_add_up(model, ids):
     labels = ids.clone()
     labels[0, :25] = -100
-    whole = model(ids, labels=labels).loss
+    full_loss = model(ids, labels=labels).loss
     count = (labels[:, 1:] != -100).sum()
     parts = [model(ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=count).loss for i in (0, 1)]
-    torch.testing.assert_close(sum(parts), whole)
+    torch.testing.assert_close(sum(parts), full_loss)
 
 
 def test_transformers_trainer_averages_over_accumulated_batches(model, ids, tmp_path):
@@ -51,10 +51,10 @@ def test_transformers_trainer_averages_over_accumulated_batches(model, ids, tmp_
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}])
 def test_generate_equals_greedy_decoding_without_a_cache(model, ids, options):
     prompt = ids[:1, :9]
-    written = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
+    generated = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
     for _ in range(12):
         prompt = torch.cat((prompt, model(prompt).logits[:, -1:].argmax(-1)), dim=1)
-    assert torch.equal(written, prompt)
+    assert torch.equal(generated, prompt)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -84,7 +84,7 @@ def test_return_dict_false_returns_a_tuple(model, ids):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("kwargs", "message"),
     [
         (
             {"position_ids": torch.arange(40).remainder(20)[None]},
@@ -97,9 +97,9 @@ def test_return_dict_false_returns_a_tuple(model, ids):
         ({"output_hidden_states": True}, "output_attentions and output_hidden_states are not supported"),
     ],
 )
-def test_unsupported_arguments_are_rejected(model, ids, given, message):
+def test_unsupported_arguments_are_rejected(model, ids, kwargs, message):
     with pytest.raises(RequestError, match=message):
-        model(ids, **given)
+        model(ids, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["inputs_embeds", "head_mask", "lables"])

@@ -14,20 +14,24 @@ import whimbrel
 from whimbrel.tokenization.llama2c import load_llama2c_tokenizer
 
 
-def neighbours(weight: torch.Tensor, head_size: int) -> torch.Tensor:
-    """From Hugging Face's order of rows (halves rotate) to llama2.c's (neighbours rotate)."""
+def interleave_rotary_rows(weight: torch.Tensor, head_size: int) -> torch.Tensor:
+    """Permute rows from Hugging Face's rotary layout (rotate halves) to llama2.c's (rotate adjacent pairs)."""
     rows, columns = weight.shape
     return weight.view(-1, 2, head_size // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
 def write_llama2c(model: transformers.LlamaForCausalLM, path: Path) -> None:
-    """A Llama of `transformers` as a llama2.c file of the first version."""
+    """Write a transformers Llama in the legacy llama2.c format (version 0)."""
     config, state = model.config, model.state_dict()
     tied = config.tie_word_embeddings
 
     def each(name: str) -> list[torch.Tensor]:
         weights = [state[f"model.layers.{layer}.{name}.weight"] for layer in range(config.num_hidden_layers)]
-        return [neighbours(w, config.head_dim) for w in weights] if name[-6:] in ("q_proj", "k_proj") else weights
+        return (
+            [interleave_rotary_rows(w, config.head_dim) for w in weights]
+            if name[-6:] in ("q_proj", "k_proj")
+            else weights
+        )
 
     header = [
         config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads,
@@ -78,6 +82,6 @@ def test_real_model_generates_its_known_text(shared_data, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     prompt = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")("I sense", return_tensors="pt").input_ids
     assert prompt[0].tolist() == [1, *tokenizer.encode("I sense")]
-    written = theirs.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
+    generated = theirs.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
     ours = whimbrel.generate(whimbrel.load_model(tmp_path / "model"), prompt[0], max_new_tokens=30, temperature=0)
-    assert written[prompt.shape[1] :].tolist() == ours
+    assert generated[prompt.shape[1] :].tolist() == ours

@@ -1,6 +1,6 @@
-"""lm-eval on the same model and the same questions: its own task definitions, with only the dataset made local.
+"""Evaluation results against lm-eval on the same model, with its task definitions and local copies of the datasets.
 
-Three ways to one number: lm-eval with `transformers`, lm-eval with our adapter, and `whimbrel.evaluate` alone.
+Compares lm-eval with transformers, lm-eval with our adapter, and `whimbrel.evaluate`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.tokenization import train_tokenizer
 
-THEIR_FILES = {
+TASK_FILES = {
     "arc_challenge": "arc/arc_challenge",
     "arc_easy": "arc/arc_easy",
     "hellaswag": "hellaswag/hellaswag",
@@ -39,7 +39,7 @@ TEMPLATE = (
 
 
 def published(name: str, record: dict[str, Any]) -> dict[str, Any]:
-    """A record of the short form as the dataset was published, which is what lm-eval reads."""
+    """Convert a record from the short form to the published form, which lm-eval reads."""
     if name.startswith("arc"):
         labels = list("ABCDE"[: len(record["choices"])])
         question = record["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
@@ -66,7 +66,7 @@ def published(name: str, record: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """The package, with what it and its parts warn of not listened to, and nothing fetched or kept."""
+    """The lm_eval package, with warnings ignored and a temporary datasets cache."""
     pytest.importorskip("lm_eval", reason="needs the package 'lm-eval': pip install 'whimbrel[lm-eval]'")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -83,7 +83,7 @@ def lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def directory(fixtures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model that has learned a few of the passages by heart, so that some answers are right and greedy."""
+    """A small model overfitted to a few passages, so that some answers are correct and greedy."""
     texts = [path.read_text(encoding="utf-8") for path in sorted((fixtures / "eval").glob("*.jsonl"))]
     passages = [record["context"] + " " + record["continuation"] for record in records(fixtures, "lambada")[:6]]
     tokenizer = train_tokenizer(texts, 1500)
@@ -106,26 +106,26 @@ def directory(fixtures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def specs(lm_eval: ModuleType, fixtures: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """lm-eval's own task definitions, pointed at local files; the files that both sides read are beside them."""
-    folder, found = tmp_path_factory.mktemp("tasks"), {}
-    for name, own in THEIR_FILES.items():
+    """lm-eval's own task definitions, pointed at local files, which are stored next to them."""
+    folder, paths = tmp_path_factory.mktemp("tasks"), {}
+    for name, task_file in TASK_FILES.items():
         lines = [json.dumps(published(name, record)) for record in records(fixtures, name)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
         files = dict.fromkeys(("train", "validation", "test"), str(folder / f"{name}.jsonl"))
-        told = {
-            "include": str(Path(lm_eval.__file__).parent / "tasks" / f"{own}.yaml"),
+        task_config = {
+            "include": str(Path(lm_eval.__file__).parent / "tasks" / f"{task_file}.yaml"),
             "task": name,
             "dataset_path": "json",
             "dataset_name": None,
             "dataset_kwargs": {"data_files": files},
         }
-        (folder / f"{name}.yaml").write_text(json.dumps(told))  # JSON is YAML
-        found[name] = str(folder / f"{name}.yaml")
-    return found
+        (folder / f"{name}.yaml").write_text(json.dumps(task_config))  # JSON is YAML
+        paths[name] = str(folder / f"{name}.yaml")
+    return paths
 
 
 @pytest.fixture(scope="module")
-def theirs(lm_eval: ModuleType, directory: Path) -> Any:
+def hf_lm(lm_eval: ModuleType, directory: Path) -> Any:
     """The model as `transformers` runs it for lm-eval."""
     return lm_eval.models.huggingface.HFLM(pretrained=str(directory), device="cpu", batch_size=8, dtype="float32")
 
@@ -139,17 +139,17 @@ def adapter(lm_eval: ModuleType, directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def results(lm_eval: ModuleType, specs: dict[str, str], theirs: Any, directory: Path) -> dict[str, dict[str, Any]]:
-    """What lm-eval says with `transformers`, and with us under our name."""
+def results(lm_eval: ModuleType, specs: dict[str, str], hf_lm: Any, directory: Path) -> dict[str, dict[str, Any]]:
+    """Results of lm-eval with transformers and with `--model whimbrel`."""
     import whimbrel.evaluate.lm_eval  # noqa: F401 (registers)
 
     manager = lm_eval.tasks.TaskManager(include_defaults=False)
     tasks = list(manager.load(list(specs.values()))["tasks"].values())
-    asked = {"tasks": tasks, "task_manager": manager, "bootstrap_iters": 10, "log_samples": True}
+    options = {"tasks": tasks, "task_manager": manager, "bootstrap_iters": 10, "log_samples": True}
     run = lm_eval.evaluator.simple_evaluate
     return {
-        "theirs": run(model=theirs, **asked),
-        "adapter": run(model="whimbrel", model_args=f"pretrained={directory}", device="cpu", batch_size=7, **asked),
+        "hf": run(model=hf_lm, **options),
+        "adapter": run(model="whimbrel", model_args=f"pretrained={directory}", device="cpu", batch_size=7, **options),
     }
 
 
@@ -160,7 +160,7 @@ def records(fixtures: Path, name: str) -> list[dict[str, Any]]:
 
 def instances(lm_eval: ModuleType, kind: str, arguments: list[tuple]) -> list[Any]:
     make = lm_eval.api.instance.Instance
-    return [make(request_type=kind, doc={}, arguments=each, idx=number) for number, each in enumerate(arguments)]
+    return [make(request_type=kind, doc={}, arguments=args, idx=index) for index, args in enumerate(arguments)]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -171,10 +171,10 @@ def test_published_and_short_records_are_equal(specs, fixtures, name):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_questions_equal_lm_eval(results, specs, name):
-    """Context and continuation of every choice, as they reached the model there."""
+    """The context and continuation of every choice that lm-eval passed to the model."""
     items = read_items(TASKS[name], Path(specs[name]).with_suffix(".jsonl"))
-    asked = [tuple(map(tuple, _arguments(sample))) for sample in results["theirs"]["samples"][name]]
-    assert [item.pairs for item in items] == asked
+    requested = [tuple(map(tuple, _arguments(sample))) for sample in results["hf"]["samples"][name]]
+    assert [item.pairs for item in items] == requested
 
 
 def _arguments(sample: dict[str, Any]) -> list[list[str]]:
@@ -189,8 +189,8 @@ def test_loglikelihoods_equal_lm_eval(results, specs, directory, name):
     scorer = Scorer.load(directory)
     items = read_items(TASKS[name], Path(specs[name]).with_suffix(".jsonl"))
     ours = scorer.score(scorer.pairs([pair for item in items for pair in item.pairs]))
-    for way in ("theirs", "adapter"):
-        answers = [each for sample in results[way]["samples"][name] for each in sample["filtered_resps"]]
+    for source in ("hf", "adapter"):
+        answers = [each for sample in results[source]["samples"][name] for each in sample["filtered_resps"]]
         assert [score.loglikelihood for score in ours] == pytest.approx([each[0] for each in answers], abs=TOLERANCE)
         assert [score.is_greedy for score in ours] == [each[1] for each in answers]
 
@@ -198,9 +198,9 @@ def test_loglikelihoods_equal_lm_eval(results, specs, directory, name):
 @pytest.mark.parametrize("name", TASKS)
 def test_metrics_and_standard_errors_equal_lm_eval(results, fixtures, directory, name):
     [ours] = evaluate_tasks(Scorer.load(directory), [name], fixtures / "eval").values()
-    for way in ("theirs", "adapter"):
-        told = results[way]["results"][name]
-        expected = {key.removesuffix(",none"): value for key, value in told.items() if key.endswith(",none")}
+    for source in ("hf", "adapter"):
+        reported = results[source]["results"][name]
+        expected = {key.removesuffix(",none"): value for key, value in reported.items() if key.endswith(",none")}
         assert {metric for metric in expected if not metric.endswith("_stderr")} == set(ours.metrics)
         for metric, (value, stderr) in ours.metrics.items():
             assert value == pytest.approx(expected[metric], rel=1e-4)
@@ -209,20 +209,22 @@ def test_metrics_and_standard_errors_equal_lm_eval(results, fixtures, directory,
 
 
 def test_model_answers_are_not_trivial(results):
-    told = results["theirs"]["results"]
-    assert 0 < told["lambada"]["acc,none"] < 1
-    assert 0 < told["hellaswag"]["acc,none"] != told["hellaswag"]["acc_norm,none"]
-    assert any(told[name]["acc,none"] != told[name]["acc_norm,none"] for name in ("arc_easy", "arc_challenge", "piqa"))
+    reported = results["hf"]["results"]
+    assert 0 < reported["lambada"]["acc,none"] < 1
+    assert 0 < reported["hellaswag"]["acc,none"] != reported["hellaswag"]["acc_norm,none"]
+    assert any(
+        reported[name]["acc,none"] != reported[name]["acc_norm,none"] for name in ("arc_easy", "arc_challenge", "piqa")
+    )
 
 
 def test_long_contexts_are_truncated_as_in_lm_eval(results, fixtures, directory):
-    """That the likelihoods above agree says it was done the same way; this says that it was done."""
+    """The other tests compare truncated scores; this one checks that truncation happened."""
     found = evaluate_tasks(Scorer.load(directory), list(TASKS), fixtures / "eval")
     assert found["hellaswag"].truncated > 0
     assert found["winogrande"].truncated == 0
 
 
-def test_unusual_pairs_are_tokenized_as_in_lm_eval(lm_eval, theirs, adapter):
+def test_unusual_pairs_are_tokenized_as_in_lm_eval(lm_eval, hf_lm, adapter):
     pairs = [
         ("", "To be"),
         ("", " To be or not"),
@@ -233,17 +235,17 @@ def test_unusual_pairs_are_tokenized_as_in_lm_eval(lm_eval, theirs, adapter):
         ("word " * 300, "the end of it"),
     ]
     ours = adapter.loglikelihood(instances(lm_eval, "loglikelihood", pairs))
-    expected = theirs.loglikelihood(instances(lm_eval, "loglikelihood", pairs), disable_tqdm=True)
+    expected = hf_lm.loglikelihood(instances(lm_eval, "loglikelihood", pairs), disable_tqdm=True)
     for (log, greedy), (their_log, their_greedy) in zip(ours, expected, strict=True):
         assert log == pytest.approx(their_log, abs=TOLERANCE)
         assert greedy == their_greedy
 
 
-def test_rolling_loglikelihood_equals_lm_eval(lm_eval, theirs, adapter, directory, shakespeare):
+def test_rolling_loglikelihood_equals_lm_eval(lm_eval, hf_lm, adapter, directory, shakespeare):
     tokenizer, sizes = adapter.scorer.tokenizer, (1, 20, 127, 128, 129, 256, 300)
     texts = [tokenizer.decode(tokenizer.encode(shakespeare[:3000])[:size]) for size in sizes]
     ours = adapter.loglikelihood_rolling(instances(lm_eval, "loglikelihood_rolling", [(text,) for text in texts]))
-    expected = theirs.loglikelihood_rolling(instances(lm_eval, "loglikelihood_rolling", [(text,) for text in texts]))
+    expected = hf_lm.loglikelihood_rolling(instances(lm_eval, "loglikelihood_rolling", [(text,) for text in texts]))
     assert ours == pytest.approx(expected, abs=TOLERANCE)
     weighted = [(log, len(text.encode())) for log, text in zip(expected, texts, strict=True)]
     from lm_eval.api.metrics import bits_per_byte
@@ -251,12 +253,12 @@ def test_rolling_loglikelihood_equals_lm_eval(lm_eval, theirs, adapter, director
     assert perplexity(Scorer.load(directory), texts).bits_per_byte == pytest.approx(bits_per_byte(weighted), rel=1e-6)
 
 
-def test_generate_until_equals_lm_eval(lm_eval, theirs, adapter, fixtures):
+def test_generate_until_equals_lm_eval(lm_eval, hf_lm, adapter, fixtures):
     contexts = [record["context"][:120] for record in records(fixtures, "lambada")[:6]]
     for settings in ({"until": ["\n\n", "the"]}, {"until": "."}, {"until": [], "do_sample": False, "temperature": 0.7}):
-        asked = [(context, {"max_gen_toks": 24, **settings}) for context in contexts]
-        ours = adapter.generate_until(instances(lm_eval, "generate_until", asked))
-        assert ours == theirs.generate_until(instances(lm_eval, "generate_until", asked), disable_tqdm=True)
+        requests = [(context, {"max_gen_toks": 24, **settings}) for context in contexts]
+        ours = adapter.generate_until(instances(lm_eval, "generate_until", requests))
+        assert ours == hf_lm.generate_until(instances(lm_eval, "generate_until", requests), disable_tqdm=True)
 
 
 def test_temperature_enables_sampling(lm_eval, adapter):
@@ -275,22 +277,22 @@ def test_unknown_options_are_rejected(lm_eval, adapter, directory):
         WhimbrelLM(str(directory), batch_size="many")
 
 
-def test_chat_template_equals_lm_eval(lm_eval, theirs, adapter):
-    """With its special tokens taken for what they are, though lm-eval hands them on as text."""
+def test_chat_template_equals_lm_eval(lm_eval, hf_lm, adapter):
+    """Special tokens are parsed although lm-eval passes the prompt as text."""
     turns = [{"role": "user", "content": " To be? "}, {"role": "assistant", "content": "Or not"}]
     texts = [adapter.apply_chat_template(turns[:1]), adapter.apply_chat_template(turns, add_generation_prompt=False)]
-    assert texts[0] == theirs.apply_chat_template(turns[:1])
-    assert texts[1] == theirs.apply_chat_template(turns, add_generation_prompt=False)
-    assert adapter.chat_template(chat_template=True) == theirs.chat_template(chat_template=True)
-    assert adapter.scorer.prompt(texts[0]) == theirs.tok_encode(texts[0])
+    assert texts[0] == hf_lm.apply_chat_template(turns[:1])
+    assert texts[1] == hf_lm.apply_chat_template(turns, add_generation_prompt=False)
+    assert adapter.chat_template(chat_template=True) == hf_lm.chat_template(chat_template=True)
+    assert adapter.scorer.prompt(texts[0]) == hf_lm.tok_encode(texts[0])
     assert adapter.scorer.prompt(texts[0]).count(adapter.scorer.bos_id) == 2
     ours = adapter.loglikelihood(instances(lm_eval, "loglikelihood", [(text, " to be") for text in texts]))
-    expected = theirs.loglikelihood(instances(lm_eval, "loglikelihood", [(text, " to be") for text in texts]))
+    expected = hf_lm.loglikelihood(instances(lm_eval, "loglikelihood", [(text, " to be") for text in texts]))
     assert [log for log, _ in ours] == pytest.approx([log for log, _ in expected], abs=TOLERANCE)
 
 
 def test_perplexity_stderr_approximates_the_bootstrap(lm_eval):
-    """Theirs is the spread over samples of the items; ours needs no drawing, and is for a spread that is not wild."""
+    """lm-eval bootstraps over the items; ours is the delta-method estimate, accurate for moderate variance."""
     from lm_eval.api.metrics import bootstrap_stderr
     from lm_eval.api.metrics import perplexity as their_perplexity
 

@@ -23,8 +23,8 @@ def pytorch_optimizer() -> ModuleType:
     return pytest.importorskip("pytorch_optimizer", reason="needs the package 'pytorch_optimizer'")
 
 
-class NextLetter:
-    """A network that predicts the next letter of a text from eight."""
+class CharModel:
+    """A character-level model that predicts the next character from eight."""
 
     def __init__(self, text: str) -> None:
         letters = sorted(set(text))
@@ -49,19 +49,19 @@ class NextLetter:
             optimizer.step()
         with torch.no_grad():
             unseen = torch.stack([self.loss(10_000 + step) for step in range(20)]).mean()
-        moved = [(p.detach() - s).flatten() for p, s in zip(self.params, start, strict=True)]
-        return torch.cat(moved), float(unseen)
+        updates = [(p.detach() - s).flatten() for p, s in zip(self.params, start, strict=True)]
+        return torch.cat(updates), float(unseen)
 
 
 def test_adamw8bit_is_as_close_to_adamw_as_torchao(torchao: ModuleType, shakespeare: str) -> None:
     """Both stay close to AdamW in fp32, ours at least as close; torchao runs in eager mode."""
     text, steps = shakespeare[:40_000], 100
     settings: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.01}
-    exact, loss = NextLetter(text).train(lambda params: torch.optim.AdamW(params, **settings), steps)
-    ours, our_loss = NextLetter(text).train(lambda params: AdamW8bit(params, **settings), steps)
+    exact, loss = CharModel(text).train(lambda params: torch.optim.AdamW(params, **settings), steps)
+    ours, our_loss = CharModel(text).train(lambda params: AdamW8bit(params, **settings), steps)
     with torch.compiler.set_stance("force_eager"):
-        theirs, their_loss = NextLetter(text).train(lambda params: torchao.optim.AdamW8bit(params, **settings), steps)
-    our_distance, their_distance = (float((moved - exact).norm() / exact.norm()) for moved in (ours, theirs))
+        theirs, their_loss = CharModel(text).train(lambda params: torchao.optim.AdamW8bit(params, **settings), steps)
+    our_distance, their_distance = (float((updates - exact).norm() / exact.norm()) for updates in (ours, theirs))
     assert loss < 2.7
     assert abs(our_loss - loss) < 0.02
     assert abs(their_loss - loss) < 0.02
@@ -77,27 +77,30 @@ def test_fira_equals_pytorch_optimizer(pytorch_optimizer: ModuleType, shape: tup
     """
     ours, theirs = (nn.Parameter(random(shape, 0)) for _ in range(2))
     settings: dict[str, Any] = {"rank": 4, "scale": 1.0}
-    mine = Fira([ours], 0.01, eps=1e-12, gap=1000, **settings)
+    optimizer = Fira([ours], 0.01, eps=1e-12, gap=1000, **settings)
     group = {"params": [theirs], "update_proj_gap": 1000, "projection_type": "std", **settings}
-    peer = pytorch_optimizer.Fira([group], 0.01, eps=1e-12)
+    reference = pytorch_optimizer.Fira([group], 0.01, eps=1e-12)
     start = random(shape, 1)
     u, s, vh = torch.linalg.svd(start, full_matrices=False)
     for step in range(8):
-        kept = s * (1 + 0.1 * random(tuple(s.shape), step))
-        kept[4:] *= 0.4**step
-        grad = start if step == 0 else u @ torch.diag(kept) @ vh
+        singular_values = s * (1 + 0.1 * random(tuple(s.shape), step))
+        singular_values[4:] *= 0.4**step
+        grad = start if step == 0 else u @ torch.diag(singular_values) @ vh
         ours.grad, theirs.grad = grad.clone(), grad.clone()
-        mine.step()
-        peer.step()
+        optimizer.step()
+        reference.step()
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
 
 
 def test_lion_equals_pytorch_optimizer(pytorch_optimizer: ModuleType) -> None:
     ours, theirs = (nn.Parameter(random((24, 16), 0)) for _ in range(2))
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.97), "weight_decay": 0.1}
-    mine, peer = LowRankOptimizer([ours], rule="lion", **settings), pytorch_optimizer.Lion([theirs], **settings)
+    optimizer, reference = (
+        LowRankOptimizer([ours], rule="lion", **settings),
+        pytorch_optimizer.Lion([theirs], **settings),
+    )
     for step in range(8):
         ours.grad, theirs.grad = random((24, 16), step), random((24, 16), step)
-        mine.step()
-        peer.step()
+        optimizer.step()
+        reference.step()
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)

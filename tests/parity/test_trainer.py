@@ -1,4 +1,4 @@
-"""Our trainer beside `transformers`' own: the same steps, and callbacks that were written for theirs."""
+"""Our Trainer against `transformers.Trainer`: the same losses and weights, and compatibility with its callbacks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers import Trainer as TheirTrainer
-from transformers import TrainerCallback as TheirCallback
-from transformers import TrainingArguments as TheirArguments
+from transformers import Trainer as HFTrainer
+from transformers import TrainerCallback as HFTrainerCallback
+from transformers import TrainingArguments as HFTrainingArguments
 
 from whimbrel.base.errors import CheckpointError
 from whimbrel.checkpoint import list_checkpoints
@@ -19,9 +19,9 @@ from whimbrel.train import BaseTrainer, TrainerCallback, TrainingArguments
 
 
 def rows(count: int = 12) -> Dataset:
-    """Sequences of one length, the first half of some masked, and a column that the model does not take.
+    """Sequences of equal length, some with half of the labels masked, and a column that the model does not accept.
 
-    The first label is masked in all of them: theirs counts it among the targets though the shift drops it.
+    The first label is always masked: transformers counts it as a target although the shift drops it.
     """
     ids = torch.randint(0, 64, (count, 16), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
@@ -48,31 +48,31 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("batch", [12, 3])
-def test_the_same_losses_rates_norms_and_weights(tmp_path: Path, schedule: str, batch: int) -> None:
-    """A step over all data, so that its order does not matter; theirs in one micro-batch, ours also in four."""
+def test_losses_learning_rates_norms_and_weights_match_transformers(tmp_path: Path, schedule: str, batch: int) -> None:
+    """Each step sees all data, so the order does not matter; transformers uses one micro-batch, ours one or four."""
     ours, theirs = model(), model()
-    their_args = TheirArguments(
+    hf_args = HFTrainingArguments(
         output_dir=str(tmp_path / "theirs"), lr_scheduler_type=schedule, report_to=[], disable_tqdm=True, **SETTINGS
     )
-    their = TheirTrainer(theirs, their_args, train_dataset=rows())
-    their.train()
+    hf_trainer = HFTrainer(theirs, hf_args, train_dataset=rows())
+    hf_trainer.train()
     arguments = SETTINGS | {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 12 // batch}
-    own = BaseTrainer(
+    trainer = BaseTrainer(
         TrainingArguments(output_dir=str(tmp_path / "ours"), lr_scheduler_type=schedule, **arguments),
         ours,
         train_dataset=rows(),
     )
-    own.train()
+    trainer.train()
     for key in ("loss", "grad_norm", "learning_rate"):
-        expected = [line[key] for line in their.state.log_history if key in line]
-        assert [line[key] for line in own.state.log_history if key in line] == pytest.approx(expected, rel=1e-3)
-    assert len(own.state.log_history) == 12
+        expected = [line[key] for line in hf_trainer.state.log_history if key in line]
+        assert [line[key] for line in trainer.state.log_history if key in line] == pytest.approx(expected, rel=1e-3)
+    assert len(trainer.state.log_history) == 12
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-3), name
-    assert own.evaluate(rows())["eval_loss"] == pytest.approx(their.evaluate(rows())["eval_loss"], abs=2e-3)
+    assert trainer.evaluate(rows())["eval_loss"] == pytest.approx(hf_trainer.evaluate(rows())["eval_loss"], abs=2e-3)
 
 
-def test_their_early_stopping_stops_ours(tmp_path: Path) -> None:
+def test_early_stopping_callback_of_transformers_works(tmp_path: Path) -> None:
     values = iter([0.9, 0.8, 0.85, 0.84, 0.1])
 
     class Scripted(BaseTrainer):
@@ -94,13 +94,13 @@ def test_their_early_stopping_stops_ours(tmp_path: Path) -> None:
     assert list(list_checkpoints(tmp_path)) == [2, 4]
 
 
-def test_their_tensorboard_and_printer_see_our_run(tmp_path: Path) -> None:
+def test_tensorboard_and_printer_callbacks_of_transformers_work(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from transformers import PrinterCallback
     from transformers.integrations import TensorBoardCallback
 
-    class Watch(TheirCallback):
+    class Watch(HFTrainerCallback):
         seen: set[str]
 
         def __init__(self) -> None:
@@ -126,7 +126,7 @@ def test_their_tensorboard_and_printer_see_our_run(tmp_path: Path) -> None:
     assert steps == list(range(1, 13))
 
 
-def test_an_hf_run_resumes_exactly_with_dropout(tmp_path: Path) -> None:
+def test_a_transformers_model_with_dropout_resumes_bit_identically(tmp_path: Path) -> None:
     def trainer(name: str, stop: int | None = None) -> BaseTrainer:
         class Stop(TrainerCallback):
             def on_step_end(self, **event: Any) -> None:
@@ -140,20 +140,20 @@ def test_an_hf_run_resumes_exactly_with_dropout(tmp_path: Path) -> None:
             callbacks=[Stop()],
         )  # fmt: skip
 
-    whole = trainer("whole")
-    whole.train()
-    trainer("broken", stop=5).train()
-    again = trainer("broken")
-    again.train(resume_from_checkpoint=True)
-    assert again.state.log_history == whole.state.log_history
-    for a, b in zip(whole.unwrapped_model().parameters(), again.unwrapped_model().parameters(), strict=True):
+    uninterrupted = trainer("uninterrupted")
+    uninterrupted.train()
+    trainer("interrupted", stop=5).train()
+    resumed = trainer("interrupted")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.log_history == uninterrupted.state.log_history
+    for a, b in zip(uninterrupted.unwrapped_model().parameters(), resumed.unwrapped_model().parameters(), strict=True):
         assert torch.equal(a, b)
-    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "broken" / "checkpoints" / "step-00000012" / "model")
-    for a, b in zip(whole.unwrapped_model().parameters(), loaded.parameters(), strict=True):
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "interrupted" / "checkpoints" / "step-00000012" / "model")
+    for a, b in zip(uninterrupted.unwrapped_model().parameters(), loaded.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_another_architecture_or_size_is_refused_by_name(tmp_path: Path) -> None:
+def test_resuming_with_another_architecture_or_size_raises(tmp_path: Path) -> None:
     def fit(network: Any, **changes: Any) -> None:
         settings = SETTINGS | {"save_strategy": "steps", "save_steps": 12} | changes
         arguments = TrainingArguments(output_dir=str(tmp_path), **settings)
@@ -169,37 +169,37 @@ def test_another_architecture_or_size_is_refused_by_name(tmp_path: Path) -> None
         fit(wider, max_steps=13)
 
 
-def both(
+def train_both(
     tmp_path: Path,
     *,
     mixin: type | None = None,
     callbacks: Any = (),
     keywords: dict[str, Any] | None = None,
     **changes: Any,
-) -> tuple[BaseTrainer, TheirTrainer]:
-    """Our trainer and theirs after the same run, with the methods of `mixin` in both."""
+) -> tuple[BaseTrainer, HFTrainer]:
+    """Train with both trainers, each with the methods of `mixin`."""
     arguments = SETTINGS | {"max_steps": 4} | changes
     mixins = () if mixin is None else (mixin,)
-    own_class, their_class = type("Own", (*mixins, BaseTrainer), {}), type("Their", (*mixins, TheirTrainer), {})
+    trainer_class, hf_trainer_class = type("Own", (*mixins, BaseTrainer), {}), type("Their", (*mixins, HFTrainer), {})
     shared = {"train_dataset": rows(), "eval_dataset": rows(6), **(keywords or {})}
-    own = own_class(
+    trainer = trainer_class(
         TrainingArguments(output_dir=str(tmp_path / "ours"), **arguments), model(), callbacks=list(callbacks), **shared
     )
     quiet = {"report_to": [], "disable_tqdm": True}
-    their_args = TheirArguments(output_dir=str(tmp_path / "theirs"), **quiet, **arguments)
-    their = their_class(model(), their_args, callbacks=list(callbacks), **shared)
-    own.train()
-    their.train()
-    return own, their
+    hf_args = HFTrainingArguments(output_dir=str(tmp_path / "theirs"), **quiet, **arguments)
+    hf_trainer = hf_trainer_class(model(), hf_args, callbacks=list(callbacks), **shared)
+    trainer.train()
+    hf_trainer.train()
+    return trainer, hf_trainer
 
 
-def assert_same_weights(own: BaseTrainer, their: TheirTrainer) -> None:
-    for (name, a), b in zip(own.unwrapped_model().named_parameters(), their.model.parameters(), strict=True):
+def assert_same_weights(trainer: BaseTrainer, hf_trainer: HFTrainer) -> None:
+    for (name, a), b in zip(trainer.unwrapped_model().named_parameters(), hf_trainer.model.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-3), name
 
 
 class SmoothedLoss:
-    """A loss that the model does not make by itself, as users write it."""
+    """A custom loss, overridden as users do."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -211,8 +211,8 @@ class SmoothedLoss:
         return (loss, outputs) if return_outputs else loss
 
 
-class OwnOptimizer:
-    """SGD, whatever the arguments say."""
+class CustomOptimizer:
+    """Always uses SGD, regardless of the arguments."""
 
     def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is None:
@@ -220,8 +220,8 @@ class OwnOptimizer:
         return self.optimizer
 
 
-class DoubledStep:
-    """Counts and calls the step of the trainer."""
+class CountedSteps:
+    """Counts the calls of `training_step`."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self.steps = getattr(self, "steps", 0) + 1
@@ -236,82 +236,82 @@ class FirstRows:
         return torch.utils.data.DataLoader(dataset.select(range(5)), batch_size=5)
 
 
-@pytest.mark.parametrize("mixin", [SmoothedLoss, OwnOptimizer, DoubledStep, FirstRows])
-def test_the_same_overrides_train_the_same_model(tmp_path: Path, mixin: type) -> None:
-    own, their = both(tmp_path, mixin=mixin)
-    assert_same_weights(own, their)
+@pytest.mark.parametrize("mixin", [SmoothedLoss, CustomOptimizer, CountedSteps, FirstRows])
+def test_overridden_methods_train_the_same_model(tmp_path: Path, mixin: type) -> None:
+    trainer, hf_trainer = train_both(tmp_path, mixin=mixin)
+    assert_same_weights(trainer, hf_trainer)
     if mixin is not FirstRows:
-        untouched, _ = both(tmp_path / "plain")
-        moved = zip(own.unwrapped_model().parameters(), untouched.unwrapped_model().parameters(), strict=True)
-        assert mixin is DoubledStep or any(not torch.allclose(a, b, atol=1e-3) for a, b in moved)
-    assert getattr(own, "steps", 4) == getattr(their, "steps", 4) == 4
-    assert own.evaluate()["eval_loss"] == pytest.approx(their.evaluate()["eval_loss"], rel=0.1)
+        untouched, _ = train_both(tmp_path / "plain")
+        moved = zip(trainer.unwrapped_model().parameters(), untouched.unwrapped_model().parameters(), strict=True)
+        assert mixin is CountedSteps or any(not torch.allclose(a, b, atol=1e-3) for a, b in moved)
+    assert getattr(trainer, "steps", 4) == getattr(hf_trainer, "steps", 4) == 4
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(hf_trainer.evaluate()["eval_loss"], rel=0.1)
 
 
-def test_metrics_and_predictions_are_those_of_transformers(tmp_path: Path) -> None:
+def test_metrics_and_predictions_match_transformers(tmp_path: Path) -> None:
     def argmax(logits: Any, labels: Any) -> Any:
         return logits.argmax(-1)
 
-    def measure(found: Any) -> dict[str, float]:
-        predictions, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        predictions, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
         return {"accuracy": float((predictions == labels)[labels != -100].mean()), "count": float(labels.size)}
 
-    keywords = {"compute_metrics": measure, "preprocess_logits_for_metrics": argmax}
-    own, their = both(tmp_path, keywords=keywords, eval_strategy="steps", eval_steps=2)
+    keywords = {"compute_metrics": compute_metrics, "preprocess_logits_for_metrics": argmax}
+    trainer, hf_trainer = train_both(tmp_path, keywords=keywords, eval_strategy="steps", eval_steps=2)
     for prefix in ("eval", "held"):
-        ours = own.evaluate(rows(9), ignore_keys=None, metric_key_prefix=prefix)
-        theirs = their.evaluate(rows(9), ignore_keys=None, metric_key_prefix=prefix)
+        ours = trainer.evaluate(rows(9), ignore_keys=None, metric_key_prefix=prefix)
+        theirs = hf_trainer.evaluate(rows(9), ignore_keys=None, metric_key_prefix=prefix)
         assert ours[f"{prefix}_count"] == theirs[f"{prefix}_count"]
         assert ours[f"{prefix}_accuracy"] == pytest.approx(theirs[f"{prefix}_accuracy"], abs=0.02)
     several = {"a": rows(4), "b": rows(7)}
-    assert {key for key in their.evaluate(several) if "loss" in key} == {"eval_a_loss", "eval_b_loss"}
-    assert set(own.evaluate(several)) >= {"eval_a_loss", "eval_b_loss", "eval_b_accuracy"}
-    ours, theirs = own.predict(rows(5)), their.predict(rows(5))
+    assert {key for key in hf_trainer.evaluate(several) if "loss" in key} == {"eval_a_loss", "eval_b_loss"}
+    assert set(trainer.evaluate(several)) >= {"eval_a_loss", "eval_b_loss", "eval_b_accuracy"}
+    ours, theirs = trainer.predict(rows(5)), hf_trainer.predict(rows(5))
     assert tuple(ours.predictions.shape) == theirs.predictions.shape
     assert tuple(ours.label_ids.shape) == theirs.label_ids.shape
 
 
-def test_epochs_that_a_callback_ends_are_as_long_as_theirs(tmp_path: Path) -> None:
-    class EndEpoch(TheirCallback):
+def test_should_epoch_stop_ends_epochs_as_in_transformers(tmp_path: Path) -> None:
+    class EndEpoch(HFTrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             control.should_epoch_stop = state.global_step % 2 == 0
             return control
 
     changes = {"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 2}
-    own, their = both(tmp_path, callbacks=[EndEpoch()], **changes)
-    assert own.state.global_step == their.state.global_step == 6
+    trainer, hf_trainer = train_both(tmp_path, callbacks=[EndEpoch()], **changes)
+    assert trainer.state.global_step == hf_trainer.state.global_step == 6
 
 
-def test_the_best_model_is_loaded_as_theirs_is(tmp_path: Path) -> None:
-    """A rate so high that the loss rises after the first steps: the best is not the last."""
+def test_load_best_model_at_end_matches_transformers(tmp_path: Path) -> None:
+    """The learning rate is so high that the loss rises after the first steps: the best checkpoint is not the last."""
     changes = {
         "learning_rate": 0.3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
         "load_best_model_at_end": True, "lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": 3,
     }  # fmt: skip
-    own, their = both(tmp_path, **changes)
-    for trainer in (own, their):
-        measured = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    trainer, hf_trainer = train_both(tmp_path, **changes)
+    for current in (trainer, hf_trainer):
+        measured = [line["eval_loss"] for line in current.state.log_history if "eval_loss" in line]
         assert measured.index(min(measured)) < len(measured) - 1
-        assert trainer.evaluate()["eval_loss"] == pytest.approx(min(measured), rel=1e-5)
+        assert current.evaluate()["eval_loss"] == pytest.approx(min(measured), rel=1e-5)
 
 
-def test_their_callback_finds_the_saved_step_and_weights(tmp_path: Path) -> None:
-    found: list[tuple[int, str]] = []
+def test_on_save_of_a_transformers_callback_gets_the_saved_step_and_weights(tmp_path: Path) -> None:
+    saves: list[tuple[int, str]] = []
 
-    class Upload(TheirCallback):
+    class Upload(HFTrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             stored = GPT2LMHeadModel.from_pretrained(kwargs["checkpoint"] / "model")
             assert all(torch.equal(a, b) for a, b in zip(stored.parameters(), model.parameters(), strict=True))
-            found.append((state.global_step, kwargs["checkpoint"].name))
+            saves.append((state.global_step, kwargs["checkpoint"].name))
 
     arguments = SETTINGS | {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
     BaseTrainer(
         TrainingArguments(output_dir=str(tmp_path), **arguments), model(), train_dataset=rows(), callbacks=[Upload()]
     ).train()
-    assert found == [(step, f"step-{step:08}") for step in (2, 4, 5)]
+    assert saves == [(step, f"step-{step:08}") for step in (2, 4, 5)]
 
 
-def test_another_number_of_heads_is_not_resumed(tmp_path: Path) -> None:
+def test_resuming_with_another_number_of_heads_raises(tmp_path: Path) -> None:
     def fit(heads: int, steps: int) -> None:
         network = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=heads))
         settings = SETTINGS | {"save_strategy": "steps", "save_steps": 2, "max_steps": steps}
