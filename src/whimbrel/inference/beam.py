@@ -38,14 +38,14 @@ def beam_search(
     max_new_tokens: int = 256,
     length_penalty: float = 1.0,
     eos_id: int | Collection[int] | None = None,
-    cache: str = "none",
+    cache: str | None = None,
 ) -> list[Beam]:
     """The best `beams` continuations of a prompt, best first.
 
     Each step extends the `beams` most likely unfinished sequences. A length penalty above 0 favors longer sequences: 1
     compares mean log-probabilities, 0 sums. The search ends when no unfinished sequence, if it ended now, would be
     among the best. Results match `num_beams` and `length_penalty` in transformers. Beams share the blocks of their
-    common prefix (copy on write). With an `Engine`, its block pool and decode step are used, and `cache` is ignored.
+    common prefix (copy on write). With an `Engine`, its block pool and decode step are used, and `cache` must be None.
     """
     engine = model if isinstance(model, Engine) else None
     config = model.config if isinstance(model, GPT) else model.model.config
@@ -62,7 +62,11 @@ def beam_search(
         )
     if isinstance(model, GPT):
         blocks = beams * (-(-length // EngineConfig().block_size) + 1) + 1
-        engine = Engine(model, EngineConfig(max_batch=beams, num_blocks=blocks, cache=cache, prefix_cache=False))
+        engine = Engine(
+            model, EngineConfig(max_batch=beams, num_blocks=blocks, cache=cache or "none", prefix_cache=False)
+        )
+    elif cache is not None:
+        raise RequestError(f"cache: expected None with an engine, which has its own, got {cache!r}")
     assert engine is not None
     if beams > engine.config.max_batch:
         raise RequestError(f"beams: expected at most {engine.config.max_batch} (max_batch), got {beams}")

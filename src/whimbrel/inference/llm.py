@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from whimbrel.base.errors import RequestError
+from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.inference.beam import Beam, beam_search
 from whimbrel.inference.detokenizer import TextStream, encode_prompt, stream_text
 from whimbrel.inference.engine import Engine, EngineConfig
@@ -60,8 +60,8 @@ class LLM:
 
     `model` is a `GPT`, or a path: a run (its newest checkpoint), a model directory, or a llama2.c file. With a path (or
     what `open_model` returns), the tokenizer, the end-of-text tokens and the default sampling parameters come with the
-    model, and `quantize` (int8, int8-dynamic, int4, fp8) quantizes the weights while loading. Other keyword arguments
-    are those of `EngineConfig`.
+    model, and `quantize` (int8, int8-dynamic, int4, fp8) quantizes the weights while loading. `device` and `quantize`
+    are for paths only. Other keyword arguments are those of `EngineConfig`.
     """
 
     def __init__(
@@ -94,7 +94,13 @@ class LLM:
             if device is None:
                 device = "cuda" if torch.cuda.is_available() else "cpu"
             model = model.load_model(device=device, quantize=quantize)
-        elif tokenizer is not None:
+        else:
+            for name, value in (("device", device), ("quantize", quantize)):
+                if value is not None:
+                    raise ConfigError(
+                        f"{name}: expected None with a loaded model, got {value!r}: pass its path instead"
+                    )
+        if self.tokenizer is None and tokenizer is not None:
             self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
             self.eos_ids = frozenset({self.tokenizer.eot_id})
         self.engine = Engine(model, EngineConfig(**engine))
@@ -102,7 +108,6 @@ class LLM:
 
     @property
     def model(self) -> GPT:
-        """The model itself."""
         return self.engine.model
 
     @cached_property

@@ -11,7 +11,7 @@ import torch
 from tests.unit.models.test_gpt import KINDS, add_noise
 from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
-from whimbrel.base.errors import RequestError
+from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.inference import LLM, Completion, SamplingParams, beam_search, generate
 from whimbrel.model_io import open_model, save_model
 from whimbrel.models import GPT
@@ -275,3 +275,15 @@ def test_one_sequence_on_the_cpu_stays_in_consecutive_blocks(small):
             contiguous.append(seq is None or seq.block_table.is_contiguous)
     assert pool.single_sequence
     assert all(contiguous)
+
+
+@pytest.mark.parametrize("option", [{"quantize": "int8"}, {"device": "cpu"}], ids=["quantize", "device"])
+def test_loading_options_are_rejected_for_a_loaded_model(models: dict[str, GPT], option: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="expected None with a loaded model"):
+        LLM(models["llama3"], **option)
+
+
+def test_beam_search_on_an_engine_rejects_another_cache(models: dict[str, GPT]) -> None:
+    llm = LLM(models["llama3"])
+    with pytest.raises(RequestError, match="cache: expected None with an engine"):
+        beam_search(llm.engine, [1, 2], beams=1, max_new_tokens=2, cache="int8")
