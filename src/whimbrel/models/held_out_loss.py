@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whimbrel.models.gpt import GPT
+from whimbrel.models.gpt import GPT, IGNORE_INDEX
 
 __all__ = ["HeldOutLoss", "LossAccumulator", "held_out_loss", "perplexity"]
 
@@ -40,8 +40,8 @@ class HeldOutLoss:
 
     @property
     def bits_per_token(self) -> float:
-        """The mean loss in bits."""
-        return self.loss_sum / math.log(2) / self.num_tokens
+        """The mean loss in bits; NaN without tokens."""
+        return self.loss_sum / math.log(2) / self.num_tokens if self.num_tokens else math.nan
 
     def bits_per_byte(self, num_bytes: int) -> float:
         """The loss in bits per byte of the text, which is comparable across tokenizers."""
@@ -81,5 +81,5 @@ def held_out_loss(model: GPT, batches: Iterable[Mapping[str, Any]]) -> HeldOutLo
     total = LossAccumulator()
     for batch in batches:
         output = model(**batch, num_items_in_batch=1.0)
-        total.add(output.loss, torch.full((), batch["targets"].numel(), device=output.loss.device))
+        total.add(output.loss, (batch["targets"] != IGNORE_INDEX).sum())
     return total.result() or HeldOutLoss(0.0, 0)

@@ -25,6 +25,19 @@ def test_loss_is_the_mean_over_all_tokens_for_any_batch_size():
         assert result.loss == pytest.approx(expected, rel=1e-6)
 
 
+def test_ignored_targets_are_not_counted():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(context_length=16, vocab_size=50, num_layers=1, embd_size=16, num_heads=2, init_std=0.5))
+    x, y = torch.randint(50, (3, 16)), torch.randint(50, (3, 16))
+    y[:, 5:] = -100
+    with torch.no_grad():
+        expected = F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten()).item()
+    result = held_out_loss(model, [{"input_ids": x, "targets": y}])
+    assert result.num_tokens == 3 * 5
+    assert result.loss == pytest.approx(expected, rel=1e-6)
+    assert math.isnan(HeldOutLoss(0.0, 0).bits_per_token)
+
+
 def test_means_are_weighted_by_tokens_and_batches_without_tokens_are_ignored():
     total = LossAccumulator()
     assert total.result() is None
