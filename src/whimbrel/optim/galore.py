@@ -32,7 +32,7 @@ from whimbrel.optim.subspace import add_product_, singular_vectors, zero_roundin
 __all__ = ["PROJECTION_TYPES", "GaLore", "GaLoreProjector", "matrix_shape", "side_of"]
 
 PROJECTION_TYPES = ("std", "reverse_std", "right", "left", "full")
-"""std projects the longer side away, reverse_std the shorter one; the others name the side."""
+"""std reduces the shorter side to the rank, reverse_std the longer one; the others name the side."""
 
 Basis: TypeAlias = Tensor | tuple[Tensor, Tensor]
 """V_r^T (r x n) for right, U_r (m x r) for left, or U_r and V_r^T for full."""
@@ -93,11 +93,11 @@ class GaLoreProjector:
         return full_rank_grad.mul_(self.scale)
 
     def get_low_rank_grad_std(self, grad: Tensor, steps: int) -> Tensor:
-        """`project` the longer side away."""
+        """Project the shorter side."""
         return self._project(grad, steps, side_of("std", grad.shape))
 
     def get_low_rank_grad_reverse_std(self, grad: Tensor, steps: int) -> Tensor:
-        """`project` the shorter side away."""
+        """Project the longer side."""
         return self._project(grad, steps, side_of("reverse_std", grad.shape))
 
     def get_low_rank_grad_right(self, grad: Tensor, steps: int) -> Tensor:

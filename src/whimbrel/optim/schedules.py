@@ -20,6 +20,9 @@ DEFAULT_TIMESCALE = 10_000
 Shape = Literal["linear", "cosine", "1-sqrt"]
 
 
+DEFAULT_COOLDOWN = 0.2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
     """The learning rate over the run, as a fraction of its peak."""
@@ -34,7 +37,7 @@ class ScheduleConfig:
     """Factor at the first warm-up step, reaching 1 after the last; default: 1/warmup_steps, reaching 1 at the last."""
     warmup_shape: Shape | None = None
     """Shape of the warm-up from warmup_start; default: linear."""
-    cooldown: float = 0.2
+    cooldown: float = DEFAULT_COOLDOWN
     """With wsd: fraction of the run over which the learning rate decays."""
     cooldown_steps: int | None = None
     """With wsd: steps over which the learning rate decays; default: cooldown times the run."""
@@ -82,8 +85,8 @@ class ScheduleConfig:
                 check_unused("schedule", self, (name,), f"schedule.name = {' or '.join(schedules)}")
         if not self.warmup_steps:
             check_unused("schedule", self, ("warmup_start", "warmup_shape"), "schedule.warmup_steps")
-        if self.cooldown_steps is not None:
-            check_unused("schedule", self, ("cooldown",), "schedule.cooldown_steps not to be given")
+        if self.cooldown_steps is not None and self.cooldown != DEFAULT_COOLDOWN:
+            raise ConfigError("schedule.cooldown and schedule.cooldown_steps exclude each other: set one")
 
     def with_name(self, name: str) -> ScheduleConfig:
         """The same settings for another schedule."""

@@ -228,9 +228,9 @@ class LogConfig:
     tensorboard: bool = False
     """Write TensorBoard events."""
     wandb: bool = False
-    """Log to Weights & Biases, if installed."""
+    """Log to Weights & Biases; requires the extra `wandb`."""
     trackio: bool = False
-    """Log to trackio, if installed."""
+    """Log to trackio; requires the extra `trackio`."""
     run_name: str | None = None
     """Run name in Weights & Biases and trackio; default: the name of the run directory."""
     progress: bool = True

@@ -105,8 +105,8 @@ def tokens_after(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
 def truncate_log(path: Path, step: int) -> None:
     """Remove lines past `step` steps and a line cut short by a crash; creates the file if it is missing.
 
-    Works in place, so also on a full disk. A damaged line (from a power failure) and all lines after it are moved to
-    `log.jsonl.damaged`.
+    Works in place, so also on a full disk. If a line is damaged (by a power failure), the file is first copied to
+    `log.jsonl.damaged`; that line and all after it are removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
@@ -117,7 +117,7 @@ def truncate_log(path: Path, step: int) -> None:
             if after is None and line.endswith(b"\n"):
                 moved = path.with_name(f"{path.name}.damaged")
                 logger.warning(
-                    "%s:%d is damaged: the log continues there, and the rest was moved to %s", path, count, moved
+                    "%s:%d is damaged: removed the rest of the log; the complete file is in %s", path, count, moved
                 )
                 shutil.copyfile(path, moved)
             if after is None or after > step:

@@ -104,3 +104,8 @@ def test_schedule_resumes() -> None:
 def test_invalid_options_are_rejected(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="schedule\\."):
         ScheduleConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_cooldown_and_cooldown_steps_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"cooldown and schedule\.cooldown_steps exclude each other"):
+        ScheduleConfig(name="wsd", cooldown=0.5, cooldown_steps=3)
