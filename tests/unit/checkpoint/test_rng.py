@@ -67,7 +67,7 @@ def test_async_save_from_cuda_is_a_snapshot(tmp_path: Path) -> None:
     components = [StateComponent("model", module, SharingPattern.GLOBAL)]
     manager = CheckpointManager(tmp_path, asynchronous=True)
     manager.reserve(components)
-    assert manager._memory._blocks["model"].is_pinned()
+    assert manager._buffers._buffers["model"].is_pinned()
     with torch.no_grad():
         for step in range(1, 6):
             for _ in range(50):
