@@ -390,7 +390,14 @@ def collate(examples: list[Any]) -> Any:
 def _digest(value: Any) -> str | None:
     """A hash of an example; None if it is not made of tensors, arrays, numbers, strings, lists and dicts."""
     if isinstance(value, Tensor):
-        value = value.detach().cpu().contiguous().numpy() if value.dtype != torch.bfloat16 else value.float().numpy()
+        if value.layout != torch.strided or value.is_quantized:
+            return None
+        value = value.detach().cpu().resolve_conj().resolve_neg()
+        if value.is_floating_point() and value.dtype not in (torch.float16, torch.float32, torch.float64):
+            value = value.float()  # NumPy has no bfloat16 and float8
+        value = value.numpy()
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        value = value.tolist()  # its bytes would be addresses, which differ in every process
     if isinstance(value, np.ndarray | np.generic):
         return hashlib.sha256(repr((str(value.dtype), np.shape(value))).encode() + value.tobytes()).hexdigest()
     if isinstance(value, Mapping):

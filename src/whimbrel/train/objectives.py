@@ -190,7 +190,7 @@ class ModelObjective(Objective):
         if self.loss_func is not None:
             return self.loss_func(outputs, labels, num_items_in_batch=num_items)
         if _has_loss(outputs):
-            return weighted_mean(loss_from_outputs(outputs), self.count(model, batch), num_items)
+            return weighted_mean(loss_from_outputs(outputs), self.count(model, batch), num_items, model)
         if labels is None:
             raise _missing_loss(model)
         return _cross_entropy(logits_from_outputs(outputs), labels) / num_items
@@ -244,21 +244,44 @@ class ComputeLossObjective(Objective):
         inputs = shallow_copy(batch)
         if not with_logits:
             mean = self.compute_loss(model, inputs, num_items_in_batch=count.clamp(min=1))
-            return LossOutput(weighted_mean(scalar_loss(mean, "compute_loss"), count, num_items))
+            return LossOutput(weighted_mean(scalar_loss(mean, "compute_loss"), count, num_items, model))
         found = self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=count.clamp(min=1))
         if not isinstance(found, tuple) or len(found) != 2:
             raise DataError(
                 f"expected (loss, outputs) from compute_loss(..., return_outputs=True), got {type(found).__name__}"
             )
-        return LossOutput(weighted_mean(scalar_loss(found[0], "compute_loss"), count, num_items), found[1])
+        return LossOutput(weighted_mean(scalar_loss(found[0], "compute_loss"), count, num_items, model), found[1])
 
 
-def weighted_mean(mean: Tensor, count: Tensor, num_items: Tensor) -> Tensor:
+def weighted_mean(mean: Tensor, count: Tensor, num_items: Tensor, model: nn.Module) -> Tensor:
     """Rescale a mean over `count` targets to its contribution to a mean over `num_items`.
 
-    A mean over no target is 0/0: `where` stops both its value and its gradient.
+    The mean over no targets is 0/0 = NaN, and so are the gradients of the loss that computed it, even if a
+    `torch.where` drops its value. The loss of such a batch is therefore a zero with its own graph: its backward pass
+    gives every trainable parameter a zero gradient. To know `count`, training waits for the device.
     """
-    return torch.where(count > 0, mean, 0.0) * (count / num_items)
+    if not torch.is_grad_enabled():
+        return torch.where(count > 0, mean, 0.0) * (count / num_items)
+    if count == 0:
+        parameters = (p for p in model.parameters() if p.requires_grad)
+        zero: Tensor = ZeroLoss.apply(*parameters)  # type: ignore[no-untyped-call]
+        return zero
+    return mean * (count / num_items)
+
+
+class ZeroLoss(torch.autograd.Function):
+    """A loss of zero, with a zero gradient for each of `parameters`."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        """A scalar zero."""
+        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
+        """Zeros, whatever the gradient of the loss."""
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
 def scalar_loss(loss: Any, method: str) -> Tensor:

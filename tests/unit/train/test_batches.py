@@ -397,3 +397,26 @@ def test_a_position_in_other_data_raises_an_error() -> None:
     take(batches, 2)
     with pytest.raises(DataError, match="expected a dataset with examples = 12 as in the checkpoint, got 20"):
         make(listed(20)).load_state_dict(batches.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_examples_of_any_dtype_identify_a_dataset(dtype: torch.dtype, requires_grad: bool) -> None:
+    def dataset(first: float) -> list[dict[str, Tensor]]:
+        return [{"x": torch.tensor([first + i, 2.0]).to(dtype).requires_grad_(requires_grad)} for i in range(4)]
+
+    state = make(dataset(1.0)).state_dict()
+    assert "fingerprint" in state
+    make(dataset(1.0)).load_state_dict(state)
+    with pytest.raises(DataError, match="examples of this dataset differ"):
+        make(dataset(3.0)).load_state_dict(state)
+
+
+def test_arrays_of_objects_are_identified_by_their_values() -> None:
+    def dataset(word: str) -> list[dict[str, Any]]:
+        return [{"x": i, "words": np.array([word * 2, None], dtype=object)} for i in range(4)]
+
+    state = make(dataset("a")).state_dict()
+    make(dataset("a")).load_state_dict(state)
+    with pytest.raises(DataError, match="examples of this dataset differ"):
+        make(dataset("b")).load_state_dict(state)

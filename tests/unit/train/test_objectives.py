@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,6 +139,72 @@ def test_micro_batch_losses_add_up_to_one_large_batch(kind: type[Tagger], comput
         loss += part.item()
     assert loss == pytest.approx(expected.item(), abs=1e-6)
     assert torch.allclose(model.table.weight.grad, gradient, atol=1e-7)  # type: ignore[arg-type]
+
+
+class MaskedMean(Tagger):
+    """Divides by the number of targets: 0/0 in forward and backward for a batch without targets."""
+
+    loss_type = "ForTokenClassification"
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
+        logits = self.table(input_ids)
+        return logits if labels is None else (masked_mean(logits, labels), logits)
+
+
+def masked_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = labels != -100
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+class MaskedMeanTrainer(BaseTrainer):
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        logits = model(inputs["input_ids"])
+        loss = masked_mean(logits, inputs["labels"])
+        return (loss, logits) if return_outputs else loss
+
+
+class MaskedMeanStepTrainer(BaseTrainer):
+    def training_step(self, *args: Any, **keywords: Any) -> Tensor:
+        return super().training_step(*args, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "model"),
+    [(BaseTrainer, MaskedMean), (MaskedMeanTrainer, Tagger), (MaskedMeanStepTrainer, MaskedMean)],
+)
+def test_a_micro_batch_without_targets_does_not_change_the_step(
+    args: Any, trainer: type[BaseTrainer], model: type[Tagger]
+) -> None:
+    """Even if the user's loss divides by the number of targets, so that its gradients are NaN."""
+    examples = [{"input_ids": batch["input_ids"][0], "labels": batch["labels"][0]} for batch in batches()]
+
+    def fit(order: list[int]) -> tuple[float, Tensor]:
+        torch.manual_seed(0)
+        net = model()
+        settings = args(
+            max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=len(order),
+            train_sampling_strategy="sequential",
+        )  # fmt: skip
+        run = trainer(settings, net, train_dataset=[examples[i] for i in order])
+        return run.train().training_loss, net.table.weight.detach()
+
+    loss, weight = fit([0, 1, 2])
+    assert math.isfinite(loss)
+    for order in ([3, 0, 1, 2], [0, 1, 3, 2]):
+        other_loss, other_weight = fit(order)
+        assert other_loss == loss
+        assert torch.equal(other_weight, weight)
+
+
+def test_a_step_without_targets_has_zero_gradients(args: Any) -> None:
+    empty = [{"input_ids": torch.arange(6), "labels": torch.full((6,), -100)}]
+    settings = args(max_steps=1, per_device_train_batch_size=1, weight_decay=0.0)
+    torch.manual_seed(0)
+    net = MaskedMean()
+    before = net.table.weight.detach().clone()
+    assert BaseTrainer(settings, net, train_dataset=empty).train().training_loss == 0.0
+    assert torch.equal(net.table.weight, before)
 
 
 class Scored(Tagger):
