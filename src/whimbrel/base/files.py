@@ -17,13 +17,22 @@ from typing import IO, Any
 from whimbrel.base.errors import WriteError
 from whimbrel.base.lock import is_alive
 
-__all__ = ["PARTIAL", "atomic_directory", "atomic_file", "parse_json", "remove_stale", "sha256_file"]
+__all__ = [
+    "PARTIAL",
+    "atomic_directory",
+    "atomic_file",
+    "check_empty",
+    "parse_json",
+    "remove_stale",
+    "restore_replaced",
+    "sha256_file",
+]
 
 PARTIAL = ".partial-"
 """Prefix of the temporary name of a partly written file or directory."""
-REPLACED = "-replaced"
-"""Suffix of the temporary name of a directory that is being replaced."""
-_swept: set[Path] = set()
+BACKUP = f"{PARTIAL}replaced-"
+"""Prefix of the temporary name of a complete directory that is being replaced."""
+_cleaned_directories: set[Path] = set()
 HASH_CHUNK = 4 * 2**20
 """Bytes hashed per call. Large, because a background thread needs the GIL between two calls."""
 
@@ -35,10 +44,12 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
     Raises WriteError for any OSError, and leaves no partial file.
     """
     target = Path(path)
-    temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{_host()}-{target.name}")
+    temporary = target.with_name(f"{PARTIAL}{_process_name()}-{target.name}")
     try:
         _make_directory(target.parent)
-        _sweep(target.parent)
+        if target.parent not in _cleaned_directories:  # once, because many small files are written
+            _cleaned_directories.add(target.parent)
+            _remove_partial_files(target.parent)
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
@@ -59,33 +70,102 @@ def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> 
     Raises WriteError if `path` exists and is not empty, unless `replace`: then it stays until the new one is complete.
     """
     target = Path(path)
-    temporary = target.with_name(f"{PARTIAL}{os.getpid()}-{_host()}-{target.name}")
+    temporary = target.with_name(f"{PARTIAL}{_process_name()}-{target.name}")
+    backup = target.with_name(f"{BACKUP}{_process_name()}-{target.name}")
     try:
-        if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise WriteError(f"{target} exists and is not empty: choose another directory or remove it first")
-        if temporary.exists():
-            shutil.rmtree(temporary)
         _make_directory(target.parent)
-        _sweep(target.parent)
+        _remove_partial_files(target.parent)
+        for left in (backup, temporary):  # of an earlier process with this process id
+            if left.exists():
+                _remove_or_restore(left)
+        if not replace:
+            check_empty(target)
         temporary.mkdir()
         yield temporary
         _fsync_tree(temporary)
-        _replace_directory(temporary, target)
-        for aside in _partial_of_dead_processes(target.parent, REPLACED):  # left by earlier interrupted replacements
-            if aside.name.endswith(f"-{_host()}-{target.name}{REPLACED}"):
-                shutil.rmtree(aside, ignore_errors=True)
+        _replace_directory(temporary, target, backup)
     except OSError as error:
         raise _write_error(target, error, temporary) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def remove_stale(folder: str | os.PathLike[str]) -> list[Path]:
-    """Delete the partial files of interrupted writes in `folder`. Returns what was deleted."""
-    stale = sorted(Path(folder).glob(f"{PARTIAL}*"))
-    for path in stale:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return stale
+def _replace_directory(temporary: Path, target: Path, backup: Path) -> None:
+    """Rename a complete directory to `target`; an existing `target` becomes `backup` first.
+
+    A process that is killed between the two renames leaves no `target`, so whoever cleans up next must not delete the
+    backup but move it back (`_remove_or_restore`). Once the new directory is in place, the backup gets the temporary
+    name, which `atomic_directory` deletes: a directory under the name `backup` is always complete.
+    """
+    try:
+        if target.is_dir() and any(target.iterdir()):
+            os.replace(target, backup)
+        os.replace(temporary, target)
+    except BaseException:
+        if backup.exists() and not target.exists():
+            os.replace(backup, target)
+        raise
+    _fsync_directory(target.parent)
+    with contextlib.suppress(OSError):  # there is no backup, or it is deleted later
+        os.replace(backup, temporary)
+
+
+def check_empty(directory: Path) -> None:
+    """Raise WriteError if a directory to be written exists and is not empty."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise WriteError(f"{directory} exists and is not empty: choose another directory or remove it first")
+
+
+# Cleaning up after killed processes
+
+
+def remove_stale(directory: str | os.PathLike[str]) -> list[Path]:
+    """Delete what interrupted writes left in `directory`. Returns what was deleted.
+
+    A directory that was being replaced is moved back if the new one is not in place. The caller must be the only
+    writer: the files of processes that are still running, here or on another host, are deleted too.
+    """
+    stale = sorted(Path(directory).glob(f"{PARTIAL}*"))
+    return [path for path in stale if _remove_or_restore(path)]
+
+
+def restore_replaced(directory: Path) -> None:
+    """Move back directories whose replacement was interrupted because the process was killed."""
+    if directory.is_dir():
+        _remove_partial_files(directory, BACKUP)
+
+
+def _remove_partial_files(directory: Path, prefix: str = PARTIAL) -> None:
+    """Delete partial files of killed processes on this host, and restore what they were replacing."""
+    pattern = re.compile(rf"{re.escape(PARTIAL)}(?:replaced-)?(\d{{1,10}})-{_host()}-.*", re.DOTALL)
+    for path in list(directory.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match and path.name.startswith(prefix) and not is_alive(int(match[1])):
+            with contextlib.suppress(OSError):  # not fatal: the next process tries again
+                _remove_or_restore(path)
+
+
+def _remove_or_restore(path: Path) -> bool:
+    """Delete a partial file or directory, or move a backup back if it is the only complete copy. True if deleted."""
+    match = re.fullmatch(rf"{re.escape(BACKUP)}\d+-[0-9a-f]{{8}}-(.+)", path.name, re.DOTALL)
+    if match is not None and path.is_dir():
+        target = path.with_name(match[1])
+        if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+            os.replace(path, target)
+            return False
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return True
+
+
+def _process_name() -> str:
+    """Part of temporary names: the process that writes the file."""
+    return f"{os.getpid()}-{_host()}"
+
+
+@functools.cache
+def _host() -> str:
+    """A hash of the host name for temporary names: on a shared disk, the pids of other hosts mean nothing here."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -105,66 +185,26 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
-def _sweep(folder: Path) -> None:
-    """Remove partial files of killed processes in `folder`; at most once per process and folder."""
-    if folder in _swept:
-        return
-    _swept.add(folder)
-    for path in _partial_of_dead_processes(folder):
-        if not path.name.endswith(REPLACED):  # it may be the only complete copy
-            with contextlib.suppress(OSError):  # not fatal: it is retried by the next process
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _partial_of_dead_processes(folder: Path, ending: str = "") -> list[Path]:
-    """Partial files and directories in `folder` whose process, on this host, no longer exists."""
-    named = re.compile(rf"{re.escape(PARTIAL)}(\d{{1,10}})-{_host()}-.*{re.escape(ending)}", re.DOTALL)
-    found = ((path, named.fullmatch(path.name)) for path in folder.iterdir())
-    return [path for path, match in found if match and not is_alive(int(match[1]))]
-
-
-@functools.cache
-def _host() -> str:
-    """A hash of the host name for temporary names: on a shared disk, the pids of other hosts mean nothing here."""
-    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
-
-
-def _make_directory(folder: Path) -> None:
+def _make_directory(directory: Path) -> None:
     """Create a directory and its missing parents, and fsync each entry so that they survive a power loss."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
         _fsync_directory(path.parent)
 
 
-def _replace_directory(temporary: Path, target: Path) -> None:
-    """Rename a complete directory to `target`. An existing `target` is moved aside first, and back on failure."""
-    aside = temporary.with_name(f"{temporary.name}{REPLACED}")
-    if target.is_dir() and any(target.iterdir()):
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(target, aside)
-    try:
-        os.replace(temporary, target)
-    except OSError:
-        if aside.exists():
-            os.replace(aside, target)
-        raise
-    _fsync_directory(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _fsync_tree(folder: Path) -> None:
-    for path in sorted(folder.rglob("*")):
+def _fsync_tree(directory: Path) -> None:
+    for path in sorted(directory.rglob("*")):
         if path.is_file():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         else:
             _fsync_directory(path)
-    _fsync_directory(folder)
+    _fsync_directory(directory)
 
 
-def _fsync_directory(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _fsync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

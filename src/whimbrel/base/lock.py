@@ -80,6 +80,8 @@ class DirectoryLock:
     def release(self) -> None:
         """Release the lock, once for each `acquire`."""
         with self._guard:
+            if self._count == 0:
+                raise RuntimeError(f"released {self.path} more often than it was acquired")
             self._count -= 1
             if self._count == 0 and self._file is not None:
                 _write(self._file, None)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from whimbrel.base.errors import CheckpointError, ConfigError, WhimbrelError, WriteError
-from whimbrel.base.files import remove_stale
+from whimbrel.base.files import check_empty, remove_stale
 from whimbrel.base.lock import DirectoryLock
 from whimbrel.checkpoint.component import (
     DirectoryStateful,
@@ -156,7 +156,7 @@ class CheckpointManager:
         """Copy the state and write it. Returns whether the writer thread will release the lock."""
         in_run = target == checkpoint_path(self.run, step)
         parts: list[ComponentSnapshot] = []
-        self._ranks.run(lambda: None if in_run else _check_unused(target))
+        self._ranks.run(lambda: None if in_run else check_empty(target))
         self._ranks.run(lambda: parts.extend(self._snapshot(component) for component in components))
         if self._ranks.world_size > 1:
             self._buffers.synchronize()
@@ -164,19 +164,18 @@ class CheckpointManager:
                 if part.component.validate_replication and part.snapshot is not None:
                     check_replication(part.component, part.snapshot, self._ranks)
         write = partial(self._write, target, step, parts, None if metric is None else float(metric), about)
-        prune = partial(self._prune_after, step)
         self._error = None
         if not self._background:
-            self._run_job(write)
+            self._run_write(write)
             if in_run:
-                self._run_job(prune)
+                self._run_prune(step, release=False)
             self.wait()
             return False
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing = self._thread.submit(self._run_job, write)
+        self._writing = self._thread.submit(self._run_write, write)
         if in_run:
-            self._pruning = self._thread.submit(self._run_job_and_release, prune)
+            self._pruning = self._thread.submit(self._run_prune, step, release=True)
         return in_run
 
     def _snapshot(self, component: StateComponent) -> ComponentSnapshot:
@@ -213,19 +212,26 @@ class CheckpointManager:
             (self._temporary.add if TEMPORARY in about else self._temporary.discard)(target)
         self._finished.append(Saved(step, target))
 
-    def _run_job(self, job: Callable[[], None]) -> None:
-        """Run a job of a save; an error is logged and stored for `wait`."""
+    def _run_write(self, write: Callable[[], None]) -> None:
+        """Run the write job; an error is logged and stored for `wait`."""
         try:
-            job()
+            write()
         except Exception as error:
             self._error = error
             logger.warning("could not save a checkpoint: %s", error)
 
-    def _run_job_and_release(self, job: Callable[[], None]) -> None:
+    def _run_prune(self, step: int, *, release: bool) -> None:
+        """Run the pruning job if `step` was saved, and then release the lock. An error is logged, but does not fail
+        the save, which is complete.
+        """
         try:
-            self._run_job(job)
+            if step in self._own_steps:
+                self._prune(step)
+        except Exception as error:
+            logger.warning("could not remove old checkpoints: %s", error)
         finally:
-            self._release()
+            if release:
+                self._release()
 
     def _acquire(self) -> None:
         """Lock the run directory; rank 0 does it for all ranks."""
@@ -390,10 +396,6 @@ class CheckpointManager:
         finally:
             self._release()
 
-    def _prune_after(self, step: int) -> None:
-        if step in self._own_steps:  # the save succeeded
-            self._prune(step)
-
     def _prune(self, newest: int) -> None:
         """Remove checkpoints up to step `newest` that `keep` and `best` do not retain.
 
@@ -467,11 +469,6 @@ def _check_free_space(target: Path, parts: Sequence[ComponentSnapshot]) -> None:
         return
     if free < needed:
         raise WriteError(f"cannot write {target}: it needs {needed:,} bytes, but only {free:,} are free on the disk")
-
-
-def _check_unused(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise WriteError(f"{target} exists and is not empty: choose another directory or remove it first")
 
 
 def _verify(path: Path, wanted: Sequence[StateComponent], optional: Collection[str]) -> Manifest:

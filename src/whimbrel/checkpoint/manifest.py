@@ -16,7 +16,7 @@ from types import NoneType
 from typing import Any
 
 from whimbrel.base.errors import CheckpointError
-from whimbrel.base.files import parse_json, sha256_file
+from whimbrel.base.files import parse_json, restore_replaced, sha256_file
 
 __all__ = [
     "FORMAT",
@@ -49,7 +49,11 @@ def step_of(path: Path) -> int | None:
 
 
 def step_directories(run: Path) -> dict[int, Path]:
-    """All checkpoint directories of a run by step, ascending, including incomplete ones."""
+    """All checkpoint directories of a run by step, ascending, including incomplete ones.
+
+    A checkpoint whose replacement was interrupted by a kill is restored first.
+    """
+    restore_replaced(run / "checkpoints")
     found = {step: path for path in (run / "checkpoints").glob("step-*") if (step := step_of(path)) is not None}
     return dict(sorted(found.items()))
 

@@ -221,14 +221,34 @@ class HubDataset:
                 f"no such file: {self.name}; reading it as a Hub dataset", "datasets", "hub"
             ) from error
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last failure is raised below
+        local_files = "pass local files, as in `whimbrel prepare 'fineweb/*.parquet'`"
         try:
-            yield from datasets.load_dataset(self.dataset, self.config, split="train", streaming=True).skip(skip)
-        except Exception as error:  # each transport of the Hub client has its own exceptions
-            reason = " ".join(str(error).split()) or type(error).__name__
+            rows = iter(datasets.load_dataset(self.dataset, self.config, split="train", streaming=True).skip(skip))
+        except FileNotFoundError as error:  # includes DatasetNotFoundError
             raise DataError(
-                f"{self.name} was not found locally or on the Hugging Face Hub ({reason}): check the name and the "
-                "network, or give local files, as in `whimbrel prepare 'fineweb/*.parquet'`"
+                f"{self.name} was not found locally or on the Hugging Face Hub ({_one_line(error)}): check the name, "
+                f"or {local_files}"
             ) from error
+        except Exception as error:  # each transport of the Hub client has its own exceptions
+            raise DataError(
+                f"cannot open {self.name} on the Hugging Face Hub ({_one_line(error)}): check the name and the "
+                f"network, or {local_files}"
+            ) from error
+        for row in itertools.count(skip):
+            try:
+                values = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise DataError(
+                    f"{self.name}, row {row}: cannot read it from the Hugging Face Hub ({_one_line(error)}): check the "
+                    f"network and run the command again, or {local_files}"
+                ) from error
+            yield values
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 # Reading files: batches of raw bytes, with a function that parses them.
@@ -365,7 +385,7 @@ def _data_errors(message: str) -> Iterator[None]:
     except DataError:
         raise
     except (OSError, ValueError) as error:
-        raise DataError(f"{message}: {' '.join(str(error).split())}") from error
+        raise DataError(f"{message}: {_one_line(error)}") from error
 
 
 # Finding files.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from whimbrel.base.errors import WriteError
-from whimbrel.base.files import atomic_directory, atomic_file, remove_stale, sha256_file
+from whimbrel.base.files import (
+    BACKUP,
+    PARTIAL,
+    _host,
+    atomic_directory,
+    atomic_file,
+    remove_stale,
+    restore_replaced,
+    sha256_file,
+)
 
 
 def test_file_appears_only_when_complete(tmp_path: Path) -> None:
@@ -143,26 +153,101 @@ def test_later_write_removes_partial_files_of_a_killed_process(tmp_path: Path):
     assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "model", running, of_another_host])
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
-def test_replaced_directory_of_a_killed_process_is_kept_until_the_next_write(tmp_path: Path):
-    killed = """
-import os, signal, sys
+REPLACED_AND_KILLED = """
+import os, shutil, signal, sys
 from whimbrel.base import files
-with files.atomic_directory(sys.argv[1]) as folder:
-    (folder / "weights").write_text("old")
-replace = os.replace
-def once(source, target):
-    replace(source, target)
-    os.kill(os.getpid(), signal.SIGKILL)
-os.replace = once
-with files.atomic_directory(sys.argv[1], replace=True) as folder:
-    (folder / "weights").write_text("new")
+target, fatal_call = sys.argv[1], int(sys.argv[2])
+with files.atomic_directory(target) as directory:
+    (directory / "weights").write_text("old")
+    (directory / "config").write_text("old")
+calls = 0
+def killing(function, before):
+    def call(*args, **kwargs):
+        global calls
+        calls += 1
+        if before and calls == fatal_call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if calls == fatal_call:
+                os.kill(os.getpid(), signal.SIGKILL)
+    return call
+for module, name in ((os, "replace"), (os, "mkdir"), (os, "fsync"), (os, "unlink"), (os, "rmdir")):
+    setattr(module, name, killing(getattr(module, name), sys.argv[3] == "before"))
+with files.atomic_directory(target, replace=True) as directory:
+    (directory / "weights").write_text("new")
+    (directory / "config").write_text("new")
+print("completed")
 """
-    subprocess.run([sys.executable, "-c", killed, str(tmp_path / "model")], check=False)
-    [kept] = tmp_path.glob(".partial-*-replaced")
-    with atomic_file(tmp_path / "other", "w") as file:
-        file.write("x")
-    assert (kept / "weights").read_text() == "old"
-    with atomic_directory(tmp_path / "model", replace=True) as folder:
-        (folder / "weights").write_text("newer")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other"]
+
+
+def contents(directory: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in directory.iterdir()}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_kill_at_any_point_of_a_replacement_loses_nothing(tmp_path: Path, when: str):
+    cleanups = {
+        "remove_stale": remove_stale,
+        "restore_replaced": restore_replaced,
+        "write": lambda directory: atomic_directory(directory / "other").__enter__(),
+    }
+    outcomes = []
+    for fatal_call in range(1, 30):
+        run = tmp_path / str(fatal_call)
+        command = [sys.executable, "-c", REPLACED_AND_KILLED, str(run / "model"), str(fatal_call), when]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if "completed" in done.stdout:
+            break
+        assert done.returncode < 0, done.stderr
+        for name, clean_up in cleanups.items():
+            copy = tmp_path / f"{fatal_call}-{name}"
+            shutil.copytree(run, copy)
+            clean_up(copy)
+            assert contents(copy / "model") in (
+                {"weights": "old", "config": "old"},
+                {"weights": "new", "config": "new"},
+            )
+            assert not list(copy.glob(f"{PARTIAL}replaced-*"))
+            if name == "remove_stale":
+                assert os.listdir(copy) == ["model"]
+        outcomes.append((run / "model").exists())
+    assert "completed" in done.stdout
+    assert False in outcomes  # killed between the two renames
+
+
+def test_interrupt_between_the_renames_restores_the_old_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("old")
+    replace = os.replace
+
+    def interrupted(source: Path, target: Path) -> None:
+        if target == tmp_path / "model" and "replaced" not in source.name:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "model", replace=True) as directory:
+        (directory / "weights").write_text("new")
+    assert contents(tmp_path / "model") == {"weights": "old"}
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_interrupted_replacement_counts_as_existing(tmp_path: Path) -> None:
+    """A write that must not replace anything does not take the place of a directory that has only been moved aside."""
+    with atomic_directory(tmp_path / "model") as directory:
+        (directory / "weights").write_text("old")
+    (tmp_path / "model").rename(tmp_path / f"{BACKUP}999999999-{_host()}-model")
+    with pytest.raises(WriteError, match="not empty"), atomic_directory(tmp_path / "model"):
+        pass
+    assert contents(tmp_path / "model") == {"weights": "old"}
+
+
+def test_name_that_ends_like_a_backup_is_an_ordinary_name(tmp_path: Path) -> None:
+    (tmp_path / ".partial-999999999-0123abcd-model-replaced").mkdir()
+    remove_stale(tmp_path)
+    assert os.listdir(tmp_path) == []

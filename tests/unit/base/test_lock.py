@@ -165,6 +165,14 @@ def test_full_disk_does_not_release_the_lock(tmp_path: Path, monkeypatch: pytest
         DirectoryLock(tmp_path).acquire()
 
 
+def test_unbalanced_release_is_an_error_and_the_lock_still_works(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path)
+    with pytest.raises(RuntimeError, match="more often than it was acquired"):
+        lock.release()
+    with lock, pytest.raises(ConfigError, match="in use"):
+        DirectoryLock(tmp_path).acquire()
+
+
 def test_is_alive_accepts_only_pids_of_running_processes() -> None:
     assert lock_module.is_alive(os.getpid())
     for pid in (None, "1", 0, -1, 2**40, 2**70):

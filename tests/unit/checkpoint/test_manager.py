@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from whimbrel.base.errors import CheckpointError, ConfigError, WriteError
+from whimbrel.base.files import BACKUP, _host
 from whimbrel.checkpoint import (
     CheckpointManager,
     SharingPattern,
@@ -198,6 +199,28 @@ def test_damaged_checkpoint_is_skipped_with_a_warning_and_later_replaced(tmp_pat
     manager.save(3, parts(30.0))
     assert read_component(manager.newest(), "trainer") == {"value": 30.0}
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000003"]
+
+
+def test_checkpoint_being_replaced_by_a_killed_process_is_restored(tmp_path: Path, parts) -> None:
+    saved = CheckpointManager(tmp_path).save(1, parts(1.0))
+    saved.rename(saved.with_name(f"{BACKUP}999999999-{_host()}-{saved.name}"))
+    assert CheckpointManager(tmp_path).load(parts(0.0)).step == 1
+    saved.rename(saved.with_name(f"{BACKUP}1-0123abcd-{saved.name}"))  # by another host
+    assert latest_checkpoint(tmp_path) is None
+    CheckpointManager(tmp_path).clean_up(1)
+    assert latest_checkpoint(tmp_path) == saved
+
+
+def test_failed_pruning_is_not_the_error_of_the_save(tmp_path: Path, parts, monkeypatch, caplog, asynchronous) -> None:
+    manager = CheckpointManager(tmp_path, keep=1, asynchronous=asynchronous)
+    monkeypatch.setattr(manager_module, "step_directories", lambda _: 1 / 0)
+    manager.save(1, parts(1.0))
+    manager.wait()
+    assert "could not remove old checkpoints: division by zero" in caplog.text
+    assert [step for step, _ in manager.finished()] == [1]
+    with manager.lock:
+        pass
+    manager.close()
 
 
 def test_damaged_checkpoint_changes_no_state(tmp_path: Path, parts) -> None:

@@ -144,8 +144,8 @@ def test_hub_without_network_suggests_local_files(whimbrel, workdir: Path) -> No
     assert done.code == 2
     assert done.out.splitlines()[0] == "Output directory: data/fineweb20M"
     (last,) = done.err.splitlines()
-    assert "HuggingFaceFW/fineweb:sample-10BT was not found locally or on the Hugging Face Hub" in last
-    assert "give local files" in last
+    assert "cannot open HuggingFaceFW/fineweb:sample-10BT on the Hugging Face Hub" in last
+    assert "check the name and the network, or pass local files" in last
     assert not Path("data").exists()
 
 

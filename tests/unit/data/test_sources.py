@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,48 @@ def test_hub_row_without_text_is_an_error(hub) -> None:
     batch = next(HubDataset("owner/birds", None).batches("body", None, 0))
     with pytest.raises(DataError, match=r"owner/birds, row 0: no text in 'body'.* text$"):
         batch.parse()
+
+
+class Failing:
+    """A dataset that fails after `rows`."""
+
+    def __init__(self, rows: list[dict[str, str]], error: Exception) -> None:
+        self.rows, self.error = rows, error
+
+    def skip(self, count: int) -> Iterator[dict[str, str]]:
+        yield from self.rows[count:]
+        raise self.error
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_failure_while_streaming_names_the_row_and_the_cause(monkeypatch: pytest.MonkeyPatch, skip: int) -> None:
+    datasets = pytest.importorskip("datasets")
+    dataset = Failing([{"text": "a bird"}] * 100, ConnectionError("connection\nreset by peer"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: dataset)
+    with pytest.raises(DataError, match=r"owner/birds, row 100: .*\(connection reset by peer\)") as caught:
+        list(HubDataset("owner/birds", None).batches("text", None, skip))
+    assert "not found" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FileNotFoundError("Dataset 'owner/birds' doesn't exist"), r"owner/birds was not found .*doesn't exist"),
+        (ConnectionError("timed out"), r"cannot open owner/birds .*\(timed out\).* network"),
+        (ValueError("BuilderConfig 'x' not found"), r"cannot open owner/birds .*BuilderConfig 'x'"),
+    ],
+)
+def test_dataset_that_cannot_be_opened_reports_the_cause(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*_: object, **__: object) -> object:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match=message):
+        next(HubDataset("owner/birds", None).batches("text", None, 0))
 
 
 def test_missing_datasets_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
