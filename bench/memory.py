@@ -34,7 +34,7 @@ from whimbrel.models import GPT
 from whimbrel.precision import QuantizedWeight
 from whimbrel.train import RunConfig
 from whimbrel.train.build import create_optimizer, init_model
-from whimbrel.train.config import run_config
+from whimbrel.train.config import build_run_config
 from whimbrel.train.memory import dry_run, empty_model, optimizer_names, predict_memory, with_optimizer
 
 GIB = 2**30
@@ -47,7 +47,7 @@ SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 def run(model: dict[str, Any], optim: dict[str, Any] | None = None, **train: Any) -> RunConfig:
     """Config of a run that is only stepped; nothing is read from or written to its paths."""
-    return run_config(
+    return build_run_config(
         {
             "output_dir": "unused", "data": {"path": "unused"}, "model": model, "optim": optim or {},
             "train": {"steps": 1000, "accumulation": 2, "clip": 1.0, **train},
@@ -195,7 +195,9 @@ def main() -> None:
     device = arguments.device
     if arguments.measure:
         asked = json.loads(arguments.measure)
-        print(json.dumps(measure(run_config(asked["config"]), torch.device(device), asked["steps"], asked["cap"])))
+        print(
+            json.dumps(measure(build_run_config(asked["config"]), torch.device(device), asked["steps"], asked["cap"]))
+        )
         return
     at_once = arguments.jobs or (4 if device == "cuda" and not arguments.targets else 1)
     results = []

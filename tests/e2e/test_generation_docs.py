@@ -16,7 +16,7 @@ from whimbrel.data.prepare import prepare
 from whimbrel.inference import SamplingParams
 from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import train
-from whimbrel.train.config import run_config
+from whimbrel.train.config import build_run_config
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Pat
         "output_dir": str(folder / "runs" / "demo"), "data": {"path": str(folder / "shards")}, "model": shape,
         "train": {"steps": 2, "tokens_per_step": 256, "micro_batch": 4, "device": "cpu"},
     }  # fmt: skip
-    train(run_config(table))
+    train(build_run_config(table))
     return folder
 
 

@@ -17,7 +17,7 @@ from whimbrel.data.prepare import prepare
 from whimbrel.precision import FORMATS, RECIPES
 from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import train
-from whimbrel.train.config import run_config
+from whimbrel.train.config import build_run_config
 
 MODEL = {"context_length": 32, "vocab_size": 300, "num_layers": 1, "embd_size": 128, "num_heads": 4}
 
@@ -38,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Pat
         "output_dir": str(folder / "runs" / "demo"), "data": {"path": str(folder / "shards")}, "model": MODEL,
         "train": {"steps": 2, "tokens_per_step": 128, "micro_batch": 4, "device": "cpu"},
     }  # fmt: skip
-    train(run_config(table))
+    train(build_run_config(table))
     return folder
 
 
@@ -68,7 +68,9 @@ def test_settings_are_valid(page: str) -> None:
     assert len(others) == 2
     for extra in ("", *others):
         kept = {name: value for name, value in settings.items() if not extra or name != "fp8_recipe"}
-        run_config({"output_dir": "x", "data": {"path": "x"}, "model": MODEL, "train": kept | tomllib.loads(extra)})
+        build_run_config(
+            {"output_dir": "x", "data": {"path": "x"}, "model": MODEL, "train": kept | tomllib.loads(extra)}
+        )
 
 
 def test_commands_run_in_order(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

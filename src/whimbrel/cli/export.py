@@ -171,7 +171,7 @@ def _held_out_evaluation(
     from whimbrel.data.shards import has_split
     from whimbrel.model_io import load_tokenizer
     from whimbrel.model_io.load import read_config
-    from whimbrel.train.config import run_config
+    from whimbrel.train.config import build_run_config
 
     config = read_config(directory).config
     tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
@@ -181,7 +181,7 @@ def _held_out_evaluation(
         else:
             held_out = _read_text(data, tokenizer, max_tokens)
         return _evaluation(held_out, min(SEQUENCE_LENGTH, config.context_length))
-    run = run_config(settings) if "data" in settings else None
+    run = build_run_config(settings) if "data" in settings else None
     path = None if run is None else run.validation.path or run.data.path
     if run is None or path is None or not has_split(path, "val"):
         where = "" if path is None else f" ({path} of the run has no validation shards)"

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from whimbrel import __version__
-from whimbrel.base.errors import WhimbrelError
+from whimbrel.base.errors import ConfigError, WhimbrelError
 from whimbrel.cli.terminal import escape_controls
 
 __all__ = ["build_app", "main"]
@@ -41,7 +42,55 @@ COMMANDS = {
 }
 """Commands in the order of the help page, each as MODULE:FUNCTION below `whimbrel.cli`."""
 WITH_OVERRIDES = {"train", "memory"}
-"""Commands that accept settings as `--section.name=value`."""
+"""Commands that accept settings as `--section.name=value` or `--section.name value`."""
+
+
+class CommandWithOverrides(TyperCommand):
+    """Moves overrides of settings from the arguments to `context.args`, each as `--section.name=value`.
+
+    An override is any argument that starts with -- and is not an option of the command.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Split `args`, then parse what is left."""
+        options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        remaining, overrides, pending = [], [], list(args)
+        while pending:
+            argument = pending.pop(0)
+            name, equals, _ = argument.partition("=")
+            if not name.startswith("--") or name == "--" or name.replace("_", "-") in options:
+                remaining.append(argument)
+            elif equals or not pending or pending[0].startswith("--"):
+                overrides.append(argument)
+            else:
+                overrides.append(f"{argument}={pending.pop(0)}")
+        try:
+            rest = super().parse_args(ctx, remaining)
+        except typer.TyperException:
+            _check_overrides(overrides, options)  # for example --train.compile CONFIG, which takes CONFIG for its value
+            raise
+        if any("=" not in override for override in overrides):
+            _check_overrides(overrides, options)
+        ctx.args = overrides
+        return rest
+
+
+def _check_overrides(overrides: list[str], options: set[str]) -> None:
+    """Raise for an override of an unknown setting or without a value, and for a switch that is neither on nor off."""
+    from whimbrel.config import did_you_mean, list_settings
+    from whimbrel.train.config import RunConfig
+
+    settings = {f"--{setting.name}": setting.default for setting in list_settings(RunConfig)} | {"--model.preset": None}
+    sections = {name.rpartition(".")[0] for name in settings}
+    for override in overrides:
+        typed, equals, value = override.partition("=")
+        name = typed.replace("-", "_").replace("__", "--", 1)
+        if name not in settings and name not in sections:
+            raise ConfigError(f"unknown option {typed}{did_you_mean(name, {*settings, *options})}")
+        if isinstance(settings.get(name), bool) and value not in ("true", "false", "none"):
+            raise ConfigError(f"expected {typed}=true or {typed}=false, got {override.replace('=', ' ')}")
+        if not equals:
+            raise ConfigError(f"expected a value for {typed}: pass {typed}=VALUE")
 
 
 def build_app(command: str | None = None) -> typer.Typer:
@@ -61,12 +110,10 @@ def build_app(command: str | None = None) -> typer.Typer:
         if isinstance(function, typer.Typer):
             app.add_typer(function, name=name)
         else:
-            settings: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
             # Typer keeps the line breaks of a docstring; without them, paragraphs wrap to the width of the terminal.
             paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(function.__doc__).split("\n\n")]
-            app.command(
-                name, help="\n\n".join(paragraphs), context_settings=settings if name in WITH_OVERRIDES else None
-            )(function)
+            kind = CommandWithOverrides if name in WITH_OVERRIDES else TyperCommand
+            app.command(name, cls=kind, help="\n\n".join(paragraphs))(function)
     return app
 
 

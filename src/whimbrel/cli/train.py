@@ -43,7 +43,7 @@ def train(
 ) -> None:
     """Train a model.
 
-    Override any setting of the file with --section.name=value; the value none unsets it. If the output directory
+    Override any setting of the file with --section.name=value; none turns off an optional one. If the output directory
     contains a run, training resumes from its newest checkpoint. Ctrl-C finishes the step, saves and stops.
     """
     from whimbrel.train import Trainer, load_run_config

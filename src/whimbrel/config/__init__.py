@@ -11,6 +11,7 @@ from whimbrel.config.schema import (
     field_docs,
     list_settings,
     not_one_of,
+    resolve_none,
     suggest,
     to_table,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "list_settings",
     "load_toml",
     "not_one_of",
+    "resolve_none",
     "suggest",
     "to_table",
 ]

@@ -33,6 +33,7 @@ __all__ = [
     "field_docs",
     "list_settings",
     "not_one_of",
+    "resolve_none",
     "suggest",
     "to_table",
 ]
@@ -46,6 +47,7 @@ def build(cls: type[T], table: Table, where: str = "") -> T:
     fields = {field.name: field for field in dataclasses.fields(cast(Any, cls)) if field.init}
     check_known(where, table, fields)
     hints = typing.get_type_hints(cls)
+    table = resolve_none(cls, table)
     values = {name: convert(hints[name], value, _join(where, name)) for name, value in table.items()}
     missing = [_join(where, f.name) for f in fields.values() if f.name not in values and _is_required(f)]
     if missing:
@@ -54,14 +56,41 @@ def build(cls: type[T], table: Table, where: str = "") -> T:
 
 
 def to_table(value: object) -> dict[str, Any]:
-    """The inverse of `build`: nested dataclasses become nested dicts; fields that are None are omitted."""
+    """The inverse of `build`: nested dataclasses become nested dicts.
+
+    TOML has no null. A field that is None is omitted if that is its default, and "none" otherwise.
+    """
     table: dict[str, Any] = {}
     for field in dataclasses.fields(cast(Any, value)):
         item = getattr(value, field.name)
-        if item is None:
-            continue
-        table[field.name] = _to_value(item)
+        if item is not None:
+            table[field.name] = _to_value(item)
+        elif field.default is not None:
+            table[field.name] = "none"
     return table
+
+
+def resolve_none(cls: type, table: Table) -> dict[str, Any]:
+    """Replace the value "none" by None in a table for `cls`.
+
+    `--name=none` restores the default of a field that cannot be None. A field with the choice "none" keeps it, and in
+    a file "none" is a string where a string is allowed.
+    """
+    hints = typing.get_type_hints(cls)
+    resolved: dict[str, Any] = {}
+    for name, value in table.items():
+        kinds = _union_members(hints[name]) if name in hints else ()
+        if value != "none" or any("none" in get_args(kind) for kind in kinds if get_origin(kind) is Literal):
+            resolved[name] = value
+        elif type(None) in kinds and (isinstance(value, Override) or not {str, Path} & {*kinds}):
+            resolved[name] = None
+        elif not isinstance(value, Override):
+            resolved[name] = value
+    return resolved
+
+
+def _union_members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def _to_value(value: Any) -> Any:

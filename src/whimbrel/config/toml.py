@@ -59,22 +59,23 @@ class Override(str):
 
 
 def apply_overrides(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of `table` with each `--a.b=c` applied; `none` removes the key, which restores its default."""
+    """A copy of `table` with each `--a.b=c` applied; `build` resolves the value `none` (see `resolve_none`)."""
     result = copy.deepcopy(dict(table))
     for text in overrides:
         name, equals, raw = text.removeprefix("--").partition("=")
-        if not text.startswith("--") or not equals or not all(name.split(".")):
+        if not text.startswith("--") or not all(name.split(".")):
             raise ConfigError(f"expected --section.name=value, got '{text}'")
+        if not equals:
+            raise ConfigError(f"expected a value for {text}: pass {text}=VALUE")
         *sections, key = name.replace("-", "_").split(".")
         target = result
         for section in sections:
-            target = target.setdefault(section, {})
+            if target.get(section, "none") == "none":
+                target[section] = {}
+            target = target[section]
             if not isinstance(target, dict):
                 raise ConfigError(f"cannot set '{name}': '{section}' is a single value, not a section")
-        if raw == "none":
-            target.pop(key, None)
-        else:
-            target[key] = Override(raw)
+        target[key] = Override(raw)
     return result
 
 

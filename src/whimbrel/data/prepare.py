@@ -404,7 +404,7 @@ def _encode_source(
 
 def _check_arguments(name: str, shard_size: int, total_tokens: int | None, val: Sequence[str], val_tokens: int) -> None:
     if not re.fullmatch(r"[\w.-]+", name) or any(f"_{split}_" in f"{name}_" for split in SPLITS):
-        raise ConfigError(f"expected --name of letters, digits and '-', not ending in _train or _val, got '{name}'")
+        raise ConfigError(f"expected --name of letters, digits, '_', '.' and '-', without _train or _val, got '{name}'")
     if not 1 <= shard_size <= MAX_TOKENS:
         raise ConfigError(f"expected --shard-size of 1 to {MAX_TOKENS:,} tokens, got {shard_size}")
     if total_tokens is not None and total_tokens < 1:

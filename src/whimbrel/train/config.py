@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import apply_overrides, build, check_unused, convert, load_toml, to_table
+from whimbrel.config import apply_overrides, build, check_unused, convert, load_toml, resolve_none, to_table
 from whimbrel.model_io.llama2c import read_llama2c_config
 from whimbrel.model_io.load import read_config, resolve_model
 from whimbrel.models import GPTConfig, preset
@@ -32,9 +32,9 @@ __all__ = [
     "TrainConfig",
     "TrainerConfig",
     "ValidationConfig",
+    "build_run_config",
     "check_interval",
     "load_run_config",
-    "run_config",
 ]
 
 SdpaBackend = Literal["math", "flash", "efficient", "cudnn"]
@@ -500,40 +500,45 @@ class RunConfig(TrainerConfig):
 
 def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Load a TOML file, apply `--a.b=c` overrides and resolve the model preset."""
-    return run_config(apply_overrides(load_toml(path), overrides))
+    return build_run_config(apply_overrides(load_toml(path), overrides))
 
 
-def run_config(table: dict[str, Any]) -> RunConfig:
+def build_run_config(table: dict[str, Any]) -> RunConfig:
     """Build a RunConfig from a TOML table, resolving the model preset or path."""
-    model = table.get("model", {})
-    if isinstance(model, dict) and model.get("path") is not None:
-        return build(RunConfig, table | {"model": _model_table(model)})
-    if isinstance(model, dict) and "preset" in model:
-        if not isinstance(model["preset"], str):
-            raise ConfigError(f"expected a string for model.preset, got {model['preset']!r}")
-        overrides = {key: value for key, value in model.items() if key != "preset"}
-        table = table | {"model": to_table(preset(model["preset"])) | overrides}
-    return build(RunConfig, table)
+    model = table.get("model")
+    if not isinstance(model, dict):
+        return build(RunConfig, table)
+    model = {
+        key: value for key, value in resolve_none(ModelConfig, model).items() if (key, value) != ("preset", "none")
+    }
+    if model.get("path") is not None:
+        model = _model_table(model)
+    elif "preset" in model:
+        name = model.pop("preset")
+        if not isinstance(name, str):
+            raise ConfigError(f"expected a string for model.preset, got {name!r}")
+        model = to_table(preset(name)) | model
+    return build(RunConfig, table | {"model": model})
 
 
-def _model_table(given: dict[str, Any]) -> dict[str, Any]:
+def _model_table(table: dict[str, Any]) -> dict[str, Any]:
     """The `[model]` table with the architecture from the directory `path`; raises if other keys contradict it."""
-    path: Path = convert(Path, given["path"], "model.path")
-    own = {key: value for key, value in given.items() if key != "path"}
-    if "preset" in own:
+    path: Path = convert(Path, table["path"], "model.path")
+    overrides = {key: value for key, value in table.items() if key != "path"}
+    if "preset" in overrides:
         raise ConfigError("expected model.path or model.preset, got both: leave one out")
-    if not path.exists() and {"num_layers", "embd_size", "vocab_size"} <= own.keys():
-        return given  # the config.toml of a run that is resumed after its source was removed
+    if not path.exists() and {"num_layers", "embd_size", "vocab_size"} <= overrides.keys():
+        return table  # the config.toml of a run that is resumed after its source was removed
     source = resolve_model(path)
-    found = read_llama2c_config(source) if source.is_file() else read_config(source).config
-    built = build(GPTConfig, to_table(found) | own, "model")
-    for name in own:
-        if getattr(built, name) != getattr(found, name):
+    stored = read_llama2c_config(source) if source.is_file() else read_config(source).config
+    requested = build(GPTConfig, to_table(stored) | overrides, "model")
+    for name in overrides:
+        if getattr(requested, name) != getattr(stored, name):
             raise ConfigError(
-                f"model.{name} = {getattr(built, name)} contradicts model.path = {path}, which has "
-                f"{getattr(found, name)}: leave it out"
+                f"model.{name} = {getattr(requested, name)} contradicts model.path = {path}, which has "
+                f"{getattr(stored, name)}: leave it out"
             )
-    return to_table(found) | {"path": str(path)}
+    return to_table(stored) | {"path": str(path)}
 
 
 def check_positive(section: str, settings: object, *names: str) -> None:

@@ -17,7 +17,7 @@ from whimbrel.data.prepare import prepare
 from whimbrel.model_io import load_model, load_tokenizer, save_model, weight_state
 from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import read_log, train
-from whimbrel.train.config import run_config
+from whimbrel.train.config import build_run_config
 
 MODEL = {"context_length": 32, "vocab_size": 300, "num_layers": 1, "embd_size": 128, "num_heads": 4, "init_std": 0.3}
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
         "validation": {"every": 2},
         "checkpoint": {"every": 2},
     }
-    train(run_config(table))
+    train(build_run_config(table))
     return folder
 
 

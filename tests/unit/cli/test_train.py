@@ -18,7 +18,7 @@ from whimbrel.cli.main import main
 from whimbrel.data.prepare import prepare
 from whimbrel.model_io import load_model
 from whimbrel.tokenization import train_tokenizer
-from whimbrel.train import read_log
+from whimbrel.train import load_run_config, read_log
 
 RECIPE = """
 output_dir = "run"
@@ -110,6 +110,21 @@ def test_overrides_reach_the_run(folder: Path) -> None:
     assert [(line["tokens"], line["lr"]) for line in steps] == [(128, 1e-3)] * 2
 
 
+def test_override_value_may_follow_a_space(folder: Path) -> None:
+    arguments = ("--train.steps", "2", "--plain", "--train.tokens_per_step=128", "recipe.toml", "--optim.lr", "1e-3")
+    assert run("train", *arguments) == 0
+    steps = [line for line in read_log(folder / "run" / "log.jsonl") if line["kind"] == "step"]
+    assert [(line["tokens"], line["lr"]) for line in steps] == [(128, 1e-3)] * 2
+
+
+def test_timed_saves_can_be_turned_off(folder: Path) -> None:
+    written = folder / "run" / "config.toml"
+    assert run("train", "recipe.toml", "--checkpoint.every_minutes=none", "--train.steps=1") == 0
+    assert load_run_config(written).checkpoint.every_minutes is None
+    assert run("train", str(written), "--train.steps=2") == 0  # resumes with the recorded settings
+    assert load_run_config(written).checkpoint.every_minutes is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -118,8 +133,15 @@ def test_overrides_reach_the_run(folder: Path) -> None:
         (["train", "recipe.toml", "--train.steps=x"], "whimbrel: train.steps = 'x' must be an integer"),
         (
             ["train", "recipe.toml", "extra"],
-            "whimbrel: expected --section.name=value, got 'extra'",
+            "whimbrel train: Got unexpected extra argument(s) (extra)",
         ),
+        (["train", "recipe.toml", "--optim.lrr", "1"], "whimbrel: unknown setting 'optim.lrr': did you mean 'lr'?"),
+        (["train", "recipe.toml", "--optim.lr"], "whimbrel: expected a value for --optim.lr"),
+        (["train", "recipe.toml", "--optim.lr", "--plain"], "whimbrel: expected a value for --optim.lr"),
+        (["train", "--train.compile", "recipe.toml"], "whimbrel: expected --train.compile=true or"),
+        (["memory", "recipe.toml", "--train.compile"], "whimbrel: expected --train.compile=true or"),
+        (["train", "--plian", "recipe.toml"], "whimbrel: unknown option --plian: did you mean '--plain'?"),
+        (["train", "--trian.steps", "3"], "whimbrel: unknown option --trian.steps: did you mean '--train.steps'?"),
         (["train", "recipe.toml", "--data.path=gone"], "whimbrel: no such directory: gone"),
         (["train"], "whimbrel train: Missing argument"),
         (["trian"], "whimbrel: No such command 'trian'. Did you mean 'train'?"),

@@ -44,6 +44,12 @@ class Outer:
     """Kinds."""
     on: bool = False
     """A switch."""
+    minutes: float | None = 10.0
+    """Minutes."""
+    label: str | None = None
+    """A label."""
+    mode: Literal["none", "full"] = "full"
+    """A mode."""
     inner: Inner = field(default_factory=Inner)
     """A part."""
     parts: tuple[Inner, ...] = ()
@@ -101,7 +107,7 @@ def test_invalid_table_is_a_one_line_error(table: dict[str, object], message: st
 def test_field_docs_include_inherited_fields() -> None:
     docs = field_docs(Outer)
     assert docs["steps"] == "How many steps."
-    assert set(docs) == {"path", "steps", "names", "kinds", "on", "inner", "parts"}
+    assert set(docs) == {"path", "steps", "names", "kinds", "on", "minutes", "label", "mode", "inner", "parts"}
 
 
 @pytest.mark.parametrize(
@@ -142,15 +148,42 @@ def test_override_of_the_wrong_type_is_refused() -> None:
 def test_override_changes_only_its_setting() -> None:
     table = {"inner": {"rate": 1.0, "kind": "linear"}}
     assert apply_overrides(table, ["--inner.rate=2"]) == {"inner": {"rate": "2", "kind": "linear"}}
-    assert apply_overrides(table, ["--inner.rate=none"]) == {"inner": {"kind": "linear"}}
-    assert apply_overrides(table, ["--inner=none"]) == {}
     assert table == {"inner": {"rate": 1.0, "kind": "linear"}}
 
 
-@pytest.mark.parametrize("override", ["inner.rate=1", "--inner.rate", "--=1", "--a..b=1", "-x=1"])
+def test_override_none_is_none_or_else_the_default() -> None:
+    table = {"path": "p", "steps": 3, "names": ["a"], "label": "x", "inner": {"rate": 1.0, "kind": "cosine"}}
+
+    def overridden(*overrides: str) -> Outer:
+        return build(Outer, apply_overrides(table, overrides))
+
+    assert overridden("--steps=none").steps is None
+    assert overridden("--minutes=none").minutes is None
+    assert overridden("--label=none").label is None
+    assert overridden('--label="none"').label == "none"
+    assert overridden("--mode=none").mode == "none"
+    assert overridden("--names=none").names == ()
+    assert overridden("--inner.rate=none").inner == Inner(kind="cosine")
+    assert overridden("--inner=none").inner == Inner()
+    assert overridden("--inner=none", "--inner.rate=2").inner == Inner(rate=2.0)
+
+
+def test_none_survives_a_file() -> None:
+    for value in (Outer(path=Path("p"), minutes=None), Outer(path=Path("p"), label="none", mode="none")):
+        text = dump_toml(to_table(value))
+        assert build(Outer, tomllib.loads(text)) == value
+        assert build(Outer, apply_overrides(tomllib.loads(text), ["--on=true"])).minutes == value.minutes
+
+
+@pytest.mark.parametrize("override", ["inner.rate=1", "--=1", "--a..b=1", "-x=1"])
 def test_malformed_override_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match="expected --section.name=value"):
         apply_overrides({}, [override])
+
+
+def test_override_without_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected a value for --inner\.rate"):
+        apply_overrides({}, ["--inner.rate"])
 
 
 def test_override_below_a_scalar_is_refused() -> None:

@@ -233,7 +233,7 @@ def test_directory_with_other_shards_is_refused(corpus, texts: list[str], tmp_pa
         ({"val_tokens": -1}, "val-tokens .*got -1"),
         ({"val_tokens": 5, "val": ["a.jsonl"]}, "give one of them"),
         ({"name": "x_val"}, "expected --name"),
-        ({"name": "a/b"}, "expected --name"),
+        ({"name": "a/b"}, "expected --name of letters, digits, '_'"),
         ({"separator": "|"}, "no source is one"),
         ({"separator": ""}, "--separator is empty"),
         ({"val": [""]}, "a source is empty"),

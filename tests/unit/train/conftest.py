@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from whimbrel.data.prepare import prepare
 from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import BaseTrainer, RunConfig, TrainerCallback, TrainingArguments
-from whimbrel.train.config import run_config
+from whimbrel.train.config import build_run_config
 
 MakeRun = Callable[..., RunConfig]
 
@@ -45,7 +45,7 @@ def make_run(shards: Path, tmp_path: Path) -> MakeRun:
         for key, value in changes.items():
             section, name = key.split("__")
             table.setdefault(section, {})[name] = value
-        return run_config({"output_dir": str(output_dir), **table})
+        return build_run_config({"output_dir": str(output_dir), **table})
 
     return make
 

@@ -156,8 +156,15 @@ def test_the_default_micro_batch_divides_the_step_and_fits(monkeypatch: pytest.M
 
 
 def test_settings_that_describe_their_default_have_none() -> None:
-    """`--a.b=none` removes a value; that means None only where None is the default."""
     assert all(s.default is None or "default:" not in s.doc for s in list_settings(RunConfig))
+
+
+def test_none_turns_off_what_a_preset_sets(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('output_dir = "r"\n[model]\npreset = "llama3.1-8b"\n[data]\npath = "d"\n[train]\nsteps = 1\n')
+    assert load_run_config(file).model.rope_scaling is not None
+    assert load_run_config(file, ["--model.rope_scaling=none"]).model.rope_scaling is None
+    assert load_run_config(file, ["--model.preset=none"]).model.num_layers == GPTConfig().num_layers
 
 
 def test_unknown_and_unavailable_devices_raise_an_error() -> None:

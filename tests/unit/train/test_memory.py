@@ -18,7 +18,7 @@ from whimbrel.optim import GroupConfig, OptimConfig
 from whimbrel.precision import sdpa_backends
 from whimbrel.train import RunConfig
 from whimbrel.train.build import create_optimizer, init_model
-from whimbrel.train.config import EmaConfig, run_config
+from whimbrel.train.config import EmaConfig, build_run_config
 from whimbrel.train.memory import (
     WORKSPACE,
     MemoryPrediction,
@@ -37,7 +37,7 @@ LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": T
 def make(tmp_path: Path, model: dict[str, Any], optim: dict[str, Any] | None = None, **train: Any) -> RunConfig:
     shape = {"context_length": 64, "vocab_size": 1000, "num_layers": 2, "embd_size": 128, "num_heads": 4}
     settings = {"steps": 9, "micro_batch": 4, "accumulation": 2, "clip": 1.0, **train}
-    return run_config(
+    return build_run_config(
         {
             "output_dir": str(tmp_path), "data": {"path": "unused"}, "model": shape | model, "optim": optim or {},
             "train": settings,

@@ -18,7 +18,7 @@ from whimbrel.config import dump_toml, to_table
 from whimbrel.data import TokenDataLoader
 from whimbrel.model_io import load_model
 from whimbrel.train import RunConfig, Trainer, TrainerCallback, TrainingArguments, load_run_config, read_log, train
-from whimbrel.train.config import run_config
+from whimbrel.train.config import build_run_config
 
 MakeRun = Callable[..., RunConfig]
 
@@ -45,7 +45,7 @@ def make(make_run: MakeRun, directory: Path) -> MakeRun:
     def continued(**changes: object) -> RunConfig:
         table = to_table(make_run(**{name: value for name, value in changes.items() if not name.startswith("model__")}))
         own = {name.removeprefix("model__"): value for name, value in changes.items() if name.startswith("model__")}
-        return run_config(table | {"model": {"path": str(directory), **own}})
+        return build_run_config(table | {"model": {"path": str(directory), **own}})
 
     return continued
 
@@ -76,7 +76,7 @@ def test_checkpoints_are_directories_of_the_same_family(make: MakeRun, directory
 def test_a_run_starts_from_the_checkpoint_of_another_run(make_run: MakeRun, tmp_path: Path) -> None:
     first = make_run(output_dir=tmp_path / "first")
     train(first)
-    config = run_config(
+    config = build_run_config(
         {
             "output_dir": str(tmp_path / "second"), "model": {"path": str(first.output_dir)},
             "data": {"path": str(first.data.path)},
@@ -124,7 +124,7 @@ def test_settings_that_contradict_the_directory_are_refused(make: MakeRun) -> No
 
 def test_shards_of_a_larger_vocabulary_are_refused(make_run: MakeRun, tmp_path: Path) -> None:
     make_model("llama", vocab_size=299).save_pretrained(tmp_path / "small")
-    config = run_config(to_table(make_run()) | {"model": {"path": str(tmp_path / "small")}})
+    config = build_run_config(to_table(make_run()) | {"model": {"path": str(tmp_path / "small")}})
     with pytest.raises(ConfigError, match=r"expected shards .*299 tokens.* got 300 .* --tokenizer"):
         Trainer.from_config(config)
 

@@ -190,16 +190,16 @@ def test_clipping_bounds_the_gradients_of_the_optimizer(
 
 
 def test_the_recorded_config_reproduces_the_run(make_run: MakeRun) -> None:
-    from whimbrel.train.config import run_config
+    from whimbrel.train.config import build_run_config
 
     config = make_run()
     run(config)
-    written = run_config(tomllib.loads((config.output_dir / "config.toml").read_text()))
+    written = build_run_config(tomllib.loads((config.output_dir / "config.toml").read_text()))
     assert written == config
     free = make_run(train__micro_batch=2, output_dir=config.output_dir.with_name("free"))
     free = replace(free, train=replace(free.train, micro_batch=None))
     run(free)
-    recorded = run_config(tomllib.loads((free.output_dir / "config.toml").read_text()))
+    recorded = build_run_config(tomllib.loads((free.output_dir / "config.toml").read_text()))
     assert recorded.train.micro_batch == 8
 
 

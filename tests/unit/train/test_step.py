@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from whimbrel.train.build import create_optimizer, init_model
-from whimbrel.train.config import run_config
+from whimbrel.train.config import build_run_config
 from whimbrel.train.device import Stopwatch
 from whimbrel.train.memory import dry_run
 
@@ -28,7 +28,7 @@ def test_metrics_are_copied_before_the_end_of_step_mark(tmp_path: Path, monkeypa
         return torch.stack((loss, norm))
 
     monkeypatch.setattr("whimbrel.train.step._copy_to_host", copy_to_host)
-    config = run_config(
+    config = build_run_config(
         {
             "output_dir": str(tmp_path), "data": {"path": str(tmp_path)},
             "model": {"num_layers": 1, "embd_size": 32, "num_heads": 2, "vocab_size": 64, "context_length": 16},
