@@ -120,7 +120,7 @@ class Filled:
     """A full KV cache: each step overwrites the last token, so that all steps cost the same."""
 
     def __init__(self, config: GPTConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (config.num_layers, 2, 1, config.kv_heads, tokens, config.head_width)
+        shape = (config.num_layers, 2, 1, config.kv_heads, tokens, config.head_dim)
         self.held, self.tokens = torch.randn(shape, device=device, dtype=dtype), tokens
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:

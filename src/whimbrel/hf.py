@@ -38,7 +38,13 @@ try:
 except ImportError as error:
     raise MissingExtraError("whimbrel.hf", "transformers", "hf") from error
 
-__all__ = ["CrossAttentionCache", "WhimbrelConfig", "WhimbrelForCausalLM", "WhimbrelQuantization", "WhimbrelQuantizer"]
+__all__ = [
+    "CrossAttentionCache",
+    "WhimbrelConfig",
+    "WhimbrelForCausalLM",
+    "WhimbrelQuantizationConfig",
+    "WhimbrelQuantizer",
+]
 
 
 class CrossAttentionCache(EncoderDecoderCache):
@@ -76,7 +82,7 @@ class WhimbrelConfig(PretrainedConfig):
         gpt_config = self.gpt_config
         self.vocab_size, self.hidden_size = gpt_config.vocab_size, gpt_config.embd_size
         self.num_hidden_layers, self.num_attention_heads = gpt_config.num_layers, gpt_config.num_heads
-        self.num_key_value_heads, self.head_dim = gpt_config.kv_heads, gpt_config.head_width
+        self.num_key_value_heads, self.head_dim = gpt_config.kv_heads, gpt_config.head_dim
         self.max_position_embeddings = gpt_config.context_length
         super().__init__(**settings | {"tie_word_embeddings": gpt_config.tied_head})
 
@@ -165,7 +171,7 @@ def _equal_positions(given: Tensor, expected: Tensor) -> bool:
 
 
 @register_quantization_config(METHOD)
-class WhimbrelQuantization(QuantizationConfigMixin):
+class WhimbrelQuantizationConfig(QuantizationConfigMixin):
     """The `quantization_config` in our directories."""
 
     def __init__(self, **table: Any) -> None:
@@ -187,11 +193,11 @@ class WhimbrelQuantizer(HfQuantizer):
     """Combines codes and scales into quantized weights while loading; linear layers keep their class."""
 
     requires_calibration = True  # only directories that are already quantized can be loaded
-    quantization_config: WhimbrelQuantization
+    quantization_config: WhimbrelQuantizationConfig
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         """Combine two stored tensors into one parameter."""
-        return [WeightConverter([f"weight{CODES}", f"weight{SCALES}"], "weight", [_Join(self)])]
+        return [WeightConverter([f"weight{CODES}", f"weight{SCALES}"], "weight", [_CombineCodesAndScales(self)])]
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Remove the config entry that makes transformers reject the directory without this quantizer.
@@ -228,7 +234,7 @@ class WhimbrelQuantizer(HfQuantizer):
         return True
 
 
-class _Join(ConversionOps):
+class _CombineCodesAndScales(ConversionOps):
     """Combines codes and scales into a quantized weight, transposed for the Conv1D layers of GPT-2."""
 
     def __init__(self, hf_quantizer: WhimbrelQuantizer) -> None:

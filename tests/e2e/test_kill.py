@@ -107,7 +107,7 @@ def content(path: Path) -> Any:
     if path.name == "manifest.json":
         manifest = read_manifest(path.parent)
         files = {name: entry for name, entry in manifest.files.items() if name != "trainer.json"}
-        return manifest.step, manifest.components, manifest.about, without_timings(manifest.metric), files
+        return manifest.step, manifest.components, manifest.metadata, without_timings(manifest.metric), files
     return path.read_bytes()
 
 

@@ -47,7 +47,7 @@ class DirectoryLock:
         self._file: int | None = None
         self._count = 0
         self._guard = threading.Lock()
-        _ALL.add(self)
+        _INSTANCES.add(self)
 
     @property
     def path(self) -> Path:
@@ -133,11 +133,11 @@ class DirectoryLock:
             os.close(file)
 
 
-_ALL: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+_INSTANCES: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for lock in list(_ALL):
+    for lock in list(_INSTANCES):
         lock._drop_after_fork()
 
 

@@ -25,7 +25,7 @@ class Shape(Protocol):
     @property
     def kv_heads(self) -> int: ...
     @property
-    def head_width(self) -> int: ...
+    def head_dim(self) -> int: ...
 
 
 class BlockPool(BlockManager):
@@ -48,7 +48,7 @@ class BlockPool(BlockManager):
         super().__init__(num_blocks, block_size)
         self.dtype, self.device = dtype, torch.device(device)
         self.codec = find_codec(codec)
-        widths = _widths(config.head_width, dtype, self.codec)
+        widths = _widths(config.head_dim, dtype, self.codec)
         # Separate tensors, not views of one: compiled code that writes to several views of a tensor copies all of it.
         self._layers = [
             {
@@ -66,7 +66,7 @@ class BlockPool(BlockManager):
     @staticmethod
     def block_nbytes(config: Shape, block_size: int = 16, *, dtype: torch.dtype, codec: str = "none") -> int:
         """Bytes of one block, over all layers."""
-        widths = _widths(config.head_width, dtype, find_codec(codec))
+        widths = _widths(config.head_dim, dtype, find_codec(codec))
         token = sum(width * kind.itemsize for width, kind in widths.values())
         return config.num_layers * block_size * config.kv_heads * token
 
@@ -213,10 +213,10 @@ def _scales_of(kind: str) -> str:
     return f"{kind} scales"
 
 
-def _widths(head_width: int, dtype: torch.dtype, codec: GroupCodec | None) -> dict[str, tuple[int, torch.dtype]]:
+def _widths(head_dim: int, dtype: torch.dtype, codec: GroupCodec | None) -> dict[str, tuple[int, torch.dtype]]:
     """For each tensor of a layer: elements per token and head, and their dtype."""
     if codec is None:
-        return {"keys": (head_width, dtype), "values": (head_width, dtype)}
-    codes = codec.code_width(head_width), codec.code_dtype
-    scales = codec.scale_width(head_width), codec.scale_dtype or dtype
+        return {"keys": (head_dim, dtype), "values": (head_dim, dtype)}
+    codes = codec.code_width(head_dim), codec.code_dtype
+    scales = codec.scale_width(head_dim), codec.scale_dtype or dtype
     return {"keys": codes, "values": codes, _scales_of("keys"): scales, _scales_of("values"): scales}

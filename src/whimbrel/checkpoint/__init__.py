@@ -11,7 +11,7 @@ from whimbrel.base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from whimbrel.checkpoint.component import DirectoryStateful, Ranks, SharingPattern, StateComponent, Stateful
-    from whimbrel.checkpoint.manager import CheckpointManager, Saved, best_first
+    from whimbrel.checkpoint.manager import CheckpointManager, SavedCheckpoint, rank_by_metric
     from whimbrel.checkpoint.manifest import (
         Manifest,
         checkpoint_path,
@@ -30,16 +30,16 @@ __all__ = [
     "Manifest",
     "RNGState",
     "Ranks",
-    "Saved",
+    "SavedCheckpoint",
     "SharingPattern",
     "StateComponent",
     "Stateful",
-    "best_first",
     "checkpoint_path",
     "latest_checkpoint",
     "list_checkpoints",
     "missing_components",
     "pack",
+    "rank_by_metric",
     "read_component",
     "read_manifest",
     "read_tensors",
@@ -54,7 +54,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "component": ["DirectoryStateful", "Ranks", "SharingPattern", "StateComponent", "Stateful"],
-        "manager": ["CheckpointManager", "Saved", "best_first"],
+        "manager": ["CheckpointManager", "SavedCheckpoint", "rank_by_metric"],
         "manifest": [
             "Manifest",
             "checkpoint_path",

@@ -140,7 +140,7 @@ def locate(component: StateComponent, ranks: Ranks, groups: Mapping[str, Any]) -
         case SharingPattern.PER_NODE:
             return Location(f"{component.key}.node-{ranks.node:05d}", ranks.local_rank == 0)
         case SharingPattern.PER_GROUP:
-            lowest = ranks.lowest(groups[str(component.process_group_name)])
+            lowest = ranks.lowest_rank(groups[str(component.process_group_name)])
             return Location(f"{component.key}.group-{lowest:05d}", ranks.rank == lowest)
 
 
@@ -192,6 +192,6 @@ class Ranks:
                 raise kind(f"rank {rank}: {failed[1]}")
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
-    def lowest(self, group: Any) -> int:
+    def lowest_rank(self, group: Any) -> int:
         """The lowest global rank of a process group."""
         return 0 if self.world_size == 1 else min(dist.get_process_group_ranks(group))

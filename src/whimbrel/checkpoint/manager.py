@@ -27,7 +27,7 @@ from whimbrel.checkpoint.component import (
     locate,
 )
 from whimbrel.checkpoint.manifest import (
-    MANIFEST,
+    MANIFEST_FILE,
     Manifest,
     checkpoint_path,
     list_checkpoints,
@@ -35,20 +35,20 @@ from whimbrel.checkpoint.manifest import (
     remove_checkpoint,
     step_directories,
 )
-from whimbrel.checkpoint.reader import absent_components, has_all_files, read_component, verify_checkpoint
+from whimbrel.checkpoint.reader import has_all_files, missing_on_this_rank, read_component, verify_checkpoint
 from whimbrel.checkpoint.writer import ComponentSnapshot, HostBuffers, check_replication, write_checkpoint
 
-__all__ = ["CheckpointManager", "Saved", "best_first"]
+__all__ = ["CheckpointManager", "SavedCheckpoint", "rank_by_metric"]
 
 logger = logging.getLogger(__name__)
 
 RETRY_DELAYS = (1.0, 5.0, 15.0)
 """Seconds to wait before each retry of a failed save."""
 TEMPORARY = "temporary"
-"""Key in a manifest's `about` that marks a checkpoint to remove once a newer one exists."""
+"""Key in a manifest's `metadata` that marks a checkpoint to remove once a newer one exists."""
 
 
-class Saved(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A checkpoint that is complete and on disk."""
 
     step: int
@@ -92,7 +92,7 @@ class CheckpointManager:
         self._writing: Future[None] | None = None
         self._pruning: Future[None] | None = None
         self._error: Exception | None = None
-        self._finished: deque[Saved] = deque()
+        self._finished: deque[SavedCheckpoint] = deque()
         self._own_steps: set[int] = set()
         """Steps that this manager saved or loaded, unlike those left over from before the run was rolled back."""
         self._damaged: set[Path] = set()
@@ -116,7 +116,7 @@ class CheckpointManager:
         components: Sequence[StateComponent],
         *,
         metric: float | None = None,
-        about: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         path: Path | None = None,
         temporary: bool = False,
     ) -> Path:
@@ -128,7 +128,7 @@ class CheckpointManager:
         it. Raises the error of a failed synchronous save; `wait` raises that of an asynchronous one.
         """
         check_components(components, self._groups)
-        stored = _as_json({**(about or {}), **({TEMPORARY: True} if temporary else {})})
+        stored = _as_json({**(metadata or {}), **({TEMPORARY: True} if temporary else {})})
         self._wait_for_write()
         target = checkpoint_path(self.run, step)
         if path is not None and Path(path) != target:
@@ -151,7 +151,7 @@ class CheckpointManager:
         step: int,
         components: Sequence[StateComponent],
         metric: float | None,
-        about: dict[str, Any],
+        metadata: dict[str, Any],
     ) -> bool:
         """Copy the state and write it. Returns whether the writer thread will release the lock."""
         in_run = target == checkpoint_path(self.run, step)
@@ -163,7 +163,7 @@ class CheckpointManager:
             for part in parts:
                 if part.component.validate_replication and part.snapshot is not None:
                     check_replication(part.component, part.snapshot, self._ranks)
-        write = partial(self._write, target, step, parts, None if metric is None else float(metric), about)
+        write = partial(self._write, target, step, parts, None if metric is None else float(metric), metadata)
         self._error = None
         if not self._background:
             self._run_write(write)
@@ -185,7 +185,7 @@ class CheckpointManager:
         return ComponentSnapshot(component, location, self._buffers.copy(component.key, state) if needed else None)
 
     def _write(
-        self, target: Path, step: int, parts: list[ComponentSnapshot], metric: float | None, about: dict[str, Any]
+        self, target: Path, step: int, parts: list[ComponentSnapshot], metric: float | None, metadata: dict[str, Any]
     ) -> None:
         """Write the checkpoint, retrying after I/O errors."""
         self._buffers.synchronize()
@@ -195,7 +195,7 @@ class CheckpointManager:
 
         def attempt() -> None:
             self._ranks.run(partial(_check_free_space, target, parts))
-            write_checkpoint(target, step, parts, metric, about, self._ranks)
+            write_checkpoint(target, step, parts, metric, metadata, self._ranks)
 
         for delay in RETRY_DELAYS:
             try:
@@ -209,8 +209,8 @@ class CheckpointManager:
         if in_run:
             self._own_steps.add(step)
             self._damaged.discard(target)
-            (self._temporary.add if TEMPORARY in about else self._temporary.discard)(target)
-        self._finished.append(Saved(step, target))
+            (self._temporary.add if TEMPORARY in metadata else self._temporary.discard)(target)
+        self._finished.append(SavedCheckpoint(step, target))
 
     def _run_write(self, write: Callable[[], None]) -> None:
         """Run the write job; an error is logged and stored for `wait`."""
@@ -243,7 +243,7 @@ class CheckpointManager:
 
     # Waiting
 
-    def finished(self) -> list[Saved]:
+    def finished(self) -> list[SavedCheckpoint]:
         """The saves that completed since the last call."""
         if not self._finished:
             return []
@@ -305,7 +305,7 @@ class CheckpointManager:
                 self._restore(chosen, manifest, wanted)
                 break
             except CheckpointError as error:
-                vanished = not (chosen / MANIFEST).is_file()
+                vanished = not (chosen / MANIFEST_FILE).is_file()
                 if path is not None or not self._ranks.broadcast(vanished):
                     raise
                 self._damaged.add(chosen)
@@ -341,7 +341,7 @@ class CheckpointManager:
 
     def _restore(self, chosen: Path, manifest: Manifest, wanted: Sequence[StateComponent]) -> None:
         stems = {component.key: locate(component, self._ranks, self._groups).stem for component in wanted}
-        absent = absent_components(chosen, manifest, stems)
+        absent = missing_on_this_rank(chosen, manifest, stems)
         self._ranks.run(partial(_check_absent, chosen, manifest, wanted, absent))
 
         def restore() -> None:
@@ -358,7 +358,7 @@ class CheckpointManager:
     def best(self) -> Path | None:
         """The checkpoint with the best metric; None if none has a metric."""
         self.drain()
-        found = best_first(self.run, greater_is_better=self._greater_is_better)
+        found = rank_by_metric(self.run, greater_is_better=self._greater_is_better)
         return found[0][1] if found else None
 
     def newest(self) -> Path | None:
@@ -376,7 +376,7 @@ class CheckpointManager:
         permanent = [path for path in complete if path not in self._temporary]
         return next(reversed(permanent or complete), None)
 
-    def forget(self, step: int) -> None:
+    def invalidate(self, step: int) -> None:
         """Make the next save of `step` overwrite the existing checkpoint instead of skipping it."""
         self.drain()
         self._own_steps.discard(step)
@@ -412,7 +412,7 @@ class CheckpointManager:
         permanent = [path for path in complete if path not in self._temporary]
         retained = {*complete[-1:], *(permanent if self._keep is None else permanent[-self._keep :])}
         if self._best:
-            ranked = best_first(self.run, greater_is_better=self._greater_is_better)
+            ranked = rank_by_metric(self.run, greater_is_better=self._greater_is_better)
             retained |= set([path for _, path in ranked if path in complete][: self._best])
         for path in directories:
             if path in retained or (self._keep is None and path not in self._temporary):
@@ -434,7 +434,7 @@ class CheckpointManager:
                 logger.warning("cannot remove partial files of an interrupted save: %s", error)
 
 
-def best_first(run: Path, *, greater_is_better: bool) -> list[tuple[float, Path]]:
+def rank_by_metric(run: Path, *, greater_is_better: bool) -> list[tuple[float, Path]]:
     """The checkpoints of a run with a metric that is not NaN, best first; among equals the older first."""
     found = []
     for step, path in list_checkpoints(run).items():
@@ -451,7 +451,7 @@ def _temporary_checkpoints(run: Path) -> set[Path]:
     found = set()
     for path in list_checkpoints(run).values():
         try:
-            if read_manifest(path).about.get(TEMPORARY):
+            if read_manifest(path).metadata.get(TEMPORARY):
                 found.add(path)
         except CheckpointError:  # reported when it is loaded
             continue
@@ -500,9 +500,9 @@ def _restore(component: StateComponent, path: Path, stem: str) -> None:
         raise CheckpointError(f"{path}: the state of '{component.key}' does not fit: {reason}") from error
 
 
-def _as_json(about: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        table: dict[str, Any] = json.loads(json.dumps(dict(about)))
+        table: dict[str, Any] = json.loads(json.dumps(dict(metadata)))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"expected `about` to be JSON data: {error}") from error
+        raise ConfigError(f"expected `metadata` to be JSON-serializable: {error}") from error
     return table

@@ -19,22 +19,22 @@ from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import parse_json, restore_replaced, sha256_file
 
 __all__ = [
-    "FORMAT",
-    "MANIFEST",
+    "FORMAT_VERSION",
+    "MANIFEST_FILE",
     "ComponentEntry",
     "FileEntry",
     "Manifest",
     "checkpoint_path",
     "latest_checkpoint",
     "list_checkpoints",
+    "parse_step",
     "read_manifest",
     "remove_checkpoint",
     "step_directories",
-    "step_of",
 ]
 
-FORMAT = 2
-MANIFEST = "manifest.json"
+FORMAT_VERSION = 2
+MANIFEST_FILE = "manifest.json"
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -42,10 +42,10 @@ def checkpoint_path(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def step_of(path: Path) -> int | None:
+def parse_step(path: Path) -> int | None:
     """The step in the name of a checkpoint directory; None if the name is not of that form."""
-    found = re.fullmatch(r"step-(\d+)", path.name)
-    return None if found is None else int(found[1])
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    return None if match is None else int(match[1])
 
 
 def step_directories(run: Path) -> dict[int, Path]:
@@ -54,13 +54,13 @@ def step_directories(run: Path) -> dict[int, Path]:
     A checkpoint whose replacement was interrupted by a kill is restored first.
     """
     restore_replaced(run / "checkpoints")
-    found = {step: path for path in (run / "checkpoints").glob("step-*") if (step := step_of(path)) is not None}
-    return dict(sorted(found.items()))
+    paths = {step: path for path in (run / "checkpoints").glob("step-*") if (step := parse_step(path)) is not None}
+    return dict(sorted(paths.items()))
 
 
 def list_checkpoints(run: Path) -> dict[int, Path]:
     """The complete checkpoints of a run by step, ascending."""
-    return {step: path for step, path in step_directories(run).items() if (path / MANIFEST).is_file()}
+    return {step: path for step, path in step_directories(run).items() if (path / MANIFEST_FILE).is_file()}
 
 
 def latest_checkpoint(run: Path) -> Path | None:
@@ -70,7 +70,7 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint. The manifest goes first, so that an interrupted removal leaves no seemingly complete one."""
-    (path / MANIFEST).unlink(missing_ok=True)
+    (path / MANIFEST_FILE).unlink(missing_ok=True)
     shutil.rmtree(path)
 
 
@@ -82,7 +82,7 @@ class FileEntry:
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> FileEntry:
+    def from_file(cls, path: Path) -> FileEntry:
         """Read and hash the file."""
         return cls(path.stat().st_size, sha256_file(path))
 
@@ -100,48 +100,53 @@ class ComponentEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of `manifest.json`. `metadata` is stored by the run with the checkpoint, such as its config hash."""
+    """The content of `manifest.json`."""
 
     step: int
     components: dict[str, ComponentEntry]
     files: dict[str, FileEntry]
     metric: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Stored by the run with the checkpoint, such as the hash of its config; `about` in the file."""
 
     @property
     def config_hash(self) -> str | None:
         """Hash of the run's settings, if the run stored one."""
-        found = self.about.get("config_hash")
-        return found if isinstance(found, str) else None
+        config_hash = self.metadata.get("config_hash")
+        return config_hash if isinstance(config_hash, str) else None
 
     def render(self) -> bytes:
         """The bytes of `manifest.json`."""
-        return _render({"format": FORMAT, **asdict(self)})
+        table = asdict(self)
+        table["about"] = table.pop("metadata")
+        return _render({"format": FORMAT_VERSION, **table})
 
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises CheckpointError unless it is byte for byte as written."""
     try:
-        content = (path / MANIFEST).read_bytes()
+        content = (path / MANIFEST_FILE).read_bytes()
     except OSError as error:
         raise CheckpointError(
-            f"{path} is not a complete checkpoint: its {MANIFEST} cannot be read ({error.strerror})"
+            f"{path} is not a complete checkpoint: its {MANIFEST_FILE} cannot be read ({error.strerror})"
         ) from error
     try:
         table = parse_json(content)
-        found = table.get("format")
+        version = table.get("format")
         digest = table.pop("digest", None)
     except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not valid ({error})") from error
-    if found != FORMAT and (digest is None or _render(table) == content):
-        raise CheckpointError(f"{path} has checkpoint format {found}, expected {FORMAT}: use the version that wrote it")
+        raise CheckpointError(f"{path} is damaged: its {MANIFEST_FILE} is not valid ({error})") from error
+    if version != FORMAT_VERSION and (digest is None or _render(table) == content):
+        raise CheckpointError(
+            f"{path} has checkpoint format {version}, expected {FORMAT_VERSION}: use the version that wrote it"
+        )
     if _render(table) != content:
-        raise CheckpointError(f"{path} is damaged: its {MANIFEST} has changed since it was written")
+        raise CheckpointError(f"{path} is damaged: its {MANIFEST_FILE} has changed since it was written")
     try:
         return _from_table(table)
     except (TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: a field of its {MANIFEST} is wrong ({error})") from error
+        raise CheckpointError(f"{path} is damaged: a field of its {MANIFEST_FILE} is wrong ({error})") from error
 
 
 def _render(table: Mapping[str, Any]) -> bytes:
@@ -154,11 +159,11 @@ def _from_table(table: dict[str, Any]) -> Manifest:
     """The manifest in a parsed table. Raises TypeError, KeyError or AttributeError for a wrong field."""
     components = {key: ComponentEntry(**entry) for key, entry in table["components"].items()}
     files = {name: FileEntry(**entry) for name, entry in table["files"].items()}
-    rest = {name: value for name, value in table.items() if name not in ("format", "components", "files")}
-    manifest = Manifest(components=components, files=files, **rest)
+    rest = {name: value for name, value in table.items() if name not in ("format", "components", "files", "about")}
+    manifest = Manifest(components=components, files=files, metadata=table["about"], **rest)
     _expect(manifest.step, int, "step")
     _expect(manifest.metric, (float, int, NoneType), "metric")
-    _expect(manifest.about, dict, "about")
+    _expect(manifest.metadata, dict, "about")
     _expect(manifest.versions, dict, "versions")
     for name, file in files.items():
         _expect(file.size, int, f"size of {name}")

@@ -8,12 +8,12 @@ from typing import Any
 
 from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import parse_json
-from whimbrel.checkpoint.manifest import FileEntry, Manifest, read_manifest, step_of
+from whimbrel.checkpoint.manifest import FileEntry, Manifest, parse_step, read_manifest
 
 __all__ = [
-    "absent_components",
     "has_all_files",
     "missing_components",
+    "missing_on_this_rank",
     "read_component",
     "verify_checkpoint",
     "verify_component",
@@ -27,7 +27,7 @@ def verify_checkpoint(path: Path, optional: Collection[str] | None = None) -> Ma
     changed.
     """
     manifest = read_manifest(path)
-    named = step_of(path)
+    named = parse_step(path)
     if named is not None and named != manifest.step:
         raise CheckpointError(f"{path} is damaged: expected step {named} from its name, got {manifest.step}")
     if optional is None:
@@ -62,7 +62,7 @@ def missing_components(path: Path, manifest: Manifest) -> list[str]:
     return [key for key, entry in manifest.components.items() if gone.intersection(entry.files)]
 
 
-def absent_components(path: Path, manifest: Manifest, stems: Mapping[str, str]) -> set[str]:
+def missing_on_this_rank(path: Path, manifest: Manifest, stems: Mapping[str, str]) -> set[str]:
     """Keys of the components in `stems` whose files (named after the stem) are not all present."""
     absent = set()
     for key, stem in stems.items():
@@ -96,7 +96,7 @@ def _check_file(path: Path, name: str, expected: FileEntry) -> None:
     try:
         found = FileEntry(file.stat().st_size, "")
         if found.size == expected.size:  # a file of the wrong size need not be hashed
-            found = FileEntry.of(file)
+            found = FileEntry.from_file(file)
     except OSError as error:
         raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error.strerror})") from error
     if found != expected:

@@ -24,7 +24,7 @@ from whimbrel import __version__
 from whimbrel.base.errors import ParallelError, WriteError
 from whimbrel.base.files import atomic_directory
 from whimbrel.checkpoint.component import DirectoryStateful, Location, Ranks, StateComponent
-from whimbrel.checkpoint.manifest import MANIFEST, ComponentEntry, FileEntry, Manifest
+from whimbrel.checkpoint.manifest import MANIFEST_FILE, ComponentEntry, FileEntry, Manifest
 from whimbrel.checkpoint.serialization import pack, sorted_by_alignment, tensor_bytes, unpack, write_tensors
 
 __all__ = ["ComponentSnapshot", "HostBuffers", "Snapshot", "check_replication", "write_checkpoint"]
@@ -111,7 +111,7 @@ def write_checkpoint(
     step: int,
     parts: Sequence[ComponentSnapshot],
     metric: float | None,
-    about: dict[str, Any],
+    metadata: dict[str, Any],
     ranks: Ranks,
 ) -> None:
     """Write the components of all ranks. An existing `target` is replaced once the new checkpoint is on disk."""
@@ -122,11 +122,11 @@ def write_checkpoint(
 
         def write_manifest() -> None:
             if ranks.is_main:
-                (directory / MANIFEST).write_bytes(manifest.render())
+                (directory / MANIFEST_FILE).write_bytes(manifest.render())
 
         directory = ranks.run(create)[0] or target
         written = ranks.run(lambda: _write_components(directory, parts))
-        manifest = _manifest(step, [part.component for part in parts], written, metric, about)
+        manifest = _manifest(step, [part.component for part in parts], written, metric, metadata)
         ranks.run(write_manifest)
         rename = stack.pop_all()
     ranks.run(rename.close)
@@ -153,7 +153,7 @@ def _write_component(directory: Path, stem: str, component: StateComponent, snap
         if snapshot.tensors:
             files.append(directory / f"{stem}.safetensors")
             write_tensors(files[1], snapshot.tensors)
-    return {path.relative_to(directory).as_posix(): FileEntry.of(path) for path in files}
+    return {path.relative_to(directory).as_posix(): FileEntry.from_file(path) for path in files}
 
 
 def _manifest(
@@ -161,7 +161,7 @@ def _manifest(
     components: Sequence[StateComponent],
     written: Sequence[FilesByComponent],
     metric: float | None,
-    about: dict[str, Any],
+    metadata: dict[str, Any],
 ) -> Manifest:
     entries = {
         component.key: ComponentEntry(
@@ -175,7 +175,7 @@ def _manifest(
     }
     files = {name: entry for rank in written for part in rank.values() for name, entry in part.items()}
     versions = {"whimbrel": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-    return Manifest(step, entries, files, metric, versions, about)
+    return Manifest(step, entries, files, metric, versions, metadata)
 
 
 def check_replication(component: StateComponent, snapshot: Snapshot, ranks: Ranks) -> None:

@@ -82,7 +82,7 @@ def prepare(
         progress=ProgressBar(),
     )
     for split in SPLITS:
-        if shards := manifest.of_split(split):
+        if shards := manifest.shards_of(split):
             count = "1 shard" if len(shards) == 1 else f"{len(shards)} shards"
             print(f"{split}: {manifest.tokens(split):,} tokens in {count}")
 

@@ -47,7 +47,7 @@ class TokenDataLoader:
     position counts tokens of the global stream, so it stays valid if the batch size or the number of ranks changes.
 
     `seed` shuffles each epoch in blocks of `block` tokens (default T), each block once; None reads in order.
-    `documents`: "join" lets sequences cross document boundaries; "mask" reads the same sequences, and `documents_of`
+    `documents`: "join" lets sequences cross document boundaries; "mask" reads the same sequences, and `document_ids`
     returns the document ids for the attention mask; "pack" starts sequences at documents and splits none that fits into
     T tokens; the rest of a sequence is padding that the loss ignores.
 
@@ -117,7 +117,7 @@ class TokenDataLoader:
             logger.warning("starting epoch %d over the %d training tokens", self.epoch + 1, self.total_tokens)
         return batch
 
-    def documents_of(self, x_BT: Tensor) -> Tensor | None:
+    def document_ids(self, x_BT: Tensor) -> Tensor | None:
         """Document ids of a batch for the attention mask; None if attention may cross documents ("join")."""
         return None if self.documents == "join" else document_ids(x_BT, self.eot_id)
 

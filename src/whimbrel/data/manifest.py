@@ -121,13 +121,13 @@ class Manifest:
     resume: ResumePoint | None = None
     """Where an interrupted preparation resumes; None once it is complete."""
 
-    def of_split(self, split: str) -> tuple[ShardRecord, ...]:
+    def shards_of(self, split: str) -> tuple[ShardRecord, ...]:
         """The shards of one split, in stream order."""
         return tuple(shard for shard in self.shards if shard.split == split)
 
     def tokens(self, split: str) -> int:
         """Number of tokens in a split."""
-        return sum(shard.tokens for shard in self.of_split(split))
+        return sum(shard.tokens for shard in self.shards_of(split))
 
 
 def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> None:

@@ -40,9 +40,9 @@ from whimbrel.data.manifest import (
     write_manifest,
 )
 from whimbrel.data.shards import MAX_TOKENS, ShardWriter
-from whimbrel.data.sources import FINEWEB, DocumentBatch, Source, check_separator, open_source
+from whimbrel.data.sources import FINEWEB, DocumentBatch, Source, check_separator, resolve_source
 from whimbrel.tokenization import Tokenizer, load_tokenizer
-from whimbrel.tokenization.tokenizer import SETTINGS_FILE, TOKENIZER_FILE
+from whimbrel.tokenization.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 __all__ = ["Backend", "available_cores", "default_directory", "encode_on_ray", "encode_on_threads", "prepare"]
 
@@ -87,8 +87,8 @@ def prepare(
     directory = Path(out_dir)
     _check_arguments(name, shard_size, total_tokens, val, val_tokens)
     _check_directory(directory)
-    held_out = [one for source in val for one in open_source(source)]
-    training = [one for source in sources for one in open_source(source)]
+    held_out = [one for source in val for one in resolve_source(source)]
+    training = [one for source in sources for one in resolve_source(source)]
     check_separator(separator, held_out + training)
     settings = ShardSettings(
         name=name,
@@ -147,7 +147,7 @@ class _Job:
         self._created_directory, self._written = not directory.exists(), set[Path]()
         self._settings, self._tokenizer = manifest.settings, tokenizer
         self._train, self._val = (
-            ShardWriter(directory, manifest.settings, split, tokenizer.dtype, manifest.of_split(split))
+            ShardWriter(directory, manifest.settings, split, tokenizer.dtype, manifest.shards_of(split))
             for split in SPLITS
         )
         self._documents = manifest.documents
@@ -245,7 +245,9 @@ class _Job:
         (`_check_tokenizer`) and is left as it is.
         """
         existing = {path for path in self._directory.glob("*") if path.is_file()}
-        self._written = {self._directory / name for name in (MANIFEST_FILE, TOKENIZER_FILE, SETTINGS_FILE)} - existing
+        self._written = {
+            self._directory / name for name in (MANIFEST_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE)
+        } - existing
         write_manifest(self._directory, self._manifest)
         if self._directory / TOKENIZER_FILE not in existing:
             self._tokenizer.save(self._directory)

@@ -277,7 +277,7 @@ def open_stream(
         stream = TokenStream(paths, vocab_size)
         return stream, DEFAULT_EOT[stream.dtype.itemsize] if eot_id is None else eot_id
     _check_files(manifest, root, split, paths)
-    known, records = manifest.tokenizer, manifest.of_split(split)
+    known, records = manifest.tokenizer, manifest.shards_of(split)
     if eot_id is not None and eot_id != known.eot_id:
         raise DataError(f"expected eot_id={known.eot_id} as in {root / MANIFEST_FILE}, got {eot_id}: omit it")
     vocab_size = known.vocab_size if vocab_size is None else vocab_size
@@ -335,7 +335,7 @@ def _check_files(manifest: Manifest, root: Path, split: str, paths: list[Path]) 
     """Raise unless the files of a split are exactly those in the manifest."""
     if manifest.resume is not None:
         raise DataError(f"{root} is not fully prepared: rerun the same `whimbrel prepare` command to finish it")
-    listed, found = [shard.file for shard in manifest.of_split(split)], [path.name for path in paths]
+    listed, found = [shard.file for shard in manifest.shards_of(split)], [path.name for path in paths]
     for name in listed:
         if name not in found:
             raise DataError(f"{root / name} is missing but listed in {MANIFEST_FILE}: restore it or prepare again")

@@ -30,7 +30,7 @@ __all__ = [
     "Source",
     "check_separator",
     "documents",
-    "open_source",
+    "resolve_source",
     "source_name",
 ]
 
@@ -88,7 +88,7 @@ class Source(Protocol):
         """The documents in order, without the first `skip` batches."""
 
 
-def open_source(source: str) -> Sequence[Source]:
+def resolve_source(source: str) -> Sequence[Source]:
     """The files and datasets, in order, of a path, directory, glob or `owner/dataset[:config]`.
 
     Directories are searched recursively, except for names that start with a dot.
@@ -117,7 +117,7 @@ def open_source(source: str) -> Sequence[Source]:
 
 def documents(sources: Sequence[str], text_key: str = "text", separator: str | None = None) -> Iterator[str]:
     """The texts of all documents of `sources`, in order."""
-    opened = [one for source in sources for one in open_source(source)]
+    opened = [one for source in sources for one in resolve_source(source)]
     check_separator(separator, opened)
     for one in opened:
         for batch in one.batches(text_key, separator, skip=0):

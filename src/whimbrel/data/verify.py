@@ -73,7 +73,7 @@ def _check_shard(path: Path, manifest: Manifest | None) -> int:
     tokens = read_shard(path, manifest.tokenizer.vocab_size)
     if len(tokens) != record.tokens:
         raise DataError(f"{path} has {len(tokens):,} tokens, {MANIFEST_FILE} says {record.tokens:,}: prepare it again")
-    if record == manifest.of_split(record.split)[0] and tokens[0] != manifest.tokenizer.eot_id:
+    if record == manifest.shards_of(record.split)[0] and tokens[0] != manifest.tokenizer.eot_id:
         eot_id = manifest.tokenizer.eot_id
         raise DataError(f"{path} starts with token {tokens[0]}, expected end-of-text ({eot_id})")
     if sha256_file(path) != record.sha256:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whimbrel.cache.block_manager import BlockTable
 from whimbrel.cache.paged import BlockPool, ContiguousCache, PagedBatch
-from whimbrel.models import GPT, KVStore
+from whimbrel.models import GPT, KVCache
 
 __all__ = ["Chunk", "DecodeGraphs", "ModelRunner", "decode_one", "prefill"]
 
@@ -77,7 +77,7 @@ class ModelRunner:
         logits = self._model.logits(hidden.flatten(0, 1)[picked])
         return list(logits.split([len(each) for each in offsets]))
 
-    def _inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, KVStore]:
+    def _inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, KVCache]:
         """Tokens (sequences, tokens) and the cache for an eager pass."""
         if len(chunks) == 1 and self._pool.device.type == "cpu" and chunks[0].table.is_contiguous:
             table, tokens = chunks[0]
@@ -264,14 +264,14 @@ class DecodeGraphs:
             torch._dynamo.mark_dynamic(tables, 1)
 
 
-def prefill(model: GPT, ids_BT: Tensor, cache: KVStore) -> Tensor:
+def prefill(model: GPT, ids_BT: Tensor, cache: KVCache) -> Tensor:
     """Process tokens with any KV cache, eagerly; the logits (B, V) of the next token of each row."""
     with torch.inference_mode(), _run_eagerly():
         ids_BT = ids_BT.to(model.lm_head.weight.device)
         return cast(Tensor, model(ids_BT, cache=cache, logits_to_keep=1).logits)[:, -1]
 
 
-def decode_one(model: GPT, tokens_B: Tensor, cache: KVStore) -> Tensor:
+def decode_one(model: GPT, tokens_B: Tensor, cache: KVCache) -> Tensor:
     """Process one more token per row with any KV cache, eagerly; the logits (B, V) of the next."""
     return prefill(model, tokens_B[:, None], cache)
 

@@ -14,7 +14,7 @@ from whimbrel.model_io.load import (
     read_generation_config,
     resolve_model,
 )
-from whimbrel.model_io.quantized import weight_state
+from whimbrel.model_io.quantized import weight_state_dict
 from whimbrel.model_io.save import export_hf, save_model
 
 __all__ = [
@@ -34,5 +34,5 @@ __all__ = [
     "read_generation_config",
     "resolve_model",
     "save_model",
-    "weight_state",
+    "weight_state_dict",
 ]

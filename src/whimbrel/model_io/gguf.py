@@ -149,9 +149,9 @@ def _ignored_by_transformers(arch: str, config: GPTConfig) -> Iterator[str]:
         yield "rope scaling"
     if arch == "llama" and config.bias != "none":
         yield "biases"
-    if arch == "gpt2" and config.mlp_width != 4 * config.embd_size:
+    if arch == "gpt2" and config.intermediate_size != 4 * config.embd_size:
         yield "the MLP width"
-    if config.head_width != {"qwen2": config.embd_size // config.num_heads, "qwen3": 128}.get(arch, config.head_width):
+    if config.head_dim != {"qwen2": config.embd_size // config.num_heads, "qwen3": 128}.get(arch, config.head_dim):
         yield "the head size"
 
 
@@ -159,7 +159,7 @@ def _add_hyperparameters(writer: GGUFWriter, config: GPTConfig) -> None:
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.embd_size)
-    writer.add_feed_forward_length(config.mlp_width)
+    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_heads)
     writer.add_vocab_size(config.vocab_size)
     if config.norm == "layer":
@@ -168,9 +168,9 @@ def _add_hyperparameters(writer: GGUFWriter, config: GPTConfig) -> None:
         writer.add_layer_norm_rms_eps(config.norm_eps)
     if config.position == "rope":
         writer.add_head_count_kv(config.kv_heads)
-        writer.add_key_length(config.head_width)
-        writer.add_value_length(config.head_width)
-        writer.add_rope_dimension_count(config.head_width)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
     if config.rope_scaling is not None and config.rope_scaling.kind == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
@@ -208,7 +208,7 @@ def _tensor_entries(
             shape=shape,
             dtype=torch.float32 if in_fp32 else dtype,
             transposed=mapping.transposed and not quantized,
-            rope_head_size=config.head_width if reordered else None,
+            rope_head_size=config.head_dim if reordered else None,
         )
 
 

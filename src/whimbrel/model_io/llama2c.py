@@ -91,7 +91,7 @@ def _config(path: Path, header: Header) -> GPTConfig:
 def _shapes(header: Header, config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of all arrays, in file order."""
     layers, dim, hidden = header.num_layers, header.dim, header.hidden_dim
-    keys, half_head = config.kv_heads * config.head_width, config.head_width // 2
+    keys, half_head = config.kv_heads * config.head_dim, config.head_dim // 2
     shapes: dict[str, tuple[int, ...]] = {
         "embedding": (config.vocab_size, dim),
         "attention_norm": (layers, dim),
@@ -120,7 +120,7 @@ def _copy_weights(model: GPT, tensors: dict[str, Tensor]) -> None:
         state["lm_head.weight"][: config.vocab_size] = tensors["head"]
     for layer in range(config.num_layers):
         part = {name: tensor[layer] for name, tensor in tensors.items() if tensor.size(0) == config.num_layers}
-        query, key = (_split_rope_rows(part[name], config.head_width) for name in ("query", "key"))
+        query, key = (_split_rope_rows(part[name], config.head_dim) for name in ("query", "key"))
         block = f"transformer.h.{layer}"
         state[f"{block}.ln_1.weight"].copy_(part["attention_norm"])
         state[f"{block}.attn.c_attn.weight"].copy_(torch.cat((query, key, part["value"])))

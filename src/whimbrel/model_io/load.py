@@ -19,7 +19,7 @@ from torch import nn
 
 from whimbrel import tokenization
 from whimbrel.base.errors import CheckpointError, ConfigError
-from whimbrel.checkpoint import best_first, list_checkpoints, verify_component
+from whimbrel.checkpoint import list_checkpoints, rank_by_metric, verify_component
 from whimbrel.config import to_table
 from whimbrel.model_io.files import CONFIG, GENERATION_CONFIG, TensorFiles, read_json
 from whimbrel.model_io.llama2c import load_llama2c, read_llama2c_config
@@ -271,7 +271,7 @@ def choose_checkpoint(run: Path, which: str, *, greater_is_better: bool = False)
     if which == "latest":
         return _newest_checkpoint(run)
     if which == "best":
-        ranked = best_first(run, greater_is_better=greater_is_better)
+        ranked = rank_by_metric(run, greater_is_better=greater_is_better)
         if not ranked:
             raise CheckpointError(f"no checkpoint of {run} was saved with a metric: choose 'latest' or a step")
         return ranked[0][1]

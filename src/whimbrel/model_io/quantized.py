@@ -22,7 +22,7 @@ __all__ = [
     "quantization_entries",
     "stored_format",
     "weight_recipe",
-    "weight_state",
+    "weight_state_dict",
 ]
 
 QUANTIZATION = "quantization_config"
@@ -107,7 +107,7 @@ def _is_named(weight: QuantizedWeight) -> bool:
     return named is not None and weight.format == named.fit_to(weight.format.weight_shape(weight.codes))
 
 
-def weight_state(model: nn.Module) -> dict[str, Tensor]:
+def weight_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Parameters by name as detached tensors, tied ones once; a quantized weight is two tensors, codes and scales."""
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():

@@ -20,7 +20,7 @@ from whimbrel.model_io.quantized import (
     WEIGHTS_FILE,
     format_of,
     quantization_entries,
-    weight_state,
+    weight_state_dict,
 )
 from whimbrel.model_io.weights import stored_tensors
 from whimbrel.models import GPT
@@ -57,14 +57,14 @@ def save_model(
 
     A model whose family exists in transformers is saved as that (`gpt2`, `llama`, ...), any other as `whimbrel`, which
     transformers loads after `import whimbrel.hf`. Quantized weights are saved as codes and scales. `state`, a
-    `weight_state`, is saved instead of the current weights.
+    `weight_state_dict`, is saved instead of the current weights.
     """
     config = model.config
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
     end_of_text = None if tokenizer is None else tokenizer.eot_id
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    parameters = weight_state(model) if state is None else state
+    parameters = weight_state_dict(model) if state is None else state
     dtype = parameters[EMBEDDING if EMBEDDING in parameters else EMBEDDING + SCALES].dtype
     table = config_to_hf(config) | special | {"dtype": str(dtype).removeprefix("torch.")}
     table |= quantization_entries(format_of(model))
@@ -88,7 +88,7 @@ def copy_model(source: Path, model: GPT, folder: Path) -> None:
     for name in COPIED_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    tensors = stored_tensors(tensor_mappings(table["model_type"], model.config), weight_state(model))
+    tensors = stored_tensors(tensor_mappings(table["model_type"], model.config), weight_state_dict(model))
     write_tensor_files(folder, tensors, max_shard_size=MAX_SHARD_SIZE)
 
 

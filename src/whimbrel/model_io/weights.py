@@ -93,7 +93,7 @@ def load_tensors(
 
 
 def stored_tensors(mappings: Iterable[TensorMapping], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a `weight_state` by their names in a file: views, transposed where the family requires it."""
+    """The tensors of a `weight_state_dict` by their names in a file: views, transposed where the family requires it."""
     tensors: dict[str, Tensor] = {}
     for mapping in mappings:
         if mapping.name in state:

@@ -2,7 +2,7 @@
 
 from whimbrel.models.config import GPTConfig, RopeScaling
 from whimbrel.models.gpt import GPT, IGNORE_INDEX, Block, GPTOutput
-from whimbrel.models.layers import KVStore
+from whimbrel.models.layers import KVCache
 from whimbrel.models.presets import preset, preset_names
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "Block",
     "GPTConfig",
     "GPTOutput",
-    "KVStore",
+    "KVCache",
     "RopeScaling",
     "preset",
     "preset_names",

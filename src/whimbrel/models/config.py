@@ -140,8 +140,8 @@ class GPTConfig:
             raise ConfigError("zero_init_head needs an untied head: set tied_head = false")
 
     def _check_positions(self) -> None:
-        if self.position == "rope" and self.head_width % 2:
-            raise ConfigError(f"expected an even head size for position = 'rope', got {self.head_width}")
+        if self.position == "rope" and self.head_dim % 2:
+            raise ConfigError(f"expected an even head size for position = 'rope', got {self.head_dim}")
         if self.position != "rope" and self.rope_scaling is not None:
             raise ConfigError(f"expected position = 'rope' with rope_scaling, got position = '{self.position}'")
 
@@ -162,12 +162,12 @@ class GPTConfig:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
-    def head_width(self) -> int:
+    def head_dim(self) -> int:
         """Width of one head."""
         return self.embd_size // self.num_heads if self.head_size is None else self.head_size
 
     @property
-    def mlp_width(self) -> int:
+    def intermediate_size(self) -> int:
         """Hidden width of the MLP."""
         return 4 * self.embd_size if self.mlp_size is None else self.mlp_size
 
@@ -186,8 +186,8 @@ class GPTConfig:
     @property
     def matrix_parameters(self) -> int:
         """Number of parameters in embeddings and linear layers, without padding: nearly all of the model."""
-        attention = 2 * (self.num_heads + self.kv_heads) * self.head_width
-        mlp = (3 if self.gated_mlp else 2) * self.mlp_width
+        attention = 2 * (self.num_heads + self.kv_heads) * self.head_dim
+        mlp = (3 if self.gated_mlp else 2) * self.intermediate_size
         looked_up = self.vocab_size * (1 if self.tied_head else 2)
         looked_up += self.context_length if self.position == "learned" else 0
         return self.embd_size * (looked_up + self.num_layers * (attention + mlp))

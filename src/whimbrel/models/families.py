@@ -63,8 +63,8 @@ def canonical(config: GPTConfig) -> GPTConfig:
     return replace(
         config,
         num_kv_heads=config.kv_heads,
-        head_size=config.head_width,
-        mlp_size=config.mlp_width,
+        head_size=config.head_dim,
+        mlp_size=config.intermediate_size,
         sliding_window=next((window for window in windows if window), None),
         layer_types=tuple("sliding_attention" if window else "full_attention" for window in windows),
         rope_theta=config.rope_theta if config.position == "rope" else default.rope_theta,
@@ -158,8 +158,8 @@ def _write_llama(config: GPTConfig) -> dict[str, Any]:
         "hidden_size": config.embd_size,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
-        "intermediate_size": config.mlp_width,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": _hf_activation(config.activation),
         "attention_bias": config.bias in ("all", "attention"),
@@ -335,7 +335,7 @@ def _llama_tensors(name: str, config: GPTConfig) -> Iterator[TensorMapping]:
 
 def _llama_modules(module: str, config: GPTConfig) -> list[tuple[str, int | None]]:
     """The Llama modules that one of ours fuses, with the number of output rows of each; None: all rows."""
-    queries, keys = config.num_heads * config.head_width, config.kv_heads * config.head_width
+    queries, keys = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
     fused: dict[str, list[tuple[str, int | None]]] = {
         "ln_1": [("input_layernorm", None)],
         "attn.c_attn": [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)],
@@ -343,7 +343,7 @@ def _llama_modules(module: str, config: GPTConfig) -> list[tuple[str, int | None
         "attn.k_norm": [("self_attn.k_norm", None)],
         "attn.c_proj": [("self_attn.o_proj", None)],
         "ln_2": [("post_attention_layernorm", None)],
-        "mlp.c_fc": [("mlp.gate_proj", config.mlp_width), ("mlp.up_proj", config.mlp_width)],
+        "mlp.c_fc": [("mlp.gate_proj", config.intermediate_size), ("mlp.up_proj", config.intermediate_size)],
         "mlp.c_proj": [("mlp.down_proj", None)],
     }
     return fused[module]

@@ -18,7 +18,7 @@ from whimbrel.models.layers import (
     CachedAttention,
     HFCache,
     HFCacheAdapter,
-    KVStore,
+    KVCache,
     Norm,
     RopeTable,
     causal_mask,
@@ -162,7 +162,7 @@ class GPT(nn.Module):
         num_items_in_batch: float | Tensor | None = None,
         targets: Tensor | None = None,
         return_logits: bool | None = None,
-        cache: KVStore | HFCache | None = None,
+        cache: KVCache | HFCache | None = None,
         documents: Tensor | None = None,
         logits_to_keep: int | None = None,
     ) -> GPTOutput:
@@ -210,7 +210,7 @@ class GPT(nn.Module):
         input_ids: Tensor,
         *,
         attention_mask: Tensor | None = None,
-        cache: KVStore | HFCache | None = None,
+        cache: KVCache | HFCache | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
         """The residual stream (batch, tokens, width) after the final norm."""
@@ -223,15 +223,15 @@ class GPT(nn.Module):
         if cache is not None and documents is not None:
             raise ConfigError("documents cannot be combined with a cache: pass one of them")
         padded = self._padded_positions(attention_mask, input_ids.size(0), num_keys)
-        store: KVStore | None
-        if cache is None or isinstance(cache, KVStore):
-            store = cache
-            if store is not None and padded is not None:
+        kv_cache: KVCache | None
+        if cache is None or isinstance(cache, KVCache):
+            kv_cache = cache
+            if kv_cache is not None and padded is not None:
                 raise ConfigError("attention_mask has padding: pass the padding to the cache when creating it")
         else:
-            store = HFCacheAdapter(cache, padded)
-        if store is not None:
-            positions = store.positions(input_ids.size(1), input_ids.device)
+            kv_cache = HFCacheAdapter(cache, padded)
+        if kv_cache is not None:
+            positions = kv_cache.positions(input_ids.size(1), input_ids.device)
         else:
             positions = torch.arange(num_keys, device=input_ids.device) if padded is None else padded
         if positions.dim() == 2 and positions.size(0) != input_ids.size(0):
@@ -245,10 +245,10 @@ class GPT(nn.Module):
         rope = rope_table(config, positions) if config.position == "rope" else None
         masks = {
             window: causal_mask(positions, window=window, documents_BT=documents)
-            for window in set(config.windows if store is None else ())
+            for window in set(config.windows if kv_cache is None else ())
         }
         for layer, (block, window) in enumerate(zip(self.blocks, config.windows, strict=True)):
-            cached = None if store is None else partial(_attend_cached, store, positions, layer, window)
+            cached = None if kv_cache is None else partial(_attend_cached, kv_cache, positions, layer, window)
             x = block(x, x0, rope, masks.get(window), cached)
         normed: Tensor = self.transformer["ln_f"](x)
         return normed
@@ -310,7 +310,7 @@ class GPT(nn.Module):
         looked_up += 0 if config.tied_head else config.vocab_size
         keys = sum(num_tokens if window is None else min(window, num_tokens) for window in config.windows)
         multiplied = self.num_parameters() - looked_up * config.embd_size
-        return 6 * multiplied + 12 * config.num_heads * config.head_width * keys
+        return 6 * multiplied + 12 * config.num_heads * config.head_dim * keys
 
 
 def _retie_head(model: GPT, _incompatible: object) -> None:
@@ -319,6 +319,6 @@ def _retie_head(model: GPT, _incompatible: object) -> None:
 
 
 def _attend_cached(
-    store: KVStore, positions: Tensor, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor
+    kv_cache: KVCache, positions: Tensor, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    return attend(q, store.append(k, v, layer), positions, window=window)
+    return attend(q, kv_cache.append(k, v, layer), positions, window=window)

@@ -21,14 +21,14 @@ __all__ = [
     "CachedAttention",
     "HFCache",
     "HFCacheAdapter",
-    "KVStore",
+    "KVCache",
     "Norm",
     "RopeTable",
+    "apply_rotary_emb",
     "causal_mask",
     "padded_positions",
     "rope_frequencies",
     "rope_table",
-    "rotate",
 ]
 
 RopeTable = tuple[Tensor, Tensor]
@@ -38,7 +38,7 @@ CachedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @runtime_checkable
-class KVStore(Protocol):
+class KVCache(Protocol):
     """The interface of a key-value cache; tensors are (batch, kv heads, tokens, head size)."""
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
@@ -63,7 +63,7 @@ class HFCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HFCacheAdapter:
-    """A `transformers` cache as a `KVStore`."""
+    """A `transformers` cache as a `KVCache`."""
 
     cache: HFCache
     key_positions: Tensor | None = None
@@ -141,8 +141,8 @@ def rope_table(config: GPTConfig, positions: Tensor) -> RopeTable:
 
 def rope_frequencies(config: GPTConfig, device: torch.device) -> Tensor:
     """Rotation angle per position of each pair, in radians, fp32: (head_size / 2,)."""
-    exponents = torch.arange(0, config.head_width, 2, device=device, dtype=torch.float32)
-    frequencies = 1.0 / (config.rope_theta ** (exponents / config.head_width))
+    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    frequencies = 1.0 / (config.rope_theta ** (exponents / config.head_dim))
     return frequencies if config.rope_scaling is None else _scale_frequencies(frequencies, config.rope_scaling)
 
 
@@ -157,7 +157,7 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - fast) * frequencies / scaling.factor + fast * frequencies
 
 
-def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+def apply_rotary_emb(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Rotate each pair of `x` by its angle; computed in fp32, returned in the dtype of `x`."""
     first, second = x_BHTD.chunk(2, dim=-1)
     return (x_BHTD * cos_TD + torch.cat((-second, first), dim=-1) * sin_TD).type_as(x_BHTD)
@@ -192,7 +192,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_width
+        self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_dim
         out_features = (self.num_heads + 2 * self.kv_heads) * self.head_size
         self.c_attn = nn.Linear(config.embd_size, out_features, bias=config.bias != "none")
         self.c_proj = nn.Linear(
@@ -210,7 +210,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
+            q, k = apply_rotary_emb(q, *rope), apply_rotary_emb(k, *rope)
         if cached is not None:
             y_BHTD = cached(q, k, v)
         else:
@@ -224,7 +224,7 @@ class Attention(nn.Module):
 def _head_norm(config: GPTConfig) -> Norm | None:
     if config.qk_norm == "none":
         return None
-    return Norm(config.head_width, kind="rms", eps=config.norm_eps, affine=config.qk_norm == "weighted")
+    return Norm(config.head_dim, kind="rms", eps=config.norm_eps, affine=config.qk_norm == "weighted")
 
 
 class MLP(nn.Module):
@@ -234,8 +234,8 @@ class MLP(nn.Module):
         super().__init__()
         bias = config.bias == "all"
         self.activation, self.gated = config.activation, config.gated_mlp
-        self.c_fc = nn.Linear(config.embd_size, config.mlp_width * (2 if self.gated else 1), bias=bias)
-        self.c_proj = nn.Linear(config.mlp_width, config.embd_size, bias=bias)
+        self.c_fc = nn.Linear(config.embd_size, config.intermediate_size * (2 if self.gated else 1), bias=bias)
+        self.c_proj = nn.Linear(config.intermediate_size, config.embd_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to the last dimension."""

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 import tiktoken
-from tiktoken_ext.openai_public import r50k_pat_str as GPT2_SPLIT  # type: ignore[import-untyped]
+from tiktoken_ext.openai_public import r50k_pat_str as GPT2_SPLIT_PATTERN  # type: ignore[import-untyped]
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Pipeline
 
@@ -105,7 +105,7 @@ def tiktoken_encoder(pipeline: Pipeline, content: dict[str, Any]) -> tiktoken.En
     if not _merges_by_rank(pipeline, content["model"], tokens):
         return None
     ranks = {bytes(BYTE_DECODER[character] for character in token): rank for token, rank in tokens.items()}
-    return tiktoken.Encoding("whimbrel", pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens=added)
+    return tiktoken.Encoding("whimbrel", pat_str=GPT2_SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=added)
 
 
 def _splits_like_gpt2(content: dict[str, Any]) -> bool:

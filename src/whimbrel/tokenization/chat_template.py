@@ -40,7 +40,7 @@ __all__ = [
 Message = Mapping[str, Any]
 """A message of a conversation: `role` (system, user, assistant), `content`, and any other fields a template uses."""
 
-SETTINGS_FILE, TOKENS_FILE = "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER_CONFIG_FILE, TOKENS_FILE = "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
@@ -178,8 +178,8 @@ def encode_up_to(encode: Callable[[str], EncodedPrompt], text: str, max_tokens: 
 def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemplate | None:
     """The chat template of a model directory, or one of its other named templates; None if it has no template."""
     folder = Path(directory)
-    settings = _read_json_object(folder / SETTINGS_FILE)
-    templates = _templates_by_name(settings.get("chat_template"), folder / SETTINGS_FILE)
+    settings = _read_json_object(folder / TOKENIZER_CONFIG_FILE)
+    templates = _templates_by_name(settings.get("chat_template"), folder / TOKENIZER_CONFIG_FILE)
     for file in [*folder.glob(f"{TEMPLATE_FOLDER}/*.jinja"), *folder.glob(TEMPLATE_FILE)]:
         templates["default" if file.name == TEMPLATE_FILE else file.stem] = read_template(file)
     if name not in templates:
@@ -220,7 +220,7 @@ def _templates_by_name(value: object, file: Path) -> dict[str, str]:
 def read_special_tokens(directory: str | Path) -> dict[str, str]:
     """The text of `bos_token`, `eos_token` etc. in a model directory."""
     texts = {}
-    for file in (Path(directory) / TOKENS_FILE, Path(directory) / SETTINGS_FILE):
+    for file in (Path(directory) / TOKENS_FILE, Path(directory) / TOKENIZER_CONFIG_FILE):
         settings = _read_json_object(file)
         for name in SPECIAL_TOKENS:
             token = settings.get(name)

@@ -23,7 +23,7 @@ from whimbrel.tokenization.bpe import END_OF_TEXT, MAX_VOCAB_SIZE, gpt2_pipeline
 
 __all__ = ["EncodedPrompt", "Tokenizer", "load_tokenizer", "train_tokenizer"]
 
-TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "<s>")
 """Candidates for the end-of-text token if tokenizer_config.json does not set one, in order of preference."""
 
@@ -158,7 +158,7 @@ class Tokenizer:
             "eos_token": self.eot_token,
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
-        with atomic_file(Path(directory) / SETTINGS_FILE, "w") as file:
+        with atomic_file(Path(directory) / TOKENIZER_CONFIG_FILE, "w") as file:
             file.write(json.dumps(settings, indent=2) + "\n")
         with atomic_file(Path(directory) / TOKENIZER_FILE, "w") as file:  # last: if it exists, both do
             file.write(self.to_json())
@@ -188,7 +188,7 @@ def load_tokenizer(path_or_name: str | os.PathLike[str] = "gpt2") -> Tokenizer:
         pipeline = _parse_pipeline(file.read_text(encoding="utf-8"))
     except (DataError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is not a Hugging Face {TOKENIZER_FILE}: {error}") from error
-    eos_token, bos_token = _read_eos_and_bos(file.with_name(SETTINGS_FILE))
+    eos_token, bos_token = _read_eos_and_bos(file.with_name(TOKENIZER_CONFIG_FILE))
     try:
         return Tokenizer(pipeline, eos_token, bos_token)
     except DataError as error:

@@ -215,6 +215,6 @@ def default_micro_batch(
 
 def activation_bytes(config: GPTConfig, itemsize: int) -> int:
     """Estimated bytes of activations per token: what norms, matrix products and MLPs save for backward."""
-    attention = (2 * config.num_heads + 2 * config.kv_heads) * config.head_width
-    mlp = config.mlp_width * (4 if config.gated_mlp else 2)
+    attention = (2 * config.num_heads + 2 * config.kv_heads) * config.head_dim
+    mlp = config.intermediate_size * (4 if config.gated_mlp else 2)
     return config.num_layers * (6 * config.embd_size + attention + mlp) * itemsize

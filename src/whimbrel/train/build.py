@@ -219,7 +219,7 @@ def _with_recorded_micro_batch(config: RunConfig) -> RunConfig:
     resume_path = config.resume.path
     for path in [resume_path] if resume_path is not None else reversed(list_checkpoints(config.output_dir).values()):
         try:
-            recorded = read_checkpoint_manifest(path).about.get("micro_batch")
+            recorded = read_checkpoint_manifest(path).metadata.get("micro_batch")
         except CheckpointError:
             continue  # damaged: loading skips it too, with a warning
         if isinstance(recorded, int) and config.tokens_per_step % (recorded * config.sequence_length) == 0:
@@ -296,8 +296,8 @@ def _warn_of_shared_shards(training: Path, validation: Path) -> None:
     manifests = read_manifest(training), read_manifest(validation)
     if manifests[0] is None or manifests[1] is None:
         return
-    trained = {shard.sha256: shard.file for shard in manifests[0].of_split("train")}
-    for shard in manifests[1].of_split("val"):
+    trained = {shard.sha256: shard.file for shard in manifests[0].shards_of("train")}
+    for shard in manifests[1].shards_of("val"):
         if shard.sha256 in trained:
             logger.warning(
                 "validation shard %s has the same content as training shard %s: the validation loss measures "
@@ -516,12 +516,12 @@ def routed_parameters(model: nn.Module) -> list[RoutedParameter]:
     splits: dict[str, tuple[int, ...]] = {}
     if isinstance(model, GPT):
         config = model.config
-        q, kv = config.num_heads * config.head_width, config.kv_heads * config.head_width
+        q, kv = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
         for name, _ in model.named_parameters():
             if "c_attn" in name and name.endswith("weight"):
                 splits[name] = (q, kv, kv)
             elif "c_fc" in name and name.endswith("weight") and config.gated_mlp:
-                splits[name] = (config.mlp_width, config.mlp_width)
+                splits[name] = (config.intermediate_size, config.intermediate_size)
     return route_parameters(model, splits)
 
 

@@ -39,7 +39,7 @@ from whimbrel.checkpoint import (
 )
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.config import to_table
-from whimbrel.model_io import load_weights, save_model, weight_state
+from whimbrel.model_io import load_weights, save_model, weight_state_dict
 from whimbrel.models import GPT
 from whimbrel.optim import InBackward, Schedule, restore_optimizer
 from whimbrel.precision import PrecisionPlan, QuantizedWeight
@@ -140,7 +140,12 @@ class CheckpointMethods(ABC):
             del self._states_being_saved[min(self._states_being_saved)]
         self._states_being_saved[step] = dataclasses.replace(self.state, log_history=list(self.state.log_history))
         saved = self.checkpoint_manager.save(
-            step, self.get_state_components(), metric=metric, about=self._about(), path=path, temporary=temporary
+            step,
+            self.get_state_components(),
+            metric=metric,
+            metadata=self._checkpoint_metadata(),
+            path=path,
+            temporary=temporary,
         )
         if self.callbacks.expect_saved_model:
             self.checkpoint_manager.drain()
@@ -217,12 +222,12 @@ class CheckpointMethods(ABC):
         if self.precision.scaler is not None and "grad_scaler" in state:
             self.precision.load_state_dict(state["grad_scaler"])
 
-    def _about(self) -> dict[str, Any]:
+    def _checkpoint_metadata(self) -> dict[str, Any]:
         """Facts about the run for the checkpoint's manifest."""
         settings = json.dumps(to_table(self.config), sort_keys=True)
         digest = hashlib.sha256(settings.encode()).hexdigest()
-        about = {"config_hash": digest, "model": model_identity(self.unwrapped_model())}
-        return about | ({"micro_batch": self.config.train.micro_batch} if isinstance(self.config, RunConfig) else {})
+        metadata = {"config_hash": digest, "model": model_identity(self.unwrapped_model())}
+        return metadata | ({"micro_batch": self.config.train.micro_batch} if isinstance(self.config, RunConfig) else {})
 
     def _resume(self) -> None:
         """Load the requested checkpoint, or clear the directory for a restart; record the settings."""
@@ -344,11 +349,11 @@ class GPTState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters; tied parameters appear once, quantized ones as codes and scales."""
-        return weight_state(self._model)
+        return weight_state_dict(self._model)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy parameters in place."""
-        for name, own in weight_state(self._model).items():
+        for name, own in weight_state_dict(self._model).items():
             own.copy_(state[name])
 
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
@@ -715,7 +720,7 @@ def model_identity(model: nn.Module) -> dict[str, Any]:
 
 def check_model(model: nn.Module, path: Path, manifest: Manifest) -> None:
     """Raise if the checkpoint's model has the same shapes but a different config; loading detects other shapes."""
-    saved, own = manifest.about.get("model"), model_identity(model)
+    saved, own = manifest.metadata.get("model"), model_identity(model)
     if not isinstance(saved, dict) or saved["shapes"] != own["shapes"]:
         return
     there, here = saved["settings"], own["settings"]

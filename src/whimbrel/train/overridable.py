@@ -188,7 +188,7 @@ class OverridableMethods(ABC):
         """The objective for `batches`: the one passed in, an overridden `compute_loss`, or the default."""
         loader = batches.loader if isinstance(batches, TokenBatches) else None
         if loader is not None and loader.documents != "join":
-            self._default_objective = ModelObjective(self.loss_fn, lambda x: {"documents": loader.documents_of(x)})
+            self._default_objective = ModelObjective(self.loss_fn, lambda x: {"documents": loader.document_ids(x)})
         else:
             self._default_objective = ModelObjective(self.loss_fn)
         return self._current_objective()

@@ -584,7 +584,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
     def _run_deferred(self, session: _Session) -> None:
         """Run the actions deferred by an interrupted run; a checkpoint among them gets its metric now."""
         deferred, self.deferred = self.deferred, set()
-        self.checkpoint_manager.forget(self.state.global_step)
+        self.checkpoint_manager.invalidate(self.state.global_step)
         self.control.should_evaluate = "evaluate" in deferred and self.can_evaluate
         session.save_is_due = self.control.should_save = "save" in deferred
         self._handle_control(session, final=False)

@@ -47,14 +47,16 @@ def test_saved_state_is_loaded(tmp_path: Path, parts, asynchronous: bool) -> Non
     manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
     assert manager.newest() is None
     manager.reserve(parts(0.0))
-    assert manager.save(3, parts(1.5), about={"config_hash": "abc", "micro_batch": 4}) == checkpoint_path(tmp_path, 3)
+    assert manager.save(3, parts(1.5), metadata={"config_hash": "abc", "micro_batch": 4}) == checkpoint_path(
+        tmp_path, 3
+    )
     manager.wait()
     assert manager.finished() == [(3, checkpoint_path(tmp_path, 3))]
     assert manager.finished() == []
     fresh = parts(0.0)
     manifest = CheckpointManager(tmp_path).load(fresh)
     assert values(fresh) == [1.5, 1.5, 1.5]
-    assert (manifest.step, manifest.config_hash, manifest.about["micro_batch"]) == (3, "abc", 4)
+    assert (manifest.step, manifest.config_hash, manifest.metadata["micro_batch"]) == (3, "abc", 4)
     assert set(manifest.versions) == {"whimbrel", "torch", "python"}
     assert {key: (part.pattern, part.ranks) for key, part in manifest.components.items()} == {
         "model": ("global", [0]),
@@ -362,7 +364,7 @@ def test_unsupported_state_raises_immediately(tmp_path: Path, parts) -> None:
     with pytest.raises(CheckpointError, match="got object at 'bad'"):
         manager.save(1, components)
     with pytest.raises(ConfigError, match="to be JSON"):
-        manager.save(1, parts(1.0), about={"x": object()})
+        manager.save(1, parts(1.0), metadata={"x": object()})
     manager.close()
 
 

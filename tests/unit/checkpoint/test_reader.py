@@ -18,7 +18,7 @@ from whimbrel.checkpoint import CheckpointManager, read_component, read_manifest
 def path(tmp_path: Path, parts) -> Path:
     manager = CheckpointManager(tmp_path)
     manager.save(2, parts(2.0))
-    return manager.save(1, parts(1.0), metric=0.1, about={"config_hash": "x"})
+    return manager.save(1, parts(1.0), metric=0.1, metadata={"config_hash": "x"})
 
 
 def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from whimbrel.checkpoint import CheckpointManager, checkpoint_path, list_checkpoints, read_manifest
-from whimbrel.checkpoint.manager import best_first
+from whimbrel.checkpoint.manager import rank_by_metric
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_newest_and_best_checkpoints_are_retained(tmp_path: Path, parts, keep, b
 
 def test_best_checkpoint_is_found_on_disk(tmp_path: Path, parts) -> None:
     manager = CheckpointManager(tmp_path)
-    assert best_first(tmp_path, greater_is_better=False) == []
+    assert rank_by_metric(tmp_path, greater_is_better=False) == []
     for step, metric in enumerate([0.5, 0.0, math.nan, None], 1):
         manager.save(step, parts(1.0), metric=metric)
     ranked = [(0.0, checkpoint_path(tmp_path, 2)), (0.5, checkpoint_path(tmp_path, 1))]
-    assert best_first(tmp_path, greater_is_better=False) == ranked
-    assert best_first(tmp_path, greater_is_better=True) == ranked[::-1]
+    assert rank_by_metric(tmp_path, greater_is_better=False) == ranked
+    assert rank_by_metric(tmp_path, greater_is_better=True) == ranked[::-1]
 
 
 def test_checkpoints_after_a_rollback_are_not_removed(tmp_path: Path, parts) -> None:

@@ -14,7 +14,7 @@ from whimbrel.checkpoint import checkpoint_path
 from whimbrel.cli.main import main
 from whimbrel.data import read_shard
 from whimbrel.data.prepare import prepare
-from whimbrel.model_io import load_model, load_tokenizer, save_model, weight_state
+from whimbrel.model_io import load_model, load_tokenizer, save_model, weight_state_dict
 from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import read_log, train
 from whimbrel.train.config import build_run_config
@@ -170,7 +170,7 @@ def test_qat_run_uses_its_recipe(qat, work, capsys):
     assert run("finalize", qat, "own") == 0
     assert run("finalize", qat, "same", "--quantize", "int4") == 0
     own, same, expected = (
-        weight_state(model)
+        weight_state_dict(model)
         for model in (load_model("own"), load_model("same"), load_model(work / "run", quantize="int4"))
     )
     assert all(torch.equal(own[name], tensor) and torch.equal(same[name], tensor) for name, tensor in expected.items())

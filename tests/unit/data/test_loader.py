@@ -175,8 +175,8 @@ def test_documents_of_returns_ids_for_the_attention_mask(folder: Path) -> None:
     joined, masked = TokenDataLoader(folder, 2, 64), TokenDataLoader(folder, 2, 64, documents="mask")
     x, _ = masked.next_batch()
     assert torch.equal(x, joined.next_batch()[0])
-    assert joined.documents_of(x) is None
-    assert torch.equal(masked.documents_of(x), document_ids(x, EOT))
+    assert joined.document_ids(x) is None
+    assert torch.equal(masked.document_ids(x), document_ids(x, EOT))
 
 
 def test_uint32_tokens_keep_all_bits(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_end_of_text_token_can_be_overridden(tmp_path: Path, caplog: pytest.LogC
     write_shard(tmp_path / "x_train.bin", np.array([9, 1, 2, 9, 3], dtype=np.uint16))
     loader = TokenDataLoader(tmp_path, 1, 5, documents="mask", eot_id=9)
     x, _ = loader.next_batch()
-    assert loader.documents_of(x).tolist() == [[1, 1, 1, 2, 2]]
+    assert loader.document_ids(x).tolist() == [[1, 1, 1, 2, 2]]
     assert "no end-of-text token" not in caplog.text
     TokenDataLoader(tmp_path, 1, 5, documents="mask")
     assert "no end-of-text token (50256)" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 from whimbrel.base.errors import DataError, MissingExtraError
 from whimbrel.data import read_shard
 from whimbrel.data.prepare import prepare
-from whimbrel.data.sources import HubDataset, open_source
+from whimbrel.data.sources import HubDataset, resolve_source
 from whimbrel.data.sources import documents as read_documents
 from whimbrel.tokenization import load_tokenizer
 
@@ -27,7 +27,7 @@ def test_directories_and_globs_are_read_in_name_order(corpus, texts: list[str], 
     assert list(read_documents([str(folder)])) == texts[:30]
     assert list(read_documents([str(folder / "**" / "*.jsonl")])) == texts[20:30]
     assert list(read_documents([str(folder / "**.parquet")])) == texts[:20]
-    assert [source.name for source in open_source(str(folder))] == ["a.parquet", "b/2.jsonl"]
+    assert [source.name for source in resolve_source(str(folder))] == ["a.parquet", "b/2.jsonl"]
 
 
 def test_hidden_files_of_a_directory_are_skipped(corpus, texts: list[str], tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_documents_over_the_size_limit_are_refused(
 @pytest.mark.parametrize("form", FORMS)
 def test_batches_report_the_share_of_the_file_read(corpus, form: str, tmp_path: Path) -> None:
     source = str(corpus.write(tmp_path / form, corpus.documents(4000)))
-    (source,) = open_source(source)
+    (source,) = resolve_source(source)
     shares = [batch.progress for batch in source.batches("text", "<|doc|>", 0)]
     assert len(shares) > 3
     assert shares == sorted(shares)
@@ -109,7 +109,7 @@ def test_hub_dataset_is_streamed(hub, texts: list[str], tmp_path: Path) -> None:
 
 
 def test_hub_dataset_skips_rows_on_resume(hub, texts: list[str]) -> None:
-    (source,) = open_source("owner/birds")
+    (source,) = resolve_source("owner/birds")
     batches = list(source.batches("text", None, 2))
     assert [number for number, _ in batches[0].parse()][:2] == [128, 129]
     assert [text for batch in batches for _, text in batch.parse()] == texts[128:]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError, WriteError
-from whimbrel.model_io import HeldOutResult, finalize_model, load_model, load_tokenizer, save_model, weight_state
+from whimbrel.model_io import HeldOutResult, finalize_model, load_model, load_tokenizer, save_model, weight_state_dict
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import quantize_
 from whimbrel.tokenization import train_tokenizer
@@ -50,9 +50,9 @@ def test_finalized_directory_is_complete(model, source, tmp_path):
     expected = GPT(SHAPE)
     expected.load_state_dict(model.state_dict())
     quantize_(expected, "int8")
-    written = weight_state(load_model(out))
-    assert written.keys() == weight_state(expected).keys()
-    for name, tensor in weight_state(expected).items():
+    written = weight_state_dict(load_model(out))
+    assert written.keys() == weight_state_dict(expected).keys()
+    for name, tensor in weight_state_dict(expected).items():
         assert torch.equal(written[name], tensor)
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
     generation = json.loads((out / "generation_config.json").read_text())
@@ -108,7 +108,7 @@ def test_quantized_model_keeps_its_format(source, tmp_path):
     finalize_model(source, tmp_path / "one", recipe="int8")
     again = finalize_model(tmp_path / "one", tmp_path / "two")
     assert (again.recipe, again.before.format) == ("int8", "int8, float32")
-    first, second = (weight_state(load_model(tmp_path / name)) for name in ("one", "two"))
+    first, second = (weight_state_dict(load_model(tmp_path / name)) for name in ("one", "two"))
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(ConfigError, match="one is already quantized as int8"):
         finalize_model(tmp_path / "one", tmp_path / "three", recipe="int4")

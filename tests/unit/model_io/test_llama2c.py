@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from whimbrel.base.errors import CheckpointError
-from whimbrel.model_io import load_model, weight_state
+from whimbrel.model_io import load_model, weight_state_dict
 from whimbrel.precision import quantize_
 
 
@@ -38,6 +38,6 @@ def test_weights_are_quantized_after_loading(tmp_path: Path):
     path.write_bytes(struct.pack("<7i", 64, 128, 1, 4, 4, -50, 8) + numbers.tobytes())
     expected_model, loaded = load_model(path), load_model(path, quantize="int8")
     quantize_(expected_model, "int8")
-    expected = weight_state(expected_model)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weight_state(loaded).items())
+    expected = weight_state_dict(expected_model)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weight_state_dict(loaded).items())
     assert sum(name.endswith(".codes") for name in expected) == 4

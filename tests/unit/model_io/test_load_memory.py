@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from whimbrel.model_io import load_model, save_model, weight_state
+from whimbrel.model_io import load_model, save_model, weight_state_dict
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import quantize_
 
@@ -89,7 +89,7 @@ def size(form: str | None) -> int:
     model = on_meta()
     if form is not None:
         quantize_(model, form)
-    return sum(tensor.nbytes for tensor in weight_state(model).values())
+    return sum(tensor.nbytes for tensor in weight_state_dict(model).values())
 
 
 def peaks(directories: tuple[Path, Path], mode: str) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 import whimbrel
 from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
-from whimbrel.model_io import load_model, load_weights, save_model, weight_state
+from whimbrel.model_io import load_model, load_weights, save_model, weight_state_dict
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import FORMATS, QuantizedWeight, WeightFormat, dequantize_, quantize_
 from whimbrel.train.checkpointing import model_state
@@ -71,7 +71,7 @@ def test_saved_and_quantized_on_load_weights_are_bit_equal(shape, form, tmp_path
         load_model(tmp_path / "shards", quantize=form),
         load_model(tmp_path / "dense", quantize=form),
     ):
-        assert bits(weight_state(loaded)) == bits(weight_state(model))
+        assert bits(weight_state_dict(loaded)) == bits(weight_state_dict(model))
         assert torch.equal(loaded(x).logits, model(x).logits)
         linears = [m for m in loaded.modules() if isinstance(m, torch.nn.Linear) and m is not loaded.lm_head]
         assert all(isinstance(linear.weight, QuantizedWeight) for linear in linears)
@@ -93,7 +93,7 @@ def test_quantize_embeddings(shape, form, tmp_path):
         load_model(tmp_path / "coded"),
         load_model(tmp_path / "dense", quantize=form, quantize_embeddings=True),
     ):
-        assert bits(weight_state(loaded)) == bits(weight_state(model))
+        assert bits(weight_state_dict(loaded)) == bits(weight_state_dict(model))
         assert torch.equal(loaded(x).logits, model(x).logits)
         assert torch.equal(loaded(x, targets=x).loss, model(x, targets=x).loss)
         tables = [loaded.token_embedding.weight, loaded.lm_head.weight]
@@ -147,7 +147,7 @@ def test_dtype_is_applied_before_quantization(form, tmp_path):
     save_model(model, tmp_path / "dense")
     quantize_(model.bfloat16(), form)
     loaded = load_model(tmp_path / "dense", dtype=torch.bfloat16, quantize=form)
-    assert bits(weight_state(loaded)) == bits(weight_state(model))
+    assert bits(weight_state_dict(loaded)) == bits(weight_state_dict(model))
     save_model(loaded, tmp_path / "quantized")
     assert json.loads((tmp_path / "quantized/config.json").read_text())["dtype"] == "bfloat16"
     wide = load_model(tmp_path / "quantized", dtype=torch.float32)
@@ -168,7 +168,7 @@ def test_load_weights_converts_between_dense_and_quantized(saved, tmp_path):
     ids_before = {name: id(parameter) for name, parameter in other.named_parameters()}
     for source in (tmp_path / "dense", saved):
         load_weights(other, source)
-        assert bits(weight_state(other)) == bits(weight_state(quantized))
+        assert bits(weight_state_dict(other)) == bits(weight_state_dict(quantized))
     assert {name: id(parameter) for name, parameter in other.named_parameters()} == ids_before
     mixed = GPT(SHAPES["llama"])
     quantize_(mixed, "int4")
@@ -185,13 +185,13 @@ def test_checkpoint_of_trained_quantized_weights_is_bit_exact(tmp_path):
     optimizer.step()
     manager = CheckpointManager(tmp_path)
     manager.save(1, [StateComponent("model", model_state(model), SharingPattern.GLOBAL)])
-    before = bits(weight_state(model))
+    before = bits(weight_state_dict(model))
     model(x, targets=x).loss.backward()
     optimizer.step()
-    assert bits(weight_state(model)) != before
+    assert bits(weight_state_dict(model)) != before
     manager.load([StateComponent("model", model_state(model), SharingPattern.GLOBAL)])
-    assert bits(weight_state(model)) == before
-    assert bits(weight_state(load_model(tmp_path))) == before
+    assert bits(weight_state_dict(model)) == before
+    assert bits(weight_state_dict(load_model(tmp_path))) == before
 
 
 def test_greedy_text_equals_that_of_the_model_quantized_in_memory(saved, tmp_path):

@@ -57,7 +57,7 @@ def test_invalid_rope_scaling_is_rejected(settings, message):
 
 def test_derived_sizes():
     config = GPTConfig(embd_size=48, num_heads=4, vocab_size=130)
-    assert (config.kv_heads, config.head_width, config.mlp_width, config.padded_vocab_size) == (4, 12, 192, 256)
+    assert (config.kv_heads, config.head_dim, config.intermediate_size, config.padded_vocab_size) == (4, 12, 192, 256)
     config = GPTConfig(num_layers=2, sliding_window=5, layer_types=("full_attention", "sliding_attention"))
     assert config.windows == (None, 5)
     assert GPTConfig(num_layers=2, sliding_window=5).windows == (5, 5)
