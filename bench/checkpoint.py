@@ -1,4 +1,4 @@
-"""Cost of checkpoints: stall of training, duration of a save, memory over many saves.
+"""Cost of checkpoints: how long training stalls, how long a save takes, memory over many saves.
 
 python bench/checkpoint.py --device cuda --out bench/results/checkpoint.json
 python bench/checkpoint.py --device cpu --small --saves 500 --out bench/results/checkpoint-memory.json
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from record import record
+from timing import process_memory
 from whimbrel.checkpoint import CheckpointManager, RNGState, SharingPattern, StateComponent, read_manifest
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.train.checkpointing import model_state
@@ -70,7 +71,7 @@ def measure_stall(training: Training, folder: Path, rounds: int) -> dict[str, An
     components = training.components()
     step = statistics.median(training.seconds(training.step) for _ in range(20))
     manager = CheckpointManager(folder / "asynchronous", keep=1, asynchronous=True)
-    reserved = training.seconds(lambda: manager.reserve(components))
+    reserve_seconds = training.seconds(lambda: manager.reserve(components))
     stalls, calls, durable, slowdowns = [], [], [], []
     for number in range(1, rounds + 1):
         start_time = time.perf_counter()
@@ -107,11 +108,11 @@ def measure_stall(training: Training, folder: Path, rounds: int) -> dict[str, An
         "checkpoint_bytes": total,
         "step_seconds": step,
         "synchronous_save_seconds": synchronous,
-        "reserve_seconds": reserved,
+        "reserve_seconds": reserve_seconds,
         "stall_seconds": stalls,
         "call_seconds": calls,
         "seconds_until_durable": durable,
-        "step_slowdown_meanwhile": slowdowns,
+        "step_slowdown_during_save": slowdowns,
         "first_stall_ratio": stalls[0] / full_save,
         "later_stall_ratio": later / full_save,
     }
@@ -126,7 +127,7 @@ def measure_memory(training: Training, folder: Path, saves: int) -> dict[str, An
         training.step()
         manager.save(number, components)
         manager.finished()
-        resident.append(_resident_mb())
+        resident.append(process_memory("VmRSS") / 2**20)
     manager.wait()
     manager.close()
     baseline = resident[min(20, saves - 1)]
@@ -134,13 +135,8 @@ def measure_memory(training: Training, folder: Path, saves: int) -> dict[str, An
         "saves": saves,
         "resident_mb_after_20": baseline,
         "resident_mb_at_end": resident[-1],
-        "grown_mb": resident[-1] - baseline,
+        "growth_mb": resident[-1] - baseline,
     }
-
-
-def _resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-    return pages * 4096 / 2**20
 
 
 def main() -> None:
@@ -151,19 +147,19 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6, help="saves of each kind")
     parser.add_argument("--saves", type=int, help="measure memory over this many saves instead")
-    parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
+    parser.add_argument("--folder", type=Path, help="where to write (default: the temporary directory of the system)")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    training = Training(SMALL if given.small else GPTConfig(), given.device, given.batch)
-    with tempfile.TemporaryDirectory(dir=given.folder) as name:
-        if given.saves is not None:
-            results = measure_memory(training, Path(name), given.saves)
+    args = parser.parse_args()
+    training = Training(SMALL if args.small else GPTConfig(), args.device, args.batch)
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        if args.saves is not None:
+            results = measure_memory(training, Path(name), args.saves)
         else:
-            results = measure_stall(training, Path(name), given.rounds)
-    results = {"device": given.device, "small": given.small, "batch": given.batch, **results}
+            results = measure_stall(training, Path(name), args.rounds)
+    results = {"device": args.device, "small": args.small, "batch": args.batch, **results}
     for key, value in results.items():
         print(f"{key}: {value}")
-    record("checkpoint", results, given.out)
+    record("checkpoint", results, args.out)
 
 
 if __name__ == "__main__":

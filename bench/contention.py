@@ -1,10 +1,10 @@
-"""CPU training next to 0, 1 and 2 busy processes, for different wait policies of OpenMP threads.
+"""CPU training while 0, 1 or 2 other processes are busy, for different wait policies of OpenMP threads.
 
     python bench/contention.py --out bench/results/contention.json
 
-By default libgomp's threads spin at a barrier. If another process occupies a core, one thread is descheduled and the
-others spin until it returns. With passive waiting they sleep; the command line enables it. Prints the median step
-time for each policy and its ratio to the time without neighbors.
+By default, libgomp's threads spin at a barrier. If another process occupies a core, one thread is descheduled and the
+others spin until it returns. With passive waiting, which the command line enables, they sleep. Prints the median step
+time for each policy and its ratio to the time on an idle machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ POLICIES = {
     "one thread fewer": {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) - 1)), "OMP_WAIT_POLICY": "PASSIVE"},
 }
 WARMUP_STEPS = 3
-"""Warm-up steps."""
 
 
 def environment(changes: dict[str, str]) -> dict[str, str]:
@@ -61,28 +60,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    args = parser.parse_args()
     results: dict[str, dict[str, float]] = {policy: {} for policy in POLICIES}
     with tempfile.TemporaryDirectory() as folder:
         corpus, data = str(ROOT / "corpora/tinyshakespeare.txt.gz"), Path(folder) / "data"
         tokenizer = train_tokenizer(list(documents([corpus], separator="\n\n")), 4096)
         prepare([corpus], data, tokenizer, name="demo", separator="\n\n", val_tokens=20_000)
-        for neighbors in (0, 1, 2):
-            busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(neighbors)]
+        for num_busy in (0, 1, 2):
+            busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_busy)]
             try:
                 for policy, changes in POLICIES.items():
-                    times = [step_seconds(data, options.steps, changes) for _ in range(options.rounds)]
-                    results[policy][str(neighbors)] = min(times)
-                    slower = min(times) / results[policy]["0"]
+                    times = [step_seconds(data, args.steps, changes) for _ in range(args.rounds)]
+                    results[policy][str(num_busy)] = min(times)
+                    slowdown = min(times) / results[policy]["0"]
                     print(
-                        f"{neighbors} neighbors, {policy}: {1000 * min(times):.1f} ms per step, {slower:.2f} x",
+                        f"{num_busy} busy processes, {policy}: {1000 * min(times):.1f} ms per step, {slowdown:.2f} x",
                         flush=True,
                     )
             finally:
                 for process in busy:
                     process.kill()
                     process.wait()
-    record("contention", {"seconds_per_step": results, "steps": options.steps}, options.out)
+    record("contention", {"seconds_per_step": results, "steps": args.steps}, args.out)
 
 
 if __name__ == "__main__":

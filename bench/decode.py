@@ -4,8 +4,8 @@
     python bench/decode.py --device cuda --model llama2-7b --batch 1 --new 128
     python bench/decode.py --device cpu --model demo --rounds 20 --clock cpu
 
-Ours is `LLM.generate`, eager (CUDA graphs on a GPU) and compiled; theirs is a dynamic cache, and a static cache with a
-compiled step. All get the same prompts of random tokens, and prefill is part of the time. Contenders are interleaved.
+Ours is `LLM.generate`, eager (CUDA graphs on a GPU) and compiled; theirs has a dynamic cache, or a static cache with a
+compiled step. All get the same prompts of random tokens, the time includes prefill, and contenders are interleaved.
 `--clock cpu` measures the CPU time of the process, for machines that are shared with other work.
 """
 
@@ -33,22 +33,22 @@ from whimbrel.inference import LLM, SamplingParams
 from whimbrel.models import GPTConfig, preset
 
 DEMO = Path(__file__).parent.parent / "configs" / "shakespeare-cpu.toml"
-READ_BANDWIDTH = 4.54e12
-"""Read bandwidth of an H200 in bytes per second, measured with a copy kernel."""
+READ_BANDWIDTH = {"NVIDIA H200": 4.54e12}
+"""Bytes per second by GPU, measured with a copy kernel."""
 SHARED_MEMORY = Path("/dev/shm")
-Leg = Callable[[list[list[int]]], list[list[int]]]
+Contender = Callable[[list[list[int]]], list[list[int]]]
 
 
-def config_of(name: str) -> GPTConfig:
-    """The config of a preset, or of `make demo`."""
+def model_config(name: str) -> GPTConfig:
+    """Config of a preset, or of the model of `make demo`."""
     if name != "demo":
         return preset(name)
     settings = tomllib.loads(DEMO.read_text(encoding="utf-8"))["model"]
     return replace(preset(settings.pop("preset")), **settings)
 
 
-def ours(model: Any, batch: int, prompt: int, new: int, *, compiled: bool) -> Leg:
-    """`LLM.generate` without a prefix cache: no contender gets a prompt for free."""
+def ours(model: Any, batch: int, prompt: int, new: int, *, compiled: bool) -> Contender:
+    """`LLM.generate` without a prefix cache, so that every prompt is prefilled."""
     chunk = prompt * batch  # prefill all prompts at once, as the others do
     llm = LLM(model, max_batch=batch, prefix_cache=False, compile=compiled, prefill_chunk=chunk)
     greedy = SamplingParams(temperature=0)
@@ -59,7 +59,7 @@ def ours(model: Any, batch: int, prompt: int, new: int, *, compiled: bool) -> Le
     return run
 
 
-def theirs(model: Any, new: int, *, static: bool) -> Leg:
+def theirs(model: Any, new: int, *, static: bool) -> Contender:
     """`transformers.generate`."""
     settings: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
     if static:
@@ -74,50 +74,53 @@ def theirs(model: Any, new: int, *, static: bool) -> Leg:
     return run
 
 
-def peer_of(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The same weights in `transformers`, passed through files in memory if possible."""
+def transformers_model(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The same model in `transformers`, saved to shared memory and loaded from there."""
     with TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as folder:
         whimbrel.save_model(model, folder)
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
 
 
-def measure(legs: dict[str, Leg], device: torch.device, args: argparse.Namespace, batch: int) -> dict[str, Any]:
-    """Seconds of each contender in each round; the first run of each is a warm-up."""
+def measure(
+    contenders: dict[str, Contender], device: torch.device, args: argparse.Namespace, batch: int
+) -> dict[str, Any]:
+    """Seconds of each contender in each round, after one warmup run of each."""
     generator = torch.Generator().manual_seed(0)
 
     def clock() -> float:
         return time.process_time() if args.clock == "cpu" else now(device)
 
-    def prompts() -> list[list[int]]:
-        drawn: list[list[int]] = torch.randint(0, 4000, (batch, args.prompt), generator=generator).tolist()
-        return drawn
+    def random_prompts() -> list[list[int]]:
+        ids: list[list[int]] = torch.randint(0, 4000, (batch, args.prompt), generator=generator).tolist()
+        return ids
 
     results: dict[str, Any] = {}
-    for name, leg in legs.items():
-        given = prompts()
+    for name, generate in contenders.items():
+        prompts = random_prompts()
         start = clock()
-        leg(given)
+        generate(prompts)
         results[name] = {"first_seconds": clock() - start, "seconds": []}
     compiled_before = dict(counters["stats"])
     for _ in range(args.rounds):
-        given = prompts()
-        texts = {}
-        for name, leg in legs.items():
+        prompts = random_prompts()
+        outputs = {}
+        for name, generate in contenders.items():
             before = torch.cuda.memory_stats()["num_device_alloc"] if device.type == "cuda" else 0
             start = clock()
-            texts[name] = leg(given)
+            outputs[name] = generate(prompts)
             results[name]["seconds"].append(clock() - start)
             if device.type == "cuda":
                 results[name]["device_allocations"] = torch.cuda.memory_stats()["num_device_alloc"] - before
-        first = texts["whimbrel"]
-        for name, text in texts.items():
-            same = sum(a == b for one, other in zip(first, text, strict=True) for a, b in zip(one, other, strict=True))
+        ours = outputs["whimbrel"]
+        for name, output in outputs.items():
+            pairs = (pair for rows in zip(ours, output, strict=True) for pair in zip(*rows, strict=True))
+            same = sum(a == b for a, b in pairs)
             results[name]["same_tokens"] = same / (batch * args.new)
-    for found in results.values():
-        found["tokens_per_second"] = batch * args.new / median(found["seconds"])
+    for result in results.values():
+        result["tokens_per_second"] = batch * args.new / median(result["seconds"])
         if "transformers" in results:
-            found["speedup"] = median(results["transformers"]["seconds"]) / median(found["seconds"])
-    return {"legs": results, "recompiled": dict(counters["stats"]) != compiled_before}
+            result["speedup"] = median(results["transformers"]["seconds"]) / median(result["seconds"])
+    return {"contenders": results, "recompiled": dict(counters["stats"]) != compiled_before}
 
 
 def main() -> None:
@@ -130,35 +133,36 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--no-peer", action="store_true", help="without transformers")
+    parser.add_argument("--no-transformers", action="store_true", help="do not measure transformers")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = config_of(args.model)
+    config = model_config(args.model)
     args.new = min(args.new, config.context_length - args.prompt)
     model = init_model(config, device, dtype).eval()
-    peer = None if args.no_peer else peer_of(model, device, dtype)
+    reference = None if args.no_transformers else transformers_model(model, device, dtype)
     results: dict[str, Any] = {"model": args.model, "device": args.device, "prompt": args.prompt, "new": args.new}
-    if device.type == "cuda":
-        bytes_read = sum(p.nbytes for p in model.parameters())
-        results["limit_tokens_per_second"] = READ_BANDWIDTH / bytes_read
+    bandwidth = READ_BANDWIDTH.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if bandwidth is not None:
+        results["limit_tokens_per_second"] = bandwidth / sum(p.nbytes for p in model.parameters())
     for batch in args.batch or [1]:
-        legs = {
+        contenders = {
             name: ours(model, batch, args.prompt, args.new, compiled=c)
             for name, c in {"whimbrel": False, "whimbrel compiled": True}.items()
         }
-        if peer is not None:
-            legs |= {"transformers": theirs(peer, args.new, static=False)}
+        if reference is not None:
+            contenders |= {"transformers": theirs(reference, args.new, static=False)}
             if args.model != "demo":  # our own family has no static cache in transformers
-                legs |= {"transformers static compiled": theirs(peer, args.new, static=True)}
-        found = measure(legs, device, args, batch)
-        for name, leg in found["legs"].items():
+                contenders |= {"transformers static compiled": theirs(reference, args.new, static=True)}
+        measured = measure(contenders, device, args, batch)
+        for name, result in measured["contenders"].items():
             print(
-                f"batch {batch:3} {name:30} {leg['tokens_per_second']:10.1f} tok/s, {leg.get('speedup', 1):5.2f}x, "
-                f"first {leg['first_seconds']:.1f} s, same tokens {leg['same_tokens']:.3f}"
+                f"batch {batch:3} {name:30} {result['tokens_per_second']:10.1f} tok/s, "
+                f"{result.get('speedup', 1):5.2f}x, first {result['first_seconds']:.1f} s, "
+                f"same tokens {result['same_tokens']:.3f}"
             )
-        results[f"batch {batch}"] = found
+        results[f"batch {batch}"] = measured
         record("decode", results, args.out)
 
 

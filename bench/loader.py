@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from record import record
+from timing import process_memory
 from whimbrel.data import TokenDataLoader, write_shard
 
 TOKENS = 100_000_000
@@ -27,20 +28,9 @@ ORDERS: dict[str, dict[str, Any]] = {
 }
 
 
-def anonymous_mb() -> float | None:
-    """Anonymous memory of this process, or None if the system does not report it."""
-    rollup = Path("/proc/self/smaps_rollup")
-    if not rollup.exists():
-        return None
-    found = [
-        line.split()[1] for line in rollup.read_text(encoding="utf-8").splitlines() if line.startswith("Anonymous:")
-    ]
-    return int(found[0]) / 1024
-
-
-def measure(folder: Path, B: int, T: int, device: str, rounds: int, options: dict[str, Any]) -> dict[str, float | None]:
-    """Median rate over `rounds` of 200 batches each, on one thread; memory added by the loader and its reading."""
-    before, start = anonymous_mb(), time.perf_counter()
+def measure(folder: Path, B: int, T: int, device: str, rounds: int, options: dict[str, Any]) -> dict[str, float]:
+    """Median rate over `rounds` of 200 batches on one thread, and the memory that opening and reading add."""
+    before, start = process_memory("RssAnon"), time.perf_counter()
     loader = TokenDataLoader(folder, B, T, device=device, **options)
     opened = time.perf_counter() - start
     loader.next_batch()
@@ -52,8 +42,7 @@ def measure(folder: Path, B: int, T: int, device: str, rounds: int, options: dic
         if device == "cuda":
             torch.cuda.synchronize()
         rates.append(200 * B * T / (time.perf_counter() - start))
-    after = anonymous_mb()
-    added = None if before is None or after is None else after - before
+    added = (process_memory("RssAnon") - before) / 2**20
     return {"tokens_per_second": statistics.median(rates), "open_seconds": opened, "memory_added_mb": added}
 
 
@@ -65,25 +54,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"device": given.device, "batch": [given.batch, given.length], "shard_tokens": TOKENS}
+    results: dict[str, Any] = {"device": args.device, "batch": [args.batch, args.length], "shard_tokens": TOKENS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokens = np.random.default_rng(0).integers(0, 50256, TOKENS, dtype=np.uint16)
         tokens[::800] = 50256
         write_shard(folder / "bench_train_000000.bin", tokens)
         del tokens
-        measure(
-            folder, given.batch, given.length, given.device, 1, {}
-        )  # warm-up: the first use of torch allocates memory
+        measure(folder, args.batch, args.length, args.device, 1, {})  # warmup: the first use of torch allocates memory
         for order, options in ORDERS.items():
-            found = measure(folder, given.batch, given.length, given.device, given.rounds, options)
-            results[order] = found
+            result = measure(folder, args.batch, args.length, args.device, args.rounds, options)
+            results[order] = result
             print(
-                f"{order}: {(found['tokens_per_second'] or 0) / 1e6:.0f}M tokens/s, {found['memory_added_mb']} MB added"
+                f"{order}: {result['tokens_per_second'] / 1e6:.0f}M tokens/s, {result['memory_added_mb']:.1f} MB added"
             )
-    record("loader", results, given.out)
+    record("loader", results, args.out)
 
 
 if __name__ == "__main__":

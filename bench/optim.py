@@ -6,12 +6,14 @@
     python bench/optim.py quality --data data/webmix20M --out bench/results/optim-quality.json
     python bench/optim.py curves --out docs/pictures/optimizers.svg
 
-refresh: seconds to find a new basis of one matrix, ours against the SVD of galore-torch, and the share of the
-gradient's energy that each holds. step: the times of every step of a training run, the worst against the median, and
-the optimizer's share; on a CPU, steps of twelve matrices of 512 x 512 by ours and by other packages' optimizers, in
-turns in one process, and the least CPU time of each. quality: validation loss of the same model on the same tokens, for
-each optimizer and learning rate, the best of them with a second seed; what is no hidden matrix moves by AdamW at one
-rate in all. Other settings can be tried with --settings, as often as wanted.
+refresh: time to compute a new basis for one matrix, ours and galore-torch's SVD, and the fraction of the gradient's
+energy that each captures.
+step: the time of every step of a training run, the slowest step over the median, and the optimizer's share of a step.
+On a CPU: steps over twelve 512 x 512 matrices with our optimizers and those of other packages, interleaved in one
+process, minimum CPU time of each.
+quality: validation loss of the same model on the same tokens for each optimizer and learning rate; the best rate is
+repeated with a second seed. Parameters other than hidden matrices always use AdamW with one learning rate. --settings
+(repeatable) tries other settings.
 """
 
 from __future__ import annotations
@@ -64,11 +66,11 @@ def seconds(work: Any, rounds: int) -> float:
     return statistics.median(times)
 
 
-def peer_projector() -> Any:
+def reference_projector() -> Any:
     """galore-torch's GaLoreProjector, loaded from its file because importing the package requires bitsandbytes."""
     package = importlib.util.find_spec("galore_torch")
     if package is None or package.submodule_search_locations is None:
-        raise SystemExit("galore-torch is the peer of this benchmark: pip install galore-torch")
+        raise SystemExit("this benchmark compares with galore-torch: pip install galore-torch")
     file = Path(package.submodule_search_locations[0]) / "galore_projector.py"
     spec = importlib.util.spec_from_file_location("galore_projector", file)
     assert spec is not None
@@ -79,18 +81,18 @@ def peer_projector() -> Any:
 
 
 def drifting_gradients(rows: int, columns: int, count: int) -> list[Tensor]:
-    """Gradients with a spectrum that falls as 1/k^0.6 and singular vectors that turn a little from one to the next."""
+    """Gradients with a spectrum that falls as 1/k^0.6 and right singular vectors that rotate slightly at each step."""
     generator = torch.Generator("cuda").manual_seed(0)
-    short = min(rows, columns)
-    values = torch.arange(1, short + 1, device="cuda").float() ** -0.6
+    rank = min(rows, columns)
+    values = torch.arange(1, rank + 1, device="cuda").float() ** -0.6
     left, right = (
-        torch.linalg.qr(torch.randn(size, short, generator=generator, device="cuda")).Q for size in (rows, columns)
+        torch.linalg.qr(torch.randn(size, rank, generator=generator, device="cuda")).Q for size in (rows, columns)
     )
-    found = []
+    gradients = []
     for _ in range(count):
-        found.append((left * values) @ right.mT)
+        gradients.append((left * values) @ right.mT)
         right = torch.linalg.qr(right + 0.003 * torch.randn(right.shape, generator=generator, device="cuda")).Q
-    return found
+    return gradients
 
 
 def energy(grad: Tensor, basis: Tensor) -> float:
@@ -99,35 +101,35 @@ def energy(grad: Tensor, basis: Tensor) -> float:
 
 
 def measure_refresh(rounds: int) -> dict[str, Any]:
-    """A new basis, at several shapes, for gradients in fp32 and in bf16; fp32 products may use TF32, as in training."""
+    """Time a basis refresh for several shapes, with fp32 and bf16 gradients; fp32 matmuls use TF32, as in training."""
     torch.set_float32_matmul_precision("high")
-    return {f"{m}x{n} rank {r}": refresh_row(m, n, r, rounds) for m, n, r in SHAPES}
+    return {f"{m}x{n} rank {r}": measure_shape(m, n, r, rounds) for m, n, r in SHAPES}
 
 
-def refresh_row(rows: int, columns: int, rank: int, rounds: int) -> dict[str, Any]:
-    """Measure one shape."""
+def measure_shape(rows: int, columns: int, rank: int, rounds: int) -> dict[str, Any]:
+    """Time and captured energy of SVD, cold and warm bases for one shape."""
     *earlier, last = drifting_gradients(rows, columns, 4)
     generator = torch.Generator("cuda").manual_seed(1)
     basis = cold_basis(earlier[0], rank, generator).basis
     for grad in earlier[1:]:
         basis = warm_basis(grad, grad @ basis, basis).basis
-    peer = peer_projector()(rank, update_proj_gap=1, proj_type="right")
-    svd = seconds(lambda: peer.project(last, 0), 2)
+    reference = reference_projector()(rank, update_proj_gap=1, proj_type="right")
+    svd = seconds(lambda: reference.project(last, 0), 2)
     row: dict[str, Any] = {"svd_seconds": svd, "svd_energy": energy(last, svd_basis(last, rank))}
     row["cold_seconds"] = seconds(lambda: cold_basis(last, rank, generator), rounds)
-    row["cold_share_of_svd"] = energy(last, cold_basis(last, rank, generator).basis) / row["svd_energy"]
-    row["stale_share_of_svd"] = energy(last, basis) / row["svd_energy"]
+    row["cold_energy_over_svd"] = energy(last, cold_basis(last, rank, generator).basis) / row["svd_energy"]
+    row["stale_energy_over_svd"] = energy(last, basis) / row["svd_energy"]
     for name, grad, align in (
         ("fp32", last, False), ("fp32 aligned", last, True),
         ("bf16", last.bfloat16(), False), ("bf16 aligned", last.bfloat16(), True),
     ):  # fmt: skip
         work = partial(warm_basis, grad, grad @ basis.to(grad.dtype), basis, align=align)
-        fresh, taken = work(), seconds(work, rounds)
+        fresh, elapsed = work(), seconds(work, rounds)
         assert bool(fresh.found)
         row[name] = {
-            "seconds": taken,
-            "times_faster": svd / taken,
-            "share_of_svd": energy(grad, fresh.basis) / row["svd_energy"],
+            "seconds": elapsed,
+            "speedup": svd / elapsed,
+            "energy_over_svd": energy(grad, fresh.basis) / row["svd_energy"],
             "overlap": float(fresh.overlap),
         }
     print(f"{rows}x{columns} rank {rank}", json.dumps(row), flush=True)
@@ -164,7 +166,8 @@ def measure_steps(names: list[str], count: int) -> dict[str, Any]:
     ids = torch.randint(0, config.vocab_size, (16, 1025), device="cuda")
     step_times(model, ids, None, 5)
     bare = statistics.mean(step_times(model, ids, None, count // 2))
-    results: dict[str, Any] = {"parameters": model.num_parameters(), "tokens": 4 * ids[:, 1:].numel(), "bare": bare}
+    results: dict[str, Any] = {"parameters": model.num_parameters(), "tokens": 4 * ids[:, 1:].numel()}
+    results["seconds_without_optimizer"] = bare
     for name in names:
         settings: dict[str, Any] = {"name": name, "lr": 1e-4} | ({} if name == "adamw" else {"rank": 256})
         optimizer = build_optimizer(OptimConfig(**settings), routed_parameters(model))
@@ -173,16 +176,16 @@ def measure_steps(names: list[str], count: int) -> dict[str, Any]:
         first, *_ = step_times(model, ids, optimizer, 3)
         times = step_times(model, ids, optimizer, count)
         results[name] = {
-            "first": first,
-            "median": statistics.median(times),
-            "worst_over_median": max(times) / statistics.median(times),
-            "share": 1 - bare / statistics.mean(times),
+            "first_seconds": first,
+            "median_seconds": statistics.median(times),
+            "slowest_over_median": max(times) / statistics.median(times),
+            "optimizer_share": 1 - bare / statistics.mean(times),
         }
         print(name, json.dumps(results[name]), flush=True)
     return results
 
 
-def cpu_legs() -> dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]:
+def cpu_optimizers() -> dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]:
     """Factories of our optimizers and those of installed packages; no basis is refreshed after the first step."""
     low: dict[str, Any] = {"rank": 32, "update_proj_gap": 10**6, "scale": 0.25}
     contenders: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
@@ -207,9 +210,9 @@ def cpu_legs() -> dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]:
 
 
 def measure_cpu_steps(rounds: int) -> dict[str, Any]:
-    """The least CPU time of a step of each, in turns: what else the machine does slows all of them alike."""
+    """Minimum CPU time of a step of each optimizer; interleaved, so that other load affects all of them."""
     optimizers = {}
-    for name, make in cpu_legs().items():
+    for name, make in cpu_optimizers().items():
         params = [torch.nn.Parameter(torch.randn(512, 512)) for _ in range(12)]
         for parameter in params:
             parameter.grad = torch.randn_like(parameter)
@@ -221,8 +224,8 @@ def measure_cpu_steps(rounds: int) -> dict[str, Any]:
             start = time.process_time()
             optimizer.step()
             best[name] = min(best[name], time.process_time() - start)
-    for name, taken in best.items():
-        print(f"{name:24} {1000 * taken:.2f} ms", flush=True)
+    for name, elapsed in best.items():
+        print(f"{name:24} {1000 * elapsed:.2f} ms", flush=True)
     return {"matrices": 12, "size": 512, "rank": 32, "cpu_seconds": best}
 
 
@@ -245,7 +248,7 @@ class Quality:
         torch.manual_seed(seed)
         self.model.reset_parameters()
         self.loader.reset()
-        optimizer = self.build(settings)
+        optimizer = build_optimizer(OptimConfig(**settings), routed_parameters(self.model))
         schedule = ScheduleConfig(name="cosine", warmup_steps=60, floor=0.1)
         curve, start = [], time.perf_counter()
         for step in range(self.steps):
@@ -263,10 +266,6 @@ class Quality:
         seconds = time.perf_counter() - start
         return {"settings": settings, "seed": seed, "loss": self.validate(), "seconds": seconds, "curve": curve}
 
-    def build(self, settings: dict[str, Any]) -> torch.optim.Optimizer:
-        """The optimizer that the settings describe."""
-        return build_optimizer(OptimConfig(**settings), routed_parameters(self.model))
-
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss over the held-out tokens."""
@@ -280,47 +279,47 @@ class Quality:
         return total / count
 
 
-def sweep(data: Path, tokens: int, tried: list[dict[str, Any]], seeds: int) -> dict[str, Any]:
+def sweep(data: Path, tokens: int, trials: list[dict[str, Any]], seeds: int) -> dict[str, Any]:
     """Train with each of the settings, then repeat the best with more seeds."""
     quality = Quality(data, tokens, 64, 512)
-    runs = [shown(quality.run(settings, 0)) for settings in tried]
+    runs = [print_run(quality.run(settings, 0)) for settings in trials]
     best = min(runs, key=lambda run: float(run["loss"]))
-    again = [best, *(shown(quality.run(best["settings"], seed)) for seed in range(1, seeds))]
-    return {"mean": statistics.mean(run["loss"] for run in again), "runs": runs, "best": again}
+    repeats = [best, *(print_run(quality.run(best["settings"], seed)) for seed in range(1, seeds))]
+    return {"mean_loss": statistics.mean(run["loss"] for run in repeats), "runs": runs, "best_runs": repeats}
 
 
-def compare(data: Path, tokens: int, rates: dict[str, list[dict[str, Any]]], seeds: int) -> dict[str, Any]:
+def compare(data: Path, tokens: int, trials: dict[str, list[dict[str, Any]]], seeds: int) -> dict[str, Any]:
     """Run the sweep of each optimizer in a separate process, concurrently: only losses are compared, not times."""
-    with ProcessPoolExecutor(len(rates), mp_context=get_context("spawn")) as pool:
-        sweeps = {name: pool.submit(sweep, data, tokens, tried, seeds) for name, tried in rates.items()}
-        return {name: done.result() for name, done in sweeps.items()}
+    with ProcessPoolExecutor(len(trials), mp_context=get_context("spawn")) as pool:
+        futures = {name: pool.submit(sweep, data, tokens, each, seeds) for name, each in trials.items()}
+        return {name: future.result() for name, future in futures.items()}
 
 
-def shown(run: dict[str, Any]) -> dict[str, Any]:
+def print_run(run: dict[str, Any]) -> dict[str, Any]:
     """Print a run as one line and return it."""
     print(json.dumps(run["settings"]), run["seed"], round(run["loss"], 4), f"{run['seconds']:.1f} s", flush=True)
     return run
 
 
 def candidates() -> dict[str, list[dict[str, Any]]]:
-    """What is compared: each optimizer at rates on both sides of where its loss is lowest."""
+    """Settings to try for each optimizer: learning rates below and above the best one that we know of."""
     shared = {"embedding_lr": 2e-3, "scalar_lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "decay": "hidden"}
     low = shared | {"rank": 128}
     return {
-        "adamw": [shared | {"name": "adamw", "lr": lr} for lr in (2.5e-4, 5e-4, 1e-3)],
+        "adamw": [shared | {"name": "adamw", "lr": lr} for lr in (1.25e-4, 2.5e-4, 5e-4, 1e-3)],
         "galore": [low | {"name": "galore", "lr": lr} for lr in (4e-3, 8e-3, 16e-3)],
         "galore_warm": [low | {"name": "galore_warm", "lr": lr} for lr in (1e-3, 2e-3, 4e-3, 8e-3)],
     }
 
 
-def draw_curves(results: Path, out: Path) -> None:
+def plot_curves(results: Path, out: Path) -> None:
     """Plot the training loss of the best run of each optimizer, from the results of `quality`."""
     from matplotlib import pyplot as plt  # optional dependency, used only here
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, row in json.loads(results.read_text(encoding="utf-8"))["results"].items():
-        steps, losses = zip(*row["best"][0]["curve"], strict=True)
-        axes.plot(steps, losses, label=f"{name}, validation {row['mean']:.3f}")
+        steps, losses = zip(*row["best_runs"][0]["curve"], strict=True)
+        axes.plot(steps, losses, label=f"{name}, validation {row['mean_loss']:.3f}")
     axes.set(xlabel="step of 32,768 tokens", ylabel="training loss", ylim=(4.4, 8))
     axes.legend()
     figure.savefig(out)
@@ -329,30 +328,35 @@ def draw_curves(results: Path, out: Path) -> None:
 def main() -> None:
     """Run one benchmark and record the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("refresh", "step", "quality", "curves"))
+    parser.add_argument("benchmark", choices=("refresh", "step", "quality", "curves"))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--data", type=Path, help="shards of GPT-2 tokens, for quality")
+    parser.add_argument("--data", type=Path, help="GPT-2 token shards, for `quality`")
     parser.add_argument("--tokens", type=int, default=19_900_000)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--settings", action="append", type=json.loads, help="of optim, as JSON: try these alone")
+    parser.add_argument(
+        "--settings", action="append", type=json.loads,
+        help="optimizer settings as JSON, tried instead of the default sweep; can be repeated",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of step")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device for `step`")
     args = parser.parse_args()
-    if args.part == "curves":
-        draw_curves(Path("bench/results/optim-quality.json"), args.out)
+    if args.benchmark == "curves":
+        plot_curves(Path("bench/results/optim-quality.json"), args.out)
         return
-    if args.part == "refresh":
+    if args.benchmark == "refresh":
         results = measure_refresh(10)
-    elif args.part == "step" and args.device == "cpu":
+    elif args.benchmark == "step" and args.device == "cpu":
         results = measure_cpu_steps(args.steps)
-    elif args.part == "step":
+    elif args.benchmark == "step":
         results = measure_steps(["adamw", "galore_warm"], args.steps)
     else:
         if args.data is None:
             parser.error("quality needs --data")
-        tried = candidates() if args.settings is None else {json.dumps(own): [own] for own in args.settings}
-        results = compare(args.data, args.tokens, tried, args.seeds)
-    record(f"optim {args.part}", results, args.out)
+        trials = candidates()
+        if args.settings is not None:
+            trials = {json.dumps(settings): [settings] for settings in args.settings}
+        results = compare(args.data, args.tokens, trials, args.seeds)
+    record(f"optim {args.benchmark}", results, args.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Memory and time of loading: part `load` of bench/precision.py, each variant in its own process."""
+"""Memory and time of loading: `bench/precision.py load`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from timing import TINY, init_model, llama, now
+from timing import TINY, init_model, llama, now, process_memory
 from whimbrel.model_io import load_model, save_model
 from whimbrel.models import GPT, preset
 from whimbrel.precision import QuantizedWeight, quantize_
@@ -24,41 +23,41 @@ WEIGHTS = ("int8", "int4", "fp8")
 
 
 def measure_load(args: argparse.Namespace) -> dict[str, Any]:
-    """Load unquantized, quantize after loading, and quantize while loading, each in its own process."""
+    """Load unquantized, quantize after loading and quantize while loading, each in a separate process."""
     config = llama(**TINY) if args.tiny else preset(args.shape)
     with tempfile.TemporaryDirectory() as folder:
         save_model(init_model(config, torch.device("cpu"), torch.bfloat16), folder)
-        found: dict[str, Any] = {"shape": "tiny" if args.tiny else args.shape}
+        results: dict[str, Any] = {"shape": "tiny" if args.tiny else args.shape}
         for variant in ("unquantized", "naive int8", *(f"stream {weights}" for weights in WEIGHTS)):
             command = [sys.executable, __file__, variant, folder, str(args.device)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise SystemExit(done.stderr)
-            found[variant] = json.loads(done.stdout.splitlines()[-1])
-            print(f"{variant:12} {json.dumps(found[variant])}", flush=True)
-    found["peak_stop_naive"] = found["stream int8"]["peak"] / found["naive int8"]["peak"]
-    return found
+            completed = subprocess.run(command, capture_output=True, text=True, check=False)
+            if completed.returncode:
+                raise SystemExit(completed.stderr)
+            results[variant] = json.loads(completed.stdout.splitlines()[-1])
+            print(f"{variant:12} {json.dumps(results[variant])}", flush=True)
+    results["peak_over_naive"] = results["stream int8"]["peak"] / results["naive int8"]["peak"]
+    return results
 
 
 def load_here(variant: str, path: str, device: torch.device) -> dict[str, Any]:
-    """Load in this process; returns seconds, size of the model and peak memory."""
-    with tempfile.TemporaryDirectory() as folder:  # warm-up: lazy imports
+    """Load in this process. Returns the time, the size of the model and the peak memory."""
+    with tempfile.TemporaryDirectory() as folder:  # warmup: lazy imports
         save_model(init_model(llama(**TINY), torch.device("cpu"), torch.bfloat16), folder)
         load(variant, folder, device)
     with PeakMemory(device) as peak:
         start = now(device)
         model = load(variant, path, device)
         seconds = now(device) - start
-    stored = sum(parameter.nbytes for parameter in model.parameters())
-    kinds = sum(isinstance(parameter, QuantizedWeight) for parameter in model.parameters())
-    return {"seconds": seconds, "bytes": stored, "quantized": kinds, "peak": peak.bytes}
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    num_quantized = sum(isinstance(parameter, QuantizedWeight) for parameter in model.parameters())
+    return {"seconds": seconds, "bytes": num_bytes, "quantized": num_quantized, "peak": peak.bytes}
 
 
 def load(variant: str, path: str, device: torch.device) -> GPT:
     """naive: quantize after loading; stream: quantize while loading."""
-    how, _, weights = variant.partition(" ")
-    model = load_model(path, device=device, quantize=weights if how == "stream" else None)
-    if how == "naive":
+    method, _, weights = variant.partition(" ")
+    model = load_model(path, device=device, quantize=weights if method == "stream" else None)
+    if method == "naive":
         quantize_(model, weights)
     return model
 
@@ -74,7 +73,7 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
-            self._before = anonymous_bytes()
+            self._before = process_memory("RssAnon")
             self._sampler.start()
         return self
 
@@ -87,13 +86,7 @@ class PeakMemory:
 
     def _sample(self) -> None:
         while not self._stop.wait(0.001):
-            self.bytes = max(self.bytes, anonymous_bytes() - self._before)
-
-
-def anonymous_bytes() -> int:
-    """Anonymous memory of this process in bytes."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+            self.bytes = max(self.bytes, int(process_memory("RssAnon") - self._before))
 
 
 if __name__ == "__main__":

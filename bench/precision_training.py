@@ -1,4 +1,4 @@
-"""Loss of training in low precision: parts `fp8-loss` and `qat` of bench/precision.py."""
+"""Loss of low-precision training: `bench/precision.py fp8-loss` and `qat`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from timing import TINY, compiled, init_model, llama
+from timing import TINY, compile_blocks, init_model, llama
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT
 from whimbrel.optim import OptimConfig, ScheduleConfig, build_optimizer, lr_factor
@@ -25,7 +25,7 @@ class Experiment:
 
     def __init__(self, args: argparse.Namespace) -> None:
         if args.data is None:
-            raise SystemExit(f"{args.part} needs --data: GPT-2 shards with a validation split")
+            raise SystemExit(f"{args.benchmark} needs --data: GPT-2 shards with a validation split")
         self.args, self.device = args, args.device
         batch, context = (2, 32) if args.tiny else (64, 512)
         shape = TINY if args.tiny else {"width": 512, "layers": 10, "heads": 8, "kv_heads": 8, "mlp": 1408}
@@ -36,7 +36,7 @@ class Experiment:
         self.batches = 2 if args.tiny else 30
 
     def train_model(self, model: GPT, steps: int, *, lr: float, first: int = 0) -> float:
-        """Train in place on the batches from `first` on; returns the held-out loss."""
+        """Train in place, starting at batch `first`. Returns the held-out loss."""
         optimizer = build_optimizer(
             OptimConfig(name="adamw", lr=lr, betas=(0.9, 0.95), weight_decay=0.1), routed_parameters(model)
         )
@@ -73,7 +73,7 @@ class Experiment:
 
 
 def measure_fp8_loss(args: argparse.Namespace) -> dict[str, Any]:
-    """Held-out loss in bf16 with each seed, and in each recipe with the first."""
+    """Held-out loss in bf16 with each seed, and with each recipe and the first seed."""
     experiment, steps = Experiment(args), 3 if args.tiny else args.steps
 
     def loss(name: str, seed: int) -> float:
@@ -81,49 +81,52 @@ def measure_fp8_loss(args: argparse.Namespace) -> dict[str, Any]:
         if name != "bf16":
             prepare(model, name, precision="bf16")
         start = time.perf_counter()
-        found = experiment.train_model(compiled(model, args.compile), steps, lr=args.lr)
+        held_out = experiment.train_model(compile_blocks(model, args.compile), steps, lr=args.lr)
         print(
-            f"{name:20} seed {seed}: {found:.4f} after {steps} steps, {time.perf_counter() - start:.1f} s", flush=True
+            f"{name:20} seed {seed}: {held_out:.4f} after {steps} steps, {time.perf_counter() - start:.1f} s",
+            flush=True,
         )
-        return found
+        return held_out
 
-    seeds = [loss("bf16", seed) for seed in range(args.seeds)]
-    recipes = {name: loss(name, 0) for name in recipe_names("compute")}
-    spread = statistics.stdev(seeds)
+    losses = [loss("bf16", seed) for seed in range(args.seeds)]
+    recipe_losses = {name: loss(name, 0) for name in recipe_names("compute")}
+    std = statistics.stdev(losses)
     return {
         "steps": steps,
-        "bf16": {"losses": seeds, "mean": statistics.mean(seeds), "deviation": spread},
+        "bf16": {"losses": losses, "mean": statistics.mean(losses), "std": std},
         **{
             name: {
-                "loss": found,
-                "over_same_seed": found - seeds[0],
-                "in_deviations": (found - statistics.mean(seeds)) / spread,
-                "within_band": found <= max(seeds),
+                "loss": held_out,
+                "minus_same_seed": held_out - losses[0],
+                "minus_mean_in_std": (held_out - statistics.mean(losses)) / std,
+                "at_most_max": held_out <= max(losses),
             }
-            for name, found in recipes.items()
+            for name, held_out in recipe_losses.items()
         },
     }
 
 
 def measure_qat(args: argparse.Namespace) -> dict[str, Any]:
-    """Loss of quantization after fine-tuning, and how much of it quantization-aware fine-tuning recovers."""
+    """Loss increase from quantizing a fine-tuned model, and how much of it quantization-aware fine-tuning recovers."""
     experiment = Experiment(args)
-    steps, tuning = (3, 2) if args.tiny else (args.steps, args.steps // 4)
-    rate, plain = args.lr / 5, init_model(experiment.config, experiment.device, torch.float32)
-    trained = experiment.train_model(compiled(plain, args.compile), steps, lr=args.lr)
-    start = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    tuned = experiment.train_model(plain, tuning, lr=rate, first=steps)
-    found: dict[str, Any] = {"steps": steps, "tuning_steps": tuning, "trained": trained, "tuned": tuned}
+    steps, finetuning_steps = (3, 2) if args.tiny else (args.steps, args.steps // 4)
+    lr, baseline = args.lr / 5, init_model(experiment.config, experiment.device, torch.float32)
+    trained = experiment.train_model(compile_blocks(baseline, args.compile), steps, lr=args.lr)
+    initial = {name: tensor.clone() for name, tensor in baseline.state_dict().items()}
+    finetuned = experiment.train_model(baseline, finetuning_steps, lr=lr, first=steps)
+    results: dict[str, Any] = {
+        "steps": steps, "finetuning_steps": finetuning_steps, "trained": trained, "finetuned": finetuned,
+    }  # fmt: skip
     for name in recipe_names("qat"):
-        quantized = finalize(experiment.with_weights(plain.state_dict()), name)
-        model = experiment.with_weights(start)
+        quantized = finalize(experiment.with_weights(baseline.state_dict()), name)
+        model = experiment.with_weights(initial)
         prepare(model, name, precision="bf16")
-        experiment.train_model(compiled(model, args.compile), tuning, lr=rate, first=steps)
+        experiment.train_model(compile_blocks(model, args.compile), finetuning_steps, lr=lr, first=steps)
         with torch.no_grad():
             ptq, qat = experiment.evaluate(quantized), experiment.evaluate(finalize(model, name))
-        found[name] = {"ptq": ptq, "gap": ptq - tuned, "qat": qat, "recovered": (ptq - qat) / (ptq - tuned)}
+        results[name] = {"ptq": ptq, "gap": ptq - finetuned, "qat": qat, "recovered": (ptq - qat) / (ptq - finetuned)}
         print(
-            f"{name:29} unquantized {tuned:.4f}, quantized {ptq:.4f}, QAT {qat:.4f}: "
-            f"{found[name]['recovered']:.0%} of the gap recovered", flush=True,
+            f"{name:29} unquantized {finetuned:.4f}, quantized {ptq:.4f}, QAT {qat:.4f}: "
+            f"{results[name]['recovered']:.0%} of the gap recovered", flush=True,
         )  # fmt: skip
-    return found
+    return results

@@ -1,9 +1,9 @@
-"""`whimbrel prepare` against the tokenizer library and against a plain loop, interleaved in one run.
+"""`whimbrel prepare` compared with the tokenizer library and with a simple loop, interleaved in one run.
 
     python bench/prepare.py FILES --out bench/results/prepare.json
 
 Each round measures, on the same documents: the library's batch call on one thread (texts in memory, ids discarded); a
-plain loop (one process, one document after another into a uint16 buffer, written as a shard); `whimbrel prepare` with
+simple loop (one process, one document after another into a uint16 buffer, written as a shard); `whimbrel prepare` with
 one worker and with one per core, from files to synced and hashed shards. Figures are medians over the rounds; ratios
 are medians of the ratios within a round, so that other load on the machine affects both sides.
 """
@@ -34,7 +34,7 @@ def library_batch(encoder: tiktoken.Encoding, texts: list[str]) -> int:
     return sum(len(ids) for i in calls for ids in encoder.encode_ordinary_batch(texts[i : i + 1000], num_threads=1))
 
 
-def plain_loop(encoder: tiktoken.Encoding, files: list[Path], folder: Path, eot_id: int) -> int:
+def simple_loop(encoder: tiktoken.Encoding, files: list[Path], folder: Path, eot_id: int) -> int:
     """Encode one document after another into a buffer, each after an end-of-text token, and write a shard."""
     buffer, filled = np.empty(100_000_000, dtype=np.uint16), 0
     for file in files:
@@ -45,7 +45,7 @@ def plain_loop(encoder: tiktoken.Encoding, files: list[Path], folder: Path, eot_
                 array = np.array(tokens)
                 buffer[filled : filled + len(array)] = array.astype(np.uint16)
                 filled += len(array)
-    write_shard(folder / "plain_train_000000.bin", buffer[:filled])
+    write_shard(folder / "simple_train_000000.bin", buffer[:filled])
     return filled
 
 
@@ -69,33 +69,35 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path, help="parquet files with a column `text`")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     tokenizer, cores = load_tokenizer("gpt2"), available_cores()
     encoder = tokenizer._tiktoken
     if encoder is None:
         raise SystemExit("the GPT-2 tokenizer has no fast encoder here")
-    texts = [text for file in given.files for text in pq.read_table(file, columns=["text"])["text"].to_pylist()]
+    texts = [text for file in args.files for text in pq.read_table(file, columns=["text"])["text"].to_pylist()]
     rounds: list[dict[str, float]] = []
-    for number in range(given.rounds):
-        found = {"library_batch_1_thread": rate(lambda: library_batch(encoder, texts))}
+    for number in range(args.rounds):
+        rates = {"library_batch_1_thread": rate(lambda: library_batch(encoder, texts))}
         with tempfile.TemporaryDirectory() as folder:
-            found["plain_loop"] = rate(lambda: plain_loop(encoder, given.files, Path(folder), tokenizer.eot_id))
+            rates["simple_loop"] = rate(lambda: simple_loop(encoder, args.files, Path(folder), tokenizer.eot_id))
         for workers in sorted({1, cores}):
             with tempfile.TemporaryDirectory() as folder:
-                measured = functools.partial(ours, tokenizer, given.files, Path(folder), workers)
-                found[f"prepare_{workers}_workers"] = rate(measured)
-        rounds.append(found)
-        print(f"round {number}: " + ", ".join(f"{name} {value / 1e6:.2f}M" for name, value in found.items()))
+                measured = functools.partial(ours, tokenizer, args.files, Path(folder), workers)
+                rates[f"prepare_{workers}_workers"] = rate(measured)
+        rounds.append(rates)
+        print(f"round {number}: " + ", ".join(f"{name} {value / 1e6:.2f}M" for name, value in rates.items()))
     fastest = f"prepare_{cores}_workers"
     results = {
-        "tokens_per_second": {name: statistics.median(found[name] for found in rounds) for name in rounds[0]},
-        "of_cores_times_library": statistics.median(f[fastest] / cores / f["library_batch_1_thread"] for f in rounds),
-        "times_plain_loop": statistics.median(f[fastest] / f["plain_loop"] for f in rounds),
+        "tokens_per_second": {name: statistics.median(rates[name] for rates in rounds) for name in rounds[0]},
+        "ratio_to_cores_times_library": statistics.median(
+            rates[fastest] / cores / rates["library_batch_1_thread"] for rates in rounds
+        ),
+        "ratio_to_simple_loop": statistics.median(rates[fastest] / rates["simple_loop"] for rates in rounds),
         "rounds": rounds,
     }
-    record("prepare", results, given.out)
-    print(f"{cores} workers: {results['of_cores_times_library']:.2f} of cores x library rate (bar 0.90)")
-    print(f"{cores} workers: {results['times_plain_loop']:.2f} x the plain loop (bar 1.80 on two cores)")
+    record("prepare", results, args.out)
+    print(f"{cores} workers: {results['ratio_to_cores_times_library']:.2f} of cores x library rate (target 0.90)")
+    print(f"{cores} workers: {results['ratio_to_simple_loop']:.2f} x the simple loop (target 1.80 on two cores)")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Pretraining against a plain loop in one process on one GPU: same initial weights, batches and recipe.
+"""Pretraining compared with a common GPT-2 loop on one GPU: same process, initial weights, batches and recipe.
 
     python bench/pretrain.py --data data/webmix20M --out bench/results/pretrain.json
 
-The peer is a common GPT-2 loop: `torch.compile` of the full model, torch's default AdamW, an unpadded vocabulary of
-50,257, micro-batches of 32 x 1024 under bf16 autocast, a synchronized step. Ours is the recipe
-`configs/gpt2-baseline-20m.toml` run by `whimbrel.train`. Prints tokens/s, MFU, peak memory, compile time (cold, and
-warm in a second process) and both loss curves.
+The reference loop compiles the full model, uses torch's default AdamW, an unpadded vocabulary of 50,257 and
+micro-batches of 32 x 1024 under bf16 autocast, and synchronizes every step. Ours is `whimbrel.train` with the recipe
+`configs/gpt2-baseline-20m.toml`. Prints tokens/s, MFU, peak memory, compile time (cold, and warm in a second process)
+and both loss curves.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from whimbrel.train.device import choose_device, device_name, peak_flops
 from whimbrel.train.summary import RunSummary
 
 RECIPE = Path(__file__).parent.parent / "configs" / "gpt2-baseline-20m.toml"
-PLAIN_BATCH = 32
+REFERENCE_BATCH = 32
 
 
-class PlainBlock(nn.Module):
-    """The peer's block: pre-norm, attention branch scaled in the forward pass, exact GELU."""
+class ReferenceBlock(nn.Module):
+    """The reference's block: pre-norm, attention branch scaled in the forward pass, exact GELU."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ class PlainBlock(nn.Module):
         return x + hidden
 
 
-class PlainGPT(nn.Module):
-    """The peer's model: tied head, full logits, `F.cross_entropy`."""
+class ReferenceGPT(nn.Module):
+    """The reference's model: tied head, full logits, `F.cross_entropy`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class PlainGPT(nn.Module):
             {
                 "wte": nn.Embedding(config.vocab_size, width),
                 "wpe": nn.Embedding(config.context_length, width),
-                "h": nn.ModuleList(PlainBlock(config) for _ in range(config.num_layers)),
+                "h": nn.ModuleList(ReferenceBlock(config) for _ in range(config.num_layers)),
                 "ln_f": nn.LayerNorm(width),
             }
         )
@@ -85,19 +85,19 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
-def run_plain(config: RunConfig, device: torch.device, steps: int) -> dict[str, Any]:
-    """The peer's loop, with each step synchronized."""
+def run_reference(config: RunConfig, device: torch.device, steps: int) -> dict[str, Any]:
+    """The reference's loop, with each step synchronized."""
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(config.train.seed)
     ours = GPT(config.model.architecture)
-    model = PlainGPT(config.model.architecture)
+    model = ReferenceGPT(config.model.architecture)
     vocab = config.model.vocab_size
     model.load_state_dict({name: t[:vocab] if t.shape[0] > vocab else t for name, t in ours.state_dict().items()})
     model.to(device)
     compiled = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)
-    loader = TokenDataLoader(config.data.path, PLAIN_BATCH, config.sequence_length, device=device)
-    accumulation = config.tokens_per_step // (PLAIN_BATCH * config.sequence_length)
+    loader = TokenDataLoader(config.data.path, REFERENCE_BATCH, config.sequence_length, device=device)
+    accumulation = config.tokens_per_step // (REFERENCE_BATCH * config.sequence_length)
     losses, seconds = [], []
     torch.cuda.reset_peak_memory_stats()
     for _ in range(steps):
@@ -136,16 +136,13 @@ class MetricsCollector(TrainerCallback):
         self.validation_loss: float | None = None
 
     def on_train_begin(self, **event: Any) -> None:
-        """Store the summary."""
         self.summary = event["summary"]
 
     def on_train_metrics(self, **event: Any) -> None:
-        """Store loss and step time."""
         self.losses.append(event["metrics"]["loss"])
         self.seconds.append(event["metrics"]["seconds"])
 
     def on_evaluate(self, **event: Any) -> None:
-        """Store the held-out loss."""
         self.validation_loss = event["metrics"]["eval_loss"]
 
 
@@ -169,16 +166,16 @@ def run_ours(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def compile_seconds(arguments: argparse.Namespace, cache: str) -> float:
+def compile_seconds(args: argparse.Namespace, cache: str) -> float:
     """Compile time in a separate process with the given cache directory."""
-    command = [sys.executable, __file__, "--data", str(arguments.data), "--compile-only"]
+    command = [sys.executable, __file__, "--data", str(args.data), "--compile-only"]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     return float(json.loads(output.splitlines()[-1])["compile_seconds"])
 
 
 def matmul_tflops(device: torch.device) -> float:
-    """Throughput of a large bf16 matrix product."""
+    """Throughput of a large bf16 matmul."""
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         a @ b
@@ -198,41 +195,44 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=38)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compile-only", action="store_true", help="print our compile time and exit")
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     device = choose_device("cuda")
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [f"--data.path={arguments.data}", f"--output_dir={folder}/run", "--train.micro_batch=none"]
-        config = load_run_config(RECIPE, [*overrides, f"--train.steps={arguments.steps}"])
-        if arguments.compile_only:
+        overrides = [f"--data.path={args.data}", f"--output_dir={folder}/run", "--train.micro_batch=none"]
+        config = load_run_config(RECIPE, [*overrides, f"--train.steps={args.steps}"])
+        if args.compile_only:
             only = load_run_config(RECIPE, [*overrides, "--train.steps=2"])
             print(json.dumps({"compile_seconds": run_ours(only)["compile_seconds"]}))
             return
-        cold = compile_seconds(arguments, f"{folder}/cache")
-        warm = compile_seconds(arguments, f"{folder}/cache")
-        plain = run_plain(config, device, arguments.steps)
+        cold = compile_seconds(args, f"{folder}/cache")
+        warm = compile_seconds(args, f"{folder}/cache")
+        reference = run_reference(config, device, args.steps)
         torch._dynamo.reset()
         ours = run_ours(config)
     ours |= {"compile_seconds_cold": cold, "compile_seconds_warm": warm}
     peak = peak_flops(device)
-    for result in (plain, ours):
+    for result in (reference, ours):
         result["mfu"] = ours["flops_per_token"] * result["tokens_per_second"] / peak if peak else None
-    gap = max(abs(a - b) for a, b in zip(plain["losses"], ours["losses"], strict=True))
+    difference = max(abs(a - b) for a, b in zip(reference["losses"], ours["losses"], strict=True))
     results = {
-        "plain": plain,
+        "reference": reference,
         "ours": ours,
-        "speed_ratio": ours["tokens_per_second"] / plain["tokens_per_second"],
-        "largest_loss_gap": gap,
+        "speedup": ours["tokens_per_second"] / reference["tokens_per_second"],
+        "max_loss_difference": difference,
         "bf16_matmul_tflops": matmul_tflops(device),
         "peak_flops_assumed": peak,
         "device": device_name(device),
     }
-    record("pretrain", results, arguments.out)
-    for name, result in (("plain", plain), ("ours", ours)):
+    record("pretrain", results, args.out)
+    for name, result in (("reference", reference), ("ours", ours)):
         print(
-            f"{name:6} {result['tokens_per_second']:>10,.0f} tokens/s  MFU {result['mfu'] or 0:.1%}  "
+            f"{name:9} {result['tokens_per_second']:>10,.0f} tokens/s  MFU {result['mfu'] or 0:.1%}  "
             f"{result['peak_memory_gib']:.1f} GiB  loss {result['losses'][0]:.4f} -> {result['losses'][-1]:.4f}"
         )
-    print(f"ratio {results['speed_ratio']:.3f}, largest loss gap {gap:.4f}, compile cold {cold:.1f}s warm {warm:.1f}s")
+    print(
+        f"speedup {results['speedup']:.3f}, largest loss difference {difference:.4f}, "
+        f"compile cold {cold:.1f} s, warm {warm:.1f} s"
+    )
 
 
 if __name__ == "__main__":

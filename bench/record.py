@@ -20,7 +20,7 @@ def record(name: str, results: dict[str, Any], out: Path | None = None) -> dict[
     """Add hardware, versions, commit and time to `results`, and write them to `out` if given."""
     document = {
         "name": name,
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "gpu": _gpu()},
         "versions": {"python": platform.python_version(), **_versions()},
@@ -38,9 +38,9 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The current commit; WHIMBREL_COMMIT sets it for a copy without the git history."""
-    if named := os.environ.get("WHIMBREL_COMMIT"):
-        return named
+    """The current commit, or WHIMBREL_COMMIT in a copy without git history."""
+    if commit := os.environ.get("WHIMBREL_COMMIT"):
+        return commit
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=Path(__file__).parent,

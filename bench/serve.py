@@ -1,12 +1,12 @@
 """Benchmark of `whimbrel serve` under load: many clients at once, some of which disconnect mid-stream.
 
-    python bench/serve.py --clients 64 --leave 0.3 --rounds 20 --out bench/results/serve.json
+    python bench/serve.py --clients 64 --disconnect 0.3 --rounds 20 --out bench/results/serve.json
     python bench/serve.py --model runs/mine --device cuda --tokens 128
 
-Every client streams one completion. A share of them request as many tokens as the context allows and disconnect after
-a few events; the texts of the others are compared with those of single requests. After each round, as many clients
-connect and all disconnect at once, to measure the time until all KV-cache blocks are free. Without --model, a small
-model with random weights is served.
+Every client streams one completion. Some of them request as many tokens as the context allows and disconnect after a
+few events; the texts of the others are compared with those of single requests. After each round, the same number of
+clients connect and all disconnect at once, to measure the time until all KV-cache blocks are free. Without --model, a
+small model with random weights is served.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 import httpx
 
 from record import record
+from timing import process_memory
 
 EVENTS_BEFORE_DISCONNECT = 4
 PROMPTS = [f"Chapter {number}: it was" for number in range(16)]
@@ -43,11 +44,11 @@ class Results:
 
     statuses: Counter[int] = field(default_factory=Counter)
     texts: dict[str, set[str]] = field(default_factory=dict)
-    first: list[float] = field(default_factory=list)
-    freed: list[float] = field(default_factory=list)
-    memory: list[float] = field(default_factory=list)
+    first_token_seconds: list[float] = field(default_factory=list)
+    free_seconds: list[float] = field(default_factory=list)
+    resident_mb: list[float] = field(default_factory=list)
     tokens: int = 0
-    left: int = 0
+    disconnected: int = 0
 
 
 def random_model(folder: Path) -> Path:
@@ -64,22 +65,22 @@ def random_model(folder: Path) -> Path:
 
 
 @contextmanager
-def serving(model: Path, device: str) -> Iterator[tuple[str, int]]:
+def running_server(model: Path, device: str) -> Iterator[tuple[str, int]]:
     """Run a server on a free port; yields its URL and process id."""
     command = [sys.executable, "-m", "whimbrel", "serve", str(model), "--port=0", f"--device={device}", "--name=bench"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             first_line = process.stdout.readline() if process.stdout else ""
-            found = re.search(r"http://\S+", first_line)
-            if found is None:
+            match = re.search(r"http://\S+", first_line)
+            if match is None:
                 raise SystemExit(f"the server did not start: {first_line}")
-            yield found.group(), process.pid
+            yield match.group(), process.pid
         finally:
             process.terminate()
 
 
-def gauges(url: str) -> dict[str, float]:
-    """Engine metrics."""
+def engine_metrics(url: str) -> dict[str, float]:
+    """The engine's metrics, without the prefix of their names."""
     text = httpx.get(f"{url}/metrics", timeout=30).text
     return {
         name: float(value) for name, value in re.findall(r"^whimbrel_engine_(\w+) (\S+)$", text, flags=re.MULTILINE)
@@ -87,20 +88,13 @@ def gauges(url: str) -> dict[str, float]:
 
 
 def seconds_until_idle(url: str) -> float:
-    """Wait until all KV-cache blocks are free; returns the seconds."""
+    """Wait until all KV-cache blocks are free. Returns the time it took."""
     start = time.perf_counter()
     while True:
-        metrics = gauges(url)
+        metrics = engine_metrics(url)
         if metrics["free_pages"] == metrics["pages"] and metrics["running"] == metrics["waiting"] == 0:
             return time.perf_counter() - start
         time.sleep(0.005)
-
-
-def resident_mb(pid: int) -> float:
-    """Resident memory of a process; NaN if unknown."""
-    status = Path(f"/proc/{pid}/status")
-    found = re.search(r"VmRSS:\s+(\d+)", status.read_text(encoding="utf-8")) if status.exists() else None
-    return int(found[1]) / 1024 if found else float("nan")
 
 
 async def client(http: httpx.AsyncClient, prompt: str, tokens: int, disconnects: bool, results: Results) -> None:
@@ -121,18 +115,18 @@ async def client(http: httpx.AsyncClient, prompt: str, tokens: int, disconnects:
                 continue
             events += 1
             if events == 1:
-                results.first.append(time.perf_counter() - start)
+                results.first_token_seconds.append(time.perf_counter() - start)
             text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
             if disconnects and events == EVENTS_BEFORE_DISCONNECT:
-                results.left += 1
+                results.disconnected += 1
                 return
     results.tokens += tokens
     results.texts.setdefault(prompt, set()).add(text)
 
 
-async def run_round(url: str, clients: int, share: float, tokens: int, order: random.Random, results: Results) -> None:
+async def run_round(url: str, clients: int, share: float, tokens: int, rng: random.Random, results: Results) -> None:
     """Run all clients at once."""
-    disconnecting = set(order.sample(range(clients), round(clients * share)))
+    disconnecting = set(rng.sample(range(clients), round(clients * share)))
     limits = httpx.Limits(max_connections=clients)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=300) as http:
         work = [
@@ -165,45 +159,52 @@ def rejection_seconds(url: str) -> dict[str, float]:
         "a long text": head + b'"' + b"the cat " * 500_000 + b'"}',
         "a million tokens": head + b"[" + b"1," * 1_000_000 + b"1]}",
     }
-    found = {}
+    seconds = {}
     for name, body in bodies.items():
         start = time.perf_counter()
         status = httpx.post(f"{url}/v1/completions", content=body, headers=headers, timeout=60).status_code
-        found[name] = time.perf_counter() - start
+        seconds[name] = time.perf_counter() - start
         if not 400 <= status < 500:
             raise SystemExit(f"{name} got status {status}, expected 4xx")
-    return found
+    return seconds
 
 
 def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
     """Run all rounds and return the measurements."""
-    order, results = random.Random(0), Results()
+    rng, results = random.Random(0), Results()
     single = single_texts(url, args.tokens)
-    asyncio.run(run_round(url, args.clients, args.leave, args.tokens, order, Results()))
+    asyncio.run(run_round(url, args.clients, args.disconnect, args.tokens, rng, Results()))
     seconds_until_idle(url)
-    busy = 0.0
+    seconds = 0.0
     for _ in range(args.rounds):
         start = time.perf_counter()
-        asyncio.run(run_round(url, args.clients, args.leave, args.tokens, order, results))
-        busy += time.perf_counter() - start
+        asyncio.run(run_round(url, args.clients, args.disconnect, args.tokens, rng, results))
+        seconds += time.perf_counter() - start
         seconds_until_idle(url)
-        asyncio.run(run_round(url, max(1, round(args.clients * args.leave)), 1.0, args.tokens, order, results))
-        results.freed.append(seconds_until_idle(url))
-        results.memory.append(resident_mb(pid))
-    different = sum(texts != {single[prompt]} for prompt, texts in results.texts.items())
+        asyncio.run(run_round(url, max(1, round(args.clients * args.disconnect)), 1.0, args.tokens, rng, results))
+        results.free_seconds.append(seconds_until_idle(url))
+        results.resident_mb.append(process_memory("VmRSS", pid) / 2**20)
+    mismatched = sum(texts != {single[prompt]} for prompt, texts in results.texts.items())
     return {
         "clients": args.clients,
         "rounds": args.rounds,
-        "left": results.left,
+        "disconnected": results.disconnected,
         "statuses": dict(results.statuses),
         "server_errors": sum(number for status, number in results.statuses.items() if status >= 500),
-        "prompts_with_a_different_text": different,
-        "seconds_until_freed": {"median": statistics.median(results.freed), "most": max(results.freed)},
-        "first_token_seconds": {"median": statistics.median(results.first), "most": max(results.first)},
-        "tokens_per_second_of_those_who_stay": results.tokens / busy,
-        "resident_mb": {"first": results.memory[0], "last": results.memory[-1], "most": max(results.memory)},
-        "refusal_seconds": rejection_seconds(url),
-        "preemptions": gauges(url)["preemptions_total"],
+        "mismatched_prompts": mismatched,
+        "seconds_until_free": {"median": statistics.median(results.free_seconds), "max": max(results.free_seconds)},
+        "first_token_seconds": {
+            "median": statistics.median(results.first_token_seconds),
+            "max": max(results.first_token_seconds),
+        },
+        "completed_tokens_per_second": results.tokens / seconds,
+        "resident_mb": {
+            "first": results.resident_mb[0],
+            "last": results.resident_mb[-1],
+            "max": max(results.resident_mb),
+        },
+        "rejection_seconds": rejection_seconds(url),
+        "preemptions": engine_metrics(url)["preemptions_total"],
     }
 
 
@@ -213,7 +214,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--leave", type=float, default=0.3, help="share of clients that disconnect mid-stream")
+    parser.add_argument("--disconnect", type=float, default=0.3, help="share of clients that disconnect mid-stream")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
@@ -221,7 +222,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or random_model(Path(folder))
-        with serving(model, args.device) as (url, pid):
+        with running_server(model, args.device) as (url, pid):
             results = {"device": args.device, "model": args.model and str(args.model), **measure(url, pid, args)}
     print(json.dumps(results, indent=1))
     record("serve", results, args.out)

@@ -1,26 +1,28 @@
-"""Shared by benchmarks: Llama-shaped models and interleaved timing."""
+"""Shared by benchmarks: Llama-shaped models, interleaved timing, process memory."""
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from whimbrel.models import GPT, GPTConfig
 
-__all__ = ["TINY", "compiled", "init_model", "interleave", "llama", "now"]
+__all__ = ["TINY", "compile_blocks", "init_model", "interleave", "llama", "now", "process_memory"]
 
 TINY = {"width": 128, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 256}
-"""For smoke tests."""
+"""Model size for smoke tests: arguments of `llama`."""
 
 
 def llama(
     width: int, layers: int, heads: int, kv_heads: int, mlp: int, *, vocab: int = 1024, context: int = 2048
 ) -> GPTConfig:
-    """The config of a Llama-shaped model."""
+    """Config of a Llama-shaped model."""
     return GPTConfig(
         vocab_size=vocab, context_length=context, num_layers=layers, embd_size=width, num_heads=heads,
         num_kv_heads=kv_heads, mlp_size=mlp, position="rope", norm="rms", activation="silu", gated_mlp=True,
@@ -35,8 +37,8 @@ def init_model(config: GPTConfig, device: torch.device, dtype: torch.dtype, seed
         return GPT(config).to(dtype)
 
 
-def compiled(model: GPT, enabled: bool) -> GPT:
-    """Compile the blocks of the model in place, if enabled."""
+def compile_blocks(model: GPT, enabled: bool) -> GPT:
+    """Compile the blocks of the model in place if enabled; returns the model."""
     if enabled:
         for block in model.blocks:
             block.compile()
@@ -44,7 +46,7 @@ def compiled(model: GPT, enabled: bool) -> GPT:
 
 
 def now(device: torch.device) -> float:
-    """The time after all queued work on the device is done."""
+    """The time in seconds, after all queued work on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -61,4 +63,11 @@ def interleave(
             for _ in range(repeats):
                 work()
             times[name].append((now(device) - start) / repeats)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def process_memory(field: str, pid: int | str = "self") -> float:
+    """Memory of a process in bytes: VmRSS (resident), VmHWM (peak resident) or RssAnon; NaN without /proc."""
+    status = Path(f"/proc/{pid}/status")
+    match = re.search(rf"{field}:\s+(\d+) kB", status.read_text(encoding="utf-8")) if status.exists() else None
+    return int(match[1]) * 1024 if match else float("nan")

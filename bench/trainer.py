@@ -25,6 +25,7 @@ from rich.console import Console
 from torch import nn
 
 from record import record
+from timing import now
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT, GPTConfig, preset
 from whimbrel.train import Trainer, TrainerCallback, TrainingArguments
@@ -38,8 +39,8 @@ WARMUP_STEPS = 5
 Rounds = list[dict[str, float]]
 
 
-def make_model(size: str, loader_vocab: int) -> GPTConfig:
-    """The model config of a size."""
+def model_config(size: str, loader_vocab: int) -> GPTConfig:
+    """Model config of a size."""
     if size == "gpt2":
         return preset("gpt2")
     return GPTConfig(vocab_size=loader_vocab, position="learned", **SIZES[size])  # type: ignore[arg-type]
@@ -70,34 +71,34 @@ class BareLoop:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-class Times(TrainerCallback):
+class StepTimer(TrainerCallback):
     """Times each step. With a bare loop, a bare step runs and is timed before each step of the trainer."""
 
     def __init__(self, device: torch.device, bare: BareLoop | None = None) -> None:
         self.device, self.bare, self.mark = device, bare, 0.0
-        self.own: list[float] = []
-        self.bares: list[float] = []
+        self.trainer_times: list[float] = []
+        self.bare_times: list[float] = []
 
     def on_step_begin(self, **event: Any) -> None:
-        """End of the trainer's previous step, including everything after it."""
+        """The trainer's previous step ends here, including everything after the optimizer step."""
         if self.bare is None:
             if event["state"].global_step == WARMUP_STEPS:
-                self.mark = _now(self.device)
+                self.mark = now(self.device)
             return
         start = time.perf_counter()
         if self.mark:
-            self.own.append(start - self.mark)
+            self.trainer_times.append(start - self.mark)
         self.bare.step()
         self.mark = time.perf_counter()
-        self.bares.append(self.mark - start)
+        self.bare_times.append(self.mark - start)
 
     def on_train_end(self, **event: Any) -> None:
         """Without a bare loop: the mean of all steps, including queued device work."""
         if self.bare is None:
-            self.own.append((_now(self.device) - self.mark) / (event["state"].global_step - WARMUP_STEPS))
+            self.trainer_times.append((now(self.device) - self.mark) / (event["state"].global_step - WARMUP_STEPS))
 
 
-def train(config: GPTConfig, loader: TokenDataLoader, times: Times, steps: int, bf16: bool) -> None:
+def train(config: GPTConfig, loader: TokenDataLoader, timer: StepTimer, steps: int, bf16: bool) -> None:
     """Run the same steps with the trainer."""
     torch.manual_seed(0)
     loader.reset()
@@ -105,12 +106,12 @@ def train(config: GPTConfig, loader: TokenDataLoader, times: Times, steps: int, 
         trainer = Trainer(
             TrainingArguments(
                 output_dir=folder, max_steps=steps, per_device_train_batch_size=loader.B, learning_rate=1e-3,
-                weight_decay=0.1, save_strategy="no", use_cpu=times.device.type == "cpu",
+                weight_decay=0.1, save_strategy="no", use_cpu=timer.device.type == "cpu",
                 lr_scheduler_type="constant", mixed_precision="bf16" if bf16 else None,
             ),
             GPT(config),
             train_dataset=loader,
-            callbacks=[ProgressCallback(Console(file=io.StringIO()), plain=True), times],
+            callbacks=[ProgressCallback(Console(file=io.StringIO()), plain=True), timer],
         )  # fmt: skip
         trainer.train()
 
@@ -118,26 +119,26 @@ def train(config: GPTConfig, loader: TokenDataLoader, times: Times, steps: int, 
 def alternate_runs(
     config: GPTConfig, loaders: list[TokenDataLoader], device: torch.device, steps: int, rounds: int
 ) -> Rounds:
-    """For GPUs: alternate complete runs; the first round is warm-up."""
-    found = []
+    """For GPUs: alternate complete runs; the first round is warmup."""
+    measured = []
     for number in range(rounds + 1):
 
         def bare() -> float:
             loop = BareLoop(config, loaders[0], device, bf16=True)
             for step in range(steps):
                 if step == WARMUP_STEPS:
-                    start = _now(device)
+                    start = now(device)
                 loop.step()
-            return (_now(device) - start) / (steps - WARMUP_STEPS)
+            return (now(device) - start) / (steps - WARMUP_STEPS)
 
         def trainer() -> float:
-            times = Times(device)
-            train(config, loaders[1], times, steps, bf16=True)
-            return times.own[-1]
+            timer = StepTimer(device)
+            train(config, loaders[1], timer, steps, bf16=True)
+            return timer.trainer_times[-1]
 
         contenders = {"bare": bare, "trainer": trainer}
-        found.append({name: contenders[name]() for name in (contenders if number % 2 else reversed(contenders))})
-    return found[1:]
+        measured.append({name: contenders[name]() for name in (contenders if number % 2 else reversed(contenders))})
+    return measured[1:]
 
 
 def alternate_steps(
@@ -147,14 +148,14 @@ def alternate_steps(
 
     Memory placement alone changes the speed by 1-2%, also between two bare loops, hence the rounds.
     """
-    found = []
+    measured = []
     for _ in range(rounds):
-        times = Times(device, BareLoop(config, loaders[0], device, bf16=False))
-        train(config, loaders[1], times, steps, bf16=False)
-        pairs = list(zip(times.bares, times.own, strict=False))[WARMUP_STEPS:]
+        timer = StepTimer(device, BareLoop(config, loaders[0], device, bf16=False))
+        train(config, loaders[1], timer, steps, bf16=False)
+        pairs = list(zip(timer.bare_times, timer.trainer_times, strict=False))[WARMUP_STEPS:]
         bare = statistics.median(bare for bare, _ in pairs)
-        found.append({"bare": bare, "trainer": bare + statistics.median(own - bare for bare, own in pairs)})
-    return found
+        measured.append({"bare": bare, "trainer": bare + statistics.median(trainer - bare for bare, trainer in pairs)})
+    return measured
 
 
 def main() -> None:
@@ -167,32 +168,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    args = parser.parse_args()
+    device = torch.device(args.device)
     results = {}
-    for size in arguments.size or (["gpt2"] if device.type == "cuda" else ["tiny", "small"]):
+    for size in args.size or (["gpt2"] if device.type == "cuda" else ["tiny", "small"]):
         vocab = 50_257 if size == "gpt2" else 4096
-        config = make_model(size, vocab)
+        config = model_config(size, vocab)
         loaders = [
-            TokenDataLoader(arguments.data, arguments.batch, config.context_length, device=device, vocab_size=vocab)
+            TokenDataLoader(args.data, args.batch, config.context_length, device=device, vocab_size=vocab)
             for _ in range(2)
         ]
         if device.type == "cuda":
-            rounds = alternate_runs(config, loaders, device, arguments.steps, arguments.rounds)
+            rounds = alternate_runs(config, loaders, device, args.steps, args.rounds)
         else:
-            rounds = alternate_steps(config, loaders, device, arguments.steps, arguments.rounds)
+            rounds = alternate_steps(config, loaders, device, args.steps, args.rounds)
         ratio = statistics.median(times["trainer"] / times["bare"] for times in rounds)
         extra = statistics.median(times["trainer"] - times["bare"] for times in rounds)
-        results[size] = {"ratio": ratio, "microseconds": extra * 1e6, "rounds": rounds, "batch": arguments.batch}
+        results[size] = {"ratio": ratio, "extra_microseconds": extra * 1e6, "rounds": rounds, "batch": args.batch}
         step = statistics.median(times["bare"] for times in rounds)
         print(f"{size:6} bare {step * 1e3:.2f} ms per step, trainer {ratio:.4f} x ({extra * 1e6:+.0f} us)")
-    record("trainer", {"device": str(device), "threads": torch.get_num_threads(), **results}, arguments.out)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    record("trainer", {"device": str(device), "threads": torch.get_num_threads(), **results}, args.out)
 
 
 if __name__ == "__main__":

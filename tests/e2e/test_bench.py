@@ -1,0 +1,24 @@
+"""Benchmarks run with their smallest sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("benchmark", ["fp8", "state", "decode", "load"])
+def test_precision_benchmark_records_results(root: Path, tmp_path: Path, benchmark: str) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, root / "bench" / "precision.py", benchmark, "--tiny", "--out", out]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert json.loads(out.read_text())["results"]["device"] == "cpu"
+
+
+def test_stored_results_have_hardware_versions_and_commit(root: Path) -> None:
+    for path in (root / "bench" / "results").glob("*.json"):
+        assert json.loads(path.read_text()).keys() >= {"name", "timestamp", "commit", "hardware", "versions", "results"}
