@@ -79,7 +79,7 @@ def serving(
         str(model),
         "--port=0",
         "--device=cpu",
-        "--pages=2048",
+        "--kv-blocks=2048",
         *options,
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)

@@ -53,7 +53,7 @@ class Device:
 class Feature:
     """Something Whimbrel can do, whether it works on this machine, and what to install if not."""
 
-    what: str
+    name: str
     works: bool
     note: str
 
@@ -72,7 +72,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Check the machine: what is installed, what works, and what to install for the rest."""
-    report = examine()
+    report = build_report()
     if as_json:
         print(json.dumps(asdict(report), indent=2))
         return
@@ -80,11 +80,11 @@ def doctor(
     if console.is_terminal:
         _print_table(console, report)
     else:
-        for _, what, value in _rows(report):
-            print(f"{what}: {value}")
+        for _, name, value in _rows(report):
+            print(f"{name}: {value}")
 
 
-def examine() -> Report:
+def build_report() -> Report:
     """Inspect the machine. A broken torch is reported, not raised: that is when people run this command."""
     problem = _torch_problem()
     devices = tuple(_devices()) if problem is None else ()
@@ -98,12 +98,13 @@ def examine() -> Report:
 
 
 def _machine(problem: str | None) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    from whimbrel.data.prepare import available_cores
+
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": str(cores),
+        "cores": str(available_cores()),
         "memory": f"{memory:.1f} GiB",
         "free disk": f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB",
         "C++ compiler": _compiler() if problem is None else "unknown without torch",
@@ -142,13 +143,13 @@ def _devices() -> Iterator[Device]:
     import torch
 
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
+        properties = torch.cuda.get_device_properties(index)
         yield Device(
-            name=found.name,
+            name=properties.name,
             kind="cuda",
-            memory_gib=round(found.total_memory / GIB, 1),
-            capability=f"{found.major}.{found.minor}",
-            bf16=found.major >= 8,
+            memory_gib=round(properties.total_memory / GIB, 1),
+            capability=f"{properties.major}.{properties.minor}",
+            bf16=properties.major >= 8,
         )
     if torch.backends.mps.is_available():
         yield Device(name="Apple GPU", kind="mps")
@@ -156,20 +157,20 @@ def _devices() -> Iterator[Device]:
 
 
 def _features(problem: str | None, devices: tuple[Device, ...]) -> Iterator[Feature]:
-    yield Feature(what="prepare local text", works=True, note="txt, jsonl, parquet; gz, zst; folders")
+    yield Feature(name="prepare local text", works=True, note="txt, jsonl, parquet; gz, zst; folders")
     if problem is None:
         best = devices[0]
         precision = "bf16" if best.bf16 else "fp32 (no bf16 before compute capability 8.0)"
-        yield Feature(what="train and generate", works=True, note=f"on {best.kind}, {precision}")
+        yield Feature(name="train and generate", works=True, note=f"on {best.kind}, {precision}")
         if best.kind != "cuda" and _has_nvidia_driver():
             yield _nvidia_feature()
         yield _compile_feature(best)
     else:
-        yield Feature(what="train and generate", works=False, note=problem)
-    for extra, (package, what) in EXTRAS.items():
+        yield Feature(name="train and generate", works=False, note=problem)
+    for extra, (package, purpose) in EXTRAS.items():
         version = _version(package)
         note = f"{package} {version}" if version else f"pip install 'whimbrel[{extra}]'"
-        yield Feature(what=what, works=version is not None, note=note)
+        yield Feature(name=purpose, works=version is not None, note=note)
 
 
 def _has_nvidia_driver() -> bool:
@@ -185,22 +186,22 @@ def _nvidia_feature() -> Feature:
         note = f"torch {torch.__version__} is built without CUDA: install a CUDA build (pytorch.org)"
     else:
         note = f"torch is built for CUDA {torch.version.cuda} but sees no GPU: run nvidia-smi"
-    return Feature(what="use the NVIDIA GPU", works=False, note=note)
+    return Feature(name="use the NVIDIA GPU", works=False, note=note)
 
 
 def _compile_feature(best: Device) -> Feature:
     """`torch.compile` needs a C++ compiler everywhere and Triton on CUDA."""
     from whimbrel.ops.compiler import missing_compiler
 
-    missing = [what for kind in dict.fromkeys(("cpu", best.kind)) if (what := missing_compiler(kind))]
+    missing = [package for kind in dict.fromkeys(("cpu", best.kind)) if (package := missing_compiler(kind))]
     note = f"install {' and '.join(missing)}, or train with --train.compile=false" if missing else f"on {best.kind}"
-    return Feature(what="compile", works=not missing, note=note)
+    return Feature(name="compile", works=not missing, note=note)
 
 
 def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
     """Yield the report as (section, name, value)."""
-    yield from (("machine", what, value) for what, value in report.machine.items())
-    yield from (("versions", what, value or "not installed") for what, value in report.versions.items())
+    yield from (("machine", name, value) for name, value in report.machine.items())
+    yield from (("versions", name, value or "not installed") for name, value in report.versions.items())
     for device in report.devices:
         facts = [device.name]
         facts += [f"{device.memory_gib} GiB"] if device.memory_gib is not None else []
@@ -208,15 +209,15 @@ def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
         facts += ["bf16"] if device.bf16 else ["no bf16"]
         yield "devices", device.kind, ", ".join(facts)
     for feature in report.features:
-        yield "features", feature.what, f"{'yes' if feature.works else 'no'}, {feature.note}"
+        yield "features", feature.name, f"{'yes' if feature.works else 'no'}, {feature.note}"
 
 
 def _print_table(console: Console, report: Report) -> None:
     table, current = Table(show_header=False, box=None, padding=(0, 2, 0, 0)), ""
-    for section, what, value in _rows(report):
+    for section, name, value in _rows(report):
         if section != current:
             table.add_row(f"[bold]{section}[/bold]", "")
             current = section
-        mark = {"yes": "green", "no": "red"}.get(value.partition(",")[0], "default")
-        table.add_row(f"  {escape(what)}", f"[{mark}]{escape(value)}[/{mark}]")
+        style = {"yes": "green", "no": "red"}.get(value.partition(",")[0], "default")
+        table.add_row(f"  {escape(name)}", f"[{style}]{escape(value)}[/{style}]")
     console.print(table)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
 import typer
-from numpy.typing import NDArray
 
-from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from whimbrel.model_io import FinalizeResult, HeldOutResult
     from whimbrel.models import GPT
-    from whimbrel.tokenization import Tokenizer
 
 __all__ = ["export", "finalize"]
 
 GGUF = ".gguf"
-SEQUENCE_LENGTH = 1024
-"""Sequence length of the held-out loss if there is no training run to take it from."""
-BATCH_TOKENS = 8192
-"""Tokens of one forward pass of the held-out loss, or one sequence if that is longer."""
 
 
 def finalize(
@@ -39,7 +32,9 @@ def finalize(
     quantize_embeddings: Annotated[
         bool, typer.Option("--quantize-embeddings", help="Quantize the token embedding and the head too.")
     ] = False,
-    checkpoint: Annotated[str | None, typer.Option(help="Of a run: latest, best or a step. (default: latest)")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Which checkpoint of a run to use: latest, best or a step. (default: latest)")
+    ] = None,
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of unquantized weights and of scales.")
     ] = None,
@@ -53,9 +48,12 @@ def finalize(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Generation: maximum number of tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Generation: temperature; 0 is greedy decoding.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Generation: sample from the k most likely tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Generation: sample from this total probability.")] = None,
-    despite_qat: Annotated[
-        bool, typer.Option("--despite-qat", help="Allow another recipe than the one a QAT run was trained for.")
+    top_p: Annotated[
+        float | None, typer.Option(help="Generation: sample from the most likely tokens with this total probability.")
+    ] = None,
+    ignore_qat_recipe: Annotated[
+        bool,
+        typer.Option("--ignore-qat-recipe", help="Allow a recipe other than the one the run was trained for (QAT)."),
     ] = False,
     device: Annotated[str | None, typer.Option(help="cuda, mps or cpu. (default: the fastest available)")] = None,
 ) -> None:
@@ -73,7 +71,7 @@ def finalize(
     run = find_run(source)
     file = None if run is None else run / "config.toml"
     settings = load_toml(file) if file is not None and file.is_file() else {}
-    recipe = _choose_recipe(quantize, settings.get("train", {}).get("qat_recipe"), despite_qat=despite_qat)
+    recipe = _choose_recipe(quantize, settings.get("train", {}).get("qat_recipe"), ignore_qat_recipe=ignore_qat_recipe)
     generation = _generation_fields(generation_config, temperature, top_k, top_p, max_new_tokens)
     if checkpoint is not None:
         greater_is_better = _greater_is_better(settings.get("checkpoint", {}))
@@ -94,7 +92,7 @@ def finalize(
     _print_result(out, result)
 
 
-def _choose_recipe(quantize: str | None, qat_recipe: str | None, *, despite_qat: bool) -> str | None:
+def _choose_recipe(quantize: str | None, qat_recipe: str | None, *, ignore_qat_recipe: bool) -> str | None:
     from whimbrel.model_io.quantized import weight_recipe
 
     if quantize is None:
@@ -102,10 +100,14 @@ def _choose_recipe(quantize: str | None, qat_recipe: str | None, *, despite_qat:
     if quantize == "none":
         return None
     weight_format = weight_recipe("--quantize", quantize).finalize
-    if qat_recipe is not None and weight_recipe("qat_recipe", qat_recipe).finalize != weight_format and not despite_qat:
+    if (
+        qat_recipe is not None
+        and weight_recipe("qat_recipe", qat_recipe).finalize != weight_format
+        and not ignore_qat_recipe
+    ):
         raise ConfigError(
             f"expected --quantize {qat_recipe}, which the run was trained for (train.qat_recipe), got {quantize}: omit "
-            "--quantize, or pass --despite-qat too"
+            "--quantize, or pass --ignore-qat-recipe too"
         )
     return quantize
 
@@ -129,12 +131,12 @@ def _generation_fields(
         raise ConfigError(f"no generation config at {file}: expected a JSON file like generation_config.json")
     fields = {} if file is None else read_json(file)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    given = {name: value for name, value in options.items() if value is not None}
-    SamplingParams(**given)  # type: ignore[arg-type]  # checks the values
+    sampling_options = {name: value for name, value in options.items() if value is not None}
+    SamplingParams(**sampling_options)  # type: ignore[arg-type]  # checks the values
     if temperature == 0:
         fields |= {"do_sample": False, **dict.fromkeys(options)}
-    elif given:
-        fields |= {"do_sample": True, **given}
+    elif sampling_options:
+        fields |= {"do_sample": True, **sampling_options}
     return fields | ({} if max_new_tokens is None else {"max_new_tokens": max_new_tokens})
 
 
@@ -156,94 +158,29 @@ def _card_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-class HeldOutTokens(NamedTuple):
-    """Held-out data: token ids, the token that starts each document, and a name."""
-
-    ids: NDArray[Any]
-    eot_id: int
-    name: str
-
-
 def _held_out_evaluation(
     directory: Path, settings: dict[str, Any], data: str | None, max_tokens: int
 ) -> Callable[[GPT], HeldOutResult] | None:
-    """Returns a function that computes the loss on `data` or on the run's validation data; None if there is neither."""
+    """Evaluation on `data` or on the run's validation data; None if there is neither."""
     from whimbrel.data.shards import has_split
-    from whimbrel.model_io import load_tokenizer
-    from whimbrel.model_io.load import read_config
+    from whimbrel.evaluate import held_out_evaluation
     from whimbrel.train.config import build_run_config
 
-    config = read_config(directory).config
-    tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
     if data is not None:
-        if Path(data).is_dir() and any(Path(data).glob("*.bin")):
-            held_out = _read_shards(Path(data), tokenizer, config.vocab_size, max_tokens)
-        else:
-            held_out = _read_text(data, tokenizer, max_tokens)
-        return _evaluation(held_out, min(SEQUENCE_LENGTH, config.context_length))
+        return held_out_evaluation(directory, data, max_tokens=max_tokens)
     run = build_run_config(settings) if "data" in settings else None
     path = None if run is None else run.validation.path or run.data.path
     if run is None or path is None or not has_split(path, "val"):
         where = "" if path is None else f" ({path} of the run has no validation shards)"
         print(f"held-out loss not measured{where}: pass text or token shards with --data")
         return None
-    held_out = _read_shards(path, tokenizer, config.vocab_size, min(run.validation.tokens or max_tokens, max_tokens))
-    return _evaluation(held_out, run.sequence_length, join=run.data.documents == "join")
-
-
-def _read_shards(path: Path, tokenizer: Tokenizer | None, vocab_size: int, max_tokens: int) -> HeldOutTokens:
-    from whimbrel.data import read_manifest
-    from whimbrel.data.shards import open_stream
-
-    manifest = read_manifest(path)
-    if manifest and tokenizer and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise DataError(f"{path} was prepared with another tokenizer: pass shards of the model's tokenizer, or text")
-    stream, eot_id = open_stream(path, "val", vocab_size, tokenizer.eot_id if tokenizer and not manifest else None)
-    ids = np.empty(min(max_tokens + 1, len(stream)), dtype=stream.dtype)
-    stream.copy(0, ids)
-    return HeldOutTokens(ids, eot_id, path.name)
-
-
-def _read_text(source: str, tokenizer: Tokenizer | None, max_tokens: int) -> HeldOutTokens:
-    from whimbrel.data.sources import documents
-
-    if tokenizer is None:
-        raise ConfigError(f"the model has no tokenizer for {source}: pass token shards with --data")
-    pieces, count = [], 0
-    for text in documents([source]):
-        pieces += tokenizer.encode_documents([text])
-        count += len(pieces[-1])
-        if count > max_tokens:
-            break
-    ids = np.concatenate([np.empty(0, dtype=tokenizer.dtype), *pieces])
-    return HeldOutTokens(ids[: max_tokens + 1], tokenizer.eot_id, Path(source).name)
-
-
-def _evaluation(held_out: HeldOutTokens, length: int, *, join: bool = True) -> Callable[[GPT], HeldOutResult]:
-    """Computes the loss over complete sequences of `length` tokens; without `join`, attention is per document."""
-    import torch
-
-    from whimbrel.data import document_ids
-    from whimbrel.model_io import HeldOutResult
-    from whimbrel.models.held_out_loss import held_out_loss
-
-    ids, length = held_out.ids, min(length, len(held_out.ids) - 1)
-    if length < 1:
-        raise DataError(f"expected at least 2 held-out tokens, got {len(ids)} in {held_out.name}")
-    rows = (len(ids) - 1) // length
-    inputs = torch.from_numpy(ids[: rows * length].astype(np.int64)).view(rows, length)
-    targets = torch.from_numpy(ids[1 : rows * length + 1].astype(np.int64)).view(rows, length)
-
-    def batches(device: torch.device) -> Iterator[dict[str, Any]]:
-        step = max(1, BATCH_TOKENS // length)
-        for x, y in zip(inputs.to(device).split(step), targets.to(device).split(step), strict=True):
-            yield {"input_ids": x, "targets": y, "documents": None if join else document_ids(x, held_out.eot_id)}
-
-    def evaluate(model: GPT) -> HeldOutResult:
-        result = held_out_loss(model, batches(model.token_embedding.weight.device))
-        return HeldOutResult(result.loss, result.num_tokens, length, held_out.name)
-
-    return evaluate
+    return held_out_evaluation(
+        directory,
+        str(path),
+        max_tokens=min(run.validation.tokens or max_tokens, max_tokens),
+        sequence_length=run.sequence_length,
+        mask_documents=run.data.documents != "join",
+    )
 
 
 def _print_result(out: Path, result: FinalizeResult) -> None:
@@ -262,7 +199,7 @@ def _print_result(out: Path, result: FinalizeResult) -> None:
 def export(
     source: Annotated[Path, typer.Argument(help="A run (its newest checkpoint), a checkpoint, or a model directory.")],
     out: Annotated[Path, typer.Argument(help="A new directory (hf), or a new file that ends in .gguf (gguf).")],
-    form: Annotated[
+    output_format: Annotated[
         Literal["hf", "gguf"] | None,
         typer.Option("--format", help="(default: gguf if OUT ends in .gguf, else hf)"),
     ] = None,
@@ -274,9 +211,9 @@ def export(
 
     Quantized weights are dequantized. GGUF needs the extra `gguf`.
     """
-    if form is not None and (form == "gguf") != (out.suffix == GGUF):
+    if output_format is not None and (output_format == "gguf") != (out.suffix == GGUF):
         raise ConfigError(
-            f"--format {form} does not match {out}: a GGUF file name ends in {GGUF}, a directory name does not"
+            f"--format {output_format} does not match {out}: a GGUF file name ends in {GGUF}, a directory name does not"
         )
     import torch
 

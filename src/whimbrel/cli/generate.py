@@ -1,88 +1,58 @@
-"""`whimbrel generate MODEL [PROMPT]`."""
+"""`whimbrel generate MODEL [PROMPT]` and `whimbrel chat MODEL`: continue a prompt, or chat in the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whimbrel.base.errors import ConfigError
-from whimbrel.cli.model_options import (
-    Cache,
-    Compile,
-    Device,
-    DraftModel,
-    MaxNewTokens,
-    MinP,
-    Model,
-    ParseSpecial,
-    RepetitionPenalty,
-    Seed,
-    StopStrings,
-    Temperature,
-    TokenizerPath,
-    TopK,
-    TopP,
-    Weights,
-    draft_factory,
-    sampling_params,
-)
-from whimbrel.cli.terminal import print_text
+from whimbrel.base.errors import ConfigError, RequestError
+from whimbrel.cli.model_options import GenerationOptions, Model, ParseSpecial, with_generation_options
+from whimbrel.cli.terminal import escape_controls, print_text
 
-__all__ = ["generate"]
+if TYPE_CHECKING:
+    from whimbrel.inference import Conversation, Draft
+    from whimbrel.tokenization import ChatTemplate
+
+__all__ = ["chat", "generate"]
+
+CHAT_COMMANDS = "/reset starts over, /exit quits, Ctrl-C stops an answer"
 
 
+@with_generation_options
 def generate(
     model: Model,
     text: Annotated[
-        str, typer.Argument(help="The prompt; without one, a new text is generated.", metavar="PROMPT")
+        str, typer.Argument(help="The prompt. If omitted, generation starts from BOS.", metavar="PROMPT")
     ] = "",
-    max_new_tokens: MaxNewTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    stop: StopStrings = None,
     n: Annotated[int, typer.Option("--n", help="Number of completions.")] = 1,
     beams: Annotated[int | None, typer.Option(help="Use beam search with this many beams instead of sampling.")] = None,
-    draft: DraftModel = None,
     parse_special: ParseSpecial = True,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue generating after the end-of-text token.")
     ] = False,
-    weights: Weights = None,
-    cache: Cache = "none",
-    compile: Compile = False,  # noqa: A002
-    seed: Seed = None,
-    device: Device = None,
-    tokenizer: TokenizerPath = None,
+    *,
+    options: GenerationOptions,
 ) -> None:
     """Continue a prompt, streaming the output.
 
     Sampling options default to the model's generation_config.json.
     """
-    from whimbrel.inference import LLM, encode_prompt, stream_text
+    from whimbrel.inference import encode_prompt, stream_text
     from whimbrel.model_io import open_model
-    from whimbrel.train.device import choose_device
 
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    options |= {"repetition_penalty": repetition_penalty}
-    _check_combination(n, beams, draft, **options, seed=seed)
-    opened = open_model(model, tokenizer)
-    defaults = opened.generation_config
-    prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=defaults.bos_token_id)
-    sampling, limit = sampling_params(defaults, **options, max_new_tokens=max_new_tokens)
-    llm = LLM(
-        opened,
-        device=choose_device(device),
-        quantize=weights,
-        cache=cache,
-        compile=compile,
-        max_batch=max(n, beams or 1),
-    )
-    stops = stop or ()
+    _check_combination(n, beams, options)
+    opened = open_model(model, options.tokenizer)
+    bos_id = opened.generation_config.bos_token_id
+    prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=bos_id)
+    sampling, limit = options.sampling_params(opened.generation_config)
+    llm = options.load_llm(opened, max_batch=max(n, beams or 1))
+    stops, seed = options.stop or (), options.seed
     texts: Iterable[Iterable[str]]
     if beams is not None:
         best = llm.beam_search(prompt, beams=beams, max_new_tokens=limit, ignore_eos=ignore_eos)
@@ -96,7 +66,7 @@ def generate(
         texts = [
             llm.stream(
                 prompt, sampling, max_new_tokens=limit, seed=seed, stop=stops, ignore_eos=ignore_eos,
-                draft=draft_factory(draft, device)(),
+                draft=options.draft_factory()(),
             )
         ]  # fmt: skip
     for index, pieces in enumerate(texts):
@@ -106,16 +76,125 @@ def generate(
         print()
 
 
-def _check_combination(n: int, beams: int | None, draft: str | None, **sampling: float | None) -> None:
+def _check_combination(n: int, beams: int | None, options: GenerationOptions) -> None:
     if n < 1:
         raise ConfigError(f"expected --n of at least 1, got {n}")
-    if n > 1 and draft is not None:
+    if n > 1 and options.draft is not None:
         raise ConfigError("--draft cannot be combined with --n: omit one of them")
     if beams is None:
         return
-    conflicting = [name for name, value in {**sampling, "draft": draft}.items() if value is not None]
+    unused = {**options.sampling, "seed": options.seed, "draft": options.draft}
+    conflicting = [name for name, value in unused.items() if value is not None]
     if conflicting:
         option = conflicting[0].replace("_", "-")
         raise ConfigError(f"--{option} cannot be combined with --beams: omit one of them")
     if n > beams:
         raise ConfigError(f"expected --n of at most --beams {beams}, got {n}: use more beams")
+
+
+@with_generation_options
+def chat(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(help="A Jinja file, or the name of one of the model's chat templates. (default: the model's)"),
+    ] = None,
+    *,
+    options: GenerationOptions,
+) -> None:
+    """Chat with a model.
+
+    The oldest messages are dropped if the conversation exceeds the model's context. /reset starts over, /exit or Ctrl-D
+    quits, and Ctrl-C stops an answer.
+    """
+    from whimbrel.inference import Conversation
+    from whimbrel.model_io import open_model
+
+    opened = open_model(model, options.tokenizer)
+    sampling, limit = options.sampling_params(opened.generation_config)
+    chat_template = _load_template(opened.path, template)
+    new_draft = options.draft_factory()
+    llm, stop = options.load_llm(opened, max_batch=1), tuple(options.stop or ())
+    conversation = Conversation(
+        llm, chat_template, sampling, max_new_tokens=limit, system=system, stop=stop, seed=options.seed
+    )
+    _print_notice(CHAT_COMMANDS)
+    while (line := _read_line()) is not None and line != "/exit":
+        if line == "/reset":
+            conversation.reset()
+            _print_notice("new conversation")
+        elif line.startswith("/"):
+            _print_notice(f"unknown command '{line}': {CHAT_COMMANDS}")
+        elif line:
+            try:
+                _print_answer(conversation, line, new_draft())
+            except RequestError as error:
+                _print_notice(str(error))
+
+
+def _print_answer(conversation: Conversation, line: str, draft: Draft | None) -> None:
+    """Stream the answer, without leading whitespace; Ctrl-C stops it."""
+    pieces, num_dropped = conversation.ask(line, draft)
+    if num_dropped:
+        _print_notice(f"the context is full: dropped the {num_dropped} oldest messages")
+    started = False
+    with _catch_interrupt() as interrupted, closing(pieces):
+        for piece in pieces:
+            text = piece if started else piece.lstrip()
+            started = started or bool(text)
+            print_text(text)
+            if interrupted():
+                break
+    print("\n")
+
+
+@contextmanager
+def _catch_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed. A second Ctrl-C raises KeyboardInterrupt as usual."""
+    previous_handler = signal.getsignal(signal.SIGINT)
+    pressed: list[int] = []
+
+    def handle(signum: int, _: object) -> None:
+        pressed.append(signum)
+        signal.signal(signal.SIGINT, previous_handler)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, previous_handler)
+
+
+def _read_line() -> str | None:
+    """Return the next line of input, or None at end of file."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            _print_notice(f"\n{CHAT_COMMANDS}")
+
+
+def _print_notice(text: str) -> None:
+    """Print to standard error, so that standard output has only the answers."""
+    typer.echo(escape_controls(text), err=True)
+
+
+def _load_template(directory: Path, name: str | None) -> ChatTemplate:
+    """Load a template file, or one of the model's templates by name. Models without one use DEFAULT_CHAT_TEMPLATE."""
+    from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, load_chat_template, read_special_tokens
+    from whimbrel.tokenization.chat_template import read_template
+
+    if name is not None and Path(name).is_file():
+        template = ChatTemplate(read_template(Path(name)), read_special_tokens(directory))
+        template.check()
+        return template
+    try:
+        found = load_chat_template(directory, "default" if name is None else name)
+    except ConfigError as error:
+        raise ConfigError(f"no such file: '{name}'; {error}") from error
+    if found is None:
+        _print_notice('the model has no chat template: using a plain "User:/Assistant:" format')
+    return found or DEFAULT_CHAT_TEMPLATE

@@ -23,20 +23,20 @@ from whimbrel.cli.terminal import escape_controls
 __all__ = ["build_app", "main"]
 
 COMMANDS = {
-    "prepare": "prepare:prepare",
-    "tokenizer": "prepare:tokenizer_app",
-    "verify": "verify:verify",
+    "prepare": "data:prepare",
+    "tokenizer": "data:tokenizer_app",
+    "verify": "data:verify",
     "train": "train:train",
-    "memory": "memory:memory",
+    "memory": "train:memory",
     "runs": "runs:runs",
     "control": "runs:control",
-    "plot": "plot:plot",
-    "compare": "compare:compare",
+    "plot": "runs:plot",
+    "compare": "runs:compare",
     "eval": "eval:evaluate",
     "finalize": "export:finalize",
     "export": "export:export",
     "generate": "generate:generate",
-    "chat": "chat:chat",
+    "chat": "generate:chat",
     "serve": "serve:serve",
     "doctor": "doctor:doctor",
 }
@@ -133,16 +133,19 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. An error is one line on standard error and exit code 2; `--trace` prints the traceback."""
+    """Run the command line.
+
+    User errors print one line and exit with 2, unexpected ones with 1 (--trace prints the traceback), Ctrl-C with 130.
+    """
     _set_passive_waiting()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    trace = "--trace" in given
-    given = [argument for argument in given if argument != "--trace"]
-    if invalid := next((argument for argument in given if not _is_utf8(argument)), None):
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    trace = "--trace" in args
+    args = [argument for argument in args if argument != "--trace"]
+    if invalid := next((argument for argument in args if not _is_utf8(argument)), None):
         typer.echo(f"whimbrel: expected UTF-8 arguments, got {invalid!a}", err=True)
         sys.exit(2)
     try:
-        code = build_app(given[0] if given else None)(given, prog_name="whimbrel", standalone_mode=False)
+        code = build_app(args[0] if args else None)(args, prog_name="whimbrel", standalone_mode=False)
     except (WhimbrelError, OSError, typer.TyperException) as error:
         if trace:
             raise

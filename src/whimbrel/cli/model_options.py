@@ -1,63 +1,37 @@
-"""Options shared by the commands that load a model, and the sampling parameters built from them."""
+"""Options shared by the commands that load a model, and what is built from them."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
-    from whimbrel.inference import Draft, SamplingParams
-    from whimbrel.model_io import GenerationConfig
+    from whimbrel.inference import LLM, Draft, SamplingParams
+    from whimbrel.model_io import GenerationConfig, ModelSource
 
 __all__ = [
     "Cache",
     "Compile",
     "Device",
-    "DraftModel",
-    "MaxNewTokens",
-    "MinP",
+    "GenerationOptions",
     "Model",
     "ParseSpecial",
-    "RepetitionPenalty",
-    "Seed",
-    "StopStrings",
-    "Temperature",
     "TokenizerPath",
-    "TopK",
-    "TopP",
     "Weights",
-    "draft_factory",
-    "sampling_params",
+    "with_generation_options",
 ]
 
 Model = Annotated[Path, typer.Argument(help="A run (its newest checkpoint), a model directory, or a llama2.c .bin.")]
-MaxNewTokens = Annotated[
-    int | None, typer.Option(help="Maximum number of tokens to generate. (default: the model's, or 256)")
-]
-Temperature = Annotated[
-    float | None, typer.Option(help="Sampling temperature; 0 is greedy decoding. (default: the model's, or 0.8)")
-]
-TopK = Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0 disables it.")]
-TopP = Annotated[float | None, typer.Option(help="Sample from the most likely tokens with this total probability.")]
-MinP = Annotated[
-    float | None, typer.Option(help="Sample from tokens with at least this fraction of the highest probability.")
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(help="Values above 1 penalize tokens that occurred before. (default: the model's, or 1)"),
-]
-StopStrings = Annotated[list[str] | None, typer.Option(help="Stop string: generation ends before it; can be repeated.")]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(help="Speculative decoding: a smaller model with the same tokenizer, or 'ngram' for prompt lookup."),
-]
 Weights = Annotated[
     str | None, typer.Option(help="Quantize an unquantized model while loading: int8, int8-dynamic, int4 or fp8.")
 ]
-Cache = Annotated[str, typer.Option(help="KV cache dtype: none (the model's), fp8, int8 or int4.")]
+Cache = Annotated[str, typer.Option(help="KV cache dtype: none (that of the model), fp8, int8 or int4.")]
 Compile = Annotated[
     bool,
     typer.Option("--compile", help="Compile the decode step: slower startup (up to minutes), faster generation."),
@@ -69,37 +43,111 @@ ParseSpecial = Annotated[
         help="Parse special tokens in the text, such as <|im_start|>, or treat them as plain text.",
     ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed for sampling.")]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu. (default: the fastest available)")]
 TokenizerPath = Annotated[
     Path | None, typer.Option(help="Use this tokenizer instead of the model's; required for a llama2.c .bin.")
 ]
 
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "max_new_tokens": 256}
 """Used if neither an option nor the model's generation_config.json sets them."""
 
 
-def sampling_params(generation_config: GenerationConfig, **options: Any) -> tuple[SamplingParams, int]:
-    """Return SamplingParams and max_new_tokens. Options that are None fall back to the model, then to DEFAULTS."""
-    from whimbrel.inference import SamplingParams
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOptions:
+    """The options of `generate` and `chat`. Sampling options that are None are those of the model."""
 
-    settings = DEFAULTS | dict(generation_config.sampling)
-    if generation_config.max_new_tokens is not None:
-        settings["max_new_tokens"] = generation_config.max_new_tokens
-    settings |= {name: value for name, value in options.items() if value is not None}
-    max_new_tokens = settings.pop("max_new_tokens")
-    return SamplingParams(**settings), max_new_tokens
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Maximum number of tokens to generate. (default: the model's, or 256)")
+    ] = None
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy decoding. (default: the model's, or 0.8)")
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0 disables it.")] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the most likely tokens with this total probability.")
+    ] = None
+    min_p: Annotated[
+        float | None, typer.Option(help="Sample from tokens with at least this fraction of the highest probability.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help="Values above 1 penalize tokens that occurred before. (default: the model's, or 1)"),
+    ] = None
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string: generation ends before it; can be repeated.")] = (
+        None
+    )
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Speculative decoding: a smaller model with the same tokenizer, or 'ngram' for prompt lookup."
+        ),
+    ] = None
+    weights: Weights = None
+    cache: Cache = "none"
+    compile: Compile = False
+    seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None
+    device: Device = None
+    tokenizer: TokenizerPath = None
+
+    @property
+    def sampling(self) -> dict[str, float | None]:
+        """The sampling options by name."""
+        return {name: getattr(self, name) for name in SAMPLING_OPTIONS}
+
+    def sampling_params(self, generation_config: GenerationConfig) -> tuple[SamplingParams, int]:
+        """SamplingParams and max_new_tokens. Options that are None fall back to the model, then to DEFAULTS."""
+        from whimbrel.inference import SamplingParams
+
+        options = self.sampling | {"max_new_tokens": self.max_new_tokens}
+        settings = DEFAULTS | dict(generation_config.sampling)
+        if generation_config.max_new_tokens is not None:
+            settings["max_new_tokens"] = generation_config.max_new_tokens
+        settings |= {name: value for name, value in options.items() if value is not None}
+        max_new_tokens = settings.pop("max_new_tokens")
+        return SamplingParams(**settings), max_new_tokens
+
+    def load_llm(self, opened: ModelSource, max_batch: int) -> LLM:
+        """Load the weights for generating `max_batch` sequences at once."""
+        from whimbrel.inference import LLM
+        from whimbrel.train.device import choose_device
+
+        device = choose_device(self.device)
+        return LLM(
+            opened, device=device, quantize=self.weights, cache=self.cache, compile=self.compile, max_batch=max_batch
+        )
+
+    def draft_factory(self) -> Callable[[], Draft | None]:
+        """A function that creates the draft for a sequence: None, an n-gram lookup, or a draft model (loaded once)."""
+        from whimbrel.inference import ModelDraft, NgramDraft
+        from whimbrel.model_io import load_model
+        from whimbrel.train.device import choose_device
+
+        if self.draft is None:
+            return lambda: None
+        if self.draft == "ngram":
+            return NgramDraft
+        model_draft = ModelDraft(load_model(self.draft, device=choose_device(self.device)))
+        return lambda: model_draft
 
 
-def draft_factory(draft: str | None, device: str | None) -> Callable[[], Draft | None]:
-    """Return a function that creates the draft of a sequence: None, an n-gram lookup, or a model loaded once."""
-    from whimbrel.inference import ModelDraft, NgramDraft
-    from whimbrel.model_io import load_model
-    from whimbrel.train.device import choose_device
+def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of `GenerationOptions` as options; it receives them as one argument, `options`."""
+    shared = fields(GenerationOptions)
 
-    if draft is None:
-        return lambda: None
-    if draft == "ngram":
-        return NgramDraft
-    model_draft = ModelDraft(load_model(draft, device=choose_device(device)))
-    return lambda: model_draft
+    @functools.wraps(command)
+    def run(*arguments: Any, **values: Any) -> None:
+        options = {field.name: values.pop(field.name) for field in shared if field.name in values}
+        command(*arguments, **values, options=GenerationOptions(**options))
+
+    signature = inspect.signature(command, eval_str=True)
+    hints = get_type_hints(GenerationOptions, include_extras=True)
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "options"]
+    parameters += [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in shared
+    ]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # what Typer reads
+    return run

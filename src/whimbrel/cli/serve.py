@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whimbrel.base.errors import MissingExtraError
-from whimbrel.cli.model_options import Cache, Device, Model, TokenizerPath, Weights
+from whimbrel.cli.model_options import Cache, Compile, Device, Model, TokenizerPath, Weights
 from whimbrel.cli.terminal import print_text
 
 if TYPE_CHECKING:
@@ -45,15 +45,12 @@ def serve(
     name: Annotated[str | None, typer.Option(help="Model id for clients. (default: the name of its directory)")] = None,
     weights: Weights = None,
     cache: Cache = "none",
-    compile: Annotated[  # noqa: A002
-        bool,
-        typer.Option("--compile", help="Compile the decode step: slower startup (up to minutes), faster generation."),
-    ] = False,
+    compile: Compile = False,  # noqa: A002
     max_batch: Annotated[int, typer.Option(help="Maximum number of sequences that run at once.")] = 64,
-    pages: Annotated[
+    kv_blocks: Annotated[
         int | None,
         typer.Option(
-            help="KV cache blocks of 16 tokens. (default: enough for --max-batch sequences, if memory allows)"
+            help="Number of KV cache blocks of 16 tokens. (default: enough for --max-batch sequences, if memory allows)"
         ),
     ] = None,
     max_requests: Annotated[int, typer.Option(help="Maximum number of requests, running or waiting.")] = 256,
@@ -64,7 +61,7 @@ def serve(
         int | None, typer.Option(help="Maximum prompt length in tokens. (default: the context length minus 1)")
     ] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Maximum size of a request body.")] = 4 * 1024**2,
-    drain_seconds: Annotated[float, typer.Option(help="Time that running requests have to finish on shutdown.")] = 30.0,
+    drain_seconds: Annotated[float, typer.Option(help="Seconds to wait for running requests on shutdown.")] = 30.0,
     device: Device = None,
     tokenizer: TokenizerPath = None,
 ) -> None:
@@ -87,7 +84,7 @@ def serve(
         drain_seconds=drain_seconds,
     )
     load = partial(_load, model, name=name, tokenizer=tokenizer, device=device, weights=weights)
-    _run(config, load, {"max_batch": max_batch, "num_blocks": pages, "cache": cache, "compile": compile})
+    _run(config, load, {"max_batch": max_batch, "num_blocks": kv_blocks, "cache": cache, "compile": compile})
 
 
 def _run(config: ServeConfig, load: Callable[[], ServedModel], engine_options: dict[str, Any]) -> None:
@@ -101,10 +98,10 @@ def _run(config: ServeConfig, load: Callable[[], ServedModel], engine_options: d
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("whimbrel.server").setLevel(logging.INFO)
-    limits = EngineConfig(**engine_options)
+    engine_config = EngineConfig(**engine_options)
     with bind_socket(config) as sock:
         served = load()
-        engine = Engine(served.model, limits)
+        engine = Engine(served.model, engine_config)
         engine.warm_up()  # compiles, before connections are accepted
         server = Server(Service(served, engine, config))
         message = f"serving {served.name} at {server_url(sock)} (chat page at /, API at /v1)"

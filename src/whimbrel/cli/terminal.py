@@ -47,12 +47,12 @@ def configure_logging() -> None:
 
 def escape_controls(text: str) -> str:
     """Escape control characters (`\\x1b`), so that a terminal does not interpret them."""
-    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def parse_escapes(text: str) -> str:
     """Replace `\\n`, `\\r`, `\\t` and `\\\\` in an option value with the characters they encode."""
-    return re.sub(r"\\([nrt\\])", lambda found: ESCAPES[found.group(1)], text)
+    return re.sub(r"\\([nrt\\])", lambda match: ESCAPES[match[1]], text)
 
 
 def print_text(text: str, end: str = "") -> None:
@@ -136,10 +136,10 @@ class ProgressBar:
         rate = (self._done - self._resumed_at) / seconds
         total, mark = (self._estimate, "~") if self._total is None else (self._total, "")
         amount = f"{self._done:,}" + ("" if total is None else f"/{mark}{total:,}")
-        left = ""
+        remaining = ""
         if total is not None and rate > 0 and self._done < total:
-            left = f", {timedelta(seconds=min(round((total - self._done) / rate), MAX_SECONDS_LEFT))} left"
-        return f"{amount} {self._unit} in {seconds:.1f}s, {rate:,.0f} {self._unit}/s{left}"
+            remaining = f", {timedelta(seconds=min(round((total - self._done) / rate), MAX_SECONDS_LEFT))} left"
+        return f"{amount} {self._unit} in {seconds:.1f}s, {rate:,.0f} {self._unit}/s{remaining}"
 
     def _print(self) -> None:
         print(self._line(), file=sys.stderr, flush=True)

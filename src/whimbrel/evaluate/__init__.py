@@ -3,7 +3,13 @@
 from whimbrel.evaluate.evaluation import TaskResult, evaluate_items, evaluate_tasks
 from whimbrel.evaluate.scoring import Pair, Score, Scorer, score
 from whimbrel.evaluate.tasks import TASKS, Estimate, Item, Task
-from whimbrel.evaluate.text_perplexity import TextResult, perplexity, shard_perplexity
+from whimbrel.evaluate.text_perplexity import (
+    TextResult,
+    held_out_evaluation,
+    is_shard_directory,
+    perplexity,
+    shard_perplexity,
+)
 
 __all__ = [
     "TASKS",
@@ -17,6 +23,8 @@ __all__ = [
     "TextResult",
     "evaluate_items",
     "evaluate_tasks",
+    "held_out_evaluation",
+    "is_shard_directory",
     "perplexity",
     "score",
     "shard_perplexity",

@@ -1,25 +1,37 @@
-"""Perplexity and bits per byte of text."""
+"""Perplexity and bits per byte of text by document, and the loss over sequences of equal length as in training."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.progress import NoProgress, Progress
-from whimbrel.data import read_manifest
+from whimbrel.data import document_ids, read_manifest
 from whimbrel.data.shards import open_stream
+from whimbrel.data.sources import documents
 from whimbrel.evaluate.scoring import Pair, Scorer
-from whimbrel.models.held_out_loss import HeldOutLoss
+from whimbrel.model_io import HeldOutResult, load_tokenizer
+from whimbrel.model_io.load import read_config
+from whimbrel.models import GPT
+from whimbrel.models.held_out_loss import HeldOutLoss, held_out_loss
+from whimbrel.tokenization import Tokenizer
 
-__all__ = ["TextResult", "perplexity", "shard_perplexity"]
+__all__ = ["TextResult", "held_out_evaluation", "is_shard_directory", "perplexity", "shard_perplexity"]
 
 CHUNK_TOKENS = 2**18
 """Documents are collected up to this many tokens before they are scored, so that batches have similar lengths."""
+MAX_SEQUENCE_LENGTH = 1024
+"""Sequence length of `held_out_evaluation` if it is not given, or the context length if that is shorter."""
+BATCH_TOKENS = 8192
+"""Tokens of one forward pass of `held_out_evaluation`, or one sequence if that is longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +96,10 @@ def shard_perplexity(
     progress: Progress | None = None,
 ) -> TextResult:
     """`perplexity` of the documents in the validation shards of a folder; bytes are those of the decoded text."""
-    manifest = read_manifest(folder)
-    if manifest and manifest.tokenizer.fingerprint != scorer.tokenizer.fingerprint:
-        raise DataError(f"{folder} was prepared with another tokenizer: pass shards of the model's tokenizer, or text")
-    eot_id = None if manifest else scorer.tokenizer.eot_id
-    stream, eot_id = open_stream(folder, "val", scorer.model.config.vocab_size, eot_id)
+    held_out = _read_shards(folder, scorer.tokenizer, scorer.model.config.vocab_size)
 
     def documents() -> Iterator[tuple[Pair, int]]:
-        tokens = np.empty(len(stream), dtype=stream.dtype)
-        stream.copy(0, tokens)
+        tokens, eot_id = held_out.ids, held_out.eot_id
         for document in np.split(tokens, np.flatnonzero(tokens == eot_id))[1:]:
             ids: list[int] = document[1:].tolist()
             yield Pair([scorer.bos_id], ids), len(scorer.tokenizer.decode(ids).encode())
@@ -140,3 +147,84 @@ def _score_documents(
     finally:
         progress.close()
     return TextResult(documents=num_documents, tokens=num_tokens, bytes=num_bytes, loglikelihood=math.fsum(sums))
+
+
+class _HeldOutTokens(NamedTuple):
+    """Held-out data: token ids, the token that starts each document, and a name."""
+
+    ids: NDArray[Any]
+    eot_id: int
+    name: str
+
+
+def held_out_evaluation(
+    directory: Path,
+    data: str,
+    *,
+    max_tokens: int,
+    sequence_length: int | None = None,
+    mask_documents: bool = False,
+) -> Callable[[GPT], HeldOutResult]:
+    """A function that computes the mean loss of a model on `data`, validation shards or text (as in `prepare`).
+
+    The loss is that of validation in training: the tokens are split into sequences of `sequence_length` (default: the
+    context length, at most 1024), and `mask_documents` restricts attention to each document. `directory` has the
+    config and the tokenizer of the model.
+    """
+    config = read_config(directory).config
+    tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+    if is_shard_directory(data):
+        held_out = _read_shards(Path(data), tokenizer, config.vocab_size, max_tokens)
+    else:
+        held_out = _read_text(data, tokenizer, max_tokens)
+    ids = held_out.ids
+    length = min(sequence_length or min(MAX_SEQUENCE_LENGTH, config.context_length), len(ids) - 1)
+    if length < 1:
+        raise DataError(f"expected at least 2 held-out tokens, got {len(ids)} in {held_out.name}")
+    num_sequences = (len(ids) - 1) // length
+    inputs = torch.from_numpy(ids[: num_sequences * length].astype(np.int64)).view(num_sequences, length)
+    targets = torch.from_numpy(ids[1 : num_sequences * length + 1].astype(np.int64)).view(num_sequences, length)
+
+    def batches(device: torch.device) -> Iterator[dict[str, Any]]:
+        step = max(1, BATCH_TOKENS // length)
+        for x, y in zip(inputs.to(device).split(step), targets.to(device).split(step), strict=True):
+            documents = document_ids(x, held_out.eot_id) if mask_documents else None
+            yield {"input_ids": x, "targets": y, "documents": documents}
+
+    def evaluate(model: GPT) -> HeldOutResult:
+        result = held_out_loss(model, batches(model.token_embedding.weight.device))
+        return HeldOutResult(result.loss, result.num_tokens, length, held_out.name)
+
+    return evaluate
+
+
+def is_shard_directory(source: str) -> bool:
+    """Whether a source of text is a directory of token shards."""
+    return Path(source).is_dir() and any(Path(source).glob("*.bin"))
+
+
+def _read_shards(
+    folder: Path, tokenizer: Tokenizer | None, vocab_size: int, max_tokens: int | None = None
+) -> _HeldOutTokens:
+    """The first `max_tokens` + 1 tokens of the validation shards of a folder."""
+    manifest = read_manifest(folder)
+    if manifest and tokenizer and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise DataError(f"{folder} was prepared with another tokenizer: pass shards of the model's tokenizer, or text")
+    stream, eot_id = open_stream(folder, "val", vocab_size, tokenizer.eot_id if tokenizer and not manifest else None)
+    ids = np.empty(len(stream) if max_tokens is None else min(max_tokens + 1, len(stream)), dtype=stream.dtype)
+    stream.copy(0, ids)
+    return _HeldOutTokens(ids, eot_id, folder.name)
+
+
+def _read_text(source: str, tokenizer: Tokenizer | None, max_tokens: int) -> _HeldOutTokens:
+    """The first `max_tokens` + 1 tokens of a text source."""
+    if tokenizer is None:
+        raise ConfigError(f"the model has no tokenizer for {source}: pass token shards with --data")
+    pieces, count = [], 0
+    for text in documents([source]):
+        pieces += tokenizer.encode_documents([text])
+        count += len(pieces[-1])
+        if count > max_tokens:
+            break
+    ids = np.concatenate([np.empty(0, dtype=tokenizer.dtype), *pieces])
+    return _HeldOutTokens(ids[: max_tokens + 1], tokenizer.eot_id, Path(source).name)

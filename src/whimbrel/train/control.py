@@ -107,20 +107,20 @@ def send_request(run: Path, action: str, seconds: float = 5.0) -> dict[str, Any]
     return reply
 
 
-def run_status(run: Path, seconds: float = 1.0) -> Literal["running", "dead", "elsewhere", "foreign", "ended"]:
+def run_status(run: Path, seconds: float = 1.0) -> Literal["running", "dead", "other-host", "other-user", "ended"]:
     """Whether a run is running.
 
-    dead: it was killed and left its endpoint behind; elsewhere: its endpoint is on another host; foreign: it belongs to
-    another user, so it is either running or was killed.
+    dead: it was killed and left its endpoint behind; other-host: its endpoint is on another host; other-user: it
+    belongs to another user, so it is either running or was killed.
     """
     try:
         endpoint = Endpoint.read(run)
     except PermissionError:
-        return "foreign"
+        return "other-user"
     if endpoint is None:
         return "ended"
     if endpoint.host != socket.gethostname():
-        return "elsewhere"
+        return "other-host"
     try:
         send_request(run, "status", seconds)
     except RequestError as error:

@@ -11,7 +11,7 @@ import torch
 from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
-from whimbrel.cli.chat import chat
+from whimbrel.cli.generate import chat
 from whimbrel.inference import generate, stream_text
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig

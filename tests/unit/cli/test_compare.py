@@ -38,7 +38,7 @@ def test_settings_and_metrics_are_compared(workdir: Path, capsys: pytest.Capture
     write_run(Path("runs/a"), [4.0, 3.0, 2.0, 2.5])
     write_run(Path("runs/b"), [4.0, 3.5, 1.0], lr=2e-3, tokens=200)
     table = compare(capsys, "runs/a", "runs/b")
-    assert cells(table, "settings that differ") == ["runs/a", "runs/b"]
+    assert cells(table, "setting") == ["runs/a", "runs/b"]
     assert cells(table, "optim.lr") == ["0.001", "0.002"]
     assert not any("seed" in cell or "output_dir" in cell for row in table for cell in row)
     assert cells(table, "steps") == ["4", "3"]
@@ -48,10 +48,10 @@ def test_settings_and_metrics_are_compared(workdir: Path, capsys: pytest.Capture
     assert cells(table, "validation loss, last") == ["3.0000", "4.0000"]
     assert cells(table, "validation loss, best") == ["3.0000 after 4", "4.0000 after 2"]
     assert cells(table, "tokens/s") == ["200", "400"]
-    assert cells(table, "time in steps") == ["2.0 s", "1.5 s"]
-    assert cells(table, "train loss by 400 tokens") == ["2.5000", "3.5000"]
-    assert cells(table, "validation loss by 400 tokens") == ["3.0000", "4.0000"]
-    assert cells(table, "losses compared with the first run") == ["-", "differ from step 1 on"]
+    assert cells(table, "training time") == ["2.0 s", "1.5 s"]
+    assert cells(table, "train loss at 400 tokens") == ["2.5000", "3.5000"]
+    assert cells(table, "validation loss at 400 tokens") == ["3.0000", "4.0000"]
+    assert cells(table, "losses compared with the first run") == ["-", "first differ at step 2"]
 
 
 def test_bit_identical_losses_are_recognized(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,12 +60,12 @@ def test_bit_identical_losses_are_recognized(workdir: Path, capsys: pytest.Captu
     write_run(Path("c"), [4.0, 0.1 + 0.2, 1.0])  # the next float after 0.3
     write_run(Path("d"), [4.0])
     table = compare(capsys, "a", "b", "c", "d")
-    same = ["identical in all 3 steps", "differ from step 1 on", "identical in the only common step"]
+    same = ["identical in all 3 steps", "first differ at step 2", "identical in the only common step"]
     assert cells(table, "losses compared with the first run") == ["-", *same]
     assert cells(table, "train loss, last") == ["not finite", "not finite", "1.0000", "4.0000"]
     assert cells(table, "train loss, best")[0] == "0.3000 after 2"
     assert not any(row and row[0].startswith("settings") for row in table)
-    assert cells(table, "train loss by 100 tokens") == ["4.0000"] * 4
+    assert cells(table, "train loss at 100 tokens") == ["4.0000"] * 4
 
 
 def fork(folder: Path, first: int, losses: list[float]) -> None:
@@ -86,10 +86,10 @@ def test_resumed_run_without_its_first_steps(workdir: Path, capsys: pytest.Captu
     assert cells(table, "steps") == ["4", "4"]
     assert cells(table, "tokens") == ["400", "18 since step 2"]
     assert cells(table, "validation loss, best") == ["3.0000 after 4", "3.5000 after 2"]
-    assert cells(table, "losses compared with the first run") == ["-", "differ from step 3 on"]
+    assert cells(table, "losses compared with the first run") == ["-", "first differ at step 4"]
     assert not any("tokens" in row[0] and "by" in row[0] for row in table if row)
     fork(Path("c"), 2, [2.0, 2.25, 2.0])
-    assert cells(compare(capsys, "b", "c"), "validation loss by 18 tokens") == ["3.5000", "3.5000"]
+    assert cells(compare(capsys, "b", "c"), "validation loss at 18 tokens") == ["3.5000", "3.5000"]
 
 
 def test_wide_table_is_not_wrapped_in_a_pipe(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch._inductor import config as inductor
 
 from whimbrel.cli import doctor as module
-from whimbrel.cli.doctor import EXTRAS, MAX_TORCH, MIN_TORCH, Report, doctor, examine
+from whimbrel.cli.doctor import EXTRAS, MAX_TORCH, MIN_TORCH, Report, build_report, doctor
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ def without(monkeypatch: pytest.MonkeyPatch):
     return hide
 
 
-def feature(report: Report, what: str):
-    (found,) = [feature for feature in report.features if feature.what == what]
+def feature(report: Report, name: str):
+    (found,) = [feature for feature in report.features if feature.name == name]
     return found
 
 
 def test_devices_match_torch():
-    report = examine()
+    report = build_report()
     assert [device.kind for device in report.devices].count("cuda") == torch.cuda.device_count()
     assert report.devices[-1].kind == "cpu"
     assert feature(report, "train and generate").works
@@ -76,17 +76,17 @@ def test_output_is_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys
 
 @pytest.mark.parametrize("extra", sorted(EXTRAS))
 def test_missing_extra_names_its_install_command(extra: str, without):
-    package, what = EXTRAS[extra]
+    package, purpose = EXTRAS[extra]
     without(package)
-    report = examine()
+    report = build_report()
     assert report.versions[package] is None
-    assert not feature(report, what).works
-    assert f"pip install 'whimbrel[{extra}]'" in feature(report, what).note
+    assert not feature(report, purpose).works
+    assert f"pip install 'whimbrel[{extra}]'" in feature(report, purpose).note
 
 
 @inductor.patch({"cpp.cxx": "no-such-compiler"})
 def test_missing_compiler_names_the_remedy():
-    report = examine()
+    report = build_report()
     assert report.machine["C++ compiler"] == "not found"
     assert not feature(report, "compile").works
     assert "C++ compiler" in feature(report, "compile").note
@@ -97,14 +97,14 @@ def test_compiler_is_the_one_torch_finds(tmp_path: Path):
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     with inductor.patch({"cpp.cxx": str(compiler)}):
-        report = examine()
+        report = build_report()
     assert report.machine["C++ compiler"] == str(compiler)
     assert feature(report, "compile").works or report.devices[0].kind == "cuda"
 
 
 def test_broken_torch_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    report = examine()
+    report = build_report()
     assert report.devices == ()
     assert report.machine["C++ compiler"].startswith("unknown")
     assert not feature(report, "train and generate").works
@@ -114,7 +114,7 @@ def test_broken_torch_is_reported(monkeypatch: pytest.MonkeyPatch):
 
 def test_unsupported_torch_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
-    note = feature(examine(), "train and generate").note
+    note = feature(build_report(), "train and generate").note
     assert "2.9.1+cu128" in note
     assert ">=2.11,<2.14" in note
 
@@ -123,7 +123,7 @@ def test_old_gpu_trains_without_bf16(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         module, "_devices", lambda: [module.Device(name="old", kind="cuda", capability="7.5", bf16=False)]
     )
-    assert "no bf16" in feature(examine(), "train and generate").note
+    assert "no bf16" in feature(build_report(), "train and generate").note
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_gpu_invisible_to_torch_is_explained(cuda, advice, trace, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(module, "NVIDIA_DRIVER", tmp_path if trace == "driver" else tmp_path / "none")
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == trace else None)
-    found = feature(examine(), "use the NVIDIA GPU")
+    found = feature(build_report(), "use the NVIDIA GPU")
     assert not found.works
     assert advice in found.note
 
@@ -143,7 +143,7 @@ def test_gpu_invisible_to_torch_is_explained(cuda, advice, trace, monkeypatch: p
 def test_no_gpu_advice_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(module, "NVIDIA_DRIVER", tmp_path / "none")
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "use the NVIDIA GPU" not in [feature.what for feature in examine().features]
+    assert "use the NVIDIA GPU" not in [feature.name for feature in build_report().features]
 
 
 def test_extras_and_torch_range_match_pyproject(root: Path):

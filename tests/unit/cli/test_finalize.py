@@ -177,7 +177,7 @@ def test_qat_run_uses_its_recipe(qat, work, capsys):
     assert run("finalize", qat, "other", "--quantize", "int8") == 2
     assert "expected --quantize int4-weight-only" in capsys.readouterr().err
     assert not Path("other").exists()
-    assert run("finalize", qat, "other", "--quantize", "int8", "--despite-qat") == 0
+    assert run("finalize", qat, "other", "--quantize", "int8", "--ignore-qat-recipe") == 0
     assert run("finalize", qat, "plain", "--quantize", "none") == 0
     recipes = [json.loads(Path(name, "finalize.json").read_text())["recipe"] for name in ("own", "other", "plain")]
     assert recipes == ["int4-weight-only", "int8", None]

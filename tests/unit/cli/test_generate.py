@@ -11,8 +11,7 @@ from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import CheckpointError, ConfigError, RequestError
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
-from whimbrel.cli.chat import chat
-from whimbrel.cli.generate import generate
+from whimbrel.cli.generate import chat, generate
 from whimbrel.inference import generate as tokens_after
 from whimbrel.inference import stream_text
 from whimbrel.model_io import save_model

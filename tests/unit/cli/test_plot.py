@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from whimbrel.cli.main import main
-from whimbrel.cli.plot import _plot_panel
+from whimbrel.cli.runs import _plot_panel
 from whimbrel.train.log import log_line, read_log
 
 
@@ -46,7 +46,7 @@ def test_all_panels_of_all_runs_are_plotted(folder: Path) -> None:
 
 
 def test_panels_and_x_axis_can_be_chosen(folder: Path) -> None:
-    assert run("a", "--what", "speed", "--tokens", "--out", "curves.svg") == 0
+    assert run("a", "--panels", "speed", "--tokens", "--out", "curves.svg") == 0
     text = (folder / "curves.svg").read_text()
     assert "<!-- tokens/s -->" in text
     assert text.count("<!-- tokens -->") == 1
@@ -87,7 +87,7 @@ def test_default_output_is_in_the_run_directory(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["a", "--what", "loss,weight"], "unknown panel 'weight' in --what (choose from: loss, lr, norm, speed)"),
+        (["a", "--panels", "loss,weight"], "unknown panel 'weight' in --panels (choose from: loss, lr, norm, speed)"),
         (["a", "--out", "a.gif"], "expected --out to end in .png or .svg, got a.gif"),
         (["c"], "expected a run directory or its log.jsonl, got c"),
         (["empty"], "empty/log.jsonl has no steps to plot"),

@@ -55,7 +55,7 @@ def test_every_state_of_a_run_is_listed(workdir: Path, capsys: pytest.CaptureFix
         "runs/new": ("stopped", "0/?"),
         "runs/killed": ("dead", "2/6"),
         "runs/alive": ("running", "1/6"),
-        "runs/far": ("on another host", "1/6"),
+        "runs/far": ("other host", "1/6"),
     }
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from whimbrel.cli.data import SHARD_SIZE
 from whimbrel.cli.main import COMMANDS, build_app, main
-from whimbrel.cli.prepare import SHARD_SIZE
 from whimbrel.data import manifest
 from whimbrel.train.log import log_line
 
@@ -80,7 +80,7 @@ def test_help_paragraphs_wrap_to_the_terminal(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["verify", "--help"])
     assert (
-        "Prints one line per shard or checkpoint. Errors go to standard error and make the exit code 2. A directory"
+        "Prints one line per shard or checkpoint. Errors are printed to standard error, and the exit code is 2. A directory"
         in (capsys.readouterr().out)
     )
 

@@ -14,8 +14,7 @@ from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
 from whimbrel import inference
 from whimbrel.base.errors import DataError
 from whimbrel.cli import terminal as terminal_output
-from whimbrel.cli.chat import chat
-from whimbrel.cli.generate import generate
+from whimbrel.cli.generate import chat, generate
 from whimbrel.cli.main import main
 from whimbrel.cli.terminal import ProgressBar, escape_controls
 from whimbrel.model_io import save_model

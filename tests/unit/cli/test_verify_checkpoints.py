@@ -10,7 +10,7 @@ import typer
 
 from whimbrel.base.errors import DataError
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
-from whimbrel.cli.verify import verify
+from whimbrel.cli.data import verify
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""`whimbrel prepare [SOURCE...]` and `whimbrel tokenizer train|show`: tokenize text, train and inspect tokenizers."""
+"""`whimbrel prepare`, `tokenizer` and `verify`: tokenize text, train tokenizers, check shards and checkpoints."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from whimbrel.cli.terminal import parse_escapes
 
-__all__ = ["prepare", "tokenizer_app"]
+__all__ = ["prepare", "tokenizer_app", "verify"]
 
 SHARD_SIZE = 100_000_000  # copy of whimbrel.data.manifest.SHARD_SIZE: importing it would slow down --help
 
@@ -32,7 +33,10 @@ def prepare(
             "owner/dataset[:config]. (default: FineWeb sample-10BT)",
         ),
     ] = None,
-    out_dir: Annotated[Path | None, typer.Option(help="Output directory. (default: data/NAME and token count)")] = None,
+    out_dir: Annotated[
+        Path | None,
+        typer.Option(help="Output directory. (default: data/NAME plus the token count, as in data/fineweb20M)"),
+    ] = None,
     shard_size: Annotated[int, typer.Option(help="Tokens per shard.")] = SHARD_SIZE,
     total_tokens: Annotated[int | None, typer.Option(help="Training tokens to write. (default: all)")] = None,
     val: Annotated[list[str] | None, typer.Option(help="Source of the validation split; can be repeated.")] = None,
@@ -88,11 +92,11 @@ def prepare(
 
 
 @tokenizer_app.command("train")
-def train_bpe(
+def train_tokenizer_command(
     source: Annotated[list[str], typer.Argument(help="Files, directories, globs, or owner/dataset[:config].")],
     out_dir: Annotated[Path, typer.Option(help="Output directory for tokenizer.json and tokenizer_config.json.")],
     vocab_size: Annotated[int, typer.Option(help="Number of ids, including the 256 bytes and end-of-text.")] = 32_768,
-    min_frequency: Annotated[int, typer.Option(help="Minimum count of a pair to be merged.")] = 2,
+    min_frequency: Annotated[int, typer.Option(help="Minimum frequency of a pair to be merged.")] = 2,
     text_key: TextKey = "text",
     separator: Separator = None,
 ) -> None:
@@ -121,3 +125,81 @@ def show_tokenizer(
     if text is not None:
         for index in loaded.encode(text):
             print(f"{index:>8} {loaded.decode([index])!r}")
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(help="Directory of token shards, a run, or a checkpoint.", metavar="PATH")],
+) -> None:
+    """Check the token shards in a directory, or the checkpoints of a run, against the sha256 in their manifest.
+
+    For shards, also checks the header, the size, the token ids and that tokenizer.json is the one they were prepared
+    with.
+
+    Prints one line per shard or checkpoint. Errors are printed to standard error, and the exit code is 2. A directory
+    left by an interrupted removal of a checkpoint is not an error.
+    """
+    from whimbrel.base.errors import DataError
+
+    if not path.is_dir():
+        raise DataError(f"no such directory: {path}; expected a directory of token shards, a run or a checkpoint")
+    if _verify_checkpoints(path) if _has_checkpoints(path) else _verify_shards(path):
+        raise typer.Exit(2)
+
+
+def _has_checkpoints(path: Path) -> bool:
+    manifest = path / "manifest.json"
+    return (
+        _is_run(path)
+        or path.name.startswith("step-")
+        or (manifest.is_file() and b'"components"' in manifest.read_bytes())
+    )
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "checkpoints").is_dir() or any((path / name).is_file() for name in ("config.toml", "log.jsonl"))
+
+
+def _verify_shards(path: Path) -> int:
+    """Print a line per shard. Returns the number of errors."""
+    from whimbrel.data.verify import verify_shards
+
+    findings = []
+    for finding in verify_shards(path):
+        findings.append(finding)
+        if finding.error is None:
+            print(f"ok {finding.file}: {finding.tokens:,} tokens")
+        else:
+            print(f"error {finding.file}: {finding.error}", file=sys.stderr)
+    errors = sum(finding.error is not None for finding in findings)
+    print(f"{len(findings) - errors} ok, {errors} failed, {sum(finding.tokens for finding in findings):,} tokens")
+    return errors
+
+
+def _verify_checkpoints(path: Path) -> int:
+    """Print a line per checkpoint. Returns the number of errors."""
+    from whimbrel.base.errors import CheckpointError
+    from whimbrel.checkpoint import list_checkpoints, missing_components, step_directories, verify_checkpoint
+
+    found = list(step_directories(path).values()) if _is_run(path) else [path]
+    if not found:
+        print(f"{path} is a run with no checkpoints yet")
+        return 0
+    complete = list(list_checkpoints(path).values())
+    # Removing a checkpoint deletes its manifest first. If no checkpoint has a manifest, this is not what happened.
+    removed = [checkpoint for checkpoint in found if complete and checkpoint not in complete]
+    errors = 0
+    for checkpoint in found:
+        if checkpoint in removed:
+            print(f"partly removed {checkpoint.name}: no manifest, left by an interrupted removal; it can be deleted")
+            continue
+        try:
+            manifest = verify_checkpoint(checkpoint)
+        except CheckpointError as error:
+            errors += 1
+            print(f"error {checkpoint.name}: {error}", file=sys.stderr)
+            continue
+        size = sum(entry.size for entry in manifest.files.values())
+        missing = "".join(f", without its {key}" for key in missing_components(checkpoint, manifest))
+        print(f"ok {checkpoint.name}: step {manifest.step}, {size:,} bytes in {len(manifest.files)} files{missing}")
+    print(f"{len(found) - len(removed) - errors} ok, {errors} failed")
+    return errors
