@@ -100,4 +100,4 @@ def test_empty_and_missing_directories(workdir: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as ended:
         main(["runs"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "whimbrel: no such directory: runs; give the directories that contain your runs\n"
+    assert "no such directory: runs" in capsys.readouterr().err
