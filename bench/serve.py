@@ -82,9 +82,7 @@ def running_server(model: Path, device: str) -> Iterator[tuple[str, int]]:
 def engine_metrics(url: str) -> dict[str, float]:
     """The engine's metrics, without the prefix of their names."""
     text = httpx.get(f"{url}/metrics", timeout=30).text
-    return {
-        name: float(value) for name, value in re.findall(r"^whimbrel_engine_(\w+) (\S+)$", text, flags=re.MULTILINE)
-    }
+    return {name: float(value) for name, value in re.findall(r"^whimbrel_(\w+) (\S+)$", text, flags=re.MULTILINE)}
 
 
 def seconds_until_idle(url: str) -> float:
@@ -92,7 +90,8 @@ def seconds_until_idle(url: str) -> float:
     start = time.perf_counter()
     while True:
         metrics = engine_metrics(url)
-        if metrics["free_pages"] == metrics["pages"] and metrics["running"] == metrics["waiting"] == 0:
+        free = metrics["kv_cache_free_blocks"] == metrics["kv_cache_blocks"]
+        if free and metrics["engine_running"] == metrics["engine_waiting"] == 0:
             return time.perf_counter() - start
         time.sleep(0.005)
 
@@ -204,7 +203,7 @@ def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
             "max": max(results.resident_mb),
         },
         "rejection_seconds": rejection_seconds(url),
-        "preemptions": engine_metrics(url)["preemptions_total"],
+        "preemptions": engine_metrics(url)["engine_preemptions_total"],
     }
 
 

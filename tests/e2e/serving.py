@@ -56,7 +56,7 @@ class Running:
 
 
 def is_idle(gauges: dict[str, float]) -> bool:
-    free = gauges["whimbrel_engine_free_pages"] == gauges["whimbrel_engine_pages"]
+    free = gauges["whimbrel_kv_cache_free_blocks"] == gauges["whimbrel_kv_cache_blocks"]
     return free and gauges["whimbrel_engine_running"] == gauges["whimbrel_engine_waiting"] == 0
 
 

@@ -38,7 +38,7 @@ def test_a_disconnect_frees_the_kv_cache(server: Running, stream: bool, n: int):
         assert conn.recv(64).startswith(b"HTTP/1.1 200")
     gauges = server.wait_until(lambda seen: seen["whimbrel_engine_running"] == n)
     assert gauges["whimbrel_engine_running"] == n
-    assert gauges["whimbrel_engine_free_pages"] < gauges["whimbrel_engine_pages"]
+    assert gauges["whimbrel_kv_cache_free_blocks"] < gauges["whimbrel_kv_cache_blocks"]
     conn.close()
     server.wait_until_idle()
 

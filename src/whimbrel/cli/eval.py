@@ -37,7 +37,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="Use only the first N items of each task, or documents of each text.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences per forward pass. (default: chosen by length)")
+        int | None, typer.Option(min=1, help="Maximum number of sequences per forward pass. (default: as many as fit)")
     ] = None,
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of the weights. (default: as stored)")

@@ -49,7 +49,7 @@ def generate(
     _check_combination(n, beams, options)
     opened = open_model(model, options.tokenizer)
     bos_id = opened.generation_config.bos_token_id
-    prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=bos_id)
+    prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=bos_id).ids
     sampling, limit = options.sampling_params(opened.generation_config)
     llm = options.load_llm(opened, max_batch=max(n, beams or 1))
     stops, seed = options.stop or (), options.seed
@@ -66,7 +66,7 @@ def generate(
         texts = [
             llm.stream(
                 prompt, sampling, max_new_tokens=limit, seed=seed, stop=stops, ignore_eos=ignore_eos,
-                draft=options.draft_factory()(),
+                draft=options.load_draft(),
             )
         ]  # fmt: skip
     for index, pieces in enumerate(texts):
@@ -114,7 +114,7 @@ def chat(
     opened = open_model(model, options.tokenizer)
     sampling, limit = options.sampling_params(opened.generation_config)
     chat_template = _load_template(opened.path, template)
-    new_draft = options.draft_factory()
+    draft = options.load_draft()
     llm, stop = options.load_llm(opened, max_batch=1), tuple(options.stop or ())
     conversation = Conversation(
         llm, chat_template, sampling, max_new_tokens=limit, system=system, stop=stop, seed=options.seed
@@ -128,7 +128,7 @@ def chat(
             _print_notice(f"unknown command '{line}': {CHAT_COMMANDS}")
         elif line:
             try:
-                _print_answer(conversation, line, new_draft())
+                _print_answer(conversation, line, draft)
             except RequestError as error:
                 _print_notice(str(error))
 

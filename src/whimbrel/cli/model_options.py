@@ -117,18 +117,17 @@ class GenerationOptions:
             opened, device=device, quantize=self.weights, cache=self.cache, compile=self.compile, max_batch=max_batch
         )
 
-    def draft_factory(self) -> Callable[[], Draft | None]:
-        """A function that creates the draft for a sequence: None, an n-gram lookup, or a draft model (loaded once)."""
+    def load_draft(self) -> Draft | None:
+        """The draft of `--draft`: an n-gram lookup, or a model."""
         from whimbrel.inference import ModelDraft, NgramDraft
         from whimbrel.model_io import load_model
         from whimbrel.train.device import choose_device
 
         if self.draft is None:
-            return lambda: None
+            return None
         if self.draft == "ngram":
-            return NgramDraft
-        model_draft = ModelDraft(load_model(self.draft, device=choose_device(self.device)))
-        return lambda: model_draft
+            return NgramDraft()
+        return ModelDraft(load_model(self.draft, device=choose_device(self.device)))
 
 
 def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:

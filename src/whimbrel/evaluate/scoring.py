@@ -1,31 +1,32 @@
 """Log-likelihoods of continuations: `score` for token ids, `Scorer` for text.
 
-Every evaluation reduces to this: an answer given its question, a document given BOS. Sequences are padded on
-the right, where causal attention never looks, so no mask is needed; and the head runs only at scored positions.
+Every evaluation reduces to this: an answer given its question, a document given BOS. The inference engine runs the
+model, as for text generation; the head runs only at scored positions.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from whimbrel.base.errors import ConfigError, DataError, PrecisionError
 from whimbrel.base.progress import NoProgress, Progress
+from whimbrel.inference import Engine, EngineConfig, Request, encode_prompt
 from whimbrel.model_io import load
 from whimbrel.models import GPT
 from whimbrel.tokenization import Tokenizer
 
 __all__ = ["Pair", "Score", "Scorer", "Window", "is_truncated", "score", "windows"]
 
-MAX_BATCH_TOKENS = {"cuda": 2**16}
-"""Tokens of one forward pass without `batch_size`, by device type; 8192 on other devices."""
-MAX_LOGITS = 2**26
-"""Logits in memory at a time: 256 MiB in fp32."""
+MAX_BATCH_TOKENS = 2**16
+"""Maximum number of tokens of one forward pass."""
+MAX_LOGITS = {"cpu": 2**26, "cuda": 2**29}
+"""Maximum number of logits of one forward pass, by device type: 256 MiB and 2 GiB in fp32."""
 
 
 class Pair(NamedTuple):
@@ -50,6 +51,13 @@ class Window(NamedTuple):
     inputs: Sequence[int]
     targets: Sequence[int]
 
+    def request(self) -> Request:
+        """A request to the engine that only scores the targets."""
+        ids = (*self.inputs, self.targets[-1])
+        return Request(
+            prompt_ids=ids, max_new_tokens=0, prompt_logprobs=1, prompt_logprobs_start=len(ids) - len(self.targets)
+        )
+
 
 def windows(pair: Pair, length: int) -> Iterator[Window]:
     """Windows of at most `length` inputs that score each token of the continuation once.
@@ -68,69 +76,72 @@ def is_truncated(pair: Pair, length: int) -> bool:
     return len(pair.context) + len(pair.continuation) > length + 1
 
 
-@torch.inference_mode()
 def score(
     model: GPT, pairs: Sequence[Pair], *, batch_size: int | None = None, progress: Progress | None = None
 ) -> list[Score]:
-    """Score pairs, in the given order; the composition of batches affects only rounding.
+    """Score pairs with the inference engine, in the given order; the composition of batches affects only rounding.
 
-    Long windows come first, so that the windows of a batch have similar lengths and an out-of-memory error occurs
-    early; then the batch size is halved. `progress` counts tokens.
+    Log-probabilities are computed in fp32 and summed in fp64. `batch_size` limits the number of sequences in a forward
+    pass. Long windows come first, so that the windows of a batch have similar lengths and an out-of-memory error occurs
+    early; then batches of half the size are tried. `progress` counts tokens.
     """
     if batch_size is not None and batch_size < 1:
-        raise ConfigError(f"expected batch_size of at least 1, got {batch_size}")
+        raise ConfigError(f"batch_size: expected at least 1, got {batch_size}")
     progress = progress or NoProgress()
     if any(not pair.context or not pair.continuation for pair in pairs):
         raise DataError("expected at least one token in each context and continuation")
-    indexed = [(index, row) for index, pair in enumerate(pairs) for row in windows(pair, model.config.context_length)]
-    indexed.sort(key=lambda each: len(each[1].inputs), reverse=True)
-    max_tokens = MAX_BATCH_TOKENS.get(model.token_embedding.weight.device.type, 2**13)
+    remaining = [
+        (index, window) for index, pair in enumerate(pairs) for window in windows(pair, model.config.context_length)
+    ]
+    remaining.sort(key=lambda each: len(each[1].inputs), reverse=True)
+    device_type = model.token_embedding.weight.device.type
+    max_logits = MAX_LOGITS.get(device_type, MAX_LOGITS["cpu"])
+    max_tokens = min(MAX_BATCH_TOKENS, max(1, max_logits // model.config.padded_vocab_size))
     sums, greedy = [0.0] * len(pairs), [True] * len(pairs)
-    done, max_windows = 0, batch_size or len(indexed)
-    while done < len(indexed):
-        size = max_windows if batch_size else min(max_windows, max(1, max_tokens // len(indexed[done][1].inputs)))
-        batch = indexed[done : done + size]
+    while remaining:
+        max_batch = min(batch_size or max_tokens, max_tokens, len(remaining))
+        done: set[int] = set()
         try:
-            scores = _score_windows(model, [window for _, window in batch])
+            for place, found in _score_windows(model, [window for _, window in remaining], max_batch, max_tokens):
+                done.add(place)
+                index, window = remaining[place]
+                sums[index] += found.loglikelihood
+                greedy[index] &= found.is_greedy
+                progress.advance(len(window.inputs))
         except torch.OutOfMemoryError:
-            if len(batch) == 1:
+            if max_tokens == 1:
                 raise
-            max_windows = len(batch) // 2
-            continue
-        for (index, window), (loglikelihood, is_greedy) in zip(batch, scores, strict=True):
-            sums[index] += loglikelihood
-            greedy[index] &= is_greedy
-            progress.advance(len(window.inputs))
-        done += len(batch)
+            max_tokens //= 2
+        remaining = [each for place, each in enumerate(remaining) if place not in done]
     return [Score(*each) for each in zip(sums, greedy, strict=True)]
 
 
-def _score_windows(model: GPT, batch: Sequence[Window]) -> list[Score]:
-    """One forward pass."""
-    device, width = model.token_embedding.weight.device, max(len(window.inputs) for window in batch)
-    inputs_BT = torch.zeros(len(batch), width, dtype=torch.int64)
-    positions = []
-    for index, window in enumerate(batch):
-        inputs_BT[index, : len(window.inputs)] = torch.tensor(window.inputs)
-        end = index * width + len(window.inputs)
-        positions.append(torch.arange(end - len(window.targets), end))
-    counts = [len(window.targets) for window in batch]
-    targets_N = torch.tensor([token for window in batch for token in window.targets], device=device)
-    hidden_NC = model.hidden_states(inputs_BT.to(device)).flatten(0, 1)[torch.cat(positions).to(device)]
-    step = max(1, MAX_LOGITS // model.config.padded_vocab_size)
-    parts = [_score_tokens(model, *part) for part in zip(hidden_NC.split(step), targets_N.split(step), strict=True)]
-    logs_N, is_greedy_N = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
-    if logs_N.isnan().any():
-        raise PrecisionError("the model returned NaN logits: try another dtype, or check its weights")
-    each = zip(logs_N.split(counts), is_greedy_N.split(counts), strict=True)
-    return [Score(float(logs.sum()), bool(is_greedy.all())) for logs, is_greedy in each]
-
-
-def _score_tokens(model: GPT, hidden_NC: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-probability of each target, from fp32 logits in fp64, and whether it is the argmax."""
-    logits_NV = model.logits(hidden_NC).float()
-    chosen_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
-    return (chosen_N - logits_NV.logsumexp(1)).cpu().double(), logits_NV.argmax(1) == targets_N
+def _score_windows(
+    model: GPT, sequences: Sequence[Window], max_batch: int, max_tokens: int
+) -> Iterator[tuple[int, Score]]:
+    """Run windows through an engine; yields the index of each and its score as soon as it is known."""
+    longest = max(len(window.inputs) for window in sequences)
+    block_size = EngineConfig().block_size
+    config = EngineConfig(
+        max_batch=max_batch,
+        prefill_chunk=max_tokens,
+        # One batch of sequences, whose last blocks are partly filled: all of them finish before the next one starts.
+        num_blocks=-(-max(max_tokens, longest) // block_size) + 2 * max_batch + 1,
+        prefix_cache=False,
+        cuda_graphs=False,  # nothing is decoded
+    )
+    engine = Engine(model, config)
+    places = {engine.add_request(window.request()): place for place, window in enumerate(sequences)}
+    while engine.busy:
+        for event in engine.step():
+            if event.prompt is not None:
+                window, place = sequences[places[event.request]], places[event.request]
+                scores = event.prompt[-len(window.targets) :]
+                logprobs = [each.logprob for each in scores if each.logprob is not None]
+                if any(map(math.isnan, logprobs)):
+                    raise PrecisionError("the model returned NaN logits: try another dtype, or check its weights")
+                is_greedy = all(token == each.top[0][0] for token, each in zip(window.targets, scores, strict=True))
+                yield place, Score(math.fsum(logprobs), is_greedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +194,9 @@ class Scorer:
 
     def prompt(self, text: str) -> list[int]:
         """Tokenize a prompt, with the special tokens that the tokenizer adds; BOS if it is empty."""
-        [ids] = self._encode([text], add_special_tokens=True)
-        return ids or [self.bos_id]
+        return self._drop_second_bos(
+            encode_prompt(self.tokenizer, text, parse_special=self.parse_special, bos_id=self.bos_id).ids
+        )
 
     def rolling(self, texts: Sequence[str]) -> list[Pair]:
         """Tokenize complete texts, each after BOS."""
@@ -200,5 +212,8 @@ class Scorer:
         encoded = self.tokenizer.encode_prompts(
             texts, parse_special=self.parse_special, add_special_tokens=add_special_tokens
         )
-        # The text of a chat template may start with BOS already.
-        return [ids[1:] if ids[:2] == [self.bos_id] * 2 else ids for ids, _ in encoded]
+        return [self._drop_second_bos(ids) for ids, _ in encoded]
+
+    def _drop_second_bos(self, ids: list[int]) -> list[int]:
+        """The text of a chat template may start with BOS already, to which the tokenizer adds another."""
+        return ids[1:] if ids[:2] == [self.bos_id] * 2 else ids

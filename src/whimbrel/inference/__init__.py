@@ -2,9 +2,9 @@
 
 from whimbrel.inference.beam import Beam, beam_search
 from whimbrel.inference.chat import Answer, Conversation
-from whimbrel.inference.detokenizer import Detokenizer, TextStream, encode_prompt, stream_text
+from whimbrel.inference.detokenizer import Detokenizer, TextStream, stream_text
 from whimbrel.inference.engine import Engine, EngineConfig, Stats
-from whimbrel.inference.llm import LLM, Completion, RequestOutput, generate
+from whimbrel.inference.llm import LLM, Completion, RequestOutput, encode_prompt, generate
 from whimbrel.inference.model_runner import decode_one, prefill
 from whimbrel.inference.sampling import History, SampleRNG, SamplingParams, distribution, log_probabilities, sample
 from whimbrel.inference.sequence import Event, Logprob, Request

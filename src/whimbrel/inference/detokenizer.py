@@ -1,4 +1,4 @@
-"""Prompt encoding, and incremental decoding of generated tokens to text with stop strings."""
+"""From generated tokens to text: incremental decoding, and stop strings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whimbrel.base.errors import RequestError
 from whimbrel.tokenization import Tokenizer
 from whimbrel.tokenization.bpe import BYTE_DECODER
 
-__all__ = ["Detokenizer", "StopStrings", "TextStream", "encode_prompt", "stream_text"]
+__all__ = ["Detokenizer", "StopStrings", "TextStream", "stream_text"]
 
 TEXT_SEPARATOR = "\n\n"
 """Replaces an end-of-text token in the middle of the output."""
@@ -26,22 +26,6 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """Spelling of byte tokens in SentencePiece vocabularies."""
 
 MAX_CACHED_TOKENS = 2**16
-
-
-def encode_prompt(
-    tokenizer: Tokenizer, text: str, *, parse_special: bool = True, bos_id: int | None = None
-) -> list[int]:
-    """Token ids of a text prompt, as from transformers' `tokenizer(text)`.
-
-    Special tokens in the text are parsed (`<|im_start|>` is one token) unless `parse_special` is false. An empty prompt
-    is `bos_id`, by default the tokenizer's.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # Python represents invalid bytes of a command line as surrogates
-        raise RequestError(f"expected valid UTF-8, got an invalid character at index {error.start}") from error
-    ids = tokenizer.encode_prompt(text, parse_special=parse_special).ids
-    return ids or [tokenizer.bos_id if bos_id is None else bos_id]
 
 
 class Detokenizer:

@@ -6,7 +6,7 @@ import math
 import os
 from collections import abc
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class Stats:
     preemptions: int
     prompt_tokens: int
     prefix_hits: int
-    """Prompt tokens found in the prefix cache."""
+    """Tokens found in the prefix cache, including those of preempted sequences."""
     new_tokens: int
 
 
@@ -171,9 +171,10 @@ class Engine:
 
     def _propose(self) -> None:
         """Get draft tokens for sequences with speculative decoding, before blocks are reserved for them."""
-        for seq in (*self._scheduler.running, *self._scheduler.waiting):
-            draft = seq.request.draft
-            if draft is None or seq.proposal is not None or seq.pending > self.config.prefill_chunk:
+        # Not for everyone who waits: a draft model allocates a KV cache at the first proposal of a sequence.
+        next_up = islice(self._scheduler.waiting, self.config.max_batch)
+        for seq in (*self._scheduler.running, *next_up):
+            if seq.draft is None or seq.proposal is not None or seq.pending > self.config.prefill_chunk:
                 continue
             # All proposed tokens may be accepted, and the model adds one more: they must fit.
             limit = min(
@@ -182,7 +183,7 @@ class Engine:
                 self.context_length - (len(seq.tokens) - seq.start),
             )
             if limit > 0:
-                proposal = draft.propose(seq.history, limit, seq.request.sampling, seq.rng)
+                proposal = seq.draft.propose(seq.history, limit, seq.request.sampling, seq.rng)
                 seq.proposal = proposal if proposal.tokens else None
 
     def _prefill(self, plan: Plan, ready: list[Sequence], logits: list[Tensor], events: list[Event]) -> None:
@@ -331,7 +332,7 @@ class Engine:
         if unknown is not None:
             raise RequestError(f"prompt_ids: expected token ids from 0 to {config.vocab_size - 1}, got {unknown}")
         request.sampling.check_vocabulary(config.vocab_size)
-        limit = self.context_length - min(1, request.max_new_tokens)
+        limit = self.context_length + (1 if request.max_new_tokens == 0 else -1)
         shift = request.context_shift and request.prompt_logprobs is None
         if len(prompt) > limit and not shift:
             whose = "model's context" if self.context_length == config.context_length else "KV cache"

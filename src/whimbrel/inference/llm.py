@@ -1,11 +1,11 @@
-"""`LLM`, the front end of the engine, and `generate` for a single prompt of token ids."""
+"""`LLM`, the front end of the engine; `generate` for a single prompt of token ids; prompts as token ids."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -13,9 +13,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from whimbrel.base.errors import ConfigError, RequestError
+from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.inference.beam import Beam, beam_search
-from whimbrel.inference.detokenizer import TextStream, encode_prompt, stream_text
+from whimbrel.inference.detokenizer import TextStream, stream_text
 from whimbrel.inference.engine import Engine, EngineConfig
 from whimbrel.inference.sampling import SamplingParams, non_finite_error
 from whimbrel.inference.sequence import Event, Logprob, Request, as_token_ids, as_token_set
@@ -23,8 +23,10 @@ from whimbrel.inference.speculative import Draft
 from whimbrel.model_io import ModelSource, load_tokenizer, open_model, read_generation_config, resolve_model
 from whimbrel.models import GPT
 from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Message, Tokenizer, load_chat_template
+from whimbrel.tokenization.chat_template import encode_up_to
+from whimbrel.tokenization.tokenizer import EncodedPrompt
 
-__all__ = ["LLM", "Completion", "RequestOutput", "generate"]
+__all__ = ["LLM", "Completion", "RequestOutput", "encode_prompt", "generate"]
 
 Prompt = str | Sequence[int] | Tensor
 
@@ -253,7 +255,7 @@ class LLM:
             return as_token_ids(prompt, self.model.config.vocab_size)
         if self.tokenizer is None:
             raise RequestError("expected token ids, got a string: pass tokenizer to LLM")
-        return encode_prompt(self.tokenizer, prompt, parse_special=parse_special, bos_id=self.bos_id)
+        return encode_prompt(self.tokenizer, prompt, parse_special=parse_special, bos_id=self.bos_id).ids
 
     def _request(
         self, ids: list[int], sampling: SamplingParams | None, stop_ids: frozenset[int], **options: Any
@@ -316,6 +318,28 @@ class LLM:
         for _, event in self._run([request]):
             if event.token is not None:
                 yield event.token
+
+
+def encode_prompt(
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    parse_special: bool = True,
+    bos_id: int | None = None,
+    max_tokens: int | None = None,
+) -> EncodedPrompt:
+    """Token ids of a text prompt, as from transformers' `tokenizer(text)`; raises RequestError if it is not Unicode.
+
+    Special tokens in the text are parsed (`<|im_start|>` is one token) unless `parse_special` is false. An empty prompt
+    is `bos_id`, by default the tokenizer's. Of a text with far more than `max_tokens` tokens only the beginning is
+    encoded, which already exceeds the limit.
+    """
+    encode = partial(tokenizer.encode_prompt, parse_special=parse_special)
+    try:
+        encoded = encode_up_to(encode, text, max_tokens)
+    except DataError as error:  # a lone surrogate, which is also how Python represents invalid bytes of a command line
+        raise RequestError(f"prompt: {error}", field="prompt") from error
+    return encoded if encoded.ids else EncodedPrompt([tokenizer.bos_id if bos_id is None else bos_id], [0])
 
 
 def generate(

@@ -216,13 +216,15 @@ def distribution(logits_BV: Tensor, params: Sequence[SamplingParams], histories:
 def log_probabilities(logits_BV: Tensor, tokens_B: Tensor, top: int = 0) -> list[tuple[float, list[tuple[int, float]]]]:
     """For each row: the log-probability of its token, and the `top` most likely tokens with theirs.
 
-    Computed from the raw logits, before temperature, penalties and top-k/top-p/min-p filtering.
+    Computed from the raw logits, before temperature, penalties and top-k/top-p/min-p filtering. With `top` 1 it is the
+    token of greedy decoding, also if several are equally likely.
     """
     logs_BV = logits_BV.float().log_softmax(-1)
-    own = logs_BV.gather(1, tokens_B[:, None])[:, 0].tolist()
-    values, ids = logs_BV.topk(min(top, logs_BV.size(1)), dim=-1)
+    token_logprobs = logs_BV.gather(1, tokens_B[:, None])[:, 0].tolist()
+    ids = logits_BV.argmax(-1, keepdim=True) if top == 1 else logs_BV.topk(min(top, logs_BV.size(1)), dim=-1).indices
+    values = logs_BV.gather(1, ids)
     best = (list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True))
-    return list(zip(own, best, strict=True))
+    return list(zip(token_logprobs, best, strict=True))
 
 
 def _adjusted(logits_BV: Tensor, params: Sequence[SamplingParams], histories: Sequence[History]) -> Tensor:

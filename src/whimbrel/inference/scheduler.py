@@ -17,9 +17,9 @@ class Plan:
     """The sequences of one step. Blocks for their tokens are already reserved."""
 
     decodes: list[Sequence] = field(default_factory=list)
-    """Sequences with one pending token."""
+    """Sequences with one pending token, whose prompt is scored if that was requested."""
     prefills: list[Sequence] = field(default_factory=list)
-    """Sequences with more pending tokens, or with draft tokens to verify."""
+    """All others: with more pending tokens, draft tokens to verify, or a prompt to score."""
     prefill_width: int = 0
     """Maximum number of tokens of each of `prefills`."""
     num_steps: int = 1
@@ -134,7 +134,7 @@ class Scheduler:
         ):
             seq.proposal = None  # draft tokens are verified in one pass or not at all
             tokens = seq.pending
-        if tokens == 1:
+        if tokens == 1 and not seq.unscored:
             plan.decodes.append(seq)
         elif self._has_budget(plan):
             plan.prefills.append(seq)

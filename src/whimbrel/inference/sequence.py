@@ -37,7 +37,8 @@ class Request:
     prompt_ids: tuple[int, ...]
     """Token ids of the prompt."""
     max_new_tokens: int
-    """Maximum number of new tokens; the context length limits it too. 0 only scores the prompt."""
+    """Maximum number of new tokens; the context length limits it too. With 0 the prompt is only scored; its last token
+    is then never fed to the model, so it may be one token longer than the context."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How each token is sampled."""
     seed: int | None = None
@@ -50,6 +51,8 @@ class Request:
     """Return the log-probability of each new token, and of this many top tokens."""
     prompt_logprobs: int | None = None
     """Return the log-probability of each prompt token, and of this many top tokens."""
+    prompt_logprobs_start: int = 0
+    """First prompt token whose log-probability is computed; it is None for those before."""
     draft: Draft | None = None
     """Proposes tokens that the model verifies (speculative decoding); requires n = 1."""
     num_draft_tokens: int = 4
@@ -63,6 +66,7 @@ class Request:
         if not self.prompt_ids:
             raise RequestError("prompt_ids: expected at least one token, got an empty prompt")
         minimums = {"max_new_tokens": 0, "n": 1, "logprobs": 0, "prompt_logprobs": 0, "num_draft_tokens": 1}
+        minimums |= {"prompt_logprobs_start": 0}
         for name, minimum in minimums.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
@@ -108,7 +112,7 @@ class Sequence:
     request: Request
     block_table: BlockTable
     tokens: list[int]
-    """The prompt and the sampled tokens."""
+    """The prompt and the sampled tokens; without the last token of a prompt that is only scored."""
     samples: list[int]
     """Samples of the request that this sequence represents: all of them until the prompt is prefilled, then one."""
     logprobs: list[Logprob]
@@ -119,6 +123,8 @@ class Sequence:
     """Number of tokens at which the sequence is complete."""
     start: int
     """Index of the first token in the context; above 0 after a context shift."""
+    draft: Draft | None = None
+    """Proposes draft tokens for this sequence only."""
     proposal: Proposal | None = None
     """Draft tokens to verify in the next step."""
 
@@ -126,6 +132,8 @@ class Sequence:
     def from_request(cls, request: Request, number: int, manager: BlockManager, context_length: int) -> Sequence:
         """A sequence with all tokens pending."""
         tokens = list(request.prompt_ids)
+        if request.max_new_tokens == 0 and len(tokens) > 1:
+            tokens.pop()
         max_length = len(tokens) + request.max_new_tokens
         return cls(
             number=number,
@@ -133,11 +141,12 @@ class Sequence:
             block_table=BlockTable(manager),
             tokens=tokens,
             samples=list(range(request.n)),
-            logprobs=[Logprob(None)],
+            logprobs=[Logprob(None)] * max(1, min(request.prompt_logprobs_start, len(request.prompt_ids))),
             rng=SampleRNG(request.seed),
             context_length=context_length,
             max_length=max_length if request.context_shift else min(max_length, context_length),
             start=max(0, len(tokens) - context_length),
+            draft=None if request.draft is None else request.draft.new_sequence(),
         )
 
     def split(self) -> list[Sequence]:

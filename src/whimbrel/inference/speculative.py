@@ -7,6 +7,7 @@ identical. The quality of the draft only determines the speed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -32,7 +33,10 @@ class Proposal:
 
 
 class Draft(Protocol):
-    """Proposes tokens for one sequence."""
+    """Proposes tokens. The draft of a request is a template: every sequence gets its own from `new_sequence`."""
+
+    def new_sequence(self) -> Draft:
+        """A draft with the same settings for one sequence, which shares no state with other sequences."""
 
     def propose(self, history: History, count: int, sampling: SamplingParams, rng: SampleRNG) -> Proposal:
         """Propose at most `count` tokens after `history`, which extends the history of the previous call."""
@@ -47,6 +51,10 @@ class NgramDraft:
         self._max_ngram = max_ngram
         self._next: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
         self._indexed = 0
+
+    def new_sequence(self) -> NgramDraft:
+        """A draft that has not seen any tokens."""
+        return NgramDraft(self._max_ngram)
 
     def propose(self, history: History, count: int, sampling: SamplingParams, rng: SampleRNG) -> Proposal:
         """The tokens after the last occurrence of the longest n-gram that occurred before."""
@@ -63,18 +71,27 @@ class NgramDraft:
 class ModelDraft:
     """Proposes tokens sampled from a smaller model with the same vocabulary.
 
-    Serves one sequence at a time; the longest common prefix with the tokens processed before is not recomputed.
+    The KV cache of the draft model is allocated at the first proposal. Tokens that were accepted are not processed
+    again: only what follows the longest common prefix with the tokens processed before.
     """
 
     def __init__(self, model: GPT) -> None:
         self.model = model
-        weight, self._context = model.token_embedding.weight, model.config.context_length
-        num_blocks = -(-self._context // 16) + 1
-        pool = BlockPool(model.config, num_blocks, 16, dtype=weight.dtype, device=weight.device)
-        self._runner, self._table = ModelRunner(model, pool), BlockTable(pool)
-        self._table.reserve(self._context)
-        self._stored: list[int] = []
+        self._context = model.config.context_length
+        self._processed: list[int] = []
         self._start = 0
+
+    def new_sequence(self) -> ModelDraft:
+        """A draft with the same model and its own KV cache."""
+        return ModelDraft(self.model)
+
+    @cached_property
+    def _cache(self) -> tuple[ModelRunner, BlockTable]:
+        weight, num_blocks = self.model.token_embedding.weight, -(-self._context // 16) + 1
+        pool = BlockPool(self.model.config, num_blocks, 16, dtype=weight.dtype, device=weight.device)
+        table = BlockTable(pool)
+        table.reserve(self._context)
+        return ModelRunner(self.model, pool), table
 
     @property
     def vocab_size(self) -> int:
@@ -85,8 +102,6 @@ class ModelDraft:
         """Tokens sampled from the draft model one after the other."""
         ids = history.tokens
         count = min(count, self._context - 1)
-        if len(ids) <= self._start:  # another sequence
-            self._start = 0
         if len(ids) - self._start + count - 1 > self._context:
             self._start = len(ids) - max(1, (self._context - count) // 2)
         tokens, probabilities = list(ids), list[Tensor]()
@@ -98,16 +113,17 @@ class ModelDraft:
 
     def _next_logits(self, ids: list[int]) -> Tensor:
         """The logits (1, V) after `ids`."""
-        shared = min(_common_prefix(self._stored, ids), len(ids) - 1)
-        del self._stored[shared:]
-        self._table.num_tokens = shared
+        runner, table = self._cache
+        shared = min(_common_prefix_length(self._processed, ids), len(ids) - 1)
+        del self._processed[shared:]
+        table.num_tokens = shared
         new = ids[shared:]
-        [logits_1V] = self._runner.prefill([Chunk(self._table, new)], [[len(new) - 1]])
-        self._stored += new
+        [logits_1V] = runner.prefill([Chunk(table, new)], [[len(new) - 1]])
+        self._processed += new
         return logits_1V
 
 
-def _common_prefix(first: list[int], second: list[int]) -> int:
+def _common_prefix_length(first: list[int], second: list[int]) -> int:
     """Number of tokens that both lists start with."""
     if second[: len(first)] == first:
         return len(first)

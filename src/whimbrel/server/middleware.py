@@ -63,16 +63,17 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LATENCY_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 ENGINE_COUNTERS = {
     "preemptions": "Sequences that were preempted and recomputed",
-    "prompt_tokens": "Prompt tokens of scheduled sequences",
-    "prefix_hits": "Prompt tokens found in the prefix cache",
+    "prompt_tokens": "Prompt tokens of accepted requests",
+    "prefix_hits": "Tokens found in the prefix cache",
     "new_tokens": "Generated tokens",
 }
 ENGINE_GAUGES = {
-    "running": "Running sequences",
-    "waiting": "Waiting sequences",
-    "pages": "KV-cache blocks",
-    "free_pages": "Free KV-cache blocks",
+    "running": ("engine_running", "Running sequences"),
+    "waiting": ("engine_waiting", "Waiting sequences"),
+    "blocks": ("kv_cache_blocks", "KV-cache blocks"),
+    "free_blocks": ("kv_cache_free_blocks", "Free KV-cache blocks"),
 }
+"""Metric name and description of each gauge of the engine's statistics."""
 
 # Keys of the ASGI scope of a request.
 _LOG_KEY = "whimbrel.log"
@@ -153,10 +154,10 @@ class Metrics(Collector):
         stats = self._worker.stats
         for name, description in ENGINE_COUNTERS.items():
             yield CounterMetricFamily(f"whimbrel_engine_{name}", description, getattr(stats, name))
-        for name, description in ENGINE_GAUGES.items():
-            value = getattr(stats, name.replace("pages", "blocks"))  # `pages` is the metric's public name
-            yield GaugeMetricFamily(f"whimbrel_engine_{name}", description, value)
-        yield GaugeMetricFamily("whimbrel_engine_well", "1 while engine steps succeed", int(self._worker.healthy))
+        for field, (name, description) in ENGINE_GAUGES.items():
+            yield GaugeMetricFamily(f"whimbrel_{name}", description, getattr(stats, field))
+        healthy = int(self._worker.healthy)
+        yield GaugeMetricFamily("whimbrel_engine_healthy", "1 if the engine can serve requests, else 0", healthy)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -165,7 +166,7 @@ class Metrics(Collector):
     def record(self, path: str, status: int | None, first_byte: float | None, duration: float) -> None:
         """Record one request; `status` is None if the client disconnected before the response."""
         route = path if path in self._routes else "other"
-        self._requests.labels(route, "left" if status is None else status).inc()
+        self._requests.labels(route, "disconnected" if status is None else status).inc()
         if first_byte is not None:
             self._first_byte.labels(route).observe(first_byte)
         self._duration.labels(route).observe(duration)
@@ -230,7 +231,7 @@ def _log_request(scope: Scope, status: int | None, seconds: float, entry: Reques
         client[0] if client else "-",
         scope["method"],
         quote(scope["path"], safe="/:@!$&'()*+,;=~")[:MAX_LOGGED_PATH],
-        "left" if status is None else status,
+        "disconnected" if status is None else status,
         seconds * 1000,
         "".join(f" {field}" for field in fields),
     )

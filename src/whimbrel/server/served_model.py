@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from whimbrel.inference.detokenizer import Detokenizer
+from whimbrel.inference import Detokenizer, encode_prompt
 from whimbrel.model_io import load
 from whimbrel.models import GPT
 from whimbrel.server.errors import ApiError, preview
 from whimbrel.tokenization import Tokenizer
-from whimbrel.tokenization.chat_template import DEFAULT_CHAT_TEMPLATE, ChatTemplate, encode_up_to
+from whimbrel.tokenization.chat_template import DEFAULT_CHAT_TEMPLATE, ChatTemplate
 
 __all__ = ["Prompt", "ServedModel", "TokenTexts", "load_served_model"]
 
@@ -82,7 +82,10 @@ class ServedModel:
     def encode_prompts(
         self, prompts: Sequence[str | list[int]], max_tokens: int, parse_special: bool = True
     ) -> list[Prompt]:
-        """Encode the prompts of a completion; ApiError if one has more than `max_tokens`. Slow: run it in a thread."""
+        """Encode the prompts of a completion; ApiError if one has more than `max_tokens`. Slow: run it in a thread.
+
+        Raises RequestError if a text is not valid Unicode.
+        """
         return [
             self._encode_text(prompt, max_tokens, parse_special)
             if isinstance(prompt, str)
@@ -99,19 +102,9 @@ class ServedModel:
 
     def _encode_text(self, text: str, max_tokens: int, parse_special: bool) -> Prompt:
         self._check_characters(len(text), "prompt", max_tokens)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ApiError(
-                400,
-                f"expected prompt to be valid Unicode, got a lone surrogate at character {error.start}",
-                param="prompt",
-                code="invalid_value",
-            ) from None
-        encode = functools.partial(self.tokenizer.encode_prompt, parse_special=parse_special)
-        ids, offsets = encode_up_to(encode, text, max_tokens)
-        if not ids:
-            ids, offsets = [self.tokenizer.bos_id if self.bos_id is None else self.bos_id], [0]
+        ids, offsets = encode_prompt(
+            self.tokenizer, text, parse_special=parse_special, bos_id=self.bos_id, max_tokens=max_tokens
+        )
         _check_length(ids, "prompt", max_tokens)
         return Prompt(text, tuple(ids), tuple(offsets))
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from whimbrel.base.errors import ConfigError, DataError, PrecisionError
+from whimbrel.cache.paged import ContiguousCache, PagedBatch
 from whimbrel.evaluate import Pair, scoring
 from whimbrel.evaluate.scoring import Window, is_truncated, score, windows
+from whimbrel.inference.model_runner import ModelRunner
+from whimbrel.models import GPT
 
 
 def token_log_probabilities(model, context: list[int], continuation: list[int]) -> list[float]:
@@ -107,22 +110,23 @@ def test_scores_do_not_depend_on_the_batch(scorer):
         assert [each.is_greedy for each in found] == [each.is_greedy for each in alone]
 
 
-def test_logits_are_computed_in_chunks(scorer, monkeypatch):
+def test_logits_of_a_forward_pass_are_limited(scorer, monkeypatch):
     pairs = [Pair(random_ids(4), random_ids(40, seed=2)), Pair(random_ids(8), random_ids(3, seed=3))]
     expected = score(scorer.model, pairs)
     rows = []
     hook = scorer.model.lm_head.register_forward_hook(lambda _, given, __: rows.append(len(given[0])))
-    monkeypatch.setattr(scoring, "MAX_LOGITS", 16 * scorer.model.config.padded_vocab_size)
+    monkeypatch.setattr(scoring, "MAX_LOGITS", {"cpu": 16 * scorer.model.config.padded_vocab_size})
     try:
         found = score(scorer.model, pairs)
     finally:
         hook.remove()
-    assert rows == [16, 16, 11]  # only the 43 scored tokens, not the contexts
+    assert max(rows) <= 16 + 2
+    assert 43 <= sum(rows) <= 43 + 2  # only the scored tokens, not the contexts
     assert [each.loglikelihood for each in found] == pytest.approx([each.loglikelihood for each in expected], abs=1e-4)
 
 
-def test_default_batches_are_limited_by_tokens(scorer, monkeypatch):
-    monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", {"cpu": 100})
+def test_batches_are_limited_by_tokens(scorer, monkeypatch):
+    monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", 100)
     shapes = []
     hook = scorer.model.token_embedding.register_forward_hook(lambda _, given, __: shapes.append(tuple(given[0].shape)))
     try:
@@ -132,30 +136,56 @@ def test_default_batches_are_limited_by_tokens(scorer, monkeypatch):
     assert shapes == [(1, 60), (2, 50), (3, 10)]
 
 
-def test_batch_is_halved_on_out_of_memory(scorer, monkeypatch):
-    shapes, run = [], scoring._score_windows
+def limit_memory(monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[int]:
+    """Forward passes over more than `tokens` tokens run out of memory; returns the number of tokens of each."""
+    sizes, prefill = [], ModelRunner.prefill
 
-    def small_memory(model, rows):
-        shapes.append(len(rows))
-        if len(rows) > 2:
+    def small_memory(self, chunks, offsets):
+        sizes.append(sum(len(chunk.tokens) for chunk in chunks))
+        if sizes[-1] > tokens:
             raise torch.OutOfMemoryError("no more")
-        return run(model, rows)
+        return prefill(self, chunks, offsets)
 
+    monkeypatch.setattr(ModelRunner, "prefill", small_memory)
+    return sizes
+
+
+def test_batch_is_halved_on_out_of_memory(scorer, monkeypatch):
     pairs = [Pair(random_ids(size), [1, 2]) for size in range(1, 9)]
     expected = score(scorer.model, pairs)
-    monkeypatch.setattr(scoring, "_score_windows", small_memory)
-    found = score(scorer.model, pairs, batch_size=8)
-    assert shapes == [8, 4, 2, 2, 2, 2]
+    monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", 128)
+    sizes = limit_memory(monkeypatch, 20)
+    shown = CountingProgress()
+    found = score(scorer.model, pairs, progress=shown)
+    assert sizes[:4] == [44, 42, 24, 9]  # at most 128, 64, 32 and 16 tokens, padding included
+    assert shown.done == sum(range(2, 10))
     assert [each.loglikelihood for each in found] == pytest.approx([each.loglikelihood for each in expected], abs=1e-4)
 
 
-def test_out_of_memory_with_one_sequence_is_an_error(scorer, monkeypatch):
-    def no_memory(model, rows):
-        raise torch.OutOfMemoryError("no more")
-
-    monkeypatch.setattr(scoring, "_score_windows", no_memory)
+def test_out_of_memory_with_one_token_is_an_error(scorer, monkeypatch):
+    limit_memory(monkeypatch, 0)
     with pytest.raises(torch.OutOfMemoryError):
         score(scorer.model, [Pair([1], [2]), Pair([1], [3])])
+
+
+def test_the_engine_runs_the_model(scorer, monkeypatch):
+    """All forward passes have a paged cache: there is no second way to run the model."""
+    caches, hidden_states = [], GPT.hidden_states
+    monkeypatch.setattr(
+        GPT,
+        "hidden_states",
+        lambda self, ids, cache=None: caches.append(cache) or hidden_states(self, ids, cache=cache),
+    )
+    score(scorer.model, [Pair(random_ids(size), [1, 2]) for size in (1, 5, 90)])
+    assert {type(cache) for cache in caches} <= {PagedBatch, ContiguousCache}
+
+
+def test_a_model_context_is_used_completely(scorer):
+    """64 inputs and one more target, for a context of 64 tokens."""
+    context, continuation = random_ids(60), random_ids(5, seed=1)
+    [found] = score(scorer.model, [Pair(context, continuation)])
+    expected = sum(token_log_probabilities(scorer.model, context, continuation))
+    assert found.loglikelihood == pytest.approx(expected, abs=1e-4)
 
 
 def test_progress_counts_tokens(scorer):
@@ -165,7 +195,7 @@ def test_progress_counts_tokens(scorer):
 
 
 def test_invalid_arguments_are_rejected(scorer):
-    with pytest.raises(ConfigError, match="batch_size of at least 1, got 0"):
+    with pytest.raises(ConfigError, match="batch_size: .* got 0"):
         score(scorer.model, [Pair([1], [2])], batch_size=0)
     for pair in (Pair([], [2]), Pair([1], [])):
         with pytest.raises(DataError, match="at least one token in each context"):

@@ -199,15 +199,15 @@ def test_end_of_text_separates_documents(gpt2):
 
 
 def test_an_empty_prompt_is_the_bos_token(gpt2, sentencepiece):
-    assert encode_prompt(gpt2, "") == [gpt2.eot_id]
-    assert encode_prompt(gpt2, "a b") == gpt2.encode("a b")
-    assert encode_prompt(gpt2, "", bos_id=7) == [7]
+    assert encode_prompt(gpt2, "").ids == [gpt2.eot_id]
+    assert encode_prompt(gpt2, "a b").ids == gpt2.encode("a b")
+    assert encode_prompt(gpt2, "", bos_id=7).ids == [7]
     named = Tokenizer.from_json(sentencepiece.to_json(), "</s>", "<s>")
-    assert encode_prompt(named, "") == [named.pipeline.token_to_id("<s>")] != [named.eot_id]
+    assert encode_prompt(named, "").ids == [named.pipeline.token_to_id("<s>")] != [named.eot_id]
 
 
 def test_special_tokens_in_a_prompt_are_parsed_by_default(tokenizer):
     text = f"the{tokenizer.eot_token}end"
-    assert encode_prompt(tokenizer, text).count(tokenizer.eot_id) == 1
-    assert tokenizer.eot_id not in encode_prompt(tokenizer, text, parse_special=False)
-    assert tokenizer.encode(text) == encode_prompt(tokenizer, text, parse_special=False)
+    assert encode_prompt(tokenizer, text).ids.count(tokenizer.eot_id) == 1
+    assert tokenizer.eot_id not in encode_prompt(tokenizer, text, parse_special=False).ids
+    assert tokenizer.encode(text) == encode_prompt(tokenizer, text, parse_special=False).ids

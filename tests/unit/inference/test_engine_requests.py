@@ -196,7 +196,7 @@ def test_stats_count_tokens_and_sequences():
         ({"prompt_ids": (1, 40)}, "from 0 to 39, got 40"),
         ({"prompt_ids": (-1,)}, "got -1"),
         ({"prompt_ids": (1,) * 48}, "at most 47 tokens .the model's context., got 48"),
-        ({"prompt_ids": (1,) * 49, "max_new_tokens": 0}, "at most 48 tokens .the model's context., got 49"),
+        ({"prompt_ids": (1,) * 50, "max_new_tokens": 0}, "at most 49 tokens .the model's context., got 50"),
         ({"max_new_tokens": -1}, "max_new_tokens: expected .* got -1"),
         ({"n": 0}, "n: expected .* got 0"),
         ({"n": 9}, "n: expected .* got 9"),
@@ -223,7 +223,7 @@ def test_a_pool_smaller_than_the_context_limits_the_length():
         events = run(engine)
         assert list(outputs(events).values()) == [generate_alone(MODEL, request)]
         assert events[-1].finish_reason == "length"
-    for prompt, new, room in ((28, 1, 27), (29, 0, 28)):
+    for prompt, new, room in ((28, 1, 27), (30, 0, 29)):
         with pytest.raises(RequestError, match=f"at most {room} tokens .the KV cache., got {prompt}"):
             engine.add_request(replace(request, prompt_ids=(1,) * prompt, max_new_tokens=new))
 

@@ -192,6 +192,27 @@ def test_several_sequences_with_drafts_run_in_one_batch(models):
     assert found == [generate(model, prompt, max_new_tokens=30, temperature=0) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("kind", ["ngram", "model"])
+def test_one_draft_for_several_prompts_keeps_their_state_apart(models, forward_sizes, kind):
+    """As many steps, and as many tokens processed by the draft model, as with a draft for each prompt."""
+    model = models["gpt2"]
+    make = NgramDraft if kind == "ngram" else lambda: ModelDraft(model)
+    prompts = [PROMPTS[1], [9, *PROMPTS[1]]]
+
+    def run(drafts: list[Draft]) -> tuple[list[list[int]], list[int]]:
+        forward_sizes.clear()
+        llm = LLM(model, max_batch=2, prefix_cache=False)
+        options = {"sampling": GREEDY, "max_new_tokens": 20, "stop_ids": frozenset()}
+        requests = [llm._request(prompt, draft=draft, **options) for prompt, draft in zip(prompts, drafts, strict=True)]
+        return [output.outputs[0].tokens for output in llm.complete(requests)], sorted(forward_sizes)
+
+    shared = make()
+    separate = run([make(), make()])
+    assert run([shared, shared]) == separate
+    assert run([shared, shared]) == separate  # also when it is used again
+    assert separate[0] == [generate(model, prompt, max_new_tokens=20, temperature=0) for prompt in prompts]
+
+
 def test_logprobs_are_those_without_a_draft(models):
     model = models["gpt2"]
     plain, drafted = (

@@ -349,6 +349,11 @@ def test_metrics_count_requests_and_tokens(served: ServedModel):
         run.client.get("/v1/no-such-thing")
         text = run.client.get("/metrics").text
         assert "whimbrel_engine_new_tokens_total 3.0" in text
+        blocks = re.findall(r"^whimbrel_kv_cache_(?:free_)?blocks (\S+)$", text, flags=re.MULTILINE)
+        assert len(blocks) == 2
+        assert blocks[0] == blocks[1]
+        assert "whimbrel_engine_healthy 1.0" in text
+        assert "page" not in text
         assert 'whimbrel_requests_total{route="/v1/completions",status="200"} 1.0' in text
         assert 'whimbrel_requests_total{route="other",status="404"} 1.0' in text
     with running(served) as other:

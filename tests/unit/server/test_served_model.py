@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
 
+from whimbrel.base.errors import RequestError
 from whimbrel.inference.detokenizer import Detokenizer
 from whimbrel.server.errors import ApiError
 from whimbrel.server.served_model import Prompt, ServedModel, TokenTexts
@@ -129,7 +130,7 @@ def test_invalid_token_ids_and_lone_surrogates_are_rejected(served: ServedModel)
     with pytest.raises(ApiError, match=r"got 1{60}\.\.\.") as excinfo:
         served.encode_prompts([[int("1" * 4000)]], 3)
     assert len(str(excinfo.value)) < 200
-    with pytest.raises(ApiError, match="lone surrogate at character 1"):
+    with pytest.raises(RequestError, match="prompt: .* lone surrogate at character 1"):
         served.encode_prompts(["a\ud800"], 3)
 
 
