@@ -49,7 +49,7 @@ from whimbrel.optim import (
     lr_factor,
 )
 from whimbrel.optim.subspace import cold_basis, svd_basis, warm_basis
-from whimbrel.train.build import routed_parameters
+from whimbrel.train.build import classified_parameters
 
 SHAPES = ((4096, 4096, 1024), (11008, 4096, 1024), (2752, 1024, 256))
 
@@ -170,7 +170,7 @@ def measure_steps(names: list[str], count: int) -> dict[str, Any]:
     results["seconds_without_optimizer"] = bare
     for name in names:
         settings: dict[str, Any] = {"name": name, "lr": 1e-4} | ({} if name == "adamw" else {"rank": 256})
-        optimizer = build_optimizer(OptimConfig(**settings), routed_parameters(model))
+        optimizer = build_optimizer(OptimConfig(**settings), classified_parameters(model))
         if isinstance(optimizer, LowRankOptimizer):
             optimizer.skip_nonfinite = False  # as in the trainer, which checks the gradient norm itself
         first, *_ = step_times(model, ids, optimizer, 3)
@@ -248,8 +248,8 @@ class Quality:
         torch.manual_seed(seed)
         self.model.reset_parameters()
         self.loader.reset()
-        optimizer = build_optimizer(OptimConfig(**settings), routed_parameters(self.model))
-        schedule = ScheduleConfig(name="cosine", warmup_steps=60, floor=0.1)
+        optimizer = build_optimizer(OptimConfig(**settings), classified_parameters(self.model))
+        schedule = ScheduleConfig(name="cosine", warmup_steps=60, min_lr_ratio=0.1)
         curve, start = [], time.perf_counter()
         for step in range(self.steps):
             for group in optimizer.param_groups:
@@ -303,7 +303,13 @@ def print_run(run: dict[str, Any]) -> dict[str, Any]:
 
 def candidates() -> dict[str, list[dict[str, Any]]]:
     """Settings to try for each optimizer: learning rates below and above the best one that we know of."""
-    shared = {"embedding_lr": 2e-3, "scalar_lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "decay": "hidden"}
+    shared = {
+        "embedding_lr": 2e-3,
+        "scalar_lr": 2e-3,
+        "betas": (0.9, 0.95),
+        "weight_decay": 0.1,
+        "decay_params": "hidden",
+    }
     low = shared | {"rank": 128}
     return {
         "adamw": [shared | {"name": "adamw", "lr": lr} for lr in (1.25e-4, 2.5e-4, 5e-4, 1e-3)],

@@ -35,11 +35,11 @@ from precision_training import measure_fp8_loss, measure_qat
 from record import record
 from timing import TINY, compile_blocks, init_model, interleave, llama, now
 from whimbrel.models import GPT, GPTConfig, preset
-from whimbrel.ops.attention import View
+from whimbrel.ops.attention import KVView
 from whimbrel.optim import OptimConfig, build_optimizer
 from whimbrel.precision import quantize_, torch_flags
 from whimbrel.precision.recipes import prepare, recipe_names
-from whimbrel.train.build import routed_parameters
+from whimbrel.train.build import classified_parameters
 
 # fp8: speed of training
 
@@ -52,7 +52,7 @@ def measure_fp8(args: argparse.Namespace) -> dict[str, Any]:
     ids = torch.randint(config.vocab_size, (count // length, length), device=device)
     contenders: dict[str, Callable[[], Any]] = {}
     found: dict[str, dict[str, Any]] = {}
-    for name in ("bf16", *recipe_names("compute")):
+    for name in ("bf16", *recipe_names("fp8")):
         model = init_model(config, device, torch.bfloat16)
         if name != "bf16":
             prepare(model, name)
@@ -106,7 +106,7 @@ def measure_state(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("adamw", "adamw8bit"):
         model = init_model(config, args.device, torch.float32)
-        optimizer = build_optimizer(OptimConfig(name=name), routed_parameters(model))
+        optimizer = build_optimizer(OptimConfig(name=name), classified_parameters(model))
         ids = torch.randint(config.vocab_size, (1, 17), device=args.device)
         model(ids[:, :-1], targets=ids[:, 1:]).loss.backward()
         optimizer.step()
@@ -132,11 +132,11 @@ class FullCache:
         """The last position."""
         return torch.arange(self.tokens - tokens, self.tokens, device=device)
 
-    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
+    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> KVView:
         """Write the token to the last slot and return all keys and values."""
         keys, values = self.keys_values[layer_idx]
         keys[:, :, -1:], values[:, :, -1:] = key_states, value_states
-        return View(keys, values)
+        return KVView(keys, values)
 
     def get_seq_length(self) -> int:
         """Number of cached tokens: all slots but the last."""

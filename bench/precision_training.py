@@ -15,7 +15,7 @@ from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT
 from whimbrel.optim import OptimConfig, ScheduleConfig, build_optimizer, lr_factor
 from whimbrel.precision.recipes import finalize, prepare, recipe_names
-from whimbrel.train.build import routed_parameters
+from whimbrel.train.build import classified_parameters
 
 __all__ = ["measure_fp8_loss", "measure_qat"]
 
@@ -38,9 +38,9 @@ class Experiment:
     def train_model(self, model: GPT, steps: int, *, lr: float, first: int = 0) -> float:
         """Train in place, starting at batch `first`. Returns the held-out loss."""
         optimizer = build_optimizer(
-            OptimConfig(name="adamw", lr=lr, betas=(0.9, 0.95), weight_decay=0.1), routed_parameters(model)
+            OptimConfig(name="adamw", lr=lr, betas=(0.9, 0.95), weight_decay=0.1), classified_parameters(model)
         )
-        schedule = ScheduleConfig(name="cosine", warmup_steps=max(1, steps // 10), floor=0.1)
+        schedule = ScheduleConfig(name="cosine", warmup_steps=max(1, steps // 10), min_lr_ratio=0.1)
         self.train.reset()
         for _ in range(first):
             self.train.next_batch()
@@ -89,7 +89,7 @@ def measure_fp8_loss(args: argparse.Namespace) -> dict[str, Any]:
         return held_out
 
     losses = [loss("bf16", seed) for seed in range(args.seeds)]
-    recipe_losses = {name: loss(name, 0) for name in recipe_names("compute")}
+    recipe_losses = {name: loss(name, 0) for name in recipe_names("fp8")}
     std = statistics.stdev(losses)
     return {
         "steps": steps,

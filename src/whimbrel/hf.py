@@ -181,11 +181,11 @@ class WhimbrelQuantizationConfig(QuantizationConfigMixin):
         self.version, self.recipe, self.format = table["version"], table["recipe"], table["format"]
 
     @property
-    def form(self) -> WeightFormat:
+    def weight_format(self) -> WeightFormat:
         """The format of the weights."""
-        form = stored_format({QUANTIZATION: self.to_dict()})
-        assert form is not None
-        return form
+        weight_format = stored_format({QUANTIZATION: self.to_dict()})
+        assert weight_format is not None
+        return weight_format
 
 
 @register_quantizer(METHOD)
@@ -253,9 +253,9 @@ class _CombineCodesAndScales(ConversionOps):
         """Return the weight in the dtype of the model."""
         codes, scales = (input_dict[name][0] for name in source_patterns)
         module = model.get_submodule(full_layer_name.rpartition(".")[0])
-        form, dtype = self.hf_quantizer.quantization_config.form, module.weight.dtype
-        form = form.fit_to(form.weight_shape(codes))
-        weight = QuantizedWeight(codes, scales.to(dtype), form, transposed=isinstance(module, Conv1D))
+        weight_format, dtype = self.hf_quantizer.quantization_config.weight_format, module.weight.dtype
+        weight_format = weight_format.fit_to(weight_format.weight_shape(codes))
+        weight = QuantizedWeight(codes, scales.to(dtype), weight_format, transposed=isinstance(module, Conv1D))
         return {full_layer_name: nn.Parameter(weight, requires_grad=False)}
 
 

@@ -95,7 +95,7 @@ def test_only_projected_gradients_are_communicated(results: Results) -> None:
     params = [*net.parameters()]
     # a mask of existing gradients, then full gradients, since every basis is due
     first = [len(params), *(p.numel() for p in params)]
-    second = [len(params), *(optimizer.param_state(p).low_shape.numel() for p in params)]
+    second = [len(params), *(optimizer.layout_of(p).low_rank_shape.numel() for p in params)]
     for result in results:
         assert result["projections"]["communicated"] == [first, second]
         assert max_difference(result["projections"]["whole batch"], single_process(job.warm)) < 1e-5

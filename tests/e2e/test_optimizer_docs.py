@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from whimbrel.config import build
-from whimbrel.optim import OptimConfig, build_optimizer, route_parameters
+from whimbrel.optim import OptimConfig, build_optimizer, classify_parameters
 
 
 def blocks(root: Path, language: str) -> list[str]:
@@ -60,7 +60,7 @@ def test_toml_groups_set_ranks(root: Path) -> None:
     config = build(OptimConfig, tomllib.loads(table)["optim"], "optim")
     layers = [nn.ModuleDict({"attn": nn.Linear(520, 520), "mlp": nn.Linear(520, 520)}) for _ in range(2)]
     model = nn.ModuleDict({"wte": nn.Embedding(600, 520), "h": nn.ModuleList(layers)})
-    optimizer = build_optimizer(config, route_parameters(model))
+    optimizer = build_optimizer(config, classify_parameters(model))
     ranks = {name: group["rank"] for group in optimizer.param_groups for name in group["names"]}
     assert {name: rank for name, rank in ranks.items() if name.endswith("weight")} == {
         "wte.weight": 512, "h.0.attn.weight": None, "h.0.mlp.weight": None, "h.1.attn.weight": 128,

@@ -35,9 +35,9 @@ def dense_directory(request, tmp_path):
     return tmp_path / "plain"
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_transformers_computes_the_same_logits(dense_directory, directory, form, ids, logits):
-    ours = load_model(dense_directory, quantize=form)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_transformers_computes_the_same_logits(dense_directory, directory, weight_format, ids, logits):
+    ours = load_model(dense_directory, quantize=weight_format)
     save_model(ours, directory, max_shard_size=9000)
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     torch.testing.assert_close(logits(hf_model, ids), logits(ours, ids), atol=2e-5, rtol=0)
@@ -57,13 +57,15 @@ def test_greedy_text_equals_transformers(dense_directory, directory):
     assert generated[0, 3:].tolist() == whimbrel.generate(ours, prompt, max_new_tokens=20, temperature=0)
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_dtype_applies_to_scales_not_codes(dense_directory, directory, form):
-    ours = load_model(dense_directory, quantize=form)
+@pytest.mark.parametrize("weight_format", ["int8", "fp8"])
+def test_dtype_applies_to_scales_not_codes(dense_directory, directory, weight_format):
+    ours = load_model(dense_directory, quantize=weight_format)
     save_model(ours, directory)
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     weights = [parameter for parameter in hf_model.parameters() if type(parameter) is QuantizedWeight]
-    assert {(weight.dtype, weight.codes.dtype) for weight in weights} == {(torch.bfloat16, FORMATS[form].dtype)}
+    assert {(weight.dtype, weight.codes.dtype) for weight in weights} == {
+        (torch.bfloat16, FORMATS[weight_format].dtype)
+    }
     assert hf_model.get_input_embeddings().weight.dtype == torch.bfloat16
 
 
@@ -80,9 +82,9 @@ def test_loading_a_dense_state_keeps_layers_quantized(dense_directory, directory
     assert all(type(after[name]) is QuantizedWeight for name in before)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_transformers_uses_a_quantized_embedding(dense_directory, directory, form, ids, logits):
-    ours = load_model(dense_directory, quantize=form, quantize_embeddings=True)
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_transformers_uses_a_quantized_embedding(dense_directory, directory, weight_format, ids, logits):
+    ours = load_model(dense_directory, quantize=weight_format, quantize_embeddings=True)
     save_model(ours, directory)
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     torch.testing.assert_close(logits(hf_model, ids), logits(ours, ids), atol=2e-5, rtol=0)

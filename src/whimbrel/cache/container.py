@@ -16,7 +16,7 @@ from whimbrel.cache.foreign import to_torch
 from whimbrel.cache.layer import BufferedLayer, CacheLayerMixin, DynamicLayer, checked_int
 from whimbrel.cache.sliding import SlidingLayer
 from whimbrel.cache.static import StaticLayer
-from whimbrel.ops import View
+from whimbrel.ops import KVView
 
 __all__ = ["Cache", "DynamicCache", "StaticCache"]
 
@@ -121,7 +121,7 @@ class Cache:
             keys, values = keys.clone(), values.clone()
         return keys_back(keys), values_back(values)
 
-    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
+    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> KVView:
         """Append tokens to a layer; returns what attention may read, valid until the next change."""
         layer, created = self._get_layer(layer_idx)
         self._check_padding(key_states)

@@ -13,7 +13,7 @@ from torch import Tensor
 from whimbrel.base.errors import CacheError, WhimbrelError
 from whimbrel.cache.buffer import KVBuffer, TokenMajorBuffer
 from whimbrel.cache.codec import find_codec
-from whimbrel.ops import View
+from whimbrel.ops import KVView
 
 __all__ = ["BufferedLayer", "CacheLayerMixin", "DynamicLayer", "checked_int", "kept_length"]
 
@@ -65,9 +65,9 @@ class CacheLayerMixin(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Append tokens; returns all keys and values that the new tokens may attend to, in order."""
 
-    def append(self, key_states: Tensor, value_states: Tensor) -> View:
+    def append(self, key_states: Tensor, value_states: Tensor) -> KVView:
         """Append tokens; returns what attention may read."""
-        return View(*self.update(key_states, value_states))
+        return KVView(*self.update(key_states, value_states))
 
     def get_seq_length(self) -> int:
         """Tokens appended so far, including those that a window has evicted."""
@@ -187,7 +187,7 @@ class BufferedLayer(CacheLayerMixin):
         """Append tokens; returns all keys and values that they may attend to, in order. Ignores `cache_kwargs`."""
         return self.append(key_states, value_states).dense(key_states.dtype)
 
-    def append(self, key_states: Tensor, value_states: Tensor) -> View:
+    def append(self, key_states: Tensor, value_states: Tensor) -> KVView:
         """Append tokens; returns what attention may read, valid until the next change."""
         self._check_states(key_states, value_states)
         self.check_capacity(key_states.size(2))
@@ -199,7 +199,7 @@ class BufferedLayer(CacheLayerMixin):
         self._sync_keys_and_values()
         return self._view(visible)
 
-    def view(self) -> View:
+    def view(self) -> KVView:
         """All stored tokens."""
         if self._memory is None:
             raise CacheError(f"{self!r} is empty: append tokens first")
@@ -316,8 +316,8 @@ class BufferedLayer(CacheLayerMixin):
         """Positions of the slots that `_store` returned last; None if they are the newest tokens, in order."""
         return None
 
-    def _view(self, visible: KVBuffer, key_positions: Tensor | None = None) -> View:
-        return View(
+    def _view(self, visible: KVBuffer, key_positions: Tensor | None = None) -> KVView:
+        return KVView(
             visible.keys,
             visible.values,
             self._key_positions(visible.num_slots) if key_positions is None else key_positions,

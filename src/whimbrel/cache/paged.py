@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whimbrel.cache.block_manager import NULL_BLOCK, BlockManager
 from whimbrel.cache.codec import find_codec
-from whimbrel.ops import View, write_blocks
+from whimbrel.ops import KVView, write_blocks
 from whimbrel.ops.lowbit import GroupCodec
 
 __all__ = ["BlockPool", "ContiguousCache", "PagedBatch", "Shape"]
@@ -99,10 +99,10 @@ class BlockPool(BlockManager):
             write_blocks(layer[_scales_of("keys")], layer[_scales_of("values")], key_scales, value_scales, slots)
         write_blocks(layer["keys"], layer["values"], keys, values, slots)
 
-    def view(self, layer_idx: int, tables: Tensor, lengths: Tensor) -> View:
+    def view(self, layer_idx: int, tables: Tensor, lengths: Tensor) -> KVView:
         """View of a layer for attention over sequences with these block tables and lengths."""
         layer = self._layers[layer_idx]
-        return View(
+        return KVView(
             layer["keys"],
             layer["values"],
             lengths=lengths,
@@ -112,7 +112,7 @@ class BlockPool(BlockManager):
             codec=self.codec,
         )
 
-    def append_slice(self, key_states: Tensor, value_states: Tensor, first: int, start: int, layer_idx: int) -> View:
+    def append_slice(self, key_states: Tensor, value_states: Tensor, first: int, start: int, layer_idx: int) -> KVView:
         """Store one sequence's new keys and values (1, kv heads, tokens, head size) after the `start` tokens before.
 
         `first` is the slot of its first token; all its tokens are consecutive, so they are read without a gather.
@@ -126,7 +126,7 @@ class BlockPool(BlockManager):
             for part, tensor in new.items():
                 shown[part] = slots[part].narrow(2, first, start + tokens)
                 shown[part].narrow(2, start, tokens).copy_(tensor)
-        return View(
+        return KVView(
             shown["keys"],
             shown["values"],
             key_scales=shown.get(_scales_of("keys")),
@@ -165,7 +165,7 @@ class PagedBatch:
         self._lengths = (self.starts + self.counts).clamp(min=1)
         return positions_BT
 
-    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
+    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> KVView:
         """Store the new tokens of a layer, (rows, kv heads, tokens, head size), in their blocks."""
         if self._slots is None or self._lengths is None:
             self.positions(key_states.size(2), key_states.device)
@@ -193,7 +193,7 @@ class ContiguousCache:
         """Positions of the new tokens (tokens,)."""
         return torch.arange(self._stored, self._stored + tokens, device=device)
 
-    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
+    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> KVView:
         """Store the new tokens of a layer, (1, kv heads, tokens, head size)."""
         return self._pool.append_slice(key_states, value_states, self._first, self._stored, layer_idx)
 

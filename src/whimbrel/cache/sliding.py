@@ -8,7 +8,7 @@ from torch import Tensor
 from whimbrel.base.errors import CacheError, ConfigError
 from whimbrel.cache.buffer import KVBuffer
 from whimbrel.cache.layer import BufferedLayer, checked_int, kept_length
-from whimbrel.ops import View
+from whimbrel.ops import KVView
 
 __all__ = ["SinkLayer", "SlidingLayer"]
 
@@ -120,7 +120,7 @@ class SinkLayer(SlidingLayer):
         """Bytes allocated, including unused capacity."""
         return super().nbytes + (0 if self._sink_slots is None else self._sink_slots.nbytes)
 
-    def view(self) -> View:
+    def view(self) -> KVView:
         """All stored tokens."""
         self._first_positions = self._find_first_positions(self._end - self._start, self._seen)
         return super().view()

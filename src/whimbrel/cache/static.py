@@ -10,7 +10,7 @@ from torch import Tensor
 from whimbrel.base.errors import CacheError, ConfigError
 from whimbrel.cache.buffer import KVBuffer
 from whimbrel.cache.layer import BufferedLayer, checked_int
-from whimbrel.ops import View
+from whimbrel.ops import KVView
 
 __all__ = ["StaticLayer"]
 
@@ -54,7 +54,7 @@ class StaticLayer(BufferedLayer):
         self.append(key_states, value_states)
         return self._view(self._buffer).dense(key_states.dtype)
 
-    def append(self, key_states: Tensor, value_states: Tensor) -> View:
+    def append(self, key_states: Tensor, value_states: Tensor) -> KVView:
         """Append tokens; returns what attention may read, valid until the next change."""
         if torch.compiler.is_compiling():
             return self._append_compiled(key_states, value_states)
@@ -63,7 +63,7 @@ class StaticLayer(BufferedLayer):
         self._sync_device_length()
         return view
 
-    def _append_compiled(self, key_states: Tensor, value_states: Tensor) -> View:
+    def _append_compiled(self, key_states: Tensor, value_states: Tensor) -> KVView:
         self._check_states(key_states, value_states)
         new = self._encode(key_states, value_states)
         if self._device_length is None:

@@ -165,5 +165,5 @@ def _parameter_row(row: ParameterRow) -> tuple[str, ...]:
     from whimbrel.base.progress import format_bytes
 
     shape = " x ".join(map(str, row.shape))
-    state = "unknown" if row.state is None else format_bytes(row.state)
-    return row.name, str(row.count), shape, row.dtype, row.rule, format_bytes(row.weights), state
+    state = "unknown" if row.state_bytes is None else format_bytes(row.state_bytes)
+    return row.name, str(row.count), shape, row.dtype, row.rule, format_bytes(row.weight_bytes), state

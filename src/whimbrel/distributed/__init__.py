@@ -1,4 +1,4 @@
-"""Activation memory: checkpointing (recomputation in backward), the compiler's memory budget, and offload."""
+"""Train models that do not fit on a device: activation checkpointing, the compiler's memory budget, and offload."""
 
 from whimbrel.distributed.activation_checkpoint import (
     activation_memory_budget,

@@ -59,8 +59,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     ]
     if not stacks:
         raise ConfigError(
-            f"{type(model).__name__} has no blocks: expected an attribute `blocks` or a ModuleList, which activation "
-            "checkpointing and compiling by block need"
+            f"{type(model).__name__} has no blocks: activation checkpointing and per-block "
+            "compilation need an attribute `blocks` or a ModuleList"
         )
     sizes = [sum(p.numel() for p in stack.parameters()) for stack in stacks]
     return list(stacks[sizes.index(max(sizes))])
@@ -79,18 +79,18 @@ def apply_activation_checkpointing(model: nn.Module, mode: str | float, *, compi
         return
     if mode not in ("none", "full", "selective"):
         raise ConfigError(f"recompute = {mode!r} is not one of none, full, selective or a number between 0 and 1")
-    own = getattr(model, "gradient_checkpointing_enable", None)
-    if mode == "full" and own is not None:
-        own(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable_checkpointing = getattr(model, "gradient_checkpointing_enable", None)
+    if mode == "full" and enable_checkpointing is not None:
+        enable_checkpointing(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     if mode != "none":
         blocks = find_blocks(model)
         if not any(getattr(type(block), "recomputes", False) for block in blocks):
             _disable_kv_cache(model, blocks)
         for block in blocks:
-            kind: Any = type(block)
-            if not getattr(kind, "recomputes", False):
-                block.__class__ = _checkpointed_class(kind, mode == "selective")
+            block_class: Any = type(block)
+            if not getattr(block_class, "recomputes", False):
+                block.__class__ = _checkpointed_class(block_class, mode == "selective")
 
 
 def activation_memory_budget(mode: str | float) -> AbstractContextManager[Any]:
@@ -130,10 +130,10 @@ def _set_use_cache_false(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not torch.is_grad_enabled():
         return None
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if given.get("past_key_values") is not None:
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    if arguments.get("past_key_values") is not None:
         raise ConfigError(
-            f"recompute does not work with past_key_values in a forward of {type(module).__name__} with gradients: "
+            f"recompute does not support past_key_values in the forward of {type(module).__name__} with gradients: "
             "omit the cache, use torch.no_grad(), or set recompute to none"
         )
     index = names.index("use_cache")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.models.config import GPTConfig, RopeScaling
-from whimbrel.ops import View
+from whimbrel.ops import KVView
 
 __all__ = [
     "MLP",
@@ -44,7 +44,7 @@ class KVCache(Protocol):
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """Positions of the next tokens: (tokens,), or (batch, tokens) if sequences differ; negative for padding."""
 
-    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
+    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> KVView:
         """Store the new keys and values of a layer and return all keys and values that its queries can attend to."""
 
     def get_seq_length(self) -> int:
@@ -76,7 +76,7 @@ class HFCacheAdapter:
         start = self.get_seq_length()
         return torch.arange(start, start + tokens, device=device)
 
-    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> View:
+    def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> KVView:
         """Store the new keys and values of a layer and return all of them."""
         keys, values = self.cache.update(key_states, value_states, layer_idx)
         if keys.size(2) > int(self.get_seq_length()):
@@ -84,7 +84,7 @@ class HFCacheAdapter:
                 f"expected a cache that returns only stored tokens, got {keys.size(2)} slots for "
                 f"{int(self.get_seq_length())} tokens: use whimbrel.cache.StaticCache"
             )
-        return View(keys, values, None if self.key_positions is None else self.key_positions[:, -keys.size(2) :])
+        return KVView(keys, values, None if self.key_positions is None else self.key_positions[:, -keys.size(2) :])
 
     def get_seq_length(self) -> int:
         """Number of tokens stored."""

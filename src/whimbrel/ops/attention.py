@@ -1,4 +1,4 @@
-"""Attention over a KV cache: the keys and values (`View`), attention (`attend`), writes to a paged cache."""
+"""Attention over a KV cache: the keys and values (`KVView`), attention (`attend`), writes to a paged cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from whimbrel.ops.lowbit import GroupCodec
 
-__all__ = ["View", "attend", "attend_reference", "write_blocks"]
+__all__ = ["KVView", "attend", "attend_reference", "write_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class KVView:
     """Keys and values of one cache layer that attention reads, including the newest tokens.
 
     Contiguous cache: slot i has the token at position `key_positions[i]`; if that is None, the slots are the newest
@@ -28,7 +28,7 @@ class View:
     key_positions: Tensor | None = None
     """(slots,) or (batch, slots): the position of the token in each slot, negative if the slot is not visible."""
     lengths: Tensor | None = None
-    """(batch,), paged only: tokens of each sequence."""
+    """(batch,), paged only: number of tokens in each sequence."""
     block_tables: Tensor | None = None
     """(batch, blocks per sequence): the blocks of each sequence, in order."""
     key_scales: Tensor | None = None
@@ -65,7 +65,7 @@ def write_blocks(keys: Tensor, values: Tensor, new_keys_THX: Tensor, new_values_
         blocks.flatten(0, 1)[slots_T] = new
 
 
-def attend(q_BHTD: Tensor, view: View, positions: Tensor, *, window: int | None = None) -> Tensor:
+def attend(q_BHTD: Tensor, view: KVView, positions: Tensor, *, window: int | None = None) -> Tensor:
     """Attention of queries at `positions`, (T,) or (batch, T), over the keys and values of `view`.
 
     A query at position q attends to keys at positions 0 to q, or only to the last `window` of them.
@@ -79,7 +79,7 @@ def attend(q_BHTD: Tensor, view: View, positions: Tensor, *, window: int | None 
     return attend_reference(q_BHTD, view, positions, window=window)
 
 
-def attend_reference(q_BHTD: Tensor, view: View, positions: Tensor, *, window: int | None = None) -> Tensor:
+def attend_reference(q_BHTD: Tensor, view: KVView, positions: Tensor, *, window: int | None = None) -> Tensor:
     """`attend` in torch: gathers blocks, decodes codes, and calls scaled_dot_product_attention."""
     k, v = view.dense(q_BHTD.dtype)
     tokens, slots = q_BHTD.size(2), k.size(2)
@@ -93,7 +93,7 @@ def attend_reference(q_BHTD: Tensor, view: View, positions: Tensor, *, window: i
     return F.scaled_dot_product_attention(q_BHTD, k, v, mask, is_causal=causal, enable_gqa=q_BHTD.size(1) != k.size(1))
 
 
-def _mask(view: View, positions: Tensor, slots: int, window: int | None) -> Tensor:
+def _mask(view: KVView, positions: Tensor, slots: int, window: int | None) -> Tensor:
     """True where a query may attend: (T, slots) or (batch, 1, T, slots)."""
     keys = view.key_positions
     if keys is None:

@@ -16,11 +16,11 @@ def check_compiler(device: torch.device, setting: str) -> None:
         raise ConfigError(f"{setting} needs {missing}, which was not found: install it, or remove {setting}")
 
 
-def missing_compiler(kind: str) -> str | None:
+def missing_compiler(device_type: str) -> str | None:
     """The missing compiler for a device type and how to install it; None if nothing is missing."""
-    if kind == "cpu" and find_compiler() is None:
+    if device_type == "cpu" and find_compiler() is None:
         return "a working C++ compiler (Debian: apt install g++; macOS: xcode-select --install; or set CXX)"
-    if kind == "cuda":
+    if device_type == "cuda":
         from torch.utils._triton import has_triton_package
 
         return None if has_triton_package() else "triton (pip install triton)"

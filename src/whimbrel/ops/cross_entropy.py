@@ -70,15 +70,15 @@ def _check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise for ids outside the vocabulary: the loss of padding rows is infinite, beyond them it is undefined."""
     if targets.is_meta or getattr(targets, "fake_mode", None) is not None:
         return
-    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))
+    invalid = (targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))
     if targets.device.type == "cpu" and not torch.compiler.is_compiling():
-        if bool(wrong.any()):
+        if bool(invalid.any()):
             raise DataError(
                 f"expected target ids from 0 to vocab_size - 1 = {vocab_size - 1}, or {ignore_index} to ignore a "
-                f"position, got {int(targets[wrong][0])}: use the model's tokenizer"
+                f"position, got {int(targets[invalid][0])}: use the model's tokenizer"
             )
     else:
-        torch._assert_async(~wrong.any(), f"a target id is outside the vocabulary of {vocab_size} tokens")
+        torch._assert_async(~invalid.any(), f"a target id is outside the vocabulary of {vocab_size} tokens")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -96,8 +96,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         device = hidden.device.type
         with torch.autocast(device, enabled=False):
-            hidden_c, weight_c = hidden.to(dtype), weight.to(dtype)
-            grad_hidden = torch.empty_like(hidden_c) if needs_grad[0] else None
+            hidden_cast, weight_cast = hidden.to(dtype), weight.to(dtype)
+            grad_hidden = torch.empty_like(hidden_cast) if needs_grad[0] else None
             losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
             rows = max(MIN_CHUNK_TOKENS, _chunk_bytes(hidden) // (weight.shape[0] * dtype.itemsize))
             rows = rows // MIN_CHUNK_TOKENS * MIN_CHUNK_TOKENS
@@ -106,14 +106,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=grad_dtype) if needs_grad[1] else None
             for start in range(0, hidden.shape[0], rows):
                 chunk = slice(start, start + rows)
-                logits = hidden_c[chunk] @ weight_c.T
+                logits = hidden_cast[chunk] @ weight_cast.T
                 losses[chunk] = _loss_and_gradient_(
                     logits, targets[chunk], vocab_size, softcap, ignore_index, any(needs_grad)
                 )
                 if grad_hidden is not None:
-                    torch.mm(logits, weight_c, out=grad_hidden[chunk])
+                    torch.mm(logits, weight_cast, out=grad_hidden[chunk])
                 if grad_weight is not None:
-                    _add_product_(grad_weight, logits.T, hidden_c[chunk])
+                    _add_product_(grad_weight, logits.T, hidden_cast[chunk])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return losses.sum()

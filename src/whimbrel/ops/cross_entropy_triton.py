@@ -28,23 +28,23 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         tl.store(losses_ptr + row, 0.0)
         if GRADIENT:
             for start in range(0, width, BLOCK):
-                at = start + columns
-                tl.store(base + at, tl.zeros([BLOCK], dtype=logits_ptr.dtype.element_ty), mask=at < width)
+                offsets = start + columns
+                tl.store(base + offsets, tl.zeros([BLOCK], dtype=logits_ptr.dtype.element_ty), mask=offsets < width)
         return
     # Online softmax: one running maximum per row, and a sum of exponentials per lane; lanes are summed once at the end.
     # Loads include the padding of the vocabulary, whose aligned width keeps them vectorized; it is masked afterwards.
-    peak = -1e30
+    row_max = -1e30
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, vocab_size, BLOCK):
-        at = start + columns
-        z = tl.load(base + at, mask=at < width, other=0.0).to(tl.float32)
+        offsets = start + columns
+        z = tl.load(base + offsets, mask=offsets < width, other=0.0).to(tl.float32)
         if HAS_CAP:
             z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)
-        z = tl.where(at < vocab_size, z, -float("inf"))
-        higher = tl.maximum(peak, tl.max(z, axis=0))
-        total = total * tl.exp(peak - higher) + tl.exp(z - higher)
-        peak = higher
-    lse = peak + tl.log(tl.sum(total, axis=0))
+        z = tl.where(offsets < vocab_size, z, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(z, axis=0))
+        total = total * tl.exp(row_max - new_max) + tl.exp(z - new_max)
+        row_max = new_max
+    lse = row_max + tl.log(tl.sum(total, axis=0))
     z_target = tl.load(base + target).to(tl.float32)
     if HAS_CAP:
         z_target = softcap * (2.0 * tl.sigmoid(2.0 * z_target / softcap) - 1.0)
@@ -52,16 +52,16 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     if GRADIENT:
         tl.debug_barrier()
         for start in range(0, width, BLOCK):
-            at = start + columns
-            z = tl.load(base + at, mask=at < width, other=0.0).to(tl.float32)
+            offsets = start + columns
+            z = tl.load(base + offsets, mask=offsets < width, other=0.0).to(tl.float32)
             slope = tl.full([BLOCK], 1.0, dtype=tl.float32)
             if HAS_CAP:
                 t = 2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0
                 z = softcap * t
                 slope = 1.0 - t * t
-            g = (tl.exp(z - lse) - tl.where(at == target, 1.0, 0.0)) * slope
-            g = tl.where(at < vocab_size, g, 0.0)
-            tl.store(base + at, g.to(logits_ptr.dtype.element_ty), mask=at < width)
+            g = (tl.exp(z - lse) - tl.where(offsets == target, 1.0, 0.0)) * slope
+            g = tl.where(offsets < vocab_size, g, 0.0)
+            tl.store(base + offsets, g.to(logits_ptr.dtype.element_ty), mask=offsets < width)
 
 
 def loss_and_gradient_(

@@ -66,7 +66,7 @@ class CodeType:
     max: float
     dtype: torch.dtype
     """Storage dtype. fp8 codes may be stored as uint8, for operations that float8 tensors lack."""
-    zero: int = 0
+    zero_point: int = 0
     """Added to codes before they are packed, to make them unsigned."""
     packed: bool = False
     """Whether two codes share a byte."""
@@ -89,7 +89,8 @@ class CodeType:
         """Convert codes (integers in a float tensor) to the storage layout."""
         if not self.packed:
             return codes.to(self.dtype)
-        return pack_nibbles((codes + self.zero if self.zero else codes).to(torch.uint8), fill=self.zero)
+        unsigned = (codes + self.zero_point if self.zero_point else codes).to(torch.uint8)
+        return pack_nibbles(unsigned, fill=self.zero_point)
 
     def decode(self, codes: Tensor, dtype: torch.dtype, *, width: int | None = None) -> Tensor:
         """Unpacked codes, one element each, unscaled; `width` drops the padding of an odd width."""
@@ -97,14 +98,14 @@ class CodeType:
             return codes.view(torch.float8_e4m3fn).to(dtype)
         if self.packed:
             codes = unpack_nibbles(codes)[..., :width]
-            if self.zero:
-                codes = codes.to(torch.int8) - self.zero
+            if self.zero_point:
+                codes = codes.to(torch.int8) - self.zero_point
         return codes.to(dtype)
 
 
 INT8 = CodeType("int8", -128, 127, torch.int8)
 UINT8 = CodeType("uint8", 0, 255, torch.uint8)
-INT4 = CodeType("int4", -8, 7, torch.uint8, zero=8, packed=True)
+INT4 = CodeType("int4", -8, 7, torch.uint8, zero_point=8, packed=True)
 FP8 = CodeType("fp8", -448, 448, torch.float8_e4m3fn)
 
 
@@ -175,7 +176,7 @@ class GroupCodec(ABC):
     def code_width(self, size: int) -> int:
         """Elements that store the codes of `size` values."""
         if self.code_type.packed and size % 2:
-            raise ConfigError(f"{self.name}: expected an even head size, got {size}: use int8 or fp8")
+            raise ConfigError(f"{self.name}: expected an even number of values, got {size}: use int8 or fp8")
         return self.code_type.width(size)
 
     def num_groups(self, size: int) -> int:
@@ -210,8 +211,11 @@ class SymmetricCodec(GroupCodec):
         self.code_width(width)
         groups = split_groups(x.float(), self.group_size)
         if scales is None:
-            best = groups.abs().amax(dim=-1) / ((self.code_type.max - self.code_type.min) / 2)
-            scales = _at_least_normal(best, x.dtype) if self.scale_dtype is None else best.to(self.scale_dtype)
+            max_scales = groups.abs().amax(dim=-1) / ((self.code_type.max - self.code_type.min) / 2)
+            if self.scale_dtype is None:
+                scales = _at_least_normal(max_scales, x.dtype)
+            else:
+                scales = max_scales.to(self.scale_dtype)
         if self.scale_dtype is None:
             ratios = groups * (1.0 / scales.float()).unsqueeze(-1)
         else:
@@ -354,7 +358,7 @@ class PowerCodec:
         *rows, width = shape
         codes = torch.zeros(*rows, self.code_type.width(width), dtype=self.dtype, device=device)
         if self.code_type.packed:
-            codes.fill_(self.code_type.zero | self.code_type.zero << 4)
+            codes.fill_(self.code_type.zero_point | self.code_type.zero_point << 4)
         return codes, torch.zeros(*rows, -(-width // BLOCK_SIZE), dtype=torch.float32, device=device)
 
     def nbytes(self, shape: Sequence[int]) -> int:

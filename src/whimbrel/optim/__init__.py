@@ -1,9 +1,15 @@
 """Memory-efficient optimizers (GaLore family, Muon, low-bit AdamW), updates in backward, learning-rate schedules."""
 
 from whimbrel.base.errors import NoSparseGradientError
-from whimbrel.optim.backward import InBackward, ProjectInBackward, StepInBackward, project_in_backward, step_in_backward
+from whimbrel.optim.backward import (
+    OptimizerInBackward,
+    ProjectInBackward,
+    StepInBackward,
+    project_in_backward,
+    step_in_backward,
+)
 from whimbrel.optim.base import BaseOptimizer
-from whimbrel.optim.build import Role, RoutedParameter, build_optimizer, restore_optimizer, route_parameters
+from whimbrel.optim.build import ParameterInfo, Role, build_optimizer, classify_parameters, restore_optimizer
 from whimbrel.optim.config import GroupConfig, OptimConfig
 from whimbrel.optim.galore import GaLore, GaLoreProjector
 from whimbrel.optim.lowrank import LowRankOptimizer
@@ -23,28 +29,28 @@ __all__ = [
     "GaLoreProjector",
     "GaLoreWarm",
     "GroupConfig",
-    "InBackward",
     "LDAdam",
     "LowRankOptimizer",
     "Muon",
     "NoSparseGradientError",
     "OptimConfig",
+    "OptimizerInBackward",
+    "ParameterInfo",
     "ParameterRow",
     "ProjectInBackward",
     "QGaLore",
     "Role",
-    "RoutedParameter",
     "Schedule",
     "ScheduleConfig",
     "StepInBackward",
     "build_optimizer",
     "check_replicas",
+    "classify_parameters",
     "lr_factor",
     "parameter_table",
     "project_in_backward",
     "resolve_steps",
     "restore_optimizer",
-    "route_parameters",
     "state_bytes",
     "step_in_backward",
 ]

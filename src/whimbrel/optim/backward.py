@@ -32,11 +32,11 @@ from torch.autograd.function import once_differentiable
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim.base import check_integer, run_eagerly
 from whimbrel.optim.lowrank import LowRankOptimizer
-from whimbrel.optim.param_state import FIRST_REFRESH_STEPS, ParamState, planned_refreshes
+from whimbrel.optim.param_state import FIRST_REFRESH_STEPS, ParamLayout, planned_refreshes
 from whimbrel.optim.sharding import are_replicated, average_, is_dtensor, sum_over_ranks
 
 __all__ = [
-    "InBackward",
+    "OptimizerInBackward",
     "ProjectInBackward",
     "ProjectedLinear",
     "StepInBackward",
@@ -50,11 +50,11 @@ SKETCH_SIZE = 16
 """Random directions from which the norm of a gradient is estimated."""
 
 
-class InBackward(torch.optim.Optimizer):
+class OptimizerInBackward(torch.optim.Optimizer):
     """Wraps an optimizer: same groups, same state, interchangeable state dicts."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(optimizer, InBackward) or getattr(optimizer, "works_in_backward", False):
+        if isinstance(optimizer, OptimizerInBackward) or getattr(optimizer, "runs_in_backward", False):
             raise OptimizerError("the optimizer already works in backward: call remove() on the first wrapper")
         self.optimizer = optimizer
         self.defaults = optimizer.defaults
@@ -98,13 +98,13 @@ class InBackward(torch.optim.Optimizer):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.optimizer.works_in_backward = False  # type: ignore[attr-defined]
+        self.optimizer.runs_in_backward = False  # type: ignore[attr-defined]
         return self.optimizer
 
     def _attach(self, handles: Iterable[Any]) -> None:
         """Register hooks; called last in `__init__`, so that a failed constructor leaves none."""
         self._handles += handles
-        self.optimizer.works_in_backward = True  # type: ignore[attr-defined]
+        self.optimizer.runs_in_backward = True  # type: ignore[attr-defined]
 
     def _share_state(self) -> None:
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
@@ -115,7 +115,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> StepInBackward:
     return StepInBackward(optimizer)
 
 
-class StepInBackward(InBackward):
+class StepInBackward(OptimizerInBackward):
     """Backward updates each parameter and frees its gradient, before all gradients are known."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -208,14 +208,14 @@ class Probe:
     `sketch` holds a few random directions, from which the norm of the part of G outside the basis is estimated.
     """
 
-    def __init__(self, param: ParamState, stored: tuple[Tensor, ...], sketch: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, param: ParamLayout, stored: tuple[Tensor, ...], sketch: Tensor, dtype: torch.dtype) -> None:
         assert param.rank is not None
         assert param.basis_codec is not None
         self.stored, self.codec, self.rank, self.sketch = stored, param.basis_codec, param.rank, sketch
         self.transposed = param.transposed
         self.enabled = True
         """False in a step that needs the full gradient."""
-        self.low = _empty_leaf(param.low_shape, sketch.device, dtype)
+        self.low = _empty_leaf(param.low_rank_shape, sketch.device, dtype)
         self.sketched = _empty_leaf((param.shape[-2], sketch.shape[-1]), sketch.device, dtype)
 
     def basis(self) -> Tensor:
@@ -306,7 +306,7 @@ def project_in_backward(
     )
 
 
-class ProjectInBackward(InBackward):
+class ProjectInBackward(OptimizerInBackward):
     """Wraps a low-rank optimizer and feeds its steps with projected gradients."""
 
     optimizer: LowRankOptimizer
@@ -380,7 +380,7 @@ class ProjectInBackward(InBackward):
         self._average_sketches()
         squares = []
         for p in self._all_params():
-            param = self.optimizer.param_state(p)
+            param = self.optimizer.layout_of(p)
             if (low := self.optimizer.projected.get(p)) is not None:
                 squares.append((self._squares[p] if p in self._squares else self._estimate(p, low), param.shard))
             if p.grad is not None:
@@ -394,7 +394,7 @@ class ProjectInBackward(InBackward):
         """Scale gradients and projections alike."""
         self._collect_grads()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        grads = [self.optimizer.param_state(p).local(p.grad) for p in self._all_params() if p.grad is not None]
+        grads = [self.optimizer.layout_of(p).local(p.grad) for p in self._all_params() if p.grad is not None]
         for tensor in (*grads, *self.optimizer.projected.values()):
             tensor.mul_(scale.to(tensor.device, tensor.dtype))
 
@@ -422,7 +422,7 @@ class ProjectInBackward(InBackward):
 
         For memory estimates only: the optimizer cannot be used for training afterwards.
         """
-        params = [self.optimizer.param_state(p) for p in self._projected_params if "due" in self.state[p]]
+        params = [self.optimizer.layout_of(p) for p in self._projected_params if "due" in self.state[p]]
         if not params:
             return
         until = FIRST_REFRESH_STEPS + 3 * max(param.group["gap"] for param in params)
@@ -462,7 +462,7 @@ class ProjectInBackward(InBackward):
 
     def _estimate(self, parameter: Tensor, low: Tensor) -> Tensor:
         """|G|^2 from R and the sketch of G; for a random basis, which is not orthonormal, from the sketch alone."""
-        if self.optimizer.param_state(parameter).basis_codec is None:
+        if self.optimizer.layout_of(parameter).basis_codec is None:
             return self._sketches[parameter].float().square().sum() / SKETCH_SIZE
         basis = self.optimizer.basis(parameter)
         directions = self._sketch(basis.shape[-2], basis.device)
@@ -483,7 +483,7 @@ class ProjectInBackward(InBackward):
         for module in model.modules():
             if type(module) is not nn.Linear or id(module.weight) not in projected:
                 continue
-            param = self.optimizer.param_state(module.weight)
+            param = self.optimizer.layout_of(module.weight)
             if param.basis_codec is not None:  # a random basis is not stored
                 sketch = self._sketch(param.shape[-1], module.weight.device)
                 stored = param.stored(self.state[module.weight], "basis")
@@ -529,7 +529,7 @@ class ProjectInBackward(InBackward):
         present = [(projected.get(p) if p in low else p.grad) is not None for p in params]
         for p in [p for p, found in zip(params, present, strict=True) if not found]:
             if p in low:
-                shape = self.optimizer.param_state(p).low_shape
+                shape = self.optimizer.layout_of(p).low_rank_shape
                 projected[p] = torch.zeros(shape, dtype=self._projection_dtype(p), device=p.device)
             else:
                 p.grad = torch.zeros_like(p)
@@ -546,7 +546,7 @@ class ProjectInBackward(InBackward):
         self._averaged_sketches = True
         params = [p for p in self._all_params() if p in self.optimizer.projected]
         for p in params:
-            empty = torch.zeros(self.optimizer.param_state(p).shape[-2], SKETCH_SIZE, device=p.device)
+            empty = torch.zeros(self.optimizer.layout_of(p).shape[-2], SKETCH_SIZE, device=p.device)
             self._sketches[p] = self._sketches.get(p, empty).float()
         if params:
             average_([self._sketches[p] for p in params], [True] * len(params), self.process_group)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 run_eagerly = _disable_dynamo  # torch.compiler.disable, without importing the compiler
 """Run a function, and everything it calls, eagerly under `torch.compile`.
 
-A parameter that is reached by two paths (as a key of `state` and as `ParamState.parameter`) is guarded by one of them
+A parameter that is reached by two paths (as a key of `state` and as `ParamLayout.parameter`) is guarded by one of them
 only, so code compiled for one parameter would be applied to all others of its shape. Code that looks up tensors by
 parameter must not be traced. Little is lost: step counts are read on the host, which breaks the graph at every
 parameter.

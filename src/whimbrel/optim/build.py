@@ -20,7 +20,7 @@ from whimbrel.optim.muon import Muon
 from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, QGaLore
 from whimbrel.optim.store import QuantizedParameter
 
-__all__ = ["Role", "RoutedParameter", "build_optimizer", "restore_optimizer", "route_parameters"]
+__all__ = ["ParameterInfo", "Role", "build_optimizer", "classify_parameters", "restore_optimizer"]
 
 logger = logging.getLogger(__name__)
 DEFAULT_RANK = 128
@@ -36,7 +36,7 @@ Role = Literal["hidden", "embedding", "head", "scalar"]
 
 
 @dataclass(frozen=True, slots=True)
-class RoutedParameter:
+class ParameterInfo:
     """A parameter, its role in the model and, if it is fused (q, k, v), the number of rows of each part."""
 
     name: str
@@ -45,7 +45,7 @@ class RoutedParameter:
     splits: tuple[int, ...] = ()
 
 
-def route_parameters(model: nn.Module, splits: Mapping[str, tuple[int, ...]] | None = None) -> list[RoutedParameter]:
+def classify_parameters(model: nn.Module, splits: Mapping[str, tuple[int, ...]] | None = None) -> list[ParameterInfo]:
     """Each trainable parameter of any model, once, with its role; `splits` by name, for fused matrices.
 
     The head is the module called lm_head, or `get_output_embeddings()` of a Hugging Face model; a head tied to the
@@ -64,17 +64,17 @@ def route_parameters(model: nn.Module, splits: Mapping[str, tuple[int, ...]] | N
             return "embedding"
         return "head" if id(parameter) in heads else "hidden"
 
-    routed = [
-        RoutedParameter(name, parameter, role(parameter), splits.get(name, ()))
+    classified = [
+        ParameterInfo(name, parameter, role(parameter), splits.get(name, ()))
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
-    if not routed:
+    if not classified:
         raise OptimizerError(f"{type(model).__name__} has no trainable parameters: set requires_grad on some")
-    return routed
+    return classified
 
 
-def build_optimizer(config: OptimConfig, parameters: Sequence[RoutedParameter], *, seed: int = 0) -> Optimizer:
+def build_optimizer(config: OptimConfig, parameters: Sequence[ParameterInfo], *, seed: int = 0) -> Optimizer:
     """The optimizer over `parameters`, with one group per combination of learning rate, decay and rule.
 
     Hidden matrices are updated by the named optimizer; embeddings, head, norms and biases by AdamW. Fused matrices (q,
@@ -126,7 +126,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 """The constructor of each `optim.name`."""
 
 
-def _group_options(config: OptimConfig, item: RoutedParameter) -> dict[str, Any]:
+def _group_options(config: OptimConfig, item: ParameterInfo) -> dict[str, Any]:
     """The options of the parameter group that `item` belongs to."""
     group = next((group for group in config.groups if re.search(group.pattern, item.name)), None)
     role_lr = {"hidden": None, "embedding": config.embedding_lr, "head": config.head_lr, "scalar": config.scalar_lr}[
@@ -134,7 +134,7 @@ def _group_options(config: OptimConfig, item: RoutedParameter) -> dict[str, Any]
     ]
     lr = config.lr if role_lr is None else role_lr
     lr = lr if group is None or group.lr is None else group.lr
-    decays = {"all": True, "matrices": item.parameter.ndim >= 2, "hidden": item.role == "hidden"}[config.decay]
+    decays = {"all": True, "matrices": item.parameter.ndim >= 2, "hidden": item.role == "hidden"}[config.decay_params]
     decay = config.weight_decay if decays else 0.0
     decay = decay if group is None or group.weight_decay is None else group.weight_decay
     options: dict[str, Any] = {"lr": lr, "peak_lr": lr, "weight_decay": decay}
@@ -145,7 +145,7 @@ def _group_options(config: OptimConfig, item: RoutedParameter) -> dict[str, Any]
     return options
 
 
-def _rank(item: RoutedParameter, group: GroupConfig | None) -> dict[str, int | None]:
+def _rank(item: ParameterInfo, group: GroupConfig | None) -> dict[str, int | None]:
     """The `rank` option of a parameter: a number, None for no subspace, or absent for the optimizer's default."""
     if item.parameter.ndim < 2:
         return {"rank": None}
@@ -155,7 +155,7 @@ def _rank(item: RoutedParameter, group: GroupConfig | None) -> dict[str, int | N
     return {} if (item.role == "hidden" if subspace is None else subspace) else {"rank": None}
 
 
-def _check_patterns(config: OptimConfig, parameters: Sequence[RoutedParameter]) -> None:
+def _check_patterns(config: OptimConfig, parameters: Sequence[ParameterInfo]) -> None:
     """Raise if a group matches no parameter, or sets a subspace but matches only vectors."""
     for group in config.groups:
         found = [item.parameter for item in parameters if re.search(group.pattern, item.name)]
@@ -168,7 +168,7 @@ def _check_patterns(config: OptimConfig, parameters: Sequence[RoutedParameter]) 
             )
 
 
-def _check_quantized(config: OptimConfig, parameters: Iterable[RoutedParameter]) -> None:
+def _check_quantized(config: OptimConfig, parameters: Iterable[ParameterInfo]) -> None:
     """Raise if the optimizer cannot update quantized weights and there are some."""
     quantized = next((item.name for item in parameters if isinstance(item.parameter, QuantizedParameter)), None)
     if quantized is not None and config.name in DENSE_ONLY:

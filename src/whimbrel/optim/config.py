@@ -75,7 +75,7 @@ class OptimConfig:
     """Adam's eps."""
     weight_decay: float = 0.01
     """Decoupled weight decay, multiplied by the learning rate."""
-    decay: Literal["all", "matrices", "hidden"] = "matrices"
+    decay_params: Literal["all", "matrices", "hidden"] = "matrices"
     """Parameters with weight decay: all, those of two or more dimensions, or only hidden matrices."""
     momentum: float = 0.95
     """Muon's momentum."""

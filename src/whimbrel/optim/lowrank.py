@@ -18,10 +18,10 @@ from torch import Tensor
 from whimbrel.base.errors import OptimizerError
 from whimbrel.config import did_you_mean, not_one_of
 from whimbrel.optim.base import MAX_GRAD, BaseOptimizer, check_numbers, lr_of, run_eagerly
-from whimbrel.optim.param_state import ON_HOST, ParamState, State, adapt_gaps, is_refresh_due, refresh
+from whimbrel.optim.param_state import ON_HOST, ParamLayout, State, adapt_gaps, is_refresh_due, refresh
 from whimbrel.optim.rules import RULES
 from whimbrel.optim.sharding import Shard
-from whimbrel.optim.store import QuantizedParameter, add_rounded_, state_codec
+from whimbrel.optim.store import QuantizedParameter, add_with_stochastic_rounding_, state_codec
 from whimbrel.optim.subspace import BACK_PROJECTIONS, FullUpdate, add_product_, back_project, zero_rounding_errors_
 
 __all__ = ["LowRankOptimizer", "Options"]
@@ -94,7 +94,7 @@ CHOICES = {
 class Piece(NamedTuple):
     """Some rows of a parameter's matrix (None: all), and their gradient in the subspace."""
 
-    param: ParamState
+    param: ParamLayout
     low: Tensor
     rows: slice | None
 
@@ -113,8 +113,8 @@ class LowRankOptimizer(BaseOptimizer):
         for name in options:
             if name not in DEFAULTS:
                 raise TypeError(f"{type(self).__name__}: unexpected keyword {name!r}{did_you_mean(name, DEFAULTS)}")
-        self._params: dict[Tensor, ParamState] = {}
-        self._overlaps: list[tuple[ParamState, State, Tensor]] = []
+        self._params: dict[Tensor, ParamLayout] = {}
+        self._overlaps: list[tuple[ParamLayout, State, Tensor]] = []
         self.projected: dict[Tensor, Tensor] = {}
         """Projected gradients by parameter, filled by `project_in_backward`; a step consumes them."""
         super().__init__(params, {"lr": lr, **DEFAULTS, **self.preset, **options})
@@ -136,11 +136,11 @@ class LowRankOptimizer(BaseOptimizer):
         self._params = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                self._params[parameter] = ParamState(parameter, group, len(self._params))
+                self._params[parameter] = ParamLayout(parameter, group, len(self._params))
 
     # Used by `project_in_backward`, summaries and callbacks
 
-    def param_state(self, parameter: Tensor) -> ParamState:
+    def layout_of(self, parameter: Tensor) -> ParamLayout:
         return self._params[parameter]
 
     def is_refresh_due(self, parameter: Tensor) -> bool:
@@ -177,7 +177,7 @@ class LowRankOptimizer(BaseOptimizer):
     # State
 
     def _init_group(self, group: dict[str, Any]) -> None:
-        found = [ParamState(p, group, len(self._params) + i) for i, p in enumerate(group["params"])]
+        found = [ParamLayout(p, group, len(self._params) + i) for i, p in enumerate(group["params"])]
         for param in found:
             self._params[param.parameter] = param
             if param.parameter.requires_grad:  # a frozen one gets its state at its first update
@@ -192,12 +192,12 @@ class LowRankOptimizer(BaseOptimizer):
     def _shards(self) -> list[Shard | None]:
         return [param.shard for param in self._params.values()]
 
-    def _local_state(self, param: ParamState) -> State:
+    def _local_state(self, param: ParamLayout) -> State:
         state: State = self.state[param.parameter]
         return state if param.shard is None else {name: param.local(tensor) for name, tensor in state.items()}
 
     @torch.no_grad()
-    def _prepare_state(self, param: ParamState) -> None:
+    def _prepare_state(self, param: ParamLayout) -> None:
         """Allocate the state of a parameter that was frozen; move it if the model was moved to another device."""
         parameter = param.parameter
         if not self.state[parameter]:
@@ -243,7 +243,7 @@ class LowRankOptimizer(BaseOptimizer):
                 self._update_batch(batch, lr)
         adapt_gaps(self._overlaps)
 
-    def _batches(self, group: Mapping[str, Any], params: Sequence[ParamState]) -> Iterator[list[Piece]]:
+    def _batches(self, group: Mapping[str, Any], params: Sequence[ParamLayout]) -> Iterator[list[Piece]]:
         """Split a group into batches of bounded size: several parameters, or some rows of a large one."""
         batch: list[Piece] = []
         size = 0
@@ -260,7 +260,7 @@ class LowRankOptimizer(BaseOptimizer):
         if batch:
             yield batch
 
-    def _project(self, param: ParamState) -> Tensor:
+    def _project(self, param: ParamLayout) -> Tensor:
         """The gradient in the subspace, after a basis refresh if one is due; increments `step`."""
         parameter, state = param.parameter, self._local_state(param)
         if (low := self.projected.get(parameter)) is not None:
@@ -346,7 +346,7 @@ class LowRankOptimizer(BaseOptimizer):
             if update.factor is not None and grad is not None:
                 grads = grad[:, part] if transposed else grad[part]
                 view.addcmul_(update.factor[own], grads.float(), value=-rate)
-            add_rounded_(target, change, generator)
+            add_with_stochastic_rounding_(target, change, generator)
 
     # Options
 
@@ -395,20 +395,20 @@ def _check_combination(options: Mapping[str, Any], *, linear: bool) -> None:
         )
 
 
-def _batch_elements(param: ParamState) -> int:
+def _batch_elements(param: ParamLayout) -> int:
     """Maximum number of elements per batch for parameters like this one."""
     if param.parameter.device.type == "cpu" and not param.parameter.is_cuda and param.rule.rowwise:
         return min(BATCH_ELEMENTS, CACHE_ELEMENTS)
     return BATCH_ELEMENTS
 
 
-def _row_slices(param: ParamState) -> list[slice | None]:
+def _row_slices(param: ParamLayout) -> list[slice | None]:
     """Row slices to update one at a time; [None] means all rows (few rows, or a rule that needs all of them)."""
     limit = _batch_elements(param) if param.rank is None and param.moment_store == "int8" else BATCH_ELEMENTS
-    if param.low_shape.numel() <= limit or param.low_shape[0] < 2 or not param.rowwise:
+    if param.low_rank_shape.numel() <= limit or param.low_rank_shape[0] < 2 or not param.rowwise:
         return [None]
-    rows = max(1, limit * param.low_shape[0] // param.low_shape.numel())
-    return [slice(start, start + rows) for start in range(0, param.low_shape[0], rows)]
+    rows = max(1, limit * param.low_rank_shape[0] // param.low_rank_shape.numel())
+    return [slice(start, start + rows) for start in range(0, param.low_rank_shape[0], rows)]
 
 
 def _weight_slices(weight: Tensor) -> list[slice]:

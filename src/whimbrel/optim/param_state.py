@@ -26,7 +26,7 @@ from whimbrel.optim.subspace import (
 __all__ = [
     "FIRST_REFRESH_STEPS",
     "ON_HOST",
-    "ParamState",
+    "ParamLayout",
     "adapt_gaps",
     "is_refresh_due",
     "planned_refreshes",
@@ -50,7 +50,7 @@ FIRST_REFRESH_STEPS = 64
 """Steps over which the first refreshes are spread if bases start at random."""
 
 
-class ParamState:
+class ParamLayout:
     """Shapes, codecs and storage of one parameter of a group.
 
     The state itself is a flat dict of tensors (`State`), allocated completely at construction and owned by the
@@ -81,9 +81,9 @@ class ParamState:
         if projected:
             self.transposed = self._projects_left(shape)
         self.shape = self.view(parameter).shape
-        self.low_shape = self.shape if self.rank is None else torch.Size((*self.shape[:-1], self.rank))
+        self.low_rank_shape = self.shape if self.rank is None else torch.Size((*self.shape[:-1], self.rank))
         self.codecs = {name: state_codec(self.moment_store, kind) for name, kind in self.rule.moments.items()}
-        self.shapes = self.rule.moment_shapes(self.low_shape)
+        self.shapes = self.rule.moment_shapes(self.low_rank_shape)
         if self.basis_codec is not None:
             self.codecs["basis"], self.shapes["basis"] = self.basis_codec, self.basis_shape
         if self.shard is not None and not self.shard.stacked:
@@ -293,7 +293,7 @@ class ParamState:
         return cost(columns, rows) < cost(rows, columns)
 
 
-def planned_refreshes(param: ParamState, until: int) -> list[int]:
+def planned_refreshes(param: ParamLayout, until: int) -> list[int]:
     """The steps below `until`, from 0, at which a basis is computed if none fails and gaps are not adapted.
 
     The first is step 0, or one of the first steps if bases start at random; the second comes half a gap to one and a
@@ -304,7 +304,7 @@ def planned_refreshes(param: ParamState, until: int) -> list[int]:
     return [first, *range(first + _second_refresh(param), until, gap)]
 
 
-def _second_refresh(param: ParamState) -> int:
+def _second_refresh(param: ParamLayout) -> int:
     """Steps from the first basis to the second."""
     return max(1, round(param.group["gap"] * (0.5 + param.phase)) if param.group["gap"] > 1 else 1)
 
@@ -314,7 +314,7 @@ def is_refresh_due(state: State) -> bool:
     return "due" in state and int(state["step"]) >= int(state["due"])
 
 
-def refresh(param: ParamState, state: State, grad: Tensor) -> Tensor | None:
+def refresh(param: ParamLayout, state: State, grad: Tensor) -> Tensor | None:
     """Compute a new basis and transfer the moments to it; if that fails, keep the old one and retry later.
 
     Returns the overlap of old and new basis if the gap is to be adapted (see `adapt_gaps`). In a stack, a matrix
@@ -344,7 +344,7 @@ def refresh(param: ParamState, state: State, grad: Tensor) -> Tensor | None:
     return mean_over_stack(new.overlap, param.shard) if group["lazy"] and not first else None
 
 
-def adapt_gaps(overlaps: Sequence[tuple[ParamState, State, Tensor]]) -> None:
+def adapt_gaps(overlaps: Sequence[tuple[ParamLayout, State, Tensor]]) -> None:
     """Lengthen gaps where bases hardly changed, else shorten them; one device sync for all overlaps of a step."""
     values = torch.stack([overlap.cpu() for _, _, overlap in overlaps]).tolist() if overlaps else []
     for (param, state, _), overlap in zip(overlaps, values, strict=True):
@@ -361,7 +361,7 @@ def _next_gap(option: int, gap: int, overlap: float) -> int:
     return max(gap // 2, option // MAX_GAP_FACTOR, 1) if overlap < LOW_OVERLAP else gap
 
 
-def _find_basis(param: ParamState, state: State, grad: Tensor, old: Tensor, *, first: bool) -> Basis:
+def _find_basis(param: ParamLayout, state: State, grad: Tensor, old: Tensor, *, first: bool) -> Basis:
     assert param.rank is not None
     if param.group["subspace"] == "svd":
         grad = gather_rows(grad, param.shard)
@@ -375,7 +375,7 @@ def _find_basis(param: ParamState, state: State, grad: Tensor, old: Tensor, *, f
     return warm_basis(grad, low, old, align=param.group["moment_transfer"] == "align", shard=param.shard)
 
 
-def _transfer_moments(param: ParamState, state: State, old: Tensor, new: Tensor) -> None:
+def _transfer_moments(param: ParamLayout, state: State, old: Tensor, new: Tensor) -> None:
     """Project the moments from the old basis to the new one: the first, or with moment_transfer="both" both.
 
     C = Q_old^T Q_new;  M' = M C;  V' = (1 - b2^t) [max(v^ - m^2, 0) (C o C) + (m^ C)^2] with bias-corrected m^ and v^.

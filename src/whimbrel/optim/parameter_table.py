@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whimbrel.optim.backward import InBackward
+from whimbrel.optim.backward import OptimizerInBackward
 from whimbrel.optim.base import BaseOptimizer
 from whimbrel.optim.galore import GaLore
 from whimbrel.optim.lowrank import LowRankOptimizer
@@ -35,9 +35,9 @@ class ParameterRow:
     lr: float
     """The peak, if there is a schedule."""
     weight_decay: float
-    weights: int
+    weight_bytes: int
     """Bytes of the parameters."""
-    state: int | None
+    state_bytes: int | None
     """Bytes of optimizer state; None if unknown before the first step."""
 
 
@@ -46,7 +46,7 @@ def parameter_table(model: nn.Module, optimizer: Optimizer) -> tuple[ParameterRo
 
     Parameters may be on any device, including meta. Those that the model does not have are named by their shape.
     """
-    optimizer = optimizer.optimizer if isinstance(optimizer, InBackward) else optimizer
+    optimizer = optimizer.optimizer if isinstance(optimizer, OptimizerInBackward) else optimizer
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     nbytes = state_bytes(optimizer)
@@ -60,11 +60,11 @@ def parameter_table(model: nn.Module, optimizer: Optimizer) -> tuple[ParameterRo
         kinds.setdefault(key, []).append(parameter)
     return tuple(
         ParameterRow(
-            name=name, count=len(same), shape=shape, dtype=dtype, rule=rule, lr=lr, weight_decay=decay,
-            weights=sum(parameter.nbytes for parameter in same),
-            state=None if nbytes is None else sum(nbytes.get(parameter, 0) for parameter in same),
+            name=name, count=len(params), shape=shape, dtype=dtype, rule=rule, lr=lr, weight_decay=decay,
+            weight_bytes=sum(parameter.nbytes for parameter in params),
+            state_bytes=None if nbytes is None else sum(nbytes.get(parameter, 0) for parameter in params),
         )
-        for (name, shape, dtype, rule, lr, decay), same in kinds.items()
+        for (name, shape, dtype, rule, lr, decay), params in kinds.items()
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int] | None:
 
     None if unknown before the first step, as for optimizers that are neither ours nor torch's.
     """
-    optimizer = optimizer.optimizer if isinstance(optimizer, InBackward) else optimizer
+    optimizer = optimizer.optimizer if isinstance(optimizer, OptimizerInBackward) else optimizer
     if optimizer.state:
         return {parameter: _nbytes(state) for parameter, state in optimizer.state.items()}
     if not type(optimizer).__module__.startswith(("torch.optim.", "whimbrel.optim.")):
@@ -83,9 +83,9 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int] | None:
     except RuntimeError:  # its step reads values, and there are none on the meta device
         return None
     return {
-        parameter: _nbytes(stepped.state[on_meta])
-        for own, meta in zip(optimizer.param_groups, stepped.param_groups, strict=True)
-        for parameter, on_meta in zip(own["params"], meta["params"], strict=True)
+        parameter: _nbytes(stepped.state[meta_parameter])
+        for group, meta_group in zip(optimizer.param_groups, stepped.param_groups, strict=True)
+        for parameter, meta_parameter in zip(group["params"], meta_group["params"], strict=True)
     }
 
 

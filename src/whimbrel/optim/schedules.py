@@ -18,8 +18,6 @@ DEFAULT_TIMESCALE = 10_000
 """Default timescale of inverse_sqrt without a warm-up."""
 
 Shape = Literal["linear", "cosine", "1-sqrt"]
-
-
 DEFAULT_COOLDOWN = 0.2
 
 
@@ -44,9 +42,9 @@ class ScheduleConfig:
     cooldown_shape: Shape | None = None
     """With wsd: shape of the decay; default: linear."""
     stable_steps: int | None = None
-    """With wsd: steps between warm-up and cooldown; floor applies after the cooldown; default: the rest of the run."""
-    floor: float = 0.0
-    """Factor at the end of the decay."""
+    """With wsd: steps between warm-up and cooldown; min_lr_ratio applies after both; default: the rest of the run."""
+    min_lr_ratio: float = 0.0
+    """Learning rate at the end of the decay, as a fraction of the peak."""
     cycles: float | None = None
     """With a cosine: number of periods, default 0.5; with cosine_with_restarts: number of cycles, default 1."""
     power: float | None = None
@@ -61,7 +59,7 @@ class ScheduleConfig:
             raise ConfigError(
                 f"schedule.warmup_steps: expected an integer >= 0 or a fraction below 1, got {self.warmup_steps}"
             )
-        for name in ("cooldown", "floor", "warmup_start"):
+        for name in ("cooldown", "min_lr_ratio", "warmup_start"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise ConfigError(f"schedule.{name}: expected a number from 0 to 1, got {value}")
@@ -98,7 +96,7 @@ SCHEDULES_BY_OPTION = {
     "cooldown_steps": ("wsd",),
     "cooldown_shape": ("wsd",),
     "stable_steps": ("wsd",),
-    "floor": ("linear", "cosine", "wsd", "cosine_with_restarts", "polynomial"),
+    "min_lr_ratio": ("linear", "cosine", "wsd", "cosine_with_restarts", "polynomial"),
     "cycles": ("cosine", "cosine_with_restarts", "wsd"),
     "power": ("polynomial",),
     "timescale": ("inverse_sqrt",),
@@ -159,29 +157,29 @@ def lr_factor(config: ScheduleConfig, step: int, total: int) -> float:
     if config.name == "inverse_sqrt":
         timescale = config.timescale or warmup or DEFAULT_TIMESCALE
         return 1.0 / math.sqrt((step - warmup + timescale) / timescale)
-    return config.floor + (1 - config.floor) * _decay(config, step, warmup, total)
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * _decay(config, step, warmup, total)
 
 
 def _decay(config: ScheduleConfig, step: int, warmup: int, total: int) -> float:
-    """The position of a decaying schedule between its peak (1) and its floor (0)."""
+    """The position of a decaying schedule between its peak (1) and its minimum (0)."""
     length: float = total - warmup
     end = total
     if config.name == "wsd":
         length = total * config.cooldown if config.cooldown_steps is None else config.cooldown_steps
         end = total if config.stable_steps is None else warmup + config.stable_steps + int(length)
-    left = max(0.0, min(1.0, (end - step) / max(length, 1)))
+    remaining = max(0.0, min(1.0, (end - step) / max(length, 1)))
     match config.name:
         case "cosine":
-            return _shaped("cosine", left, config.cycles)
+            return _shaped("cosine", remaining, config.cycles)
         case "cosine_with_restarts":
             position = (1.0 if config.cycles is None else config.cycles) * ((step - warmup) / max(length, 1))
             return _shaped("cosine", 1.0 - position % 1.0) if step < end else 0.0
         case "polynomial":
-            return math.pow(left, 1.0 if config.power is None else config.power)
+            return math.pow(remaining, 1.0 if config.power is None else config.power)
         case "wsd":
-            return _shaped(config.cooldown_shape, left, config.cycles)
+            return _shaped(config.cooldown_shape, remaining, config.cycles)
         case _:
-            return left
+            return remaining
 
 
 def _shaped(shape: Shape | None, fraction: float, cycles: float | None = None) -> float:

@@ -11,7 +11,7 @@ from whimbrel.base.errors import OptimizerError
 from whimbrel.config import not_one_of
 from whimbrel.ops.lowbit import INT4, INT8, UINT8, FloatCodec, PowerCodec, stochastic_round
 
-__all__ = ["QuantizedParameter", "StateCodec", "add_rounded_", "state_codec"]
+__all__ = ["QuantizedParameter", "StateCodec", "add_with_stochastic_rounding_", "state_codec"]
 
 StateCodec: TypeAlias = FloatCodec | PowerCodec
 
@@ -41,7 +41,7 @@ def state_codec(store: str, kind: Literal["basis", "signed", "positive"]) -> Sta
     raise OptimizerError(not_one_of("basis_store" if kind == "basis" else "store", store, choices))
 
 
-def add_rounded_(weight: Tensor, change: Tensor, generator: torch.Generator) -> None:
+def add_with_stochastic_rounding_(weight: Tensor, change: Tensor, generator: torch.Generator) -> None:
     """`weight += change`; quantized and 16-bit weights are rounded stochastically, so that small changes add up."""
     if isinstance(weight, QuantizedParameter):
         weight.stochastic_copy_(weight.dequantize().float().add_(change), generator)

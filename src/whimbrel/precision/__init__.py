@@ -1,6 +1,6 @@
 """Low precision: autocast and gradient scaling, fp8 and QAT recipes, quantized weights, global torch flags."""
 
-from whimbrel.precision.autocast import PrecisionPlan
+from whimbrel.precision.autocast import MixedPrecision
 from whimbrel.precision.formats import FORMATS, WeightFormat, find_format
 from whimbrel.precision.quantize import (
     LayerSelection,
@@ -19,7 +19,7 @@ __all__ = [
     "FORMATS",
     "RECIPES",
     "LayerSelection",
-    "PrecisionPlan",
+    "MixedPrecision",
     "QuantizedWeight",
     "Recipe",
     "WeightFormat",

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import PrecisionError
+from whimbrel.config import not_one_of
 
-__all__ = ["DTYPES", "PrecisionPlan"]
+__all__ = ["DTYPES", "MixedPrecision"]
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Autocast dtype of each precision."""
 
 
-class PrecisionPlan:
+class MixedPrecision:
     """fp32: no autocast; bf16: autocast; fp16: autocast with a `GradScaler`, so that small gradients do not underflow.
 
     Weights and optimizer state keep their dtype. Only fp16 has state, that of the `GradScaler`.
@@ -25,7 +26,7 @@ class PrecisionPlan:
 
     def __init__(self, precision: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
         if precision not in DTYPES:
-            raise PrecisionError(f"precision = {precision!r} is not one of {', '.join(DTYPES)}")
+            raise PrecisionError(not_one_of("precision", precision, DTYPES))
         self.precision, self.device, self.dtype = precision, device, DTYPES[precision]
         _check_device(precision, device)
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None

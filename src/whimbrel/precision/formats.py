@@ -66,11 +66,11 @@ class WeightFormat:
         multiple = self.fit_to(shape).group_size or {"int8": 1, "int4": 2, "fp8": 16}[self.codes]
         if shape[1] % multiple:
             smallest = multiple if self.group_size is None else min(self.group_size, *SMALLER_GROUPS)
-            return f"{self.name} expects columns in multiples of {smallest}, got {shape[1]}"
+            return f"{self.name} expects the number of columns to be a multiple of {smallest}, got {shape[1]}"
         if self.codes == "fp8" and shape[0] % 16:
-            return f"{self.name} expects rows in multiples of 16, got {shape[0]}"
+            return f"{self.name} expects the number of rows to be a multiple of 16, got {shape[0]}"
         if self.activations == "int8" and (shape[0] % 8 or shape[1] % 8):
-            return f"{self.name} expects rows and columns in multiples of 8, got {tuple(shape)}"
+            return f"{self.name} expects multiples of 8 rows and columns, got {tuple(shape)}"
         return None
 
     def part_shapes(self, shape: Shape) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -99,8 +99,8 @@ class WeightFormat:
 
 
 FORMATS = {
-    form.name: form
-    for form in (
+    weight_format.name: weight_format
+    for weight_format in (
         WeightFormat("int8", "int8"),
         WeightFormat("int8-dynamic", "int8", activations="int8"),
         WeightFormat("int4", "int4", group_size=128),

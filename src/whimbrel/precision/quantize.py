@@ -59,23 +59,23 @@ class LayerSelection:
 
 def select_linears(
     model: nn.Module,
-    what: str,
+    label: str,
     unsupported_reason: Callable[[nn.Linear], str | None],
     *,
     skip: Iterable[str] = DEFAULT_SKIP,
     only: Collection[str] | None = None,
     tied: bool = False,
 ) -> LayerSelection:
-    """Select linear layers; logs each skipped layer, and warns about unsupported ones. `what` names the recipe in logs.
+    """Select linear layers; logs each skipped layer, and warns about unsupported ones.
 
-    `skip` matches the end of layer names; "lm_head" also matches the output embeddings of a Hugging Face model. `only`
-    lists full names. A layer whose weight is tied to an embedding is always skipped; with `tied`, where the caller
-    quantizes the embedding, this is not reported. Raises if no layer is left.
+    `label` names the recipe in logs. `skip` matches the end of layer names; "lm_head" also matches the output
+    embeddings of a Hugging Face model. `only` lists full names. A layer whose weight is tied to an embedding is always
+    skipped; with `tied`, where the caller quantizes the embedding, this is not reported. Raises if no layer is left.
     """
     output_embeddings = getattr(model, "get_output_embeddings", None)
     head = None if output_embeddings is None else output_embeddings()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    ends = tuple(skip)
+    suffixes = tuple(skip)
     selected, skipped, unsupported = {}, {}, []
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
@@ -87,8 +87,8 @@ def select_linears(
             continue  # quantized with the embedding
         elif id(module.weight) in embeddings:
             skipped[name] = "its weight is tied to an embedding"
-        elif any(name == end or name.endswith(f".{end}") for end in ends) or (
-            module is head and DEFAULT_SKIP[0] in ends
+        elif any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes) or (
+            module is head and DEFAULT_SKIP[0] in suffixes
         ):
             skipped[name] = "excluded by name"
         elif only is not None and name not in only:
@@ -99,13 +99,15 @@ def select_linears(
         else:
             selected[name] = module
     for name, reason in skipped.items():
-        logger.info("%s skips %s: %s", what, name, reason)
+        logger.info("%s skips %s: %s", label, name, reason)
     if not selected:
-        found = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3]) or "it has no linear layer"
-        raise PrecisionError(f"{what}: no supported linear layer in {type(model).__name__} ({found})")
+        reasons = (
+            "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3]) or "it has no linear layer"
+        )
+        raise PrecisionError(f"{label}: no supported linear layer in {type(model).__name__} ({reasons})")
     if unsupported:
         first, count, total = unsupported[0], len(unsupported), len(unsupported) + len(selected)
-        logger.warning("%s skips %d of %d linear layers, first %s: %s", what, count, total, first, skipped[first])
+        logger.warning("%s skips %d of %d linear layers, first %s: %s", label, count, total, first, skipped[first])
     return LayerSelection(selected, skipped)
 
 
@@ -125,7 +127,7 @@ def _token_embedding(model: nn.Module) -> nn.Embedding:
 @torch.no_grad()
 def quantize_(
     model: nn.Module,
-    form: str | WeightFormat,
+    weight_format: str | WeightFormat,
     *,
     skip: Iterable[str] = DEFAULT_SKIP,
     only: Collection[str] | None = None,
@@ -138,28 +140,32 @@ def quantize_(
     frozen. `only` lists the full names of layers to consider. `embeddings` also quantizes the token embedding and an
     output layer tied to it; an untied output layer is quantized unless it is in `skip`.
     """
-    form = find_format(form)
-    if trainable and form.codes != "int8":
-        raise PrecisionError(f"weights = {form.name} cannot be trained: use int8, or a QAT recipe")
+    weight_format = find_format(weight_format)
+    if trainable and weight_format.codes != "int8":
+        raise PrecisionError(f"weights = {weight_format.name} cannot be trained: use int8, or a QAT recipe")
     if any(isinstance(parameter, QuantizedWeight) for parameter in model.parameters()):
         raise PrecisionError(
             f"{type(model).__name__} is already quantized: load it unquantized, or dequantize_ it first"
         )
     selection = select_linears(
-        model, f"weights = {form.name}", lambda linear: form.unsupported_reason(linear.weight.shape), skip=skip,
-        only=only, tied=embeddings,
-    )  # fmt: skip
+        model,
+        f"weights = {weight_format.name}",
+        lambda linear: weight_format.unsupported_reason(linear.weight.shape),
+        skip=skip,
+        only=only,
+        tied=embeddings,
+    )
     layers: dict[str, nn.Linear | nn.Embedding] = dict(selection.selected)
     if embeddings:
         layers["the token embedding"] = table = _token_embedding(model)
-        if (reason := form.unsupported_reason(table.weight.shape)) is not None:
+        if (reason := weight_format.unsupported_reason(table.weight.shape)) is not None:
             raise PrecisionError(f"the token embedding cannot be quantized: {reason}")
     for name, layer in layers.items():
         _check_swappable(layer.weight, name)
     for name, layer in layers.items():
         if not isinstance(layer.weight, QuantizedWeight):  # else tied to a layer that is already quantized
             requires_grad = layer.weight.requires_grad
-            weight: Any = _parameter(QuantizedWeight.quantize(layer.weight, form), trainable and requires_grad)
+            weight: Any = _parameter(QuantizedWeight.quantize(layer.weight, weight_format), trainable and requires_grad)
             weight.frozen = not requires_grad
             _swap(layer.weight, name, weight)
     for module in model.modules():
@@ -236,8 +242,8 @@ def swap_on_conversion() -> Iterator[None]:
     except RuntimeError as error:
         if (reason := _swap_failure(error)) is None:
             raise
-        named = re.search(r"""parameter named "(.+?)"|swap (\S+)""", str(error))
-        name = "a weight" if named is None else f"the weight {named[1] or named[2]}"
+        match = re.search(r"""parameter named "(.+?)"|swap (\S+)""", str(error))
+        name = "a weight" if match is None else f"the weight {match[1] or match[2]}"
         raise PrecisionError(f"cannot swap {name}: {reason}") from error
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
@@ -249,12 +255,12 @@ def load_state(model: nn.Module, state: Mapping[str, Any], *, assign: bool = Fal
     Dense weights are quantized when loaded into quantized ones, and vice versa. Unlike torch's method, it does not
     modify the metadata of `state`.
     """
-    own = OrderedDict(state)
+    state_copy = OrderedDict(state)
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        own._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]
+        state_copy._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]
     with swap_on_conversion():
-        model.load_state_dict(own, strict=strict, assign=assign)
+        model.load_state_dict(state_copy, strict=strict, assign=assign)
 
 
 def keep_quantized(module: nn.Module) -> None:
@@ -286,15 +292,19 @@ def _quantize_loaded(
     copied into the parameter, which quantizes them.
     """
     parameters: Mapping[str, Any] = module._parameters
-    for name, own in parameters.items():
+    for name, parameter in parameters.items():
         key = prefix + name
         loaded = state_dict.get(key)
-        if not isinstance(own, QuantizedWeight) or not isinstance(loaded, Tensor) or loaded.shape != own.shape:
+        if (
+            not isinstance(parameter, QuantizedWeight)
+            or not isinstance(loaded, Tensor)
+            or loaded.shape != parameter.shape
+        ):
             continue
         if not loaded.is_floating_point():
             raise PrecisionError(f"'{key}': expected a checkpoint with a floating-point dtype, got {loaded.dtype}")
         if metadata.get("assign_to_params_buffers"):
-            quantized = own.module_load(loaded, assign=True)  # type: ignore[no-untyped-call]
-            if quantized is not own:
-                _swap(own, key, _parameter(quantized, own.requires_grad))
-            state_dict[key] = own
+            quantized = parameter.module_load(loaded, assign=True)  # type: ignore[no-untyped-call]
+            if quantized is not parameter:
+                _swap(parameter, key, _parameter(quantized, parameter.requires_grad))
+            state_dict[key] = parameter

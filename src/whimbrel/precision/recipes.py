@@ -17,7 +17,7 @@ from torch import nn
 
 from whimbrel.base.errors import PrecisionError
 from whimbrel.config import not_one_of
-from whimbrel.precision.autocast import PrecisionPlan
+from whimbrel.precision.autocast import MixedPrecision
 from whimbrel.precision.formats import FORMATS, WeightFormat
 from whimbrel.precision.quantize import DEFAULT_SKIP, LayerSelection, materialize_, quantize_, select_linears
 from whimbrel.precision.torchao import (
@@ -44,10 +44,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["amp", "compute", "qat", "ptq"]
-ARGUMENTS: dict[Kind, str] = {
+Kind = Literal["amp", "fp8", "qat", "ptq"]
+SETTING_BY_KIND: dict[Kind, str] = {
     "amp": "mixed_precision",
-    "compute": "fp8_recipe",
+    "fp8": "fp8_recipe",
     "qat": "qat_recipe",
     "ptq": "weights",
 }
@@ -86,30 +86,44 @@ class Recipe:
     """Suffixes of the names of layers to skip."""
     embeddings: bool = False
     """Whether to quantize the token embedding and an output layer tied to it."""
-    needs: Requirements = Requirements()
+    requirements: Requirements = Requirements()
 
     @property
     def label(self) -> str:
         """The recipe as the user set it, for messages."""
-        return f"{ARGUMENTS[self.kind]} = {self.name}"
+        return f"{SETTING_BY_KIND[self.kind]} = {self.name}"
 
 
 def _fp8(name: str, *output_dtypes: torch.dtype) -> Recipe:
-    needs = Requirements(
+    requirements = Requirements(
         torchao=True, capability=(8, 9), alternative="mixed_precision = bf16", output_dtypes=output_dtypes
     )
-    return Recipe(name=name, kind="compute", train="float8", needs=needs)
+    return Recipe(name=name, kind="fp8", train="float8", requirements=requirements)
 
 
-def _qat(name: str, form: WeightFormat) -> Recipe:
-    needs = Requirements(torchao=True)
-    return Recipe(name=name, kind="qat", train="fake-quantized", finalize=form, load=form, needs=needs)
+def _qat(name: str, weight_format: WeightFormat) -> Recipe:
+    requirements = Requirements(torchao=True)
+    return Recipe(
+        name=name,
+        kind="qat",
+        train="fake-quantized",
+        finalize=weight_format,
+        load=weight_format,
+        requirements=requirements,
+    )
 
 
-def _ptq(form: WeightFormat, train: Literal["trainable"] | None = None) -> Recipe:
-    fp8 = form.codes == "fp8"
-    needs = Requirements(capability=(8, 9), alternative="weights = int8") if fp8 else Requirements()
-    return Recipe(name=form.name, kind="ptq", train=train, finalize=form, load=form, needs=needs)
+def _ptq(weight_format: WeightFormat, train: Literal["trainable"] | None = None) -> Recipe:
+    fp8 = weight_format.codes == "fp8"
+    requirements = Requirements(capability=(8, 9), alternative="weights = int8") if fp8 else Requirements()
+    return Recipe(
+        name=weight_format.name,
+        kind="ptq",
+        train=train,
+        finalize=weight_format,
+        load=weight_format,
+        requirements=requirements,
+    )
 
 
 RECIPES = {
@@ -140,8 +154,8 @@ def with_embeddings(recipe: str | Recipe) -> Recipe:
     recipe = find_recipe(recipe)
     if recipe.kind != "ptq":
         raise PrecisionError(
-            f"{recipe.label} does not quantize embedding and output layer, which were trained unquantized: remove the "
-            "option"
+            f"{recipe.label} does not quantize embedding and output layer, which were trained unquantized: omit "
+            "quantize_embeddings"
         )
     return replace(recipe, embeddings=True, skip=())
 
@@ -161,20 +175,20 @@ def prepare(
     *,
     device: torch.device | str | None = None,
     precision: Literal["fp32", "bf16", "fp16"] = "fp32",
-    alignment: int | None = None,
+    fp8_dim_alignment: int | None = None,
     skip: Iterable[str] | None = None,
 ) -> LayerSelection:
     """Convert linear layers for training; returns the selected layers, and why others were skipped.
 
     `device` is the training device (None: the current one), `precision` the autocast dtype. fp8 recipes skip
-    layers with a dimension that is not a multiple of `alignment` (16). `skip` overrides the recipe's.
+    layers with a dimension that is not a multiple of `fp8_dim_alignment` (16). `skip` overrides the recipe's.
     """
     recipe = find_recipe(recipe)
-    if alignment is not None and recipe.kind != "compute":
-        raise PrecisionError(f"alignment is for fp8 recipes only, got {alignment} with {recipe.label}: remove it")
+    if fp8_dim_alignment is not None and recipe.kind != "fp8":
+        raise PrecisionError(f"fp8_dim_alignment = {fp8_dim_alignment} has no effect with {recipe.label}: remove it")
     target = torch.device(device) if device is not None else next(iter(model.parameters())).device
     if recipe.kind == "amp":
-        PrecisionPlan("bf16" if recipe.name == "bf16" else "fp16", target)  # raises if unsupported
+        MixedPrecision("bf16" if recipe.name == "bf16" else "fp16", target)  # raises if unsupported
         return LayerSelection({}, {})
     if recipe.train is None:
         raise PrecisionError(
@@ -183,21 +197,25 @@ def prepare(
         )
     _check_unconverted(model, recipe)
     skip = recipe.skip if skip is None else skip
-    form = recipe.finalize
-    if recipe.needs.torchao:
+    weight_format = recipe.finalize
+    if recipe.requirements.torchao:
         require_torchao(recipe.label)
-    if form is not None and recipe.train == "trainable":
-        return quantize_(model, form, skip=skip, trainable=True)
-    emulate = _needs_emulation(recipe, target)
-    alignment = alignment or FP8_ALIGNMENT
-    if form is None and target.type == "cuda":
+    if weight_format is not None and recipe.train == "trainable":
+        return quantize_(model, weight_format, skip=skip, trainable=True)
+    _check_device(recipe, target)
+    alignment = fp8_dim_alignment or FP8_ALIGNMENT
+    if weight_format is None and target.type == "cuda":
         _check_fp8_on_gpu(model, recipe, precision, alignment)
-    reason = functools.partial(_unsupported_reason, form=form, alignment=alignment)
+    reason = functools.partial(_unsupported_reason, weight_format=weight_format, alignment=alignment)
     selection = select_linears(model, recipe.label, reason, skip=skip)
-    if form is not None:
+    if weight_format is not None:
         _check_fp32_weights(selection, recipe)
     linears = selection.selected.values()
-    converted = to_float8(linears, recipe.name, emulate=emulate) if form is None else to_fake_quantized(linears, form)
+    converted = (
+        to_float8(linears, recipe.name, emulate=_is_emulated(recipe, target))
+        if weight_format is None
+        else to_fake_quantized(linears, weight_format)
+    )
     _replace_linears(model, converted)
     return selection
 
@@ -216,7 +234,7 @@ def finalize(model: nn.Module, recipe: str | Recipe, *, skip: Iterable[str] | No
         return model
     if skip is None:
         skip = () if trained else recipe.skip
-    _needs_emulation(recipe, next(iter(model.parameters())).device)
+    _check_device(recipe, next(iter(model.parameters())).device)
     quantize_(model, recipe.finalize, skip=skip, only=trained or None, embeddings=recipe.embeddings)
     return model
 
@@ -234,7 +252,7 @@ def load_into(
         raise PrecisionError(
             f"{recipe.label}: expected a model on the meta device: build it under torch.device('meta')"
         )
-    _needs_emulation(recipe, torch.device(device))
+    _check_device(recipe, torch.device(device))
     if recipe.load is not None:
         quantize_(model, recipe.load, skip=recipe.skip, embeddings=recipe.embeddings)
     materialize_(model, device)
@@ -249,10 +267,10 @@ def _replace_linears(model: nn.Module, converted: Mapping[nn.Linear, nn.Linear])
             model.set_submodule(name, converted[module])
 
 
-def _is_quantized_as(model: nn.Module, form: WeightFormat) -> bool:
+def _is_quantized_as(model: nn.Module, weight_format: WeightFormat) -> bool:
     """Whether weights are already in this format, as after training with `trainable` weights."""
     weights = (weight for weight in model.parameters() if isinstance(weight, QuantizedWeight))
-    return any(weight.format == form.fit_to(weight.format.weight_shape(weight.codes)) for weight in weights)
+    return any(weight.format == weight_format.fit_to(weight.format.weight_shape(weight.codes)) for weight in weights)
 
 
 def _check_unconverted(model: nn.Module, recipe: Recipe) -> None:
@@ -269,23 +287,26 @@ def _check_unconverted(model: nn.Module, recipe: Recipe) -> None:
             )
 
 
-def _needs_emulation(recipe: Recipe, device: torch.device) -> bool:
-    """Whether fp8 is emulated, as on a CPU; raises for a device that does not support it."""
-    needs = recipe.needs
-    if needs.capability is None or device.type == "meta":
-        return False
-    if device.type == "cpu":
+def _is_emulated(recipe: Recipe, device: torch.device) -> bool:
+    return recipe.requirements.capability is not None and device.type == "cpu"
+
+
+def _check_device(recipe: Recipe, device: torch.device) -> None:
+    """Raise for a device that does not support the recipe; warn if fp8 is emulated there."""
+    minimum, alternative = recipe.requirements.capability, recipe.requirements.alternative
+    if minimum is None or device.type == "meta":
+        return
+    if _is_emulated(recipe, device):
         _warn_about_emulation(recipe.label)
-        return True
+        return
     if device.type != "cuda":
-        raise PrecisionError(f"{recipe.label} is not supported on {device.type}: use {needs.alternative}")
-    found = torch.cuda.get_device_capability(device)
-    if found < needs.capability:
+        raise PrecisionError(f"{recipe.label} is not supported on {device.type}: use {alternative}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < minimum:
         raise PrecisionError(
-            f"{recipe.label}: expected a GPU of compute capability {'.'.join(map(str, needs.capability))} or higher, "
-            f"got {'.'.join(map(str, found))}: use {needs.alternative}"
+            f"{recipe.label}: expected a GPU of compute capability {'.'.join(map(str, minimum))} or higher, got "
+            f"{'.'.join(map(str, capability))}: use {alternative}"
         )
-    return False
 
 
 @functools.cache
@@ -302,7 +323,7 @@ def _check_fp8_on_gpu(model: nn.Module, recipe: Recipe, precision: str, alignmen
         )
     weights = next(iter(model.parameters())).dtype
     output = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, weights)
-    if recipe.needs.output_dtypes and output not in recipe.needs.output_dtypes:
+    if recipe.requirements.output_dtypes and output not in recipe.requirements.output_dtypes:
         raise PrecisionError(
             f"{recipe.label} on a GPU: expected bfloat16 outputs, got {str(output).removeprefix('torch.')}: use "
             "mixed_precision = bf16 (train.precision), or fp8_recipe = tensorwise"
@@ -319,13 +340,13 @@ def _check_fp32_weights(selection: LayerSelection, recipe: Recipe) -> None:
             )
 
 
-def _unsupported_reason(linear: nn.Linear, form: WeightFormat | None, alignment: int) -> str | None:
-    """Why a layer cannot be converted to `form`, or without one to fp8."""
+def _unsupported_reason(linear: nn.Linear, weight_format: WeightFormat | None, alignment: int) -> str | None:
+    """Why a layer cannot be converted to `weight_format`, or without one to fp8."""
     shape = tuple(linear.weight.shape)
     if type(linear) is not nn.Linear:
         return f"expected nn.Linear, got the subclass {type(linear).__name__}"
-    if form is not None:
-        return form.unsupported_reason(shape)
+    if weight_format is not None:
+        return weight_format.unsupported_reason(shape)
     if any(size % alignment for size in shape):
         return f"expected dimensions in multiples of fp8_dim_alignment = {alignment}, got {shape}"
     return None

@@ -18,6 +18,7 @@ from whimbrel.config import not_one_of
 __all__ = ["SDPA_BACKENDS", "sdpa_backend_names", "sdpa_backends", "torch_flags"]
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+DEFAULT_DTYPES = ("float32", "float64", "bfloat16", "float16")
 SDPA_BACKENDS: dict[str, SDPBackend] = {
     "math": SDPBackend.MATH,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -53,8 +54,10 @@ def torch_flags(
         if deterministic:
             _set_deterministic(restore)
         if default_dtype is not None:
+            if default_dtype not in DEFAULT_DTYPES:
+                raise ConfigError(not_one_of("default_dtype", default_dtype, DEFAULT_DTYPES))
             restore.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(_dtype(default_dtype))
+            torch.set_default_dtype(getattr(torch, default_dtype))
         yield
 
 
@@ -83,11 +86,11 @@ def _detect_anomaly() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = re.search(r"Function '(\w+)' returned nan values in its (\d+)th output", str(error))
-        if found is None:
+        match = re.search(r"Function '(\w+)' returned nan values in its (\d+)th output", str(error))
+        if match is None:
             raise
         raise TrainingError(
-            f"detect_anomaly: NaN in gradient {found[2]} of {found[1]}: see torch's warning above for the line of the "
+            f"detect_anomaly: NaN in gradient {match[2]} of {match[1]}: see torch's warning above for the line of the "
             "forward pass"
         ) from error
     finally:
@@ -106,13 +109,6 @@ def _set_deterministic(restore: ExitStack) -> None:
     if CUBLAS not in os.environ:
         restore.callback(os.environ.pop, CUBLAS)
         os.environ[CUBLAS] = ":4096:8"  # required by deterministic cuBLAS; read when its handle is created
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"default_dtype = {name!r} is not one of float32, float64, bfloat16, float16")
-    return dtype
 
 
 def sdpa_backend_names(backends: str | SDPBackend | Iterable[str | SDPBackend]) -> tuple[str, ...]:

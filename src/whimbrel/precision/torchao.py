@@ -55,16 +55,16 @@ def to_float8(linears: Iterable[nn.Linear], recipe: str, *, emulate: bool) -> di
     return dict(zip(originals, converted, strict=True))
 
 
-def to_fake_quantized(linears: Iterable[nn.Linear], form: WeightFormat) -> dict[nn.Linear, nn.Linear]:
-    """Map each linear layer to one for QAT, which fake-quantizes weights and activations to `form`."""
+def to_fake_quantized(linears: Iterable[nn.Linear], weight_format: WeightFormat) -> dict[nn.Linear, nn.Linear]:
+    """Map each linear layer to one for QAT, which fake-quantizes weights and activations to `weight_format`."""
     qat = _torchao("torchao.quantization.qat")
     scales = {"scale_precision": None}  # None: the dtype of the values
     tokens = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False, **scales)
     converted = {}
     for linear in linears:
-        group_size = form.fit_to(linear.weight.shape).group_size
+        group_size = weight_format.fit_to(linear.weight.shape).group_size
         settings = {
-            "activation_config": None if form.activations is None else tokens,
+            "activation_config": None if weight_format.activations is None else tokens,
             "weight_config": qat.IntxFakeQuantizeConfig(_INT4, group_size=group_size, is_symmetric=True, **scales),
         }
         converted[linear] = _replace(linear, partial(qat.FakeQuantizedLinear, **settings))
@@ -105,7 +105,7 @@ def _patched(cls: Any) -> Any:
                 return cls.forward(self, x)
         if self.needs_aligned_tokens and torch.is_grad_enabled() and (x.numel() // x.shape[-1]) % FP8_ALIGNMENT:
             raise PrecisionError(
-                f"fp8_recipe: expected batches in multiples of {FP8_ALIGNMENT} tokens on a GPU, got "
+                f"fp8_recipe: expected a multiple of {FP8_ALIGNMENT} tokens per batch on a GPU, got "
                 f"{x.numel() // x.shape[-1]}: change the batch size or sequence length, or use rowwise_with_gw_hp"
             )
         return cls.forward(self, x)

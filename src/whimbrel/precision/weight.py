@@ -43,25 +43,29 @@ class QuantizedWeight(Tensor):
     """Whether the weight was frozen before it was quantized."""
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scales: Tensor, form: WeightFormat, transposed: bool = False) -> QuantizedWeight:
-        rows, columns = form.weight_shape(codes)
+    def __new__(
+        cls, codes: Tensor, scales: Tensor, weight_format: WeightFormat, transposed: bool = False
+    ) -> QuantizedWeight:
+        rows, columns = weight_format.weight_shape(codes)
         shape, strides = ((columns, rows), (1, columns)) if transposed else ((rows, columns), (columns, 1))
         return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=scales.dtype, device=codes.device)
 
-    def __init__(self, codes: Tensor, scales: Tensor, form: WeightFormat, transposed: bool = False) -> None:
-        _check(codes, scales, form)
-        self.codes, self.scales, self.format, self.transposed = codes, scales, form, transposed
+    def __init__(self, codes: Tensor, scales: Tensor, weight_format: WeightFormat, transposed: bool = False) -> None:
+        _check(codes, scales, weight_format)
+        self.codes, self.scales, self.format, self.transposed = codes, scales, weight_format, transposed
 
     @classmethod
     @torch.no_grad()
-    def quantize(cls, weight: Tensor, form: str | WeightFormat) -> QuantizedWeight:
+    def quantize(cls, weight: Tensor, weight_format: str | WeightFormat) -> QuantizedWeight:
         """Quantize a dense matrix, rounding to nearest; its dtype becomes the dtype of the result and of the scales."""
-        form = find_format(form).fit_to(weight.shape)
-        if (reason := form.unsupported_reason(weight.shape)) is not None:
+        weight_format = find_format(weight_format).fit_to(weight.shape)
+        if (reason := weight_format.unsupported_reason(weight.shape)) is not None:
             raise PrecisionError(reason)
         if not weight.is_floating_point():
-            raise PrecisionError(f"{form.name}: expected a weight of a floating-point dtype, got {weight.dtype}")
-        return cls(*form.encode(weight.detach()), form)
+            raise PrecisionError(
+                f"{weight_format.name}: expected a weight of a floating-point dtype, got {weight.dtype}"
+            )
+        return cls(*weight_format.encode(weight.detach()), weight_format)
 
     def dequantize(self) -> Tensor:
         """The dense matrix."""
@@ -104,7 +108,7 @@ class QuantizedWeight(Tensor):
     @data.setter
     def data(self, _other: Tensor) -> None:
         raise PrecisionError(
-            f"cannot set .data of {self.format.name} weights, as torch would not replace its codes: use copy_, or "
+            f"cannot set .data of {self.format.name} weights, since torch would not replace the codes: use copy_, or "
             "torch.utils.swap_tensors"
         )
 
@@ -169,13 +173,15 @@ class QuantizedWeight(Tensor):
 torch.serialization.add_safe_globals([QuantizedWeight, WeightFormat])
 
 
-def _check(codes: Tensor, scales: Tensor, form: WeightFormat) -> None:
-    if codes.dtype != form.dtype or codes.ndim != 2:
-        raise PrecisionError(f"{form.name}: expected a matrix of {form.dtype} codes, got {codes.ndim}-D {codes.dtype}")
-    expected = form.part_shapes(form.weight_shape(codes))[1]
+def _check(codes: Tensor, scales: Tensor, weight_format: WeightFormat) -> None:
+    if codes.dtype != weight_format.dtype or codes.ndim != 2:
+        raise PrecisionError(
+            f"{weight_format.name}: expected a matrix of {weight_format.dtype} codes, got {codes.ndim}-D {codes.dtype}"
+        )
+    expected = weight_format.part_shapes(weight_format.weight_shape(codes))[1]
     if tuple(scales.shape) != expected or not scales.is_floating_point():
         raise PrecisionError(
-            f"{form.name}: expected floating-point scales of shape {expected}, got {scales.dtype} of "
+            f"{weight_format.name}: expected floating-point scales of shape {expected}, got {scales.dtype} of "
             f"{tuple(scales.shape)}"
         )
 
@@ -191,49 +197,51 @@ def _dense(x: Any) -> Any:
     return x.dequantize() if isinstance(x, QuantizedWeight) else x
 
 
-def _map_parts(weight: QuantizedWeight, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
-    """Apply `change` to codes and to scales."""
-    return QuantizedWeight(change(weight.codes), change(weight.scales), weight.format, weight.transposed)
+def _map_parts(weight: QuantizedWeight, fn: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+    """Apply `fn` to codes and to scales."""
+    return QuantizedWeight(fn(weight.codes), fn(weight.scales), weight.format, weight.transposed)
 
 
 # Matrix products
 
 
-def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat, bias: Tensor | None) -> Tensor:
+def quantized_linear(
+    x: Tensor, codes: Tensor, scales: Tensor, weight_format: WeightFormat, bias: Tensor | None
+) -> Tensor:
     """`x @ weight.T + bias` in the dtype of `x`, with activations quantized as the format specifies.
 
     Scales per row are applied after the product, which then reads only codes. With groups of columns the weight is
     dequantized first: applying their scales to partial products would change the result.
     """
-    if form.activations in ("int8", "fp8"):
-        y = _low_bit_product(x, codes, scales, form)
-    elif form.activations is None and _can_scale_outputs(form, x):
-        y = F.linear(x, form.unpack(codes, x.dtype)) * scales.to(x.dtype).flatten()
+    if weight_format.activations in ("int8", "fp8"):
+        y = _low_bit_product(x, codes, scales, weight_format)
+    elif weight_format.activations is None and _can_scale_outputs(weight_format, x):
+        y = F.linear(x, weight_format.unpack(codes, x.dtype)) * scales.to(x.dtype).flatten()
     else:
-        if form.activations is not None:
-            tokens, token_scales, zeros = quantize_tokens(x, form.activations)
+        if weight_format.activations is not None:
+            tokens, token_scales, zeros = quantize_tokens(x, weight_format.activations)
             assert zeros is not None
             x = ((tokens.float() - zeros) * token_scales).to(x.dtype)
-        return F.linear(x, form.decode(codes, scales).to(x.dtype), bias)
+        return F.linear(x, weight_format.decode(codes, scales).to(x.dtype), bias)
     return y if bias is None else y + bias
 
 
-def quantized_linear_backward(grad_y: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
+def quantized_linear_backward(grad_y: Tensor, codes: Tensor, scales: Tensor, weight_format: WeightFormat) -> Tensor:
     """The gradient of `x`: `grad_y @ weight`, without quantizing `grad_y`."""
-    if _can_scale_outputs(form, grad_y):
-        return (grad_y * scales.to(grad_y.dtype).flatten()) @ form.unpack(codes, grad_y.dtype)
-    return grad_y @ form.decode(codes, scales).to(grad_y.dtype)
+    if _can_scale_outputs(weight_format, grad_y):
+        return (grad_y * scales.to(grad_y.dtype).flatten()) @ weight_format.unpack(codes, grad_y.dtype)
+    return grad_y @ weight_format.decode(codes, scales).to(grad_y.dtype)
 
 
-def _can_scale_outputs(form: WeightFormat, x: Tensor) -> bool:
+def _can_scale_outputs(weight_format: WeightFormat, x: Tensor) -> bool:
     """Whether codes can be multiplied unscaled. In fp16 their sums overflow, and gradients times scales underflow."""
-    return form.group_size is None and x.dtype != torch.float16
+    return weight_format.group_size is None and x.dtype != torch.float16
 
 
-def _low_bit_product(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
+def _low_bit_product(x: Tensor, codes: Tensor, scales: Tensor, weight_format: WeightFormat) -> Tensor:
     """The product of quantized activations with codes, scaled by token and by row."""
-    tokens, token_scales, _ = quantize_tokens(x.reshape(-1, x.shape[-1]), str(form.activations))
-    if form.activations == "int8":
+    tokens, token_scales, _ = quantize_tokens(x.reshape(-1, x.shape[-1]), str(weight_format.activations))
+    if weight_format.activations == "int8":
         y = _int8_product(tokens, codes).float() * token_scales * scales.float().flatten()
     elif x.device.type == "cuda" and x.dtype == torch.bfloat16:
         y = torch._scaled_mm(
@@ -377,8 +385,8 @@ def _each_part(func: Any, weight: QuantizedWeight, *_args: Any, **settings: Any)
     """clone, detach, alias, empty_like: applied to codes and scales."""
     settings.pop("memory_format", None)
     dtype = settings.pop("dtype", None)
-    made = _map_parts(weight, lambda part: func(part, **settings))
-    return made if dtype in (None, made.dtype) else _to_copy(None, made, dtype=dtype)
+    result = _map_parts(weight, lambda part: func(part, **settings))
+    return result if dtype in (None, result.dtype) else _to_copy(None, result, dtype=dtype)
 
 
 def _dense_like(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> Tensor:
@@ -409,7 +417,7 @@ def _view(func: Any, weight: QuantizedWeight, shape: Sequence[int]) -> Quantized
     result = torch.empty(weight.shape, device="meta").reshape(shape).shape
     if result != weight.shape:
         raise PrecisionError(
-            f"{func} of a quantized weight: expected its own shape {tuple(weight.shape)}, got {tuple(result)}: call "
+            f"{func} of a quantized weight: expected the same shape {tuple(weight.shape)}, got {tuple(result)}: call "
             "dequantize() first"
         )
     return _map_parts(weight, lambda part: part)
@@ -420,13 +428,13 @@ def _slice(
 ) -> QuantizedWeight:
     complete = (start or 0) == 0 and (end is None or end >= weight.shape[dim]) and step == 1
     if dim % 2 != int(weight.transposed) and not complete:
-        raise PrecisionError(f"{func} of a quantized weight, which has scales per row: slice dimension 0 only")
+        raise PrecisionError(f"{func} of a quantized weight (one scale per row) works along dimension 0 only")
     return _map_parts(weight, lambda part: part if complete else func(part, 0, start, end, step))
 
 
 def _split(func: Any, weight: QuantizedWeight, sizes: Any, dim: int = 0) -> list[QuantizedWeight]:
     if dim % 2 != int(weight.transposed):
-        raise PrecisionError(f"{func} of a quantized weight, which has scales per row: split dimension 0 only")
+        raise PrecisionError(f"{func} of a quantized weight (one scale per row) works along dimension 0 only")
     pieces = zip(func(weight.codes, sizes), func(weight.scales, sizes), strict=True)
     return [QuantizedWeight(codes, scales, weight.format, weight.transposed) for codes, scales in pieces]
 
@@ -434,11 +442,11 @@ def _split(func: Any, weight: QuantizedWeight, sizes: Any, dim: int = 0) -> list
 def _collective(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> QuantizedWeight:
     """Collectives over rows, on codes and scales; fp8 as bytes."""
 
-    def change(part: Tensor) -> Tensor:
+    def run(part: Tensor) -> Tensor:
         sent = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
         return cast(Tensor, func(sent, *args, **settings)).view(part.dtype)
 
-    return _map_parts(weight, change)
+    return _map_parts(weight, run)
 
 
 # In-place updates

@@ -666,7 +666,7 @@ CONFIG_ONLY = {
     **dict.fromkeys(("validation.path", "validation.tokens"), "the trainer is passed the evaluation dataset"),
     "train.weights": "pass a model with such weights (whimbrel.precision.prepare)",
     "optim.name": "arguments configure AdamW; pass another optimizer to the trainer by name or OptimConfig",
-    "optim.decay": "as in transformers, biases and norms do not decay",
+    "optim.decay_params": "as in transformers, biases and norms do not decay",
     **dict.fromkeys(
         ("optim.embedding_lr", "optim.head_lr", "optim.scalar_lr", "optim.groups"),
         "arguments have one learning rate for all parameters",

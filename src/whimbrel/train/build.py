@@ -41,15 +41,15 @@ from whimbrel.optim import (
     BaseOptimizer,
     LowRankOptimizer,
     OptimConfig,
-    RoutedParameter,
+    ParameterInfo,
     Schedule,
     build_optimizer,
+    classify_parameters,
     lr_factor,
     project_in_backward,
-    route_parameters,
     step_in_backward,
 )
-from whimbrel.precision import PrecisionPlan, QuantizedWeight, prepare, sdpa_backends, torch_flags
+from whimbrel.precision import MixedPrecision, QuantizedWeight, prepare, sdpa_backends, torch_flags
 from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.train.arguments import no_tokenizer_parallelism
 from whimbrel.train.batches import TokenBatches, accumulation_steps, default_micro_batch
@@ -76,12 +76,12 @@ __all__ = [
     "build_run",
     "check_run_directory_unchanged",
     "choose_micro_batch",
+    "classified_parameters",
     "compile_ahead",
     "create_optimizer",
     "create_scheduler",
     "flops_per_token",
     "init_model",
-    "routed_parameters",
     "seed_everything",
     "set_compile_cache",
     "torch_settings",
@@ -400,7 +400,7 @@ def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device) ->
     train = config.train
     if train.linears is not None:
         alignment = None if train.fp8_recipe is None else train.fp8_dim_alignment
-        prepare(model, train.linears, device=device, precision=train.precision, alignment=alignment)
+        prepare(model, train.linears, device=device, precision=train.precision, fp8_dim_alignment=alignment)
     model.to(device)
     if train.recompute != "none":
         apply_activation_checkpointing(model, train.recompute, compiled=train.compile)
@@ -425,7 +425,7 @@ def _compile(model: nn.Module, config: TrainerConfig, device: torch.device) -> N
 
 
 def compile_ahead(
-    model: nn.Module, objective: Objective, loader: TokenDataLoader, precision: PrecisionPlan, device: torch.device
+    model: nn.Module, objective: Objective, loader: TokenDataLoader, precision: MixedPrecision, device: torch.device
 ) -> None:
     """Compile with one forward and backward pass on zeros; leaves no gradients in the model."""
     x = torch.zeros(loader.B, loader.T, dtype=torch.int64, device=device)
@@ -479,7 +479,7 @@ def create_optimizer(
             settings = replace(
                 settings, start="random"
             )  # bases from the first gradients would need all of them at once
-        optimizer = build_optimizer(settings, routed_parameters(model), seed=config.train.seed)
+        optimizer = build_optimizer(settings, classified_parameters(model), seed=config.train.seed)
         if isinstance(optimizer, BaseOptimizer):
             optimizer.skip_nonfinite = False  # the trainer checks loss and norm itself, without waiting for the device
     return _in_backward(optimizer, model, config, accumulation) if config.train.optimizer_in_backward else optimizer
@@ -511,7 +511,7 @@ def _in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, 
     return step_in_backward(optimizer)
 
 
-def routed_parameters(model: nn.Module) -> list[RoutedParameter]:
+def classified_parameters(model: nn.Module) -> list[ParameterInfo]:
     """Each parameter with its role; for a GPT also how fused weights (QKV, gated MLP) split into matrices."""
     splits: dict[str, tuple[int, ...]] = {}
     if isinstance(model, GPT):
@@ -522,7 +522,7 @@ def routed_parameters(model: nn.Module) -> list[RoutedParameter]:
                 splits[name] = (q, kv, kv)
             elif "c_fc" in name and name.endswith("weight") and config.gated_mlp:
                 splits[name] = (config.intermediate_size, config.intermediate_size)
-    return route_parameters(model, splits)
+    return classify_parameters(model, splits)
 
 
 def create_scheduler(optimizer: Optimizer, config: TrainerConfig, total: int, choice: SchedulerChoice) -> Scheduler:

@@ -41,8 +41,8 @@ from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.config import to_table
 from whimbrel.model_io import load_weights, save_model, weight_state_dict
 from whimbrel.models import GPT
-from whimbrel.optim import InBackward, Schedule, restore_optimizer
-from whimbrel.precision import PrecisionPlan, QuantizedWeight
+from whimbrel.optim import OptimizerInBackward, Schedule, restore_optimizer
+from whimbrel.precision import MixedPrecision, QuantizedWeight
 from whimbrel.tokenization import Tokenizer
 from whimbrel.train.callback import Callbacks
 from whimbrel.train.config import RunConfig, TrainerConfig
@@ -78,7 +78,7 @@ class CheckpointMethods(ABC):
     optimizer: Optimizer | None
     lr_scheduler: Scheduler | None
     train_dataloader: Any
-    precision: PrecisionPlan
+    precision: MixedPrecision
     callbacks: Callbacks
     state: TrainerState
     control: TrainerControl
@@ -667,7 +667,7 @@ def _check_class(what: str, saved: str, own: str, remedy: str) -> None:
 
 def _class_name(part: object) -> str:
     """The class name; for a step-in-backward wrapper, that of the wrapped optimizer."""
-    kind = type(part.optimizer if isinstance(part, InBackward) else part)
+    kind = type(part.optimizer if isinstance(part, OptimizerInBackward) else part)
     package = kind.__module__.partition(".")[0]
     return kind.__qualname__ if package == "__main__" else f"{package}:{kind.__qualname__}"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.models import IGNORE_INDEX
 from whimbrel.models.held_out_loss import LossAccumulator
-from whimbrel.precision import PrecisionPlan
+from whimbrel.precision import MixedPrecision
 from whimbrel.train.objectives import ComputeLossObjective, Objective, logits_from_outputs
 
 __all__ = [
@@ -71,7 +71,7 @@ def evaluate_batches(
     objective: Objective,
     model: nn.Module,
     batches: Iterable[Any],
-    precision: PrecisionPlan,
+    precision: MixedPrecision,
     *,
     on_batch: Callable[[], object],
     limit: int | None = None,

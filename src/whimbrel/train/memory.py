@@ -18,7 +18,7 @@ from whimbrel.distributed import apply_activation_checkpointing
 from whimbrel.models import GPT
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
 from whimbrel.optim.config import OPTIONS_BY_OPTIMIZER
-from whimbrel.precision import PrecisionPlan, prepare, sdpa_backends
+from whimbrel.precision import MixedPrecision, prepare, sdpa_backends
 from whimbrel.train import build
 from whimbrel.train.batches import accumulation_steps
 from whimbrel.train.config import RunConfig, TrainConfig
@@ -164,7 +164,7 @@ def _predict_after_backward(config: RunConfig, kind: str, passes: _Measurement) 
         optimizer = build.create_optimizer(model, config, None)
         rows = parameter_table(model, optimizer)
         temporaries = _measure_temporaries(tracker, model, optimizer)
-    states = sum(row.state or 0 for row in rows)
+    states = sum(row.state_bytes or 0 for row in rows)
     in_step = {"weights": passes.max["weights"], "gradients": passes.max["gradients"]}
     in_step |= {"states": states, "temporaries": temporaries}
     measured = _Measurement(
@@ -280,7 +280,7 @@ def _prediction(
         accumulation=config.train.accumulation or 1,
         weights=measured.max["weights"],
         gradients=measured.max.get("gradients", 0),
-        states=sum(row.state or 0 for row in rows),
+        states=sum(row.state_bytes or 0 for row in rows),
         activations=measured.max.get("activations", 0),
         temporaries=measured.max.get("temporaries", 0),
         peak=measured.peak + sum(extra.values()),
@@ -328,7 +328,7 @@ def dry_run(
         scheduler=build.create_scheduler(optimizer, config, 1000, None),
         batches=_RandomTokens(config, device),  # type: ignore[arg-type]
         objective=ModelObjective(None, (lambda x: {"documents": x}) if documents else (lambda _: {})),
-        precision=PrecisionPlan(config.train.precision, device),
+        precision=MixedPrecision(config.train.precision, device),
         accumulation=config.train.accumulation or 1,
         stopwatch=Stopwatch(device),
         dispatch=dispatch,

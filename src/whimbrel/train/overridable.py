@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from whimbrel.base.errors import ConfigError, DataError, TrainingError
 from whimbrel.data import TokenDataLoader
-from whimbrel.optim import InBackward
-from whimbrel.precision import PrecisionPlan, torch_flags
+from whimbrel.optim import OptimizerInBackward
+from whimbrel.precision import MixedPrecision, torch_flags
 from whimbrel.train import build
 from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.batches import TokenBatches, held_out, make_batches
@@ -53,7 +53,7 @@ Batches = TokenBatches | DatasetBatches
 class Accelerator:
     """Provides `accelerator.backward`, as in transformers, for overrides of `training_step`."""
 
-    def __init__(self, precision: PrecisionPlan) -> None:
+    def __init__(self, precision: MixedPrecision) -> None:
         self._precision = precision
         self.called = False
 
@@ -83,7 +83,7 @@ class OverridableMethods(ABC):
     eval_dataloader: Batches | None
     optimizer: Optimizer | None
     lr_scheduler: Scheduler | None
-    precision: PrecisionPlan
+    precision: MixedPrecision
     accelerator: Accelerator
     compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None
     """Computes metrics from predictions and labels; a constructor argument or a method of a subclass."""
@@ -375,7 +375,7 @@ class OverridableMethods(ABC):
 
     def _create_optimizer_and_scheduler(self, total_steps: int) -> None:
         """Create optimizer and scheduler through the methods above, and check what overrides created."""
-        if isinstance(self.optimizer, InBackward):
+        if isinstance(self.optimizer, OptimizerInBackward):
             self.optimizer.remove()  # hooks of an earlier train()
         self.optimizer, self.lr_scheduler = None, None
         self.create_optimizer_and_scheduler(total_steps)

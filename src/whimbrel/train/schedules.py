@@ -32,10 +32,10 @@ SCHEDULER_TYPES = {
     "cosine_with_min_lr": _Type(
         "cosine",
         FROM_ZERO,
-        {"num_cycles": "cycles", "min_lr_rate": "floor", "min_lr": "floor"},
+        {"num_cycles": "cycles", "min_lr_rate": "min_lr_ratio", "min_lr": "min_lr_ratio"},
         needs=("min_lr", "min_lr_rate"),
     ),
-    "polynomial": _Type("polynomial", FROM_ZERO, {"lr_end": "floor"}),
+    "polynomial": _Type("polynomial", FROM_ZERO, {"lr_end": "min_lr_ratio"}),
     "constant": _Type("constant"),
     "constant_with_warmup": _Type("constant", FROM_ZERO),
     "inverse_sqrt": _Type("inverse_sqrt", FROM_ZERO),
@@ -47,7 +47,6 @@ SCHEDULER_TYPES = {
             "num_stable_steps": "stable_steps",
             "warmup_type": "warmup_shape",
             "decay_type": "cooldown_shape",
-            "min_lr_ratio": "floor",
             "num_cycles": "cycles",
         },
         needs=("num_decay_steps",),
@@ -69,7 +68,7 @@ def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | floa
         raise ConfigError(not_one_of("lr_scheduler_type", kind, SCHEDULER_TYPES))
     chosen = SCHEDULER_TYPES[kind]
     check_known("lr_scheduler_kwargs", keywords, {*chosen.keywords, *OPEN})
-    if chosen.needs and not any(name in keywords for name in (*chosen.needs, "cooldown_steps", "floor")):
+    if chosen.needs and not any(name in keywords for name in (*chosen.needs, "cooldown_steps", "min_lr_ratio")):
         raise ConfigError(f"lr_scheduler_type = {kind!r} needs {' or '.join(chosen.needs)} in lr_scheduler_kwargs")
     if kind == "constant" and warmup:
         raise ConfigError(
@@ -79,7 +78,7 @@ def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | floa
     if not warmup:
         settings.pop("warmup_start", None)
     if kind == "polynomial":
-        keywords = {"lr_end": DEFAULT_LR_END} | dict(keywords) if "floor" not in keywords else keywords
+        keywords = {"lr_end": DEFAULT_LR_END} | dict(keywords) if "min_lr_ratio" not in keywords else keywords
     given: dict[str, str] = {}
     for keyword, value in keywords.items():
         setting = chosen.keywords.get(keyword, keyword)
@@ -90,7 +89,7 @@ def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | floa
         given[setting] = keyword
         settings[setting] = value / lr if keyword in RATES and isinstance(value, int | float) and lr else value
     if kind == "warmup_stable_decay" and warmup and "warmup_start" not in keywords:
-        settings["warmup_start"] = settings.get("floor", 0.0)
+        settings["warmup_start"] = settings.get("min_lr_ratio", 0.0)
     try:
         return build(ScheduleConfig, settings, "schedule")
     except ConfigError as error:
@@ -107,5 +106,5 @@ def schedule_arguments(config: ScheduleConfig) -> tuple[str, dict[str, Any], int
         sets["warmup_start"] = None
     keywords = {name: getattr(config, name) for name in sorted(OPEN) if getattr(config, name) != sets[name]}
     if kind == "polynomial":
-        keywords["floor"] = config.floor
+        keywords["min_lr_ratio"] = config.min_lr_ratio
     return kind, keywords, config.warmup_steps

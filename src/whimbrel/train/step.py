@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from whimbrel.optim import InBackward
-from whimbrel.precision import PrecisionPlan
+from whimbrel.optim import OptimizerInBackward
+from whimbrel.precision import MixedPrecision
 from whimbrel.train.batches import Batches, token_count
 from whimbrel.train.device import Stopwatch
 from whimbrel.train.objectives import LossOutput, Objective
@@ -72,7 +72,7 @@ class TrainStep:
     scheduler: Scheduler
     batches: Batches
     objective: Objective
-    precision: PrecisionPlan
+    precision: MixedPrecision
     accumulation: int
     stopwatch: Stopwatch
     dispatch: Callable[[str], object]
@@ -167,7 +167,7 @@ class TrainStep:
     def _clip_gradients(self) -> Tensor:
         """Unscale and clip the gradients; returns their norm before clipping."""
         self.precision.unscale(self.optimizer)
-        if isinstance(self.optimizer, InBackward):
+        if isinstance(self.optimizer, OptimizerInBackward):
             norm = self.optimizer.grad_norm()  # the backward pass has freed the gradients
             if self.clip is not None:
                 self.optimizer.clip_(self.clip, norm)

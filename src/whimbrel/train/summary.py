@@ -69,7 +69,7 @@ def _gradient_bytes(trained: list[nn.Parameter], optimizer: Optimizer | None) ->
     if isinstance(optimizer, ProjectInBackward):
         moved = optimizer.optimizer
         sizes = (
-            (p, p.numel() if moved.needs_full_grad(p) else moved.param_state(p).low_shape.numel()) for p in trained
+            (p, p.numel() if moved.needs_full_grad(p) else moved.layout_of(p).low_rank_shape.numel()) for p in trained
         )
         return sum(size * p.element_size() for p, size in sizes)
     return _bytes(trained)

@@ -21,7 +21,7 @@ from whimbrel.checkpoint import CheckpointManager, RNGState
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT
 from whimbrel.optim import parameter_table, resolve_steps
-from whimbrel.precision import PrecisionPlan
+from whimbrel.precision import MixedPrecision
 from whimbrel.train import build, checks
 from whimbrel.train.arguments import MinimalTrainingArguments, from_config, to_config
 from whimbrel.train.batches import TokenBatches
@@ -145,7 +145,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         self._log_file, self._signals = Callbacks([JsonlLogger()]), SignalHandler()
         self.optimizer, self.lr_scheduler = None, None
         self.train_dataloader, self.eval_dataloader = None, None
-        self.precision = PrecisionPlan(self.config.train.precision, self.device)
+        self.precision = MixedPrecision(self.config.train.precision, self.device)
         self.is_local_process_zero, self.is_world_process_zero = ProcessFlag(1), ProcessFlag(1)
         self.num_processes = 1
         self.accelerator = Accelerator(self.precision)

@@ -148,5 +148,5 @@ def test_none_means_no_codec():
 def test_unknown_codecs_and_odd_head_sizes_are_rejected():
     with pytest.raises(ConfigError, match="expected one of none, fp8, int8, int4, got 'int3'"):
         find_codec("int3")
-    with pytest.raises(ConfigError, match="expected an even head size, got 7"):
+    with pytest.raises(ConfigError, match="expected an even number of values, got 7"):
         find_codec("int4").encode(torch.randn(2, 7))

@@ -156,7 +156,7 @@ def test_selective_checkpointing_does_not_affect_generation(kind: str) -> None:
         logits = model(input_ids=IDS[:, 8:], past_key_values=cache).logits
         torch.testing.assert_close(logits, model(input_ids=IDS).logits[:, 8:])
         cache = model(input_ids=IDS[:, :8]).past_key_values
-    with pytest.raises(ConfigError, match="recompute does not work with past_key_values"):
+    with pytest.raises(ConfigError, match="recompute does not support past_key_values"):
         model(input_ids=IDS[:, 8:], past_key_values=cache)
 
 

@@ -41,24 +41,24 @@ def watch():
         peak = max(peak, anonymous())
         time.sleep(0.0005)
 
-def streamed(path, form):
-    return load_model(path, quantize=form)
+def streamed(path, weight_format):
+    return load_model(path, quantize=weight_format)
 
-def naive(path, form):
+def naive(path, weight_format):
     model = load_model(path)
-    quantize_(model, form)
+    quantize_(model, weight_format)
     return model
 
 large, small, mode, *forms = sys.argv[1:]
 load = globals()[mode]
-for form in forms:
-    load(small, form)  # so that memory which torch allocates on first use is not counted
+for weight_format in forms:
+    load(small, weight_format)  # so that memory which torch allocates on first use is not counted
     gc.collect()
     before = peak = anonymous()
     done = False
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model = load(large, form)
+    model = load(large, weight_format)
     done = True
     watcher.join()
     print(peak - before)
@@ -85,10 +85,10 @@ def on_meta() -> GPT:
         return GPT(SHAPE).bfloat16()
 
 
-def size(form: str | None) -> int:
+def size(weight_format: str | None) -> int:
     model = on_meta()
-    if form is not None:
-        quantize_(model, form)
+    if weight_format is not None:
+        quantize_(model, weight_format)
     return sum(tensor.nbytes for tensor in weight_state_dict(model).values())
 
 
@@ -101,15 +101,19 @@ def peaks(directories: tuple[Path, Path], mode: str) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_quantizing_on_load_never_has_the_unquantized_model_in_memory(directories):
-    for form, streamed, naive in zip(FORMS, peaks(directories, "streamed"), peaks(directories, "naive"), strict=True):
+    for weight_format, streamed, naive in zip(
+        FORMS, peaks(directories, "streamed"), peaks(directories, "naive"), strict=True
+    ):
         assert naive > 0.9 * size(None), "the unquantized model was not in memory: the measurement is wrong"
-        assert 0.8 * size(form) < streamed <= size(form) + LARGEST  # four times LARGEST would be acceptable
+        assert (
+            0.8 * size(weight_format) < streamed <= size(weight_format) + LARGEST
+        )  # four times LARGEST would be acceptable
         assert streamed <= 0.65 * naive
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
-def test_quantizing_on_load_limits_gpu_memory(directories, form):
+@pytest.mark.parametrize("weight_format", FORMS)
+def test_quantizing_on_load_limits_gpu_memory(directories, weight_format):
     def peak(load: Callable[[], GPT]) -> int:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -120,9 +124,9 @@ def test_quantizing_on_load_limits_gpu_memory(directories, form):
 
     def naive() -> GPT:
         model = load_model(directories[0], device="cuda")
-        quantize_(model, form)
+        quantize_(model, weight_format)
         return model
 
-    streamed = peak(lambda: load_model(directories[0], device="cuda", quantize=form))
-    assert size(form) <= streamed <= size(form) + 4 * LARGEST
+    streamed = peak(lambda: load_model(directories[0], device="cuda", quantize=weight_format))
+    assert size(weight_format) <= streamed <= size(weight_format) + 4 * LARGEST
     assert streamed <= 0.65 * peak(naive)

@@ -31,15 +31,15 @@ SHAPES = {
 FIRST = "model.layers.0.self_attn.k_proj.weight"
 
 
-def random_model(shape: GPTConfig = SHAPES["llama"], form: str | None = None) -> GPT:
+def random_model(shape: GPTConfig = SHAPES["llama"], weight_format: str | None = None) -> GPT:
     torch.manual_seed(0)
     model = GPT(shape)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.zero_padding()
-    if form is not None:
-        quantize_(model, form)
+    if weight_format is not None:
+        quantize_(model, weight_format)
     return model
 
 
@@ -52,24 +52,24 @@ def bits(state: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, bytes]]:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    save_model(random_model(form="int8"), tmp_path / "model")
+    save_model(random_model(weight_format="int8"), tmp_path / "model")
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_saved_and_quantized_on_load_weights_are_bit_equal(shape, form, tmp_path):
+def test_saved_and_quantized_on_load_weights_are_bit_equal(shape, weight_format, tmp_path):
     model = random_model(SHAPES[shape])
     save_model(model, tmp_path / "dense")
-    quantize_(model, form)
+    quantize_(model, weight_format)
     save_model(model, tmp_path / "single")
     save_model(model, tmp_path / "shards", max_shard_size=1)
     assert json.loads((tmp_path / "single/config.json").read_text())["model_type"] == shape.split()[0]
     x = torch.randint(50, (1, 9))
     for loaded in (
         load_model(tmp_path / "single"),
-        load_model(tmp_path / "shards", quantize=form),
-        load_model(tmp_path / "dense", quantize=form),
+        load_model(tmp_path / "shards", quantize=weight_format),
+        load_model(tmp_path / "dense", quantize=weight_format),
     ):
         assert bits(weight_state_dict(loaded)) == bits(weight_state_dict(model))
         assert torch.equal(loaded(x).logits, model(x).logits)
@@ -78,20 +78,20 @@ def test_saved_and_quantized_on_load_weights_are_bit_equal(shape, form, tmp_path
         assert (loaded.lm_head.weight is loaded.token_embedding.weight) == model.config.tied_head
 
 
-@pytest.mark.parametrize("form", ["int8", "int8-dynamic", "int4", "fp8"])
+@pytest.mark.parametrize("weight_format", ["int8", "int8-dynamic", "int4", "fp8"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_quantize_embeddings(shape, form, tmp_path):
+def test_quantize_embeddings(shape, weight_format, tmp_path):
     model = random_model(SHAPES[shape])
     save_model(model, tmp_path / "dense")
-    quantize_(model, form, skip=(), embeddings=True)
+    quantize_(model, weight_format, skip=(), embeddings=True)
     save_model(model, tmp_path / "coded")
-    quantize_(only_linears := random_model(SHAPES[shape]), form)
+    quantize_(only_linears := random_model(SHAPES[shape]), weight_format)
     size, linears_only_size = (sum(p.nbytes for p in m.parameters()) for m in (model, only_linears))
     assert size < linears_only_size
     x = torch.randint(50, (1, 9))
     for loaded in (
         load_model(tmp_path / "coded"),
-        load_model(tmp_path / "dense", quantize=form, quantize_embeddings=True),
+        load_model(tmp_path / "dense", quantize=weight_format, quantize_embeddings=True),
     ):
         assert bits(weight_state_dict(loaded)) == bits(weight_state_dict(model))
         assert torch.equal(loaded(x).logits, model(x).logits)
@@ -116,13 +116,13 @@ def test_quantize_embeddings_is_rejected_if_it_has_no_effect(saved, tmp_path):
 
 
 def test_shards_can_separate_codes_and_scales(tmp_path):
-    save_model(random_model(form="int4"), tmp_path / "model", max_shard_size=1)
+    save_model(random_model(weight_format="int4"), tmp_path / "model", max_shard_size=1)
     places = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())["weight_map"]
     assert places[f"{FIRST}.codes"] != places[f"{FIRST}.scales"]
 
 
 def test_files_have_codes_and_scales(tmp_path):
-    model = random_model(form="int4")
+    model = random_model(weight_format="int4")
     save_model(model, tmp_path / "model")
     table = json.loads((tmp_path / "model/config.json").read_text())
     assert table["quantization_config"] == {
@@ -141,12 +141,12 @@ def test_files_have_codes_and_scales(tmp_path):
     assert (weight[:, 1::2].numpy() == ((codes >> 4).astype("float32") - 8) * scales).all()
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
-def test_dtype_is_applied_before_quantization(form, tmp_path):
+@pytest.mark.parametrize("weight_format", ["int8", "int4", "fp8"])
+def test_dtype_is_applied_before_quantization(weight_format, tmp_path):
     model = random_model()
     save_model(model, tmp_path / "dense")
-    quantize_(model.bfloat16(), form)
-    loaded = load_model(tmp_path / "dense", dtype=torch.bfloat16, quantize=form)
+    quantize_(model.bfloat16(), weight_format)
+    loaded = load_model(tmp_path / "dense", dtype=torch.bfloat16, quantize=weight_format)
     assert bits(weight_state_dict(loaded)) == bits(weight_state_dict(model))
     save_model(loaded, tmp_path / "quantized")
     assert json.loads((tmp_path / "quantized/config.json").read_text())["dtype"] == "bfloat16"
@@ -157,7 +157,7 @@ def test_dtype_is_applied_before_quantization(form, tmp_path):
 
 
 def test_load_weights_converts_between_dense_and_quantized(saved, tmp_path):
-    quantized = random_model(form="int8")
+    quantized = random_model(weight_format="int8")
     dense = GPT(SHAPES["llama"])
     load_weights(dense, saved)
     expected = quantized.transformer["h"][1].mlp.c_fc.weight.dequantize()
@@ -196,7 +196,7 @@ def test_checkpoint_of_trained_quantized_weights_is_bit_exact(tmp_path):
 
 def test_greedy_text_equals_that_of_the_model_quantized_in_memory(saved, tmp_path):
     save_model(random_model(), tmp_path / "dense")
-    expected = whimbrel.generate(random_model(form="int8"), [1, 2, 3], max_new_tokens=24, temperature=0)
+    expected = whimbrel.generate(random_model(weight_format="int8"), [1, 2, 3], max_new_tokens=24, temperature=0)
     for loaded in (load_model(saved), whimbrel.load_model(tmp_path / "dense", quantize="int8")):
         assert whimbrel.generate(loaded, [1, 2, 3], max_new_tokens=24, temperature=0) == expected
 
@@ -212,8 +212,8 @@ def test_quantized_directory_cannot_be_quantized_again(saved):
 
 
 def test_mixed_or_unknown_formats_cannot_be_saved(tmp_path):
-    model = random_model(form="int8")
-    other = random_model(form="int4").transformer["h"][0].attn.c_attn.weight
+    model = random_model(weight_format="int8")
+    other = random_model(weight_format="int4").transformer["h"][0].attn.c_attn.weight
     model.transformer["h"][0].attn.c_attn.weight = torch.nn.Parameter(other, requires_grad=False)
     with pytest.raises(CheckpointError, match="one format, got int4 and int8"):
         save_model(model, tmp_path / "model")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from whimbrel.ops import View, attend, attend_reference, write_blocks
+from whimbrel.ops import KVView, attend, attend_reference, write_blocks
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, position: int, key_positions: list[int], window: int | None) -> Tensor:
@@ -32,7 +32,7 @@ def states(*shape: int, device: str = "cpu") -> Tensor:
 def test_contiguous_keys_match_the_reference(tokens: int, slots: int, window: int | None) -> None:
     q, k, v = states(2, 4, tokens, 8), states(2, 2, slots, 8), states(2, 2, slots, 8) + 1
     positions = torch.arange(20 - tokens, 20)  # the keys are the newest `slots` of 20
-    got = attend(q, View(k, v), positions, window=window)
+    got = attend(q, KVView(k, v), positions, window=window)
     for b in range(2):
         for t in range(tokens):
             expected = reference(q[b, :, t], k[b], v[b], 20 - tokens + t, list(range(20 - slots, 20)), window)
@@ -44,7 +44,7 @@ def test_permuted_and_empty_slots_match_the_reference(window: int | None) -> Non
     q, k, v = states(2, 4, 2, 8), states(2, 2, 6, 8), states(2, 2, 6, 8) + 1
     slot_positions = [[4, 5, -1, 1, 2, 3], [-2, -1, 0, 3, 2, 1]]
     positions = torch.tensor([[4, 5], [2, 3]])
-    got = attend(q, View(k, v, key_positions=torch.tensor(slot_positions)), positions, window=window)
+    got = attend(q, KVView(k, v, key_positions=torch.tensor(slot_positions)), positions, window=window)
     for b in range(2):
         for t in range(2):
             expected = reference(q[b, :, t], k[b], v[b], int(positions[b, t]), slot_positions[b], window)
@@ -52,14 +52,14 @@ def test_permuted_and_empty_slots_match_the_reference(window: int | None) -> Non
 
 
 def test_a_padding_query_is_finite() -> None:
-    view = View(states(1, 1, 3, 4), states(1, 1, 3, 4), key_positions=torch.tensor([[-1, 0, 1]]))
+    view = KVView(states(1, 1, 3, 4), states(1, 1, 3, 4), key_positions=torch.tensor([[-1, 0, 1]]))
     got = attend(states(1, 1, 3, 4), view, torch.tensor([[-1, 0, 1]]))
     assert got.isfinite().all()
 
 
 def paged(
     lengths: list[int], block_size: int, kv_heads: int, width: int, capacity: int, device: str = "cpu"
-) -> tuple[View, Tensor, Tensor]:
+) -> tuple[KVView, Tensor, Tensor]:
     """Blocks in random order, and the same keys and values contiguously (batch, kv heads, capacity, width)."""
     blocks = -(-capacity // block_size)
     order = torch.randperm(len(lengths) * blocks, generator=torch.Generator().manual_seed(1)) + 1
@@ -71,7 +71,7 @@ def paged(
     ]
     for pool, rows in zip(pools, (k, v), strict=True):
         pool[table.long()] = rows.unflatten(1, (blocks, block_size))
-    view = View(*pools, lengths=torch.tensor(lengths, device=device), block_tables=table)
+    view = KVView(*pools, lengths=torch.tensor(lengths, device=device), block_tables=table)
     return view, k.transpose(1, 2), v.transpose(1, 2)
 
 

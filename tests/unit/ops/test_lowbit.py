@@ -69,7 +69,7 @@ def test_a_symmetric_codec_restores_integer_multiples_of_its_scale(code_type) ->
 
 
 def test_an_odd_number_of_int4_values_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="expected an even head size, got 7"):
+    with pytest.raises(ConfigError, match="expected an even number of values, got 7"):
         SymmetricCodec(INT4).encode(randn(2, 7))
 
 

@@ -216,5 +216,5 @@ def test_refreshes_happen_at_the_planned_steps(start: str) -> None:
                 refreshed[index].append(step)
             p.grad = random((12, 8), 100 * step + index)
         optimizer.step()
-    assert refreshed == [planned_refreshes(optimizer.param_state(p), 40) for p in params]
+    assert refreshed == [planned_refreshes(optimizer.layout_of(p), 40) for p in params]
     assert len({tuple(steps) for steps in refreshed}) == 5

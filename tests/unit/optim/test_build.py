@@ -16,11 +16,11 @@ from whimbrel.optim import (
     GaLore,
     GroupConfig,
     OptimConfig,
-    RoutedParameter,
+    ParameterInfo,
     ScheduleConfig,
     build_optimizer,
+    classify_parameters,
     restore_optimizer,
-    route_parameters,
 )
 from whimbrel.optim.build import OPTIMIZERS
 from whimbrel.optim.config import OPTIONS_BY_OPTIMIZER
@@ -43,34 +43,34 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, floa
     return {name: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for name in g["names"]}
 
 
-def test_route_parameters_assigns_roles() -> None:
-    roles = {item.name: item.role for item in route_parameters(Net(tied=False))}
+def test_classify_parameters_assigns_roles() -> None:
+    roles = {item.name: item.role for item in classify_parameters(Net(tied=False))}
     assert roles == {
         "table.weight": "embedding", "inner.weight": "hidden", "inner.bias": "scalar", "norm.weight": "scalar",
         "norm.bias": "scalar", "lm_head.weight": "head",
     }  # fmt: skip
 
 
-def test_route_parameters_lists_tied_parameters_once_and_skips_frozen_ones() -> None:
+def test_classify_parameters_lists_tied_parameters_once_and_skips_frozen_ones() -> None:
     net = Net(tied=True)
     net.inner.requires_grad_(False)
-    roles = {item.name: item.role for item in route_parameters(net)}
+    roles = {item.name: item.role for item in classify_parameters(net)}
     assert roles == {"table.weight": "embedding", "norm.weight": "scalar", "norm.bias": "scalar"}
     with pytest.raises(OptimizerError, match="Net has no trainable parameters"):
-        route_parameters(net.requires_grad_(False))
+        classify_parameters(net.requires_grad_(False))
 
 
-def test_route_parameters_assigns_splits_by_name() -> None:
-    routed = {item.name: item.splits for item in route_parameters(Net(tied=True), {"inner.weight": (2, 2)})}
-    assert (routed["inner.weight"], routed["table.weight"]) == ((2, 2), ())
+def test_classify_parameters_assigns_splits_by_name() -> None:
+    parameters = {item.name: item.splits for item in classify_parameters(Net(tied=True), {"inner.weight": (2, 2)})}
+    assert (parameters["inner.weight"], parameters["table.weight"]) == ((2, 2), ())
 
 
-def test_route_parameters_of_a_hugging_face_model() -> None:
+def test_classify_parameters_of_a_hugging_face_model() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    roles = {item.name: item.role for item in route_parameters(transformers.LlamaForCausalLM(config))}
+    roles = {item.name: item.role for item in classify_parameters(transformers.LlamaForCausalLM(config))}
     assert (roles["model.embed_tokens.weight"], roles["lm_head.weight"]) == ("embedding", "head")
     assert (roles["model.layers.0.mlp.up_proj.weight"], roles["model.norm.weight"]) == ("hidden", "scalar")
 
@@ -80,7 +80,9 @@ def test_groups_match_parameters_by_pattern() -> None:
         GroupConfig(pattern=r"^inner\.", lr=0.5),
         GroupConfig(pattern=r"weight$", weight_decay=0.25),
     )
-    optimizer = build_optimizer(OptimConfig(lr=0.1, weight_decay=0.01, groups=groups), route_parameters(Net(tied=True)))
+    optimizer = build_optimizer(
+        OptimConfig(lr=0.1, weight_decay=0.01, groups=groups), classify_parameters(Net(tied=True))
+    )
     assert settings_of(optimizer) == {
         "table.weight": (0.1, 0.25), "inner.weight": (0.5, 0.01), "inner.bias": (0.5, 0.0),
         "norm.weight": (0.1, 0.25), "norm.bias": (0.1, 0.0),
@@ -113,7 +115,7 @@ def test_invalid_groups_are_rejected(group: dict[str, object], message: str) -> 
 def test_pattern_that_matches_nothing_is_rejected() -> None:
     config = OptimConfig(groups=(GroupConfig(pattern="wte", lr=1.0),))
     with pytest.raises(ConfigError, match="'wte': no parameter name matches"):
-        build_optimizer(config, route_parameters(Net(tied=True)))
+        build_optimizer(config, classify_parameters(Net(tied=True)))
 
 
 def test_with_name_changes_only_the_name() -> None:
@@ -137,7 +139,7 @@ GROUP_NAMES = {"galore": {"gap": "update_proj_gap"}}
 def test_every_option_of_an_optimizer_reaches_its_groups(name: str) -> None:
     assert list(OPTIMIZERS) == list(OPTIONS_BY_OPTIMIZER) == list(NAMES)
     options = {option: OPTION_VALUES[option] for option in OPTIONS_BY_OPTIMIZER[name]}
-    optimizer = build_optimizer(OptimConfig(name=name, **options), route_parameters(Net(tied=True)))  # type: ignore[arg-type]
+    optimizer = build_optimizer(OptimConfig(name=name, **options), classify_parameters(Net(tied=True)))  # type: ignore[arg-type]
     for option, value in options.items():
         assert optimizer.defaults[GROUP_NAMES.get(name, {}).get(option, option)] == value
 
@@ -148,7 +150,7 @@ def kinds(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", LOW)
 def test_hidden_matrices_get_a_subspace_and_the_rest_adamw(name: str) -> None:
-    optimizer = build_optimizer(OptimConfig(name=name), route_parameters(Net(tied=False)))  # type: ignore[arg-type]
+    optimizer = build_optimizer(OptimConfig(name=name), classify_parameters(Net(tied=False)))  # type: ignore[arg-type]
     default = 1 if name == "apollo_mini" else 128
     assert kinds(optimizer) == {
         "inner.weight": default, "table.weight": None, "lm_head.weight": None, "inner.bias": None, "norm.weight": None,
@@ -174,13 +176,13 @@ def test_groups_set_ranks_and_disable_subspaces() -> None:
         GroupConfig(pattern="table", rank=3),
         GroupConfig(pattern="head", subspace=True),
     )
-    optimizer = build_optimizer(OptimConfig(name="galore_warm", rank=2, groups=groups), route_parameters(Net(False)))
+    optimizer = build_optimizer(OptimConfig(name="galore_warm", rank=2, groups=groups), classify_parameters(Net(False)))
     assert {name: first_moment(optimizer, f"{name}.weight").shape[1] for name in ("inner", "table", "lm_head")} == {
         "inner": 4, "table": 3, "lm_head": 2,
     }  # fmt: skip
     vectors = OptimConfig(name="galore_warm", groups=(GroupConfig(pattern="norm", rank=3),))
     with pytest.raises(ConfigError, match="only vectors match"):
-        build_optimizer(vectors, route_parameters(Net(False)))
+        build_optimizer(vectors, classify_parameters(Net(False)))
 
 
 @pytest.mark.parametrize(
@@ -214,13 +216,13 @@ def test_options_without_effect_are_rejected(settings: dict[str, Any], message: 
 def test_store_applies_to_parameters_without_a_subspace(name: str) -> None:
     config = OptimConfig(name=name, rank=64, store="int8")  # type: ignore[arg-type]
     model = nn.ModuleDict({"table": nn.Embedding(128, 64), "inner": nn.Linear(64, 64)})
-    optimizer = build_optimizer(config, route_parameters(model))
+    optimizer = build_optimizer(config, classify_parameters(model))
     assert {name: first_moment(optimizer, f"{name}.weight").dtype for name in model} == dict.fromkeys(model, torch.int8)
 
 
 def test_seed_reaches_the_optimizer() -> None:
     optimizers = [
-        build_optimizer(OptimConfig(name="apollo"), route_parameters(Net(True)), seed=seed)
+        build_optimizer(OptimConfig(name="apollo"), classify_parameters(Net(True)), seed=seed)
         for seed in (0, 1, 2**63 - 1)
     ]
     seeds = [[int(state["seed"]) for state in optimizer.state.values()] for optimizer in optimizers]
@@ -239,7 +241,7 @@ def test_restore_matches_parameters_by_name_across_groups(name: str) -> None:
     torch.manual_seed(0)
     first, second = Net(tied=False), Net(tied=False)
     config = OptimConfig(name=name, lr=0.1, **SMALL[name])  # type: ignore[arg-type]
-    optimizer = build_optimizer(config, route_parameters(first), seed=5)
+    optimizer = build_optimizer(config, classify_parameters(first), seed=5)
     for step in range(3):
         gradients(first, step)
         optimizer.step()
@@ -249,7 +251,7 @@ def test_restore_matches_parameters_by_name_across_groups(name: str) -> None:
         **SMALL[name],
         groups=(GroupConfig(pattern="table|inner.bias", lr=0.2),),  # type: ignore[arg-type]
     )
-    again = build_optimizer(other, route_parameters(second)[::-1])
+    again = build_optimizer(other, classify_parameters(second)[::-1])
     second.load_state_dict(first.state_dict())
     restore_optimizer(again, copy.deepcopy(optimizer.state_dict()))
     for group in again.param_groups:
@@ -296,11 +298,11 @@ def test_restore_matches_parameters_by_name_across_groups(name: str) -> None:
 )
 def test_restore_rejects_state_of_other_options(saved: dict[str, Any], requested: dict[str, Any], message: str) -> None:
     before, after = (
-        build_optimizer(OptimConfig(**settings), route_parameters(Net(False))) for settings in (saved, requested)
+        build_optimizer(OptimConfig(**settings), classify_parameters(Net(False))) for settings in (saved, requested)
     )
     with pytest.raises(OptimizerError, match=message):
         restore_optimizer(after, before.state_dict())
-    other = build_optimizer(OptimConfig(**requested), route_parameters(Net(tied=True)))
+    other = build_optimizer(OptimConfig(**requested), classify_parameters(Net(tied=True)))
     with pytest.raises(OptimizerError, match="other parameters: .*lm_head.weight"):
         restore_optimizer(after, other.state_dict())
 
@@ -309,7 +311,7 @@ def test_restore_rejects_state_of_other_options(saved: dict[str, Any], requested
 def test_reset_restores_the_initial_state(name: str) -> None:
     torch.manual_seed(0)
     net = Net(tied=True)
-    optimizer = build_optimizer(OptimConfig(name=name, **SMALL[name]), route_parameters(net))  # type: ignore[arg-type]
+    optimizer = build_optimizer(OptimConfig(name=name, **SMALL[name]), classify_parameters(net))  # type: ignore[arg-type]
     fresh = [{key: value.clone() for key, value in state.items()} for state in optimizer.state.values()]
     gradients(net, 0)
     optimizer.step()
@@ -325,18 +327,18 @@ def test_full_rank_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> N
     model = nn.ModuleDict({"a": nn.Linear(64, 96), "b": nn.Linear(200, 300)})
     for rank, warnings in ((None, 1), (64, 1), (32, 0)):
         caplog.clear()
-        build_optimizer(OptimConfig(name="galore_warm", rank=rank), route_parameters(model))
+        build_optimizer(OptimConfig(name="galore_warm", rank=rank), classify_parameters(model))
         assert len(caplog.records) == warnings
         assert all(f"rank {rank or 128} is the full rank of 1 parameters" in r.getMessage() for r in caplog.records)
 
 
 def test_full_rank_of_an_expert_stack_is_the_rank_of_its_matrices(caplog: pytest.LogCaptureFixture) -> None:
     """Eight experts of 16 x 4 have rank 4; as a matrix of 8 x 64 the stack would have rank 8."""
-    stack = RoutedParameter("experts", nn.Parameter(torch.zeros(8, 16, 4)), "hidden")
+    stack = ParameterInfo("experts", nn.Parameter(torch.zeros(8, 16, 4)), "hidden")
     build_optimizer(OptimConfig(name="galore", rank=4), [stack])
     assert "rank 4 is the full rank of 1 parameters" in caplog.text
     caplog.clear()
-    few = RoutedParameter("experts", nn.Parameter(torch.zeros(2, 16, 16)), "hidden")
+    few = ParameterInfo("experts", nn.Parameter(torch.zeros(2, 16, 16)), "hidden")
     build_optimizer(OptimConfig(name="galore", rank=4), [few])
     assert caplog.text == ""
 
@@ -347,7 +349,7 @@ def test_full_rank_of_an_expert_stack_is_the_rank_of_its_matrices(caplog: pytest
         (lambda: OptimConfig(name="galoor"), r"optim.name = 'galoor' is not one of .*: did you mean 'galore'\?"),
         (lambda: OptimConfig(name="galore", projection_type="x"), "optim.projection_type = 'x' is not one of std, .*"),
         (lambda: OptimConfig(name="galore_warm", store="int9"), r"optim.store = 'int9' .*: did you mean 'int8'\?"),
-        (lambda: OptimConfig(decay="none"), "optim.decay = 'none' is not one of all, matrices, hidden"),
+        (lambda: OptimConfig(decay_params="none"), "optim.decay_params = 'none' is not one of all, matrices, hidden"),
         (lambda: ScheduleConfig(name="cosin"), r"schedule.name = 'cosin' .*: did you mean 'cosine'\?"),
     ],
 )
@@ -357,7 +359,9 @@ def test_unknown_choices_are_rejected_by_the_constructor(make: Callable[[], obje
 
 
 def test_restore_includes_the_count_of_skipped_steps() -> None:
-    first, second = (build_optimizer(OptimConfig(name="galore", rank=2), route_parameters(Net(True))) for _ in range(2))
+    first, second = (
+        build_optimizer(OptimConfig(name="galore", rank=2), classify_parameters(Net(True))) for _ in range(2)
+    )
     assert isinstance(first, GaLore)
     assert isinstance(second, GaLore)
     first.skipped = 3
@@ -365,20 +369,20 @@ def test_restore_includes_the_count_of_skipped_steps() -> None:
     assert second.skipped == 3
 
 
-def routed() -> list[RoutedParameter]:
+def parameters() -> list[ParameterInfo]:
     return [
-        RoutedParameter("block.weight", nn.Parameter(torch.ones(4, 4)), "hidden"),
-        RoutedParameter("block.bias", nn.Parameter(torch.ones(4)), "scalar"),
-        RoutedParameter("wte.weight", nn.Parameter(torch.ones(8, 4)), "embedding"),
-        RoutedParameter("lm_head.weight", nn.Parameter(torch.ones(8, 4)), "head"),
+        ParameterInfo("block.weight", nn.Parameter(torch.ones(4, 4)), "hidden"),
+        ParameterInfo("block.bias", nn.Parameter(torch.ones(4)), "scalar"),
+        ParameterInfo("wte.weight", nn.Parameter(torch.ones(8, 4)), "embedding"),
+        ParameterInfo("lm_head.weight", nn.Parameter(torch.ones(8, 4)), "head"),
     ]
 
 
 def test_build_assigns_learning_rates_decay_and_rules() -> None:
     config = OptimConfig(
-        name="muon", lr=0.02, embedding_lr=0.3, head_lr=0.004, scalar_lr=0.01, weight_decay=0.05, decay="hidden"
+        name="muon", lr=0.02, embedding_lr=0.3, head_lr=0.004, scalar_lr=0.01, weight_decay=0.05, decay_params="hidden"
     )
-    optimizer = build_optimizer(config, routed())
+    optimizer = build_optimizer(config, parameters())
     groups = {group["names"][0]: group for group in optimizer.param_groups}
     assert {name: (g["rule"], g["lr"], g["weight_decay"]) for name, g in groups.items()} == {
         "block.weight": ("muon", 0.02, 0.05),
@@ -390,7 +394,7 @@ def test_build_assigns_learning_rates_decay_and_rules() -> None:
 
 @pytest.mark.parametrize(("decay", "decayed"), [("all", 4), ("matrices", 3), ("hidden", 1)])
 def test_decay_option_selects_parameters(decay: str, decayed: int) -> None:
-    optimizer = build_optimizer(OptimConfig(decay=decay), routed())  # type: ignore[arg-type]
+    optimizer = build_optimizer(OptimConfig(decay_params=decay), parameters())  # type: ignore[arg-type]
     assert type(optimizer) is torch.optim.AdamW
     assert sum(len(g["params"]) for g in optimizer.param_groups if g["weight_decay"] > 0) == decayed
 

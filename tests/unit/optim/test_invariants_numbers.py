@@ -157,7 +157,7 @@ def test_update_stays_in_the_row_space_of_a_low_rank_gradient(name: str, size: f
     """Gradients of rank 2, a subspace of rank 12: 10 directions have only rounding errors."""
     p = nn.Parameter(torch.zeros(rows, 64))
     optimizer = CASES[name]([p], rank=12)
-    left = optimizer.param_state(p).transposed
+    left = optimizer.layout_of(p).transposed
     fixed = random((2, rows if left else 64), 99)
     for step in range(12):
         left_factor = random((64 if left else rows, 2), step)

@@ -13,9 +13,9 @@ from whimbrel.optim import (
     GroupConfig,
     OptimConfig,
     build_optimizer,
+    classify_parameters,
     parameter_table,
     project_in_backward,
-    route_parameters,
     state_bytes,
 )
 from whimbrel.optim.config import OPTIONS_BY_OPTIMIZER
@@ -26,7 +26,7 @@ SHAPE = GPTConfig(context_length=16, vocab_size=64, num_layers=3, embd_size=32, 
 
 def optimizer_of(name: str, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
     settings = {"rank": 8} | settings if "rank" in OPTIONS_BY_OPTIMIZER[name] else settings
-    return build_optimizer(OptimConfig(name=name, lr=0.01, **settings), route_parameters(model))  # type: ignore[arg-type]
+    return build_optimizer(OptimConfig(name=name, lr=0.01, **settings), classify_parameters(model))  # type: ignore[arg-type]
 
 
 def test_rows_group_parameters_that_differ_in_their_block_number() -> None:
@@ -41,7 +41,7 @@ def test_rows_group_parameters_that_differ_in_their_block_number() -> None:
     assert found["transformer.h.*.mlp.c_fc.weight", "warm rank 4, adamw"] == (1, (128, 32), 0.01, 0.1)
     assert rows[0].name == "transformer.wte.weight"
     assert sum(row.count for row in rows) == len(list(model.parameters()))
-    assert sum(row.weights for row in rows) == sum(p.nbytes for p in model.parameters())
+    assert sum(row.weight_bytes for row in rows) == sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,7 +57,7 @@ def test_state_bytes_are_the_same_before_and_after_a_step_and_on_meta(name: str)
     optimizer.step()
     assert parameter_table(model, optimizer) == before
     held = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-    assert sum(row.state or 0 for row in before) == held > 0
+    assert sum(row.state_bytes or 0 for row in before) == held > 0
 
 
 def test_rules_have_readable_descriptions() -> None:
@@ -82,7 +82,7 @@ def test_any_optimizer_has_a_table() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     foreign = nn.Parameter(torch.zeros(3))
     rows = parameter_table(model, Own([*model.parameters(), foreign], lr=0.5, momentum=0.9))
-    assert [(row.name, row.count, row.rule, row.lr, row.state) for row in rows] == [
+    assert [(row.name, row.count, row.rule, row.lr, row.state_bytes) for row in rows] == [
         ("*.weight", 2, "own", 0.5, None), ("*.bias", 2, "own", 0.5, None), ("(3,)", 1, "own", 0.5, None)
     ]  # fmt: skip
 

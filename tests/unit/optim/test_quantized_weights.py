@@ -20,8 +20,8 @@ from whimbrel.optim import (
     LowRankOptimizer,
     Muon,
     OptimConfig,
+    ParameterInfo,
     QGaLore,
-    RoutedParameter,
     build_optimizer,
     project_in_backward,
 )
@@ -151,11 +151,11 @@ def test_gradients_projected_in_backward(linears: bool) -> None:
 
 @pytest.mark.parametrize("name", ["muon", "galore"])
 def test_dense_only_optimizers_are_rejected(name: str) -> None:
-    routed = [
-        RoutedParameter(name=f"{i}.weight", parameter=p, role="hidden") for i, p in enumerate(make_net().parameters())
+    parameters = [
+        ParameterInfo(name=f"{i}.weight", parameter=p, role="hidden") for i, p in enumerate(make_net().parameters())
     ]
     with pytest.raises(OptimizerError, match=rf"{name}: expected unquantized weights.*0.weight.*galore_warm"):
-        build_optimizer(OptimConfig(name=name), routed)
+        build_optimizer(OptimConfig(name=name), parameters)
 
 
 def test_muon_rejects_quantized_weights() -> None:

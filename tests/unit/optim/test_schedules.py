@@ -24,8 +24,8 @@ def test_warm_up_reaches_the_peak_at_its_last_step() -> None:
 
 def test_linear_reaches_the_floor_after_the_last_step() -> None:
     assert curve(name="linear") == [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
-    assert curve(name="linear", floor=0.5)[5] == 0.75
-    assert lr_factor(ScheduleConfig(name="linear", floor=0.1), 10, 10) == pytest.approx(0.1)
+    assert curve(name="linear", min_lr_ratio=0.5)[5] == 0.75
+    assert lr_factor(ScheduleConfig(name="linear", min_lr_ratio=0.1), 10, 10) == pytest.approx(0.1)
 
 
 def test_cosine_falls_to_the_floor() -> None:
@@ -49,7 +49,7 @@ def test_warm_up_as_a_fraction_and_from_a_start() -> None:
 def test_cooldown_by_steps_and_shape() -> None:
     assert curve(name="wsd", cooldown_steps=4) == curve(name="wsd", cooldown=0.4)
     assert curve(name="wsd", cooldown_steps=4, cooldown_shape="1-sqrt")[8] == pytest.approx(1 - 0.5**0.5, abs=1e-6)
-    assert curve(name="wsd", cooldown_steps=2, stable_steps=3, floor=0.1)[2:7] == [1, 1, 0.55, 0.1, 0.1]
+    assert curve(name="wsd", cooldown_steps=2, stable_steps=3, min_lr_ratio=0.1)[2:7] == [1, 1, 0.55, 0.1, 0.1]
 
 
 def test_resolve_steps() -> None:
@@ -86,7 +86,7 @@ def test_schedule_resumes() -> None:
         {"warmup_steps": -1},
         {"warmup_steps": 1.5},
         {"cooldown": 1.5},
-        {"floor": -0.1},
+        {"min_lr_ratio": -0.1},
         {"warmup_start": 2.0},
         {"warmup_shape": "cosine"},
         {"power": 2.0},
@@ -94,8 +94,8 @@ def test_schedule_resumes() -> None:
         {"name": "wsd", "stable_steps": 3},
         {"name": "wsd", "cycles": 1.0},
         {"name": "inverse_sqrt", "timescale": 0},
-        {"floor": 0.5},
-        {"name": "inverse_sqrt", "floor": 0.5},
+        {"min_lr_ratio": 0.5},
+        {"name": "inverse_sqrt", "min_lr_ratio": 0.5},
         {"name": "cosine", "cooldown": 0.5},
         {"name": "cosine", "warmup_start": 0.5},
         {"name": "wsd", "cooldown": 0.5, "cooldown_steps": 3},

@@ -12,11 +12,11 @@ from torch import nn
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim import (
     GaLore,
-    InBackward,
     OptimConfig,
+    OptimizerInBackward,
     Schedule,
     build_optimizer,
-    route_parameters,
+    classify_parameters,
     step_in_backward,
 )
 
@@ -32,7 +32,7 @@ def model() -> nn.Module:
 
 def optimizer_of(net: nn.Module, name: str) -> torch.optim.Optimizer:
     config = OptimConfig(name=name, lr=0.05, scalar_lr=0.1, weight_decay=0.1)  # type: ignore[arg-type]
-    return build_optimizer(config, route_parameters(net))
+    return build_optimizer(config, classify_parameters(net))
 
 
 def loss_of(net: nn.Module, step: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ def run(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[
     schedule.load_state_dict({"step": steps.start})
     for step in steps:
         loss_of(net, step).backward()
-        if isinstance(optimizer, InBackward):
+        if isinstance(optimizer, OptimizerInBackward):
             norms.append(float(optimizer.grad_norm()))
             assert all(p.grad is None for p in net.parameters())
         else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.ops.lowbit import hash_uniform, stochastic_round
-from whimbrel.optim.store import StateCodec, add_rounded_, state_codec
+from whimbrel.optim.store import StateCodec, add_with_stochastic_rounding_, state_codec
 
 WIDTHS = [1, 2, 7, 64, 255, 256, 257, 700]
 KINDS = [
@@ -143,7 +143,7 @@ def test_16_bit_weights_accumulate_small_changes(dtype: torch.dtype, size: float
     weight = torch.full((20000,), size, dtype=dtype)
     start = float(weight[0])
     change = start * torch.finfo(dtype).eps / 50
-    add_rounded_(weight, torch.full((20000,), change), torch.Generator().manual_seed(0))
+    add_with_stochastic_rounding_(weight, torch.full((20000,), change), torch.Generator().manual_seed(0))
     moved = float(weight.double().mean()) - start
     assert abs(moved / change - 1) < 0.3
     assert weight.unique().numel() == 2
@@ -151,7 +151,7 @@ def test_16_bit_weights_accumulate_small_changes(dtype: torch.dtype, size: float
 
 def test_fp32_weights_are_updated_exactly() -> None:
     weight = torch.ones(4)
-    add_rounded_(weight, torch.full((4,), 1e-6), torch.Generator())
+    add_with_stochastic_rounding_(weight, torch.full((4,), 1e-6), torch.Generator())
     assert torch.equal(weight, torch.ones(4) + 1e-6)
 
 

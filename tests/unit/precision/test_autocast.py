@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from whimbrel.base.errors import PrecisionError
-from whimbrel.precision import PrecisionPlan
+from whimbrel.precision import MixedPrecision
 
 CPU = torch.device("cpu")
 
 
-def step(plan: PrecisionPlan, net: nn.Linear, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
+def step(plan: MixedPrecision, net: nn.Linear, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
     with plan.autocast():
         loss = net(torch.ones(2, 4)).float().mean() * factor
     plan.scale(loss).backward()
@@ -27,7 +27,7 @@ def step(plan: PrecisionPlan, net: nn.Linear, optimizer: torch.optim.Optimizer, 
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
 def test_matmuls_use_the_autocast_dtype_and_weights_keep_theirs(precision: str, dtype: torch.dtype) -> None:
-    plan, net = PrecisionPlan(precision, CPU), nn.Linear(4, 4)  # type: ignore[arg-type]
+    plan, net = MixedPrecision(precision, CPU), nn.Linear(4, 4)  # type: ignore[arg-type]
     with plan.autocast():
         assert net(torch.ones(2, 4)).dtype == dtype
     assert net.weight.dtype == torch.float32
@@ -36,7 +36,7 @@ def test_matmuls_use_the_autocast_dtype_and_weights_keep_theirs(precision: str, 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_without_a_scaler_nothing_is_scaled(precision: str) -> None:
-    plan, net = PrecisionPlan(precision, CPU), nn.Linear(4, 4)  # type: ignore[arg-type]
+    plan, net = MixedPrecision(precision, CPU), nn.Linear(4, 4)  # type: ignore[arg-type]
     loss = torch.tensor(3.0)
     assert plan.scale(loss) is loss
     assert (plan.scaler, plan.state_dict()) == (None, {})
@@ -46,7 +46,7 @@ def test_without_a_scaler_nothing_is_scaled(precision: str) -> None:
 
 
 def test_fp16_gradients_are_unscaled_and_an_overflow_skips_the_step() -> None:
-    plan, net = PrecisionPlan("fp16", CPU), nn.Linear(4, 4)
+    plan, net = MixedPrecision("fp16", CPU), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     before = net.weight.detach().clone()
     step(plan, net, optimizer)
@@ -58,7 +58,7 @@ def test_fp16_gradients_are_unscaled_and_an_overflow_skips_the_step() -> None:
 
 
 def test_after_a_skipped_step_the_next_can_be_unscaled() -> None:
-    plan, net = PrecisionPlan("fp16", CPU), nn.Linear(4, 4)
+    plan, net = MixedPrecision("fp16", CPU), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     plan.scale(net(torch.ones(2, 4)).sum()).backward()
     plan.unscale(optimizer)
@@ -68,32 +68,32 @@ def test_after_a_skipped_step_the_next_can_be_unscaled() -> None:
 
 
 def test_the_scale_is_restored_from_a_state_dict() -> None:
-    plan, net = PrecisionPlan("fp16", CPU), nn.Linear(4, 4)
+    plan, net = MixedPrecision("fp16", CPU), nn.Linear(4, 4)
     step(plan, net, torch.optim.SGD(net.parameters(), lr=0.1), factor=1e35)
-    other = PrecisionPlan("fp16", CPU)
+    other = MixedPrecision("fp16", CPU)
     other.load_state_dict(copy.deepcopy(plan.state_dict()))
-    assert other.state_dict() == plan.state_dict() != PrecisionPlan("fp16", CPU).state_dict()
+    assert other.state_dict() == plan.state_dict() != MixedPrecision("fp16", CPU).state_dict()
     other.load_state_dict({})  # state of a run with another precision
     assert other.state_dict() == plan.state_dict()
 
 
 def test_unknown_precisions_are_rejected() -> None:
     with pytest.raises(PrecisionError, match="precision = 'fp8' is not one of fp32, bf16, fp16"):
-        PrecisionPlan("fp8", CPU)  # type: ignore[arg-type]
+        MixedPrecision("fp8", CPU)  # type: ignore[arg-type]
 
 
 def test_bf16_on_an_old_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(PrecisionError, match=r"compute capability 8.0 .* got 7.5: use fp16"):
-        PrecisionPlan("bf16", torch.device("cuda"))
+        MixedPrecision("bf16", torch.device("cuda"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast_and_scaling_on_a_gpu(precision: str) -> None:
     device = torch.device("cuda")
-    plan, net = PrecisionPlan(precision, device), nn.Linear(4, 4, device=device)  # type: ignore[arg-type]
+    plan, net = MixedPrecision(precision, device), nn.Linear(4, 4, device=device)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     before = net.weight.detach().clone()
     with plan.autocast():

@@ -395,7 +395,7 @@ def test_a_quantized_model_is_close_to_the_original() -> None:
         (lambda: quantize_(nn.Sequential(nn.GELU()), "int8"), "no linear layer"),
         (
             lambda: quantize_(nn.Sequential(nn.Linear(80, 8)), "int4"),
-            r"no supported linear layer.*multiples of 32, got 80",
+            r"no supported linear layer.*multiple of 32, got 80",
         ),
         (lambda: quantize_(net(), "int4", trainable=True), "int4 cannot be trained: use int8"),
         (lambda: quantize_(net(), "int3"), "'int3' is not one of .*did you mean"),

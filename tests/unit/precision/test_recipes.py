@@ -26,7 +26,7 @@ from whimbrel.precision import (
 from whimbrel.precision.recipes import _warn_about_emulation
 
 STEPS = 20
-FP8, QAT = recipe_names("compute"), recipe_names("qat")
+FP8, QAT = recipe_names("fp8"), recipe_names("qat")
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs the package 'torchao'")
 
 
@@ -188,7 +188,7 @@ def test_skipped_layers_are_logged_once_with_the_reason(caplog: pytest.LogCaptur
 
     _warn_about_emulation.cache_clear()
     with caplog.at_level(logging.INFO, "whimbrel"):
-        choice = prepare(Net(), "rowwise", alignment=32)
+        choice = prepare(Net(), "rowwise", fp8_dim_alignment=32)
     assert list(choice.selected) == ["good"]
     assert choice.skipped.keys() == {"lm_head", "tied", "odd", "attention.out_proj"}
     for name, reason in choice.skipped.items():
@@ -204,7 +204,7 @@ def test_skipped_layers_are_logged_once_with_the_reason(caplog: pytest.LogCaptur
     ]
     assert list(prepare(Net(), "rowwise", skip=("good",)).selected) == ["lm_head"]
     choice = prepare(Net(), "int8-dynamic-act-int4-weight")
-    assert choice.skipped["odd"].endswith("multiples of 32, got 24")
+    assert choice.skipped["odd"].endswith("multiple of 32, got 24")
 
 
 @needs_torchao
@@ -237,7 +237,7 @@ def test_invalid_requests_are_rejected() -> None:
         (
             "tensorwise",
             (8, 9),
-            {"alignment": 8},
+            {"fp8_dim_alignment": 8},
             "fp8_dim_alignment: expected a multiple of 16 .* got 8",
         ),
         ("rowwise", (9, 0), {}, "expected bfloat16 outputs, got float32"),
@@ -254,7 +254,7 @@ def test_unsupported_gpus_and_dtypes_are_rejected(
     assert type(gpt.lm_head) is type(gpt.get_submodule("transformer.h.0.mlp.c_fc")) is nn.Linear
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert len(prepare(gpt, name, device="cuda", precision="bf16").selected) == 8
-    with pytest.raises(PrecisionError, match="multiples of 16 tokens .* got 15"):
+    with pytest.raises(PrecisionError, match="multiple of 16 tokens .* got 15"):
         gpt(torch.zeros(3, 5, dtype=torch.int64))
 
 
@@ -316,7 +316,7 @@ def test_finalize_and_load_into_give_the_same_weights(name: str) -> None:
 def test_the_table_of_recipes_is_complete() -> None:
     assert {recipe.kind: list(recipe_names(recipe.kind)) for recipe in RECIPES.values()} == {
         "amp": ["bf16", "fp16"],
-        "compute": ["tensorwise", "rowwise", "rowwise_with_gw_hp"],
+        "fp8": ["tensorwise", "rowwise", "rowwise_with_gw_hp"],
         "qat": ["int8-dynamic-act-int4-weight", "int4-weight-only"],
         "ptq": ["int8", "int8-dynamic", "int4", "fp8"],
     }
@@ -368,8 +368,8 @@ def test_qat_rejects_16_bit_weights(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", [*QAT, "int8", "bf16"])
 def test_dim_alignment_applies_to_fp8_only(name: str) -> None:
-    with pytest.raises(PrecisionError, match="alignment is for fp8 recipes only"):
-        prepare(model(), name, alignment=32)
+    with pytest.raises(PrecisionError, match="fp8_dim_alignment = 32 has no effect"):
+        prepare(model(), name, fp8_dim_alignment=32)
 
 
 def test_fp8_weights_need_a_supported_gpu_and_are_emulated_on_a_cpu(

@@ -69,10 +69,11 @@ def test_an_existing_cublas_workspace_setting_is_kept(monkeypatch: pytest.Monkey
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
-def test_an_integer_default_dtype_is_rejected() -> None:
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
+def test_an_unsupported_default_dtype_is_rejected(name: str) -> None:
     before = state()
-    with pytest.raises(ConfigError, match="default_dtype = 'int8' is not one of float32"):
-        with torch_flags(matmul_precision="high", default_dtype="int8"):
+    with pytest.raises(ConfigError, match=f"default_dtype = '{name}' is not one of float32"):
+        with torch_flags(matmul_precision="high", default_dtype=name):
             pass
     assert state() == before
 

@@ -360,9 +360,9 @@ def test_nbytes_counts_codes_and_scales() -> None:
     [
         (torch.abs, "aten.abs.default is not supported"),
         (lambda w: w + 1, "aten.add.Tensor"),
-        (lambda w: w[:, 3:9], "slice dimension 0"),
-        (lambda w: w.split(8, dim=1), "split dimension 0"),
-        (lambda w: w.view(32, 512), "expected its own shape"),
+        (lambda w: w[:, 3:9], "along dimension 0"),
+        (lambda w: w.split(8, dim=1), "along dimension 0"),
+        (lambda w: w.view(32, 512), "expected the same shape"),
         (lambda w: w[3], "aten.select.int"),
         (lambda w: w.sum(), "aten.sum"),
     ],
@@ -378,7 +378,7 @@ def test_mismatched_parts_are_rejected() -> None:
     for wrong in ((codes, scales[:3]), (codes.float(), scales), (codes, scales.int())):
         with pytest.raises(PrecisionError, match="int8: expected"):
             QuantizedWeight(*wrong, FORMATS["int8"])
-    with pytest.raises(PrecisionError, match="multiples of 32, got 200"):
+    with pytest.raises(PrecisionError, match="multiple of 32, got 200"):
         QuantizedWeight.quantize(randn(8, 200), "int4")
     with pytest.raises(PrecisionError, match="floating-point dtype, got torch.int64"):
         QuantizedWeight.quantize(torch.ones(8, 128, dtype=torch.int64), "int8")

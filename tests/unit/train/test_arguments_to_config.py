@@ -46,7 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "adam_epsilon": {"adam_epsilon": 1e-6},
     "max_grad_norm": {"max_grad_norm": 0.5},
     "lr_scheduler_type": {"lr_scheduler_type": "cosine"},
-    "lr_scheduler_kwargs": {"lr_scheduler_kwargs": {"floor": 0.1}},
+    "lr_scheduler_kwargs": {"lr_scheduler_kwargs": {"min_lr_ratio": 0.1}},
     "warmup_steps": {"warmup_steps": 0.1},
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 4},
     "logging_strategy": {"logging_strategy": "epoch"},
@@ -140,7 +140,7 @@ def test_the_config_round_trips_through_arguments() -> None:
             recompute="full", sdpa_backend=("flash", "math"), sdpa_set_priority=True, device="cpu", seed=3,
         ),
         optim=OptimConfig(lr=1e-3, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1),
-        schedule=ScheduleConfig(name="wsd", warmup_steps=10, cooldown=0.3, floor=0.1),
+        schedule=ScheduleConfig(name="wsd", warmup_steps=10, cooldown=0.3, min_lr_ratio=0.1),
         validation=ValidationConfig(every=0.1, delay=5.0, batches=3, micro_batch=8),
         checkpoint=CheckpointConfig(every=20, keep=2, best=3, metric="perplexity", evaluate=True, asynchronous=False),
         resume=ResumeConfig(path=Path("out/checkpoints/step-00000020"), latest=False),
@@ -265,7 +265,12 @@ def test_the_constant_schedule_has_factor_one() -> None:
         ("warmup_stable_decay", {"num_decay_steps": 3, "warmup_type": "cosine"}, 0, "warmup_shape = 'cosine' needs"),
         ("linear", {"warmup_start": 0.5}, 0, "warmup_start = 0.5 needs warmup_steps"),
         ("linear", {"cooldown": 0.5}, 0, "schedule.cooldown = 0.5 needs schedule.name = wsd"),
-        ("inverse_sqrt", {"floor": 0.5}, 0, "schedule.floor = 0.5 needs schedule.name = linear or cosine"),
+        (
+            "inverse_sqrt",
+            {"min_lr_ratio": 0.5},
+            0,
+            "schedule.min_lr_ratio = 0.5 needs schedule.name = linear or cosine",
+        ),
     ],
 )
 def test_invalid_schedules_and_keywords_raise_an_error(

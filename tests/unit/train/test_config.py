@@ -13,7 +13,7 @@ from whimbrel.config import list_settings
 from whimbrel.models import GPT, GPTConfig, preset
 from whimbrel.train import RunConfig, load_run_config
 from whimbrel.train.batches import accumulation_steps, default_micro_batch
-from whimbrel.train.build import routed_parameters
+from whimbrel.train.build import classified_parameters
 from whimbrel.train.device import choose_device
 
 MakeRun = Callable[..., RunConfig]
@@ -31,7 +31,7 @@ def test_the_baseline_recipe_uses_default_adamw(root: Path) -> None:
     assert config.model.architecture == preset("gpt2-baseline")
     assert (config.train.steps, config.tokens_per_step) == (38, 524_288)
     assert (config.optim.lr, config.optim.betas, config.optim.eps) == (3e-4, (0.9, 0.999), 1e-8)
-    assert (config.optim.weight_decay, config.optim.decay) == (0.01, "all")
+    assert (config.optim.weight_decay, config.optim.decay_params) == (0.01, "all")
     assert (config.train.clip, config.schedule.name, config.schedule.warmup_steps) == (None, "constant", 0)
 
 
@@ -102,8 +102,8 @@ def test_invalid_settings_raise_an_error_that_names_them(
         ({"optim__momentum": 0.5}, "optim.momentum = 0.5 needs optim.name = muon: set that, or leave momentum out"),
         ({"schedule__cooldown": 0.5}, "schedule.cooldown = 0.5 needs schedule.name = wsd"),
         (
-            {"schedule__name": "constant", "schedule__floor": 0.5},
-            "schedule.floor = 0.5 needs schedule.name = linear or",
+            {"schedule__name": "constant", "schedule__min_lr_ratio": 0.5},
+            "schedule.min_lr_ratio = 0.5 needs schedule.name = linear or",
         ),
         (
             {"schedule__warmup_steps": 0, "schedule__warmup_start": 0.5},
@@ -181,11 +181,11 @@ def test_every_parameter_is_routed() -> None:
         num_layers=1, embd_size=32, num_heads=4, num_kv_heads=2, vocab_size=100, context_length=8, tied_head=False,
         gated_mlp=True, mlp_size=48,
     )  # fmt: skip
-    routed = {item.name: item for item in routed_parameters(GPT(config))}
-    assert routed["transformer.wte.weight"].role == routed["transformer.wpe.weight"].role == "embedding"
-    assert routed["lm_head.weight"].role == "head"
-    assert routed["transformer.h.0.ln_1.weight"].role == "scalar"
-    attention, mlp = routed["transformer.h.0.attn.c_attn.weight"], routed["transformer.h.0.mlp.c_fc.weight"]
+    classified = {item.name: item for item in classified_parameters(GPT(config))}
+    assert classified["transformer.wte.weight"].role == classified["transformer.wpe.weight"].role == "embedding"
+    assert classified["lm_head.weight"].role == "head"
+    assert classified["transformer.h.0.ln_1.weight"].role == "scalar"
+    attention, mlp = classified["transformer.h.0.attn.c_attn.weight"], classified["transformer.h.0.mlp.c_fc.weight"]
     assert (attention.role, attention.splits) == ("hidden", (32, 16, 16))
     assert (mlp.role, mlp.splits) == ("hidden", (48, 48))
-    assert all(sum(item.splits) in (0, item.parameter.shape[0]) for item in routed.values())
+    assert all(sum(item.splits) in (0, item.parameter.shape[0]) for item in classified.values())

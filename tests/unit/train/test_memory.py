@@ -126,7 +126,7 @@ def test_optimizer_states_are_predicted_per_parameter(tmp_path: Path):
     predicted = predict(config)
     parameters = sum(p.numel() for p in init_model(config).parameters())
     count = sum(row.count for row in predicted.parameters)
-    assert predicted.states == 8 * parameters + 4 * count == sum(row.state or 0 for row in predicted.parameters)
+    assert predicted.states == 8 * parameters + 4 * count == sum(row.state_bytes or 0 for row in predicted.parameters)
     assert predicted.weights == pytest.approx(4 * parameters, rel=1e-3)
     assert predicted.gradients == pytest.approx(4 * parameters, rel=1e-2)
 
@@ -137,7 +137,7 @@ def test_ema_weights_are_counted(tmp_path: Path):
     assert (
         averaged.peak - plain.peak
         == averaged.at_peak["EMA weights"]
-        == 2 * sum(row.weights for row in plain.parameters)
+        == 2 * sum(row.weight_bytes for row in plain.parameters)
     )
 
 
@@ -169,7 +169,7 @@ def test_gpu_kernels_are_predicted_without_a_gpu(tmp_path: Path):
 def test_predicting_a_large_model_allocates_nothing(tmp_path: Path):
     wide = {**LLAMA, "embd_size": 8192, "num_heads": 64, "mlp_size": 28672, "context_length": 4096, "num_layers": 5}
     predicted = predict(make(tmp_path, wide, default_dtype="bfloat16", recompute="full"), "cuda")
-    assert predicted.weights == sum(row.weights for row in predicted.parameters) > 8 * 2**30
+    assert predicted.weights == sum(row.weight_bytes for row in predicted.parameters) > 8 * 2**30
     assert predicted.states == pytest.approx(2 * predicted.weights, rel=1e-6)
 
 
@@ -182,7 +182,7 @@ def test_the_prediction_covers_int8_weights(tmp_path: Path, name: str, in_backwa
     config = make(tmp_path, {**LLAMA, "embd_size": 256}, optim, **settings)
     predicted = predict(config)
     assert predicted.weights < 0.8 * predict(make(tmp_path, {**LLAMA, "embd_size": 256}, optim)).weights / 2
-    assert predicted.weights == sum(row.weights for row in predicted.parameters)
+    assert predicted.weights == sum(row.weight_bytes for row in predicted.parameters)
     assert predicted.peak == pytest.approx(peak_allocated(config), rel=0.02)
 
 

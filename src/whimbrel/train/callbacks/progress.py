@@ -164,7 +164,7 @@ def _optimizer_lines(rows: Iterable[ParameterRow]) -> Iterator[str]:
     for row in rows:
         groups.setdefault((row.rule, row.lr, row.weight_decay), []).append(row)
     for (rule, lr, decay), group in groups.items():
-        known = [row.state for row in group if row.state is not None]
+        known = [row.state_bytes for row in group if row.state_bytes is not None]
         state = f", {format_bytes(sum(known))} of state" if len(known) == len(group) else ""
         names = ", ".join(row.name for row in group[:MAX_NAMES]) + (", ..." if len(group) > MAX_NAMES else "")
         count = sum(row.count for row in group)
