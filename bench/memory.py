@@ -37,7 +37,7 @@ from whimbrel.precision import QuantizedWeight
 from whimbrel.train import RunConfig
 from whimbrel.train.build import create_optimizer, init_model
 from whimbrel.train.config import build_run_config
-from whimbrel.train.memory import dry_run, empty_model, optimizer_names, predict_memory, with_optimizer
+from whimbrel.train.memory import build_dry_run_step, empty_model, optimizer_names, predict_memory, with_optimizer
 
 GIB = 2**30
 STEPS = 2
@@ -98,7 +98,12 @@ def make_target(
     """`galore_warm` with int8 moments and bases (int4 with quantized weights); gradients are projected in backward."""
     bases = "int8" if weights is None else "int4"
     optim = {"name": "galore_warm", "rank": rank, "gap": 50, "store": "int8", "basis_store": bases, "side": side}
-    settings = {"default_dtype": "bfloat16", "recompute": "full", "optimizer_in_backward": True, "weights": weights}
+    settings = {
+        "default_dtype": "bfloat16",
+        "recompute": "full",
+        "optimizer_in_backward": True,
+        "weight_dtype": weights,
+    }
     return Target(int(cap * GIB), make_config(model, optim, micro_batch=1, **settings))
 
 
@@ -132,10 +137,10 @@ def measure(config: RunConfig, device: torch.device, steps: int, cap: int | None
 def run_steps(config: RunConfig, device: torch.device, steps: int) -> None:
     """Build the model and run `steps` training steps on random tokens; quantized weights get random codes."""
     with device:
-        model = init_model(config) if config.train.weights is None else random_quantized_model(config, device)
+        model = init_model(config) if config.train.weight_dtype is None else random_quantized_model(config, device)
     apply_activation_checkpointing(model, config.train.recompute)
     optimizer = create_optimizer(model, config, None, accumulation=config.train.accumulation or 1)
-    loop = dry_run(config, model, device, optimizer)
+    loop = build_dry_run_step(config, model, device, optimizer)
     for number in range(steps):
         loop.run(number + 1)
         loop.flush_metrics(lambda *_: None)

@@ -29,8 +29,8 @@ from record import record
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.train import RunConfig, TrainerCallback, load_run_config, train
+from whimbrel.train.callbacks.progress import RunSummary
 from whimbrel.train.device import choose_device, device_name, peak_flops
-from whimbrel.train.summary import RunSummary
 
 RECIPE = Path(__file__).parent.parent / "configs" / "gpt2-baseline-20m.toml"
 REFERENCE_BATCH = 32

@@ -53,7 +53,7 @@ RECIPES: dict[str, Table] = {
         "optim": {"name": "galore_warm", "rank": 4, "gap": 7},
         "train": {"accumulation": 3, "micro_batch": 2},
     },
-    "low-bit": {"optim": {"name": "adamw8bit"}, "train": {"weights": "int8"}},
+    "low-bit": {"optim": {"name": "adamw8bit"}, "train": {"weight_dtype": "int8"}},
     "dropout": {},  # the script dropout_run.py
 }
 SOAK_RECIPES: dict[str, Table] = {

@@ -46,7 +46,7 @@ def runs(
 def _row(run: Path) -> tuple[str, ...]:
     from whimbrel.checkpoint import latest_checkpoint
     from whimbrel.train.control import run_status
-    from whimbrel.train.log import last_step
+    from whimbrel.train.run_directory import last_step
 
     log = run / "log.jsonl"
     last = last_step(log) or {}
@@ -138,7 +138,7 @@ class Curve:
     def read(cls, run: Path) -> Curve:
         """Read the log of a run. Raises DataError if it has no steps."""
         from whimbrel.base.errors import DataError
-        from whimbrel.train.log import log_path, read_log, tokens_after
+        from whimbrel.train.run_directory import log_path, read_log, tokens_after
 
         lines = read_log(log_path(run))
         steps = [line for line in lines if line["kind"] == "step"]
@@ -254,7 +254,7 @@ def plot(
     """Plot training and validation loss, learning rate, gradient norm and speed."""
     from whimbrel.base.errors import ConfigError, DataError, MissingExtraError
     from whimbrel.base.files import atomic_file
-    from whimbrel.train.log import log_path, read_log
+    from whimbrel.train.run_directory import log_path, read_log
 
     try:
         from matplotlib.figure import Figure
@@ -295,7 +295,7 @@ def plot(
 
 def _plot_panel(axes: Axes, panel: str, lines: list[dict[str, Any]], name: str, *, tokens: bool) -> None:
     """Add the curve of one run to a panel. Values that are not finite (null in the log) become gaps."""
-    from whimbrel.train.log import tokens_after
+    from whimbrel.train.run_directory import tokens_after
 
     tokens_by_step = tokens_after(lines)
 

@@ -104,7 +104,7 @@ def memory(
         if name not in optimizer_names():
             raise ConfigError(f"unknown --optimizer {name}{did_you_mean(name, optimizer_names())}")
     loaded = load_run_config(config, context.args)
-    supported = [name for name in optimizer_names() if loaded.train.weights is None or name not in DENSE_ONLY]
+    supported = [name for name in optimizer_names() if loaded.train.weight_dtype is None or name not in DENSE_ONLY]
     others = [name for name in optimizer or supported if name != loaded.optim.name]
     predictions = predict_memory(loaded, device, [loaded.optim.name, *others])
     if as_json:
@@ -117,7 +117,7 @@ def memory(
 
 def _print_predictions(config: RunConfig, predictions: Sequence[MemoryPrediction], *, parameters: bool) -> None:
     from whimbrel.base.progress import format_bytes
-    from whimbrel.train.summary import features
+    from whimbrel.train.callbacks.progress import features
 
     current = predictions[0]
     step = f"{current.accumulation} x {current.micro_batch} sequences of {config.sequence_length} tokens per step"

@@ -1,7 +1,7 @@
 """Training: the trainer and its arguments, callbacks and control; runs described by a TOML file.
 
-Names are imported on first use, so that reading a run's log (`train.log`) or controlling a run (`train.control`)
-does not import torch.
+Names are imported on first use, so that reading a run's log (`train.run_directory`) or controlling a run
+(`train.control`) does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from whimbrel.train.callback import StopRequest, TrainerCallback
     from whimbrel.train.config import RunConfig, load_run_config
     from whimbrel.train.evaluation import Prediction
-    from whimbrel.train.log import read_log
     from whimbrel.train.objectives import (
         LossOutput,
         Objective,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         loss_and_logits_from_outputs,
         loss_from_outputs,
     )
+    from whimbrel.train.run_directory import read_log
     from whimbrel.train.state import TrainerControl, TrainerState, TrainOutput
     from whimbrel.train.trainer import BaseTrainer, Trainer, train
 
@@ -59,7 +59,7 @@ __getattr__, __dir__ = lazy_exports(
         "callback": ["StopRequest", "TrainerCallback"],
         "config": ["RunConfig", "load_run_config"],
         "evaluation": ["Prediction"],
-        "log": ["read_log"],
+        "run_directory": ["read_log"],
         "objectives": [
             "LossOutput",
             "Objective",

@@ -33,7 +33,7 @@ from whimbrel.precision import sdpa_backend_names
 from whimbrel.train.config import Fp8Recipe, QatRecipe, SdpaBackend, TrainerConfig, check_interval
 from whimbrel.train.evaluation import greater_is_better
 from whimbrel.train.hf_compat import HF_ALTERNATIVES, CheckedArguments, translate_argument
-from whimbrel.train.schedules import schedule_arguments, schedule_settings
+from whimbrel.train.lr_scheduler_args import schedule_arguments, schedule_settings
 
 __all__ = [
     "CONFIG_ONLY",
@@ -247,7 +247,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     best_model_metric: str = "loss"
     """Evaluation metric that determines the best model, with or without the eval_ prefix."""
     best_model_greater_is_better: bool | None = None
-    """Whether a greater metric is better; None: false for names with loss or perplexity, else true."""
+    """Whether a higher metric is better; None: false if its name contains loss or perplexity, else true."""
     preserve_n_best: int = 1
     """Number of best checkpoints to keep with preserve_best_model."""
     eval_on_save: bool = False
@@ -261,9 +261,9 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     sdpa_set_priority: bool = False
     """Try the kernels of sdpa_backend in the given order."""
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
-    """Precision of fp32 matrix products: high lets a GPU use TF32; None: the torch default."""
+    """Precision of fp32 matmuls: high lets a GPU use TF32; None: the torch default."""
     dynamo_recompile_limit: int | None = None
-    """How often torch.compile may recompile one function; None: the torch default."""
+    """Maximum number of recompilations of one function; None: the torch default."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """Autocast dtype of forward and backward; "no" becomes None."""
     fp8_recipe: Fp8Recipe | None = None
@@ -303,9 +303,9 @@ class TrainingArguments(BaseTrainingArguments):
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """After a non-finite loss or gradient norm: stop, skip the step, or roll back to the last checkpoint."""
     recompute: float | Literal["none", "full", "selective"] = "none"
-    """Activation checkpointing: full, selective (keep matrix products), or the fraction of activations to keep."""
+    """Activation checkpointing: full, selective (keep matmul outputs), or the fraction of activations to keep."""
     optimizer_in_backward: bool = False
-    """Free gradients during backward: projected (low-rank optimizers) or applied at once (no clipping)."""
+    """Free each gradient during backward: project it (low-rank optimizers) or apply it immediately (no clipping)."""
     projected_linears: bool = False
     """Linear layers compute the projected weight gradient directly; needs optimizer_in_backward."""
     compile_scope: Literal["block", "model"] = "block"
@@ -664,7 +664,7 @@ TRANSLATIONS = (
 CONFIG_ONLY = {
     **dict.fromkeys(("train.tokens", "train.tokens_per_step"), "arguments count steps and micro-batches, not tokens"),
     **dict.fromkeys(("validation.path", "validation.tokens"), "the trainer is passed the evaluation dataset"),
-    "train.weights": "pass a model with such weights (whimbrel.precision.prepare)",
+    "train.weight_dtype": "pass a model with such weights (whimbrel.precision.prepare)",
     "optim.name": "arguments configure AdamW; pass another optimizer to the trainer by name or OptimConfig",
     "optim.decay_params": "as in transformers, biases and norms do not decay",
     **dict.fromkeys(

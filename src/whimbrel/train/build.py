@@ -398,9 +398,9 @@ def set_compile_cache() -> None:
 def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device) -> None:
     """Convert linears, move the model to `device`, apply activation checkpointing and compile, all in place."""
     train = config.train
-    if train.linears is not None:
+    if train.linear_recipe is not None:
         alignment = None if train.fp8_recipe is None else train.fp8_dim_alignment
-        prepare(model, train.linears, device=device, precision=train.precision, fp8_dim_alignment=alignment)
+        prepare(model, train.linear_recipe, device=device, precision=train.precision, fp8_dim_alignment=alignment)
     model.to(device)
     if train.recompute != "none":
         apply_activation_checkpointing(model, train.recompute, compiled=train.compile)

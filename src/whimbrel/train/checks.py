@@ -25,9 +25,9 @@ __all__ = [
     "check_datasets",
     "check_metric",
     "check_single_process",
-    "chosen_optimizers",
-    "refuse_unknown",
-    "refuse_wrapped_model",
+    "reject_unknown_arguments",
+    "reject_wrapped_model",
+    "resolve_optimizers",
 ]
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
@@ -39,15 +39,15 @@ def check_single_process() -> None:
 
     Each would train on the same data and write to the same directory.
     """
-    given = os.environ.get("WORLD_SIZE", "")
-    size, source = (int(given) if given.isdigit() else 1), f"WORLD_SIZE={given}"
+    world_size = os.environ.get("WORLD_SIZE", "")
+    size, source = (int(world_size) if world_size.isdigit() else 1), f"WORLD_SIZE={world_size}"
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         size, source = dist.get_world_size(), f"a process group of {dist.get_world_size()}"
     if size > 1:
         raise ConfigError(f"distributed training is not supported yet: expected one process, got {source}")
 
 
-def refuse_wrapped_model(model: nn.Module) -> None:
+def reject_wrapped_model(model: nn.Module) -> None:
     """Raise for a model that is wrapped in DDP, FSDP or DataParallel, or has DTensor parameters."""
     for module in model.modules():
         kind = _torch_class(type(module), WRAPPERS)
@@ -68,7 +68,7 @@ def _torch_class(kind: type, names: set[str]) -> str | None:
     )
 
 
-def refuse_unknown(cls: type, constructor: Callable[..., None], unknown: Mapping[str, Any]) -> None:
+def reject_unknown_arguments(cls: type, constructor: Callable[..., None], unknown: Mapping[str, Any]) -> None:
     """Raise for unknown keyword arguments, naming the alternative."""
     for name in unknown:
         known = [key for key in inspect.signature(constructor).parameters if key not in ("self", "unknown")]
@@ -88,7 +88,7 @@ def check_arguments(args: object, model: object, model_init: object, processing_
     if not isinstance(model, nn.Module | None):
         raise ConfigError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
     if model is not None:
-        refuse_wrapped_model(model)
+        reject_wrapped_model(model)
     if not (isinstance(processing_class, Tokenizer | None) or hasattr(processing_class, "save_pretrained")):
         kind = type(processing_class).__name__
         raise ConfigError(f"expected a tokenizer or processor with save_pretrained as processing_class, got {kind}")
@@ -96,12 +96,12 @@ def check_arguments(args: object, model: object, model_init: object, processing_
 
 def check_collator(data_collator: object, *datasets: object) -> None:
     """Raise if data_collator would not be used."""
-    given = [dataset for dataset in datasets if dataset is not None]
-    if data_collator is not None and given and all(isinstance(dataset, DataLoader) for dataset in given):
-        raise ConfigError("data_collator has no effect on a DataLoader, which has its collate_fn: leave it out")
+    passed = [dataset for dataset in datasets if dataset is not None]
+    if data_collator is not None and passed and all(isinstance(dataset, DataLoader) for dataset in passed):
+        raise ConfigError("data_collator has no effect on a DataLoader, which uses its own collate_fn: remove it")
 
 
-def chosen_optimizers(
+def resolve_optimizers(
     trainer: object, optimizers: tuple[Any, Any], class_and_kwargs: tuple[Any, dict[str, Any]] | None
 ) -> tuple[Any, Any]:
     """The chosen optimizer and scheduler; raises if they are passed in two ways."""
@@ -110,7 +110,7 @@ def chosen_optimizers(
         raise ConfigError("expected optimizers or optimizer_cls_and_kwargs, got both: leave one out")
     for method, choice in {"create_optimizer": optimizer or class_and_kwargs, "create_scheduler": scheduler}.items():
         if choice is not None and overrides(trainer, method, "create_optimizer_and_scheduler"):
-            raise ConfigError(f"{method} is overridden, but optimizers are passed, too: leave one out")
+            raise ConfigError(f"{method} is overridden, but optimizers were also passed: use one or the other")
     if class_and_kwargs is None:
         return optimizer, scheduler
     kind, keywords = class_and_kwargs
@@ -140,16 +140,18 @@ def check_metric(trainer: Any) -> None:
     validation, checkpoint, metric = config.validation, config.checkpoint, config.checkpoint.metric
     compared = checkpoint.best is not None or checkpoint.when_best or config.early_stopping.patience is not None
     evaluates = validation.every is not None or validation.each_epoch or checkpoint.evaluate
-    own = [
+    are_builtin = [
         type(callback).__module__.partition(".")[0] == "whimbrel" for callback in trainer.callbacks.of("on_evaluate")
     ]
-    known = not overrides(trainer, "evaluate", "_eval_loop") and trainer.compute_metrics is None and all(own)
-    if not known or not (compared or (evaluates and metric != "loss")):
+    metrics_are_known = (
+        not overrides(trainer, "evaluate", "_eval_loop") and trainer.compute_metrics is None and all(are_builtin)
+    )
+    if not metrics_are_known or not (compared or (evaluates and metric != "loss")):
         return
     datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, Mapping) else {}
-    measured = [f"eval_{name}_loss" for name in datasets] or ["eval_loss"]
-    if not has_metric(measured, metric):
+    available = [f"eval_{name}_loss" for name in datasets] or ["eval_loss"]
+    if not has_metric(available, metric):
         raise ConfigError(
             f"best_model_metric (checkpoint.metric) = {metric!r}: expected one of the evaluation metrics "
-            f"({', '.join(measured)}); pass compute_metrics, or override evaluate"
+            f"({', '.join(available)}); pass compute_metrics, or override evaluate"
         )

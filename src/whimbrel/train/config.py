@@ -69,10 +69,10 @@ class TrainConfig:
     """fp8_recipe skips linear layers with a dimension that is not a multiple of this."""
     qat_recipe: QatRecipe | None = None
     """Quantization-aware training: fake-quantize linear layers as they will be quantized after training."""
-    weights: Literal["int8"] | None = None
+    weight_dtype: Literal["int8"] | None = None
     """Store the weights of linear layers in int8 during training, updated with stochastic rounding."""
     matmul_precision: Literal["highest", "high", "medium"] | None = None
-    """Precision of fp32 matrix products: high lets a GPU use TF32; default: the torch default, highest."""
+    """Precision of fp32 matmuls: high lets a GPU use TF32; default: the torch default, highest."""
     default_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     """Parameter dtype when the model is created; default: the torch default, float32."""
     compile: bool = False
@@ -84,13 +84,13 @@ class TrainConfig:
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """Mode of torch.compile."""
     recompile_limit: int | None = None
-    """How often torch.compile may recompile one function; default: the torch default."""
+    """Maximum number of recompilations of one function; default: the torch default."""
     recompute: Literal["none", "full", "selective"] | float = "none"
-    """Activation checkpointing: full, selective (keep matrix products), or the fraction of activations to keep."""
+    """Activation checkpointing: full, selective (keep matmul outputs), or the fraction of activations to keep."""
     activation_offloading: bool = False
     """Move activations to host memory between forward and backward."""
     optimizer_in_backward: bool = False
-    """Free gradients during backward: projected (low-rank optimizers) or applied at once (no clipping)."""
+    """Free each gradient during backward: project it (low-rank optimizers) or apply it immediately (no clipping)."""
     projected_linears: bool = False
     """Linear layers compute the projected weight gradient directly; needs optimizer_in_backward."""
     sdpa_backend: SdpaBackend | tuple[SdpaBackend, ...] | None = None
@@ -117,7 +117,7 @@ class TrainConfig:
         check_positive("train", self, "recompile_limit", "fp8_dim_alignment")
         self._check_linears()
         if self.accumulation is not None and self.tokens_per_step is not None:
-            raise ConfigError("train.accumulation and train.tokens_per_step exclude each other: set one")
+            raise ConfigError("train.accumulation and train.tokens_per_step are mutually exclusive: set only one")
         if isinstance(self.recompute, float) and not 0 <= self.recompute <= 1:
             raise ConfigError(
                 f"expected train.recompute = none, full, selective or a fraction from 0 to 1, got {self.recompute}"
@@ -133,16 +133,16 @@ class TrainConfig:
             check_unused("train", self, names, "train.compile = true")
 
     @property
-    def linears(self) -> str | None:
+    def linear_recipe(self) -> str | None:
         """The recipe for converting linear layers before training, if any."""
-        return self.fp8_recipe or self.qat_recipe or self.weights
+        return self.fp8_recipe or self.qat_recipe or self.weight_dtype
 
     def _check_linears(self) -> None:
-        names = ("fp8_recipe", "qat_recipe", "weights", "projected_linears")
-        given = [f"train.{name} = {getattr(self, name)}" for name in names if getattr(self, name)]
-        combined = self.weights is not None and self.projected_linears  # these two work together
-        if len(given) > (2 if combined else 1):
-            raise ConfigError(f"{' and '.join(given)} exclude each other: set one")
+        names = ("fp8_recipe", "qat_recipe", "weight_dtype", "projected_linears")
+        enabled = [f"train.{name} = {getattr(self, name)}" for name in names if getattr(self, name)]
+        combined = self.weight_dtype is not None and self.projected_linears  # these two work together
+        if len(enabled) > (2 if combined else 1):
+            raise ConfigError(f"{' and '.join(enabled)} are mutually exclusive: set only one")
         if self.fp8_recipe is None:
             check_unused("train", self, ("fp8_dim_alignment",), "train.fp8_recipe")
 
@@ -200,7 +200,7 @@ class CheckpointConfig:
     metric: str = "loss"
     """Validation metric that determines the best checkpoint."""
     greater_is_better: bool | None = None
-    """Whether a greater metric is better; default: false for names with loss or perplexity, else true."""
+    """Whether a higher metric is better; default: false if its name contains loss or perplexity, else true."""
     evaluate: bool = False
     """Validate before each save."""
     asynchronous: bool = True
@@ -238,7 +238,7 @@ class LogConfig:
     norms: int | None = None
     """Log the norms of each parameter and its gradient every N steps; default: never."""
     profile: tuple[int, int] | None = None
-    """Record a profiler trace from the first step up to, not including, the second."""
+    """FIRST,END: record a profiler trace of steps FIRST to END - 1."""
 
     def __post_init__(self) -> None:
         check_interval("log.every", self.every)

@@ -1,4 +1,4 @@
-"""Control a running training job: query its status, save, stop or abort. Does not import torch.
+"""Control a running training job: query its status, save, stop or abort, and stop on a signal. Does not import torch.
 
 A thread of the run listens on a loopback port. Port and access token are in `endpoint.json` in the run directory, with
 mode 0600. Request and reply are one line of JSON each. The training thread never blocks on this: after each step it
@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import selectors
+import signal
 import socket
 import tempfile
 import threading
@@ -22,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from whimbrel.base.errors import RequestError
@@ -30,16 +32,28 @@ from whimbrel.base.lock import is_alive
 from whimbrel.train.callback import TrainerCallback
 from whimbrel.train.state import TrainerControl
 
-__all__ = ["ACTIONS", "ControlCallback", "ControlServer", "Endpoint", "run_status", "send_request"]
+__all__ = [
+    "ACTIONS",
+    "SIGNALS",
+    "ControlCallback",
+    "ControlServer",
+    "Endpoint",
+    "SignalHandler",
+    "run_status",
+    "send_request",
+]
 
 ACTIONS = {
     "status": "reports its status",
     "save": "saves after the current step",
-    "stop": "stops after the current step, with the final evaluation and save of its settings",
+    "stop": "stops after the current step, with the configured final evaluation and save",
     "save-stop": "saves after the current step and stops without an evaluation",
     "abort": "stops after the current step without evaluating or saving",
 }
 """Actions that a run accepts, and what it does."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that stop a run gracefully."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +76,6 @@ class Endpoint:
 
     @staticmethod
     def path(run: Path) -> Path:
-        """The file of a run's endpoint."""
         return run / "endpoint.json"
 
     @classmethod
@@ -82,7 +95,7 @@ class Endpoint:
         os.replace(name, self.path(run))
 
 
-def send_request(run: Path, action: str, seconds: float = 5.0) -> dict[str, Any]:
+def send_request(run: Path, action: str, timeout: float = 5.0) -> dict[str, Any]:
     """Send a request to a run and return its reply; raises RequestError if it is not on this host or rejects it."""
     try:
         endpoint = Endpoint.read(run)
@@ -93,21 +106,21 @@ def send_request(run: Path, action: str, seconds: float = 5.0) -> dict[str, Any]
     if endpoint.host != socket.gethostname():
         raise RequestError(f"{run} is running on {endpoint.host}: run this command there")
     try:
-        with socket.create_connection((LOOPBACK, endpoint.port), timeout=seconds) as connection:
+        with socket.create_connection((LOOPBACK, endpoint.port), timeout=timeout) as connection:
             connection.sendall(json.dumps({"token": endpoint.token, "action": action}).encode() + b"\n")
-            reply = json.loads(_read_line(connection, time.monotonic() + seconds, limit=1 << 20))
+            reply = json.loads(_read_line(connection, time.monotonic() + timeout, limit=1 << 20))
     except TimeoutError as error:
         if is_alive(endpoint.pid):
-            raise RequestError(f"{run} did not answer within {seconds:g} s: try again") from error
+            raise RequestError(f"{run} did not answer within {timeout:g} s: try again") from error
         raise RequestError(f"{run} is not running: process {endpoint.pid} has exited") from error
     except (OSError, ValueError) as error:
         raise RequestError(f"{run} is not running: its endpoint does not respond") from error
     if not isinstance(reply, dict) or reply.get("ok") is not True:
-        raise RequestError(f"{run} refused the request: {reply.get('error') if isinstance(reply, dict) else reply}")
+        raise RequestError(f"{run} rejected the request: {reply.get('error') if isinstance(reply, dict) else reply}")
     return reply
 
 
-def run_status(run: Path, seconds: float = 1.0) -> Literal["running", "dead", "other-host", "other-user", "ended"]:
+def run_status(run: Path, timeout: float = 1.0) -> Literal["running", "dead", "other-host", "other-user", "ended"]:
     """Whether a run is running.
 
     dead: it was killed and left its endpoint behind; other-host: its endpoint is on another host; other-user: it
@@ -122,21 +135,21 @@ def run_status(run: Path, seconds: float = 1.0) -> Literal["running", "dead", "o
     if endpoint.host != socket.gethostname():
         return "other-host"
     try:
-        send_request(run, "status", seconds)
+        send_request(run, "status", timeout)
     except RequestError as error:
         return "running" if isinstance(error.__cause__, TimeoutError) and is_alive(endpoint.pid) else "dead"
     return "running"
 
 
 class ControlServer:
-    """Listens in a thread and calls `answer` for each request with the right token.
+    """Listens in a thread and calls `handler` for each request with a valid token.
 
     Connections are non-blocking, so that a silent client does not delay others.
     """
 
-    def __init__(self, run: Path, answer: Callable[[str], dict[str, Any]]) -> None:
+    def __init__(self, run: Path, handler: Callable[[str], dict[str, Any]]) -> None:
         self._run = run
-        self._answer = answer
+        self._handler = handler
         self._token = secrets.token_urlsafe(32)
         self._socket = socket.create_server((LOOPBACK, 0))
         self._socket.settimeout(0)
@@ -202,9 +215,9 @@ class ControlServer:
         """Read available bytes; reply once the request is complete, too long or ended by the client."""
         client = self._clients[connection]
         try:
-            piece = connection.recv(MAX_REQUEST_BYTES)
-            client.line += piece
-            if piece and len(client.line) <= MAX_REQUEST_BYTES and not client.line.endswith(b"\n"):
+            chunk = connection.recv(MAX_REQUEST_BYTES)
+            client.line += chunk
+            if chunk and len(client.line) <= MAX_REQUEST_BYTES and not client.line.endswith(b"\n"):
                 return
             connection.send(json.dumps(self._reply(client.line)).encode() + b"\n")  # fits into an empty buffer
         except BlockingIOError:
@@ -231,7 +244,7 @@ class ControlServer:
         action = request.get("action")
         if not isinstance(action, str) or action not in ACTIONS:
             return {"ok": False, "error": f"unknown action {action!r} (choose from: {', '.join(ACTIONS)})"}
-        return {"ok": True, **self._answer(action)}
+        return {"ok": True, **self._handler(action)}
 
 
 @dataclass(slots=True)
@@ -284,10 +297,9 @@ class ControlCallback(TrainerCallback):
     def on_step_end(self, **event: Any) -> None:
         """Apply the requests since the last step."""
         if self._requests:
-            self._apply(self.decide(), event["control"])
+            self._apply(self.pop_requests(), event["control"])
 
     def on_prediction_step(self, **event: Any) -> None:
-        """Process requests during an evaluation too."""
         self.on_step_end(**event)
 
     def on_evaluate(self, **event: Any) -> None:
@@ -301,7 +313,7 @@ class ControlCallback(TrainerCallback):
             self._server.close()
             self._server = None
 
-    def decide(self) -> frozenset[str]:
+    def pop_requests(self) -> frozenset[str]:
         """The actions requested since the last call.
 
         Only the process that listens has requests; with several ranks, it must broadcast them.
@@ -341,12 +353,42 @@ def _read_line(connection: socket.socket, deadline: float, limit: int) -> bytes:
     """Read until the end of the line, `limit` bytes or the end of the stream; raises TimeoutError at the deadline."""
     line = b""
     while len(line) <= limit and not line.endswith(b"\n"):
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError
-        connection.settimeout(left)
-        piece = connection.recv(limit)
-        if not piece:
+        connection.settimeout(remaining)
+        chunk = connection.recv(limit)
+        if not chunk:
             break
-        line += piece
+        line += chunk
     return line
+
+
+class SignalHandler:
+    """Records the first signal in `received`, which the training loop polls; a second signal kills the process.
+
+    Handlers are installed inside the `with` block, and only in the main thread, as Python requires.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> SignalHandler:
+        self.received = None
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        self.received = signal.Signals(signum)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)

@@ -37,14 +37,14 @@ def choose_device(name: str | None) -> torch.device:
     """The named device, or the best available one; raises ConfigError if it is not available."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name is None:
-        return torch.device(next(kind for kind, there in available.items() if there))
+        return torch.device(next(kind for kind, is_available in available.items() if is_available))
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"expected a device such as cuda, cuda:N, mps or cpu, got {name!r}") from error
     count = torch.cuda.device_count() if device.type == "cuda" else int(available.get(device.type, False))
     if (device.index or 0) >= count:
-        usable = " or ".join(kind for kind, there in available.items() if there)
+        usable = " or ".join(kind for kind, is_available in available.items() if is_available)
         raise ConfigError(f"device {name!r} is not available: choose {usable} (see whimbrel doctor)")
     return device
 
@@ -70,7 +70,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes so far: allocated on a GPU, resident set size on the CPU."""
+    """Peak memory in bytes so far: allocated on a GPU, resident set size on the CPU; on mps, the current allocation."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":

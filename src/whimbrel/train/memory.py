@@ -27,10 +27,17 @@ from whimbrel.train.memory_tracker import MemoryTracker, simulated_device
 from whimbrel.train.objectives import ModelObjective
 from whimbrel.train.step import TrainStep
 
-__all__ = ["MemoryPrediction", "dry_run", "empty_model", "optimizer_names", "predict_memory", "with_optimizer"]
+__all__ = [
+    "MemoryPrediction",
+    "build_dry_run_step",
+    "empty_model",
+    "optimizer_names",
+    "predict_memory",
+    "with_optimizer",
+]
 
-WORKSPACE = {"cuda": 64 * 2**20}
-"""Workspace of the matrix product library: 32 MiB for cuBLAS on Hopper, once for forward and once for backward."""
+CUBLAS_WORKSPACE_BYTES = 64 * 2**20
+"""On Hopper, 32 MiB for forward and 32 MiB for backward."""
 SAMPLED_BLOCKS = 4
 """Number of blocks on which the optimizer step is measured, instead of on all of them."""
 HOST = torch.device("cpu")
@@ -95,22 +102,26 @@ def predict_memory(
     Nothing is allocated. Optimizers that do not support optimizer_in_backward are predicted without it. torch.compile
     is ignored, although it saves fewer activations.
     """
-    kind = choose_device(config.train.device).type if device is None else device
-    config = _resolve(config, kind)
-    passes: list[_Measurement] = []
+    device_type = choose_device(config.train.device).type if device is None else device
+    config = _resolve(config, device_type)
+    passes: _Measurement | None = None
     predictions = []
     for name in [config.optim.name] if names is None else names:
-        own = with_optimizer(config, name)
-        if own.train.optimizer_in_backward:
+        variant = with_optimizer(config, name)
+        if variant.train.optimizer_in_backward:
             try:
-                predictions.append(_predict_in_backward(own, kind))
+                predictions.append(_predict_in_backward(variant, device_type))
                 continue
             except ConfigError:
                 if name == config.optim.name:
                     raise
-                own = replace(own, train=replace(own.train, optimizer_in_backward=False, projected_linears=False))
-        passes = passes or [_measure_passes(own, kind)]  # the same for every optimizer that runs after backward
-        predictions.append(_predict_after_backward(own, kind, passes[0]))
+                variant = replace(
+                    variant, train=replace(variant.train, optimizer_in_backward=False, projected_linears=False)
+                )
+        passes = passes or _measure_passes(
+            variant, device_type
+        )  # the same for every optimizer that runs after backward
+        predictions.append(_predict_after_backward(variant, device_type, passes))
     return predictions
 
 
@@ -124,42 +135,42 @@ class _Measurement:
     max: dict[str, int]
 
 
-def _measure_passes(config: RunConfig, kind: str) -> _Measurement:
+def _measure_passes(config: RunConfig, device_type: str) -> _Measurement:
     """Forward and backward of the last micro-batch, with the accumulated gradients of the earlier ones."""
-    with _simulation(kind) as tracker:
+    with _simulation(device_type) as tracker:
         model = _create_model(config, tracker)
         if (config.train.accumulation or 1) > 1:
             for parameter in model.parameters():
                 parameter.grad = parameter.new_empty(parameter.shape)  # dense, also for quantized parameters
                 tracker.mark([parameter.grad], "gradients")
         optimizer = NoOpOptimizer(model.parameters(), {"lr": 0.0})
-        return _measure_step(tracker, config, kind, model, optimizer, micro_batches=1)
+        return _measure_step(tracker, config, device_type, model, optimizer, micro_batches=1)
 
 
 class NoOpOptimizer(Optimizer):
     """Updates nothing and has no state."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing."""
+        del closure
 
 
-def _predict_in_backward(config: RunConfig, kind: str) -> MemoryPrediction:
+def _predict_in_backward(config: RunConfig, device_type: str) -> MemoryPrediction:
     """Predict with optimizer_in_backward: optimizer and passes overlap, so they are simulated together."""
     accumulation = config.train.accumulation or 1
-    with _simulation(kind) as tracker:
+    with _simulation(device_type) as tracker:
         model = _create_model(config, tracker)
         optimizer = build.create_optimizer(model, config, None, accumulation=accumulation)
         rows = parameter_table(model, optimizer)
         if isinstance(optimizer, ProjectInBackward):
             optimizer.simulate_peak_step()
         for _ in range(1 if optimizer.state else 2):  # some optimizers create their state in the first step
-            measured = _measure_step(tracker, config, kind, model, optimizer, micro_batches=min(accumulation, 2))
-        return _prediction(config, kind, rows, measured)
+            measured = _measure_step(tracker, config, device_type, model, optimizer, micro_batches=min(accumulation, 2))
+        return _prediction(config, device_type, rows, measured)
 
 
-def _predict_after_backward(config: RunConfig, kind: str, passes: _Measurement) -> MemoryPrediction:
+def _predict_after_backward(config: RunConfig, device_type: str, passes: _Measurement) -> MemoryPrediction:
     """Predict with the optimizer after backward: states add to the passes, temporaries do not overlap them."""
-    with _simulation(kind) as tracker:
+    with _simulation(device_type) as tracker:
         model = _create_model(config, tracker)
         optimizer = build.create_optimizer(model, config, None)
         rows = parameter_table(model, optimizer)
@@ -172,18 +183,18 @@ def _predict_after_backward(config: RunConfig, kind: str, passes: _Measurement) 
     )
     if sum(in_step.values()) > measured.peak:
         measured = replace(measured, peak=sum(in_step.values()), phase="step", at_peak=in_step)
-    return _prediction(config, kind, rows, measured)
+    return _prediction(config, device_type, rows, measured)
 
 
 @contextlib.contextmanager
-def _simulation(kind: str) -> Iterator[MemoryTracker]:
-    with simulated_device(kind) as tracker, torch.random.fork_rng(devices=()):
+def _simulation(device_type: str) -> Iterator[MemoryTracker]:
+    with simulated_device(device_type) as tracker, torch.random.fork_rng(devices=()):
         yield tracker
 
 
 def _create_model(config: RunConfig, tracker: MemoryTracker) -> GPT:
     """Create the model on the simulated device; its weights and their gradients are tracked as such."""
-    model = build.init_model(config) if config.train.weights is None else empty_model(config)
+    model = build.init_model(config) if config.train.weight_dtype is None else empty_model(config)
     tracker.mark([*model.parameters(), *model.buffers()], "weights")
     apply_activation_checkpointing(model, config.train.recompute)
 
@@ -203,26 +214,26 @@ def empty_model(config: RunConfig, device: torch.device = HOST) -> GPT:
     """
     with _disable_current_modes(), torch.device("meta"):
         model = build.init_model(config)
-        if config.train.weights is not None:
-            prepare(model, config.train.weights)
+        if config.train.weight_dtype is not None:
+            prepare(model, config.train.weight_dtype)
     model.to_empty(device=device)
     model.tie_head()
     return model
 
 
 def _measure_step(
-    tracker: MemoryTracker, config: RunConfig, kind: str, model: GPT, optimizer: Optimizer, *, micro_batches: int
+    tracker: MemoryTracker, config: RunConfig, device_type: str, model: GPT, optimizer: Optimizer, *, micro_batches: int
 ) -> _Measurement:
     """Run a step with `micro_batches` micro-batches (forward, backward, clipping, optimizer) and measure it."""
     shape = (2, config.train.micro_batch or 1, config.sequence_length)
     others = (config.train.accumulation or 1) - micro_batches
     tokens = [torch.empty(shape, dtype=torch.int64) for _ in range(others)]  # a step loads all its micro-batches first
     shortened = replace(config, train=replace(config.train, accumulation=micro_batches))
-    step = dry_run(shortened, model, HOST, optimizer, tracker.on_event)
+    step = build_dry_run_step(shortened, model, HOST, optimizer, tracker.on_event)
     step.precision.scaler = None  # its few scalars do not matter, and it branches on their values
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     tracker.mark(states, "states")
-    with _attention_and_offloading(config.train, kind):
+    with _attention_and_offloading(config.train, device_type):
         tracker.reset_peak()
         step.run(1)
     del tokens
@@ -236,17 +247,19 @@ def _measure_temporaries(tracker: MemoryTracker, model: GPT, optimizer: Optimize
     (optimizers process parameters in batches of limited size). If they do grow, all blocks are measured.
     """
     blocks = [list(block.parameters()) for block in model.blocks]
-    inside = {parameter for block in blocks for parameter in block}
-    others = [parameter for parameter in model.parameters() if parameter not in inside]
+    block_parameters = {parameter for block in blocks for parameter in block}
+    others = [parameter for parameter in model.parameters() if parameter not in block_parameters]
 
-    def first(count: int) -> list[nn.Parameter]:
+    def parameters_of_first(count: int) -> list[nn.Parameter]:
         return [parameter for block in blocks[:count] for parameter in block]
 
-    few = min(len(blocks), SAMPLED_BLOCKS)
-    with_others = _measure_optimizer(tracker, optimizer, others + first(few))
-    half, full = (_measure_optimizer(tracker, optimizer, first(count)) for count in (few // 2, few))
-    if len(blocks) > few and full > 1.8 * half:
-        full = _measure_optimizer(tracker, optimizer, first(len(blocks)))
+    num_sampled = min(len(blocks), SAMPLED_BLOCKS)
+    with_others = _measure_optimizer(tracker, optimizer, others + parameters_of_first(num_sampled))
+    half, full = (
+        _measure_optimizer(tracker, optimizer, parameters_of_first(count)) for count in (num_sampled // 2, num_sampled)
+    )
+    if len(blocks) > num_sampled and full > 1.8 * half:
+        full = _measure_optimizer(tracker, optimizer, parameters_of_first(len(blocks)))
     return max(with_others, full)
 
 
@@ -267,13 +280,13 @@ def _measure_optimizer(tracker: MemoryTracker, optimizer: Optimizer, parameters:
 
 
 def _prediction(
-    config: RunConfig, kind: str, rows: tuple[ParameterRow, ...], measured: _Measurement
+    config: RunConfig, device_type: str, rows: tuple[ParameterRow, ...], measured: _Measurement
 ) -> MemoryPrediction:
-    extra = {"workspace": WORKSPACE.get(kind, 0)}
+    extra = {"workspace": CUBLAS_WORKSPACE_BYTES if device_type == "cuda" else 0}
     if config.ema.decay is not None:
         extra["EMA weights"] = sum(4 * math.prod(row.shape) * row.count for row in rows)
     return MemoryPrediction(
-        device=kind,
+        device=device_type,
         optimizer=config.optim.name,
         in_backward=config.train.optimizer_in_backward,
         micro_batch=config.train.micro_batch or 1,
@@ -290,7 +303,7 @@ def _prediction(
     )
 
 
-def _resolve(config: RunConfig, kind: str) -> RunConfig:
+def _resolve(config: RunConfig, device_type: str) -> RunConfig:
     """Choose the micro-batch, and remove settings that are not predicted."""
     train = config.train
     if (recipe := train.fp8_recipe or train.qat_recipe) is not None:
@@ -300,12 +313,12 @@ def _resolve(config: RunConfig, kind: str) -> RunConfig:
         )
     if train.micro_batch is None:
         local = choose_device(train.device)
-        if local.type != kind:
+        if local.type != device_type:
             raise ConfigError(
-                f"expected train.micro_batch for a prediction for {kind} on a machine with {local.type}: set "
+                f"expected train.micro_batch for a prediction for {device_type} on a machine with {local.type}: set "
                 "--train.micro_batch=N"
             )
-        with _simulation(kind):
+        with _simulation(device_type):
             model = build.init_model(config)
         train = replace(train, micro_batch=build.choose_micro_batch(config, model, local))
     assert train.micro_batch is not None
@@ -317,8 +330,12 @@ def _resolve(config: RunConfig, kind: str) -> RunConfig:
     return replace(config, train=train)
 
 
-def dry_run(
-    config: RunConfig, model: GPT, device: torch.device, optimizer: Optimizer, dispatch: Callable[[str], object] = str
+def build_dry_run_step(
+    config: RunConfig,
+    model: GPT,
+    device: torch.device,
+    optimizer: Optimizer,
+    dispatch: Callable[[str], object] = lambda event: None,
 ) -> TrainStep:
     """Create a run's training step with random tokens as data; everything else is built as in training."""
     documents = config.data.documents != "join"
@@ -351,11 +368,11 @@ class _RandomTokens:
 
 
 @contextlib.contextmanager
-def _attention_and_offloading(train: TrainConfig, kind: str) -> Iterator[None]:
+def _attention_and_offloading(train: TrainConfig, device_type: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if train.sdpa_backend in ("math", ("math",)):
             stack.enter_context(sdpa_backends("math"))
-        if train.activation_offloading and kind != "cpu":
+        if train.activation_offloading and device_type != "cpu":
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_offload, _reload))
         yield
 

@@ -30,16 +30,16 @@ __all__ = ["MemoryTracker", "simulated_device"]
 
 ATEN = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
-ALLOCATION_SIZE = {"cuda": 512, "cpu": 64}
-"""The granularity of a device's allocator in bytes: sizes are rounded up to a multiple of it."""
+ALLOCATION_GRANULARITY = {"cuda": 512, "cpu": 64}
+"""Allocator granularity in bytes: sizes are rounded up to a multiple of it."""
 
 
 @contextlib.contextmanager
-def simulated_device(kind: str) -> Iterator[MemoryTracker]:
-    """Create all tensors without data, as if on a device of this kind, and count them in the tracker."""
-    tracker = MemoryTracker(kind)
+def simulated_device(device_type: str) -> Iterator[MemoryTracker]:
+    """Create all tensors without data, as if on a device of this type, and count them in the tracker."""
+    tracker = MemoryTracker(device_type)
     with contextlib.ExitStack() as stack:
-        if kind == "cuda":
+        if device_type == "cuda":
             stack.enter_context(_GpuKernels())
         # Fake CPU tensors, also for a GPU: autograd in a CPU-only build does not support fake CUDA tensors.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -64,25 +64,25 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kind = "activations"
+        self.category = "activations"
         self.live: Counter[str] = Counter()
         self.max: Counter[str] = Counter()
         self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self.phase = ""
-        self._device, self._granularity = device, ALLOCATION_SIZE.get(device, 1)
+        self._device, self._granularity = device, ALLOCATION_GRANULARITY.get(device, 1)
         self._storages: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         self._scalars: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Skip the guard around every operation: nothing is compiled inside."""
+        """False: torch does not wrap every call in torch._dynamo.disable, which would slow it down."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on fake tensors and count its outputs."""
         if any(issubclass(kind, CompositeTensor) for kind in types):
-            return NotImplemented  # it calls operations on its inner tensors, which come here
+            return NotImplemented  # the subclass dispatches to its inner tensors, which are tracked here
         if func is DEVICE:
             return args[0].fake_device  # the most frequent call by far
         kwargs = kwargs or {}
@@ -100,14 +100,14 @@ class MemoryTracker(TorchDispatchMode):
         self._compute_scalars(func, args, kwargs, tensors)
         return result
 
-    def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
+    def mark(self, tensors: Iterable[Tensor], category: str) -> None:
         """Move tensors to another category."""
         for inner in (inner for tensor in tensors for inner in _inner_tensors(tensor)):
             self._count(inner)
             key = inner.untyped_storage()._cdata
             reference, before, size = self._storages[key]
-            self._storages[key] = reference, kind, size
-            self._move(size, before, kind)
+            self._storages[key] = reference, category, size
+            self._move(size, before, category)
 
     def on_event(self, event: str) -> None:
         """Switch categories at the training loop's events.
@@ -116,11 +116,11 @@ class MemoryTracker(TorchDispatchMode):
         and on_optimizer_step belongs to the optimizer.
         """
         if event == "on_substep_end":
-            for key, (reference, kind, size) in self._storages.items():
-                self._storages[key] = reference, "gradients" if kind == "activations" else kind, size
+            for key, (reference, category, size) in self._storages.items():
+                self._storages[key] = reference, "gradients" if category == "activations" else category, size
             self._move(self.live["activations"], "activations", "gradients")
             self.max["activations"] = 0  # measured in the last micro-batch, without the gradients
-        self.kind = "temporaries" if event == "on_pre_optimizer_step" else "activations"
+        self.category = "temporaries" if event == "on_pre_optimizer_step" else "activations"
 
     def reset_peak(self) -> None:
         """Reset the maxima to the current usage, like torch.cuda.reset_peak_memory_stats."""
@@ -132,28 +132,28 @@ class MemoryTracker(TorchDispatchMode):
         if key in self._storages:
             return
         size = -(-storage.nbytes() // self._granularity) * self._granularity
-        self._storages[key] = weakref.ref(storage, lambda _: self._release(key)), self.kind, size
-        self.live[self.kind] += size
-        self.max[self.kind] = max(self.max[self.kind], self.live[self.kind])
+        self._storages[key] = weakref.ref(storage, lambda _: self._release(key)), self.category, size
+        self.live[self.category] += size
+        self.max[self.category] = max(self.max[self.category], self.live[self.category])
         self._update_peak(0)
 
-    def _move(self, size: int, before: str, kind: str) -> None:
+    def _move(self, size: int, before: str, category: str) -> None:
         self.live[before] -= size
-        self.live[kind] += size
-        self.max[kind] = max(self.max[kind], self.live[kind])
+        self.live[category] += size
+        self.max[category] = max(self.max[category], self.live[category])
 
     def _release(self, key: int) -> None:
-        _, kind, size = self._storages.pop(key)
-        self.live[kind] -= size
+        _, category, size = self._storages.pop(key)
+        self.live[category] -= size
 
     def _update_peak(self, workspace: int) -> None:
         """`workspace`: bytes that a kernel allocates and frees while it runs."""
         total = self.live.total() + workspace
         if total > self.peak:
             self.peak, self.at_peak = total, Counter(self.live)
-            self.at_peak[self.kind] += workspace
+            self.at_peak[self.category] += workspace
             backward = torch._C._current_autograd_node() is not None
-            self.phase = "step" if self.kind == "temporaries" else "backward" if backward else "forward"
+            self.phase = "step" if self.category == "temporaries" else "backward" if backward else "forward"
 
     def _compute_scalars(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
         """Compute the values of scalar outputs if all inputs are scalars with known values."""
@@ -178,11 +178,16 @@ def _inner_tensors(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
-def _accumulates_gradients(one: Any, other: Any) -> bool:
-    """Whether autograd is adding two gradients of the same tensor, which it does in place for ordinary tensors."""
+def _accumulates_gradients(a: Any, b: Any) -> bool:
+    """Whether autograd is adding two gradients of the same tensor, which it does in place for ordinary tensors.
+
+    The engine adds the gradients of several uses of a tensor between two nodes, while the node that produced the last
+    one is still current. The C++ nodes themselves hardly ever add two tensors of the same shape; Python
+    functions (BackwardCFunction) and AccumulateGrad may, so an add under them is not taken for the engine's.
+    """
     node: Any = torch._C._current_autograd_node()
-    inside = node is None or isinstance(node, BackwardCFunction) or node.name().endswith("AccumulateGrad")
-    return not inside and not torch.is_grad_enabled() and isinstance(other, Tensor) and one.shape == other.shape
+    is_node_op = node is None or isinstance(node, BackwardCFunction) or node.name().endswith("AccumulateGrad")
+    return not is_node_op and not torch.is_grad_enabled() and isinstance(b, Tensor) and a.shape == b.shape
 
 
 class _GpuKernels(TorchFunctionMode):

@@ -20,7 +20,7 @@ from whimbrel.precision import MixedPrecision, torch_flags
 from whimbrel.train import build
 from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.batches import TokenBatches, held_out, make_batches
-from whimbrel.train.checks import refuse_wrapped_model
+from whimbrel.train.checks import reject_wrapped_model
 from whimbrel.train.config import TrainerConfig
 from whimbrel.train.dataset_batches import DatasetBatches, LoaderBatches, drop_unused_columns, to_device
 from whimbrel.train.evaluation import (
@@ -350,7 +350,7 @@ class OverridableMethods(ABC):
         build.seed_everything(self.config.train.seed)
         with torch_flags(default_dtype=self.config.train.default_dtype):
             model = self.model_init()
-        refuse_wrapped_model(model)
+        reject_wrapped_model(model)
         return model
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:

@@ -1,24 +1,58 @@
-"""The run directory: check whether a run may use it, clear it for a restart, write `config.toml`."""
+"""The files of a run directory: `config.toml`, and `log.jsonl` with the metrics as one JSON object per line.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import os
 import re
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.files import atomic_file
 from whimbrel.checkpoint import step_directories
 from whimbrel.config import dump_toml, load_toml, to_table
-from whimbrel.train.config import TrainerConfig
 
-__all__ = ["check_directory", "clear_directory", "events_folder", "record_settings"]
+if TYPE_CHECKING:
+    from whimbrel.train.config import TrainerConfig
 
-SETTINGS = "config.toml"
+__all__ = [
+    "LOG_FILE",
+    "REQUIRED_FIELDS",
+    "as_number",
+    "check_directory",
+    "clear_directory",
+    "events_folder",
+    "last_step",
+    "log_line",
+    "log_path",
+    "read_log",
+    "record_settings",
+    "to_json",
+    "tokens_after",
+    "truncate_log",
+]
+
+CONFIG_FILE, LOG_FILE = "config.toml", "log.jsonl"
 SESSION_ONLY = ("resume", "overwrite_output_dir")
 """Settings of one `train()` call, not of the run: recorded, they would apply to the next session too."""
+
+REQUIRED_FIELDS = {
+    "step": ("after", "loss", "tokens"),
+    "validation": ("after", "loss"),
+    "sample": ("after", "text"),
+    "log": ("after",),
+}
+"""Required fields by the kind of a line. `after` is the number of completed steps; `step` counts from 0."""
+
+READ_BLOCK_BYTES = 1 << 16
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +62,13 @@ def check_directory(config: TrainerConfig, *, explicit: bool) -> None:
 
     `explicit`: the user requested a resume, so warn if there is no checkpoint.
     """
-    directory, found = config.output_dir, step_directories(config.output_dir)
-    if found and not (config.resume.latest or config.resume.path or config.overwrite_output_dir):
+    directory, checkpoints = config.output_dir, step_directories(config.output_dir)
+    if checkpoints and not (config.resume.latest or config.resume.path or config.overwrite_output_dir):
         raise ConfigError(
-            f"{directory} already contains a run at step {max(found)}: set resume_from_checkpoint=True to resume it, "
-            "overwrite_output_dir=True to restart, or choose another output_dir"
+            f"{directory} already contains a run at step {max(checkpoints)}: set resume_from_checkpoint=True to resume "
+            "it, overwrite_output_dir=True to restart, or choose another output_dir"
         )
-    if config.resume.latest and not found:
+    if config.resume.latest and not checkpoints:
         level = logging.WARNING if explicit else logging.INFO
         logger.log(level, "No checkpoint found in %s: starting from scratch", directory)
 
@@ -43,21 +77,21 @@ def clear_directory(directory: Path) -> None:
     """Remove the files that a run writes, and nothing else."""
     for folder in (*step_directories(directory).values(), *directory.glob("ema/step-*"), *_event_folders(directory)):
         shutil.rmtree(folder)
-    for file in ("log.jsonl", SETTINGS):
+    for file in (LOG_FILE, CONFIG_FILE):
         (directory / file).unlink(missing_ok=True)
 
 
 def events_folder(directory: Path) -> str | None:
     """The TensorBoard directory of earlier sessions, from `config.toml` or the default; None if there is none."""
-    table = load_toml(directory / SETTINGS) if (directory / SETTINGS).exists() else {}
+    table = load_toml(directory / CONFIG_FILE) if (directory / CONFIG_FILE).exists() else {}
     folders = _event_folders(directory)
-    given: str | None = table.get("log", {}).get("dir")
-    return given or (str(folders[-1]) if folders else None)
+    configured: str | None = table.get("log", {}).get("dir")
+    return configured or (str(folders[-1]) if folders else None)
 
 
 def record_settings(config: TrainerConfig, *, resumed: bool) -> None:
     """Write `config.toml`; on resume, warn about settings that changed."""
-    path = config.output_dir / SETTINGS
+    path = config.output_dir / CONFIG_FILE
     table = {name: value for name, value in to_table(config).items() if name not in SESSION_ONLY}
     if resumed and path.exists():
         for change in _changes(load_toml(path), table):
@@ -68,14 +102,14 @@ def record_settings(config: TrainerConfig, *, resumed: bool) -> None:
 
 def _changes(before: dict[str, Any], now: dict[str, Any], section: str = "") -> list[str]:
     """The settings that differ between two tables, as messages."""
-    found = []
+    changes = []
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) or isinstance(new, dict):
-            found += _changes(old or {}, new or {}, f"{section}{name}.")
+            changes += _changes(old or {}, new or {}, f"{section}{name}.")
         elif old != new:
-            found.append(f"{section}{name} was {old}, now {new}")
-    return found
+            changes.append(f"{section}{name} was {old}, now {new}")
+    return changes
 
 
 def _event_folders(directory: Path) -> list[Path]:
@@ -86,3 +120,124 @@ def _event_folders(directory: Path) -> list[Path]:
         if re.fullmatch(r"\d{19}_.+", path.name)
         and all(file.name.startswith("events.out.tfevents.") for file in path.iterdir())
     )
+
+
+def log_line(kind: str, after: int, fields: Mapping[str, Any]) -> str:
+    """Format a line; fields named `kind` or `after` get an underscore appended."""
+    record = {"kind": kind, "after": after}
+    for name, value in fields.items():
+        record[f"{name}_" if name in ("kind", "after") else name] = to_json(value)
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def to_json(value: Any) -> Any:
+    """Convert to JSON types: tensors and arrays to numbers, non-finite numbers to null, other objects to strings."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): to_json(item) for name, item in value.items()}
+    return [to_json(item) for item in value] if isinstance(value, list | tuple) else str(value)
+
+
+def as_number(value: Any) -> int | float | None:
+    """The value as a Python number, also from a tensor or array with one element; None if it is not a number."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def log_path(run: Path) -> Path:
+    """The log of a run, given its directory or the log itself; raises DataError if it does not exist."""
+    log = run / LOG_FILE if run.is_dir() else run
+    if not log.is_file():
+        raise DataError(f"expected a run directory or its log.jsonl, got {run}")
+    return log
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Read all lines, except an incomplete last one (from a crash)."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number} is not JSON: {error}") from error
+        missing = _missing(record)
+        if missing is not None:
+            raise DataError(f"expected a log line with '{missing}' in {path}:{number}")
+        records.append(record)
+    return records
+
+
+def tokens_after(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """Cumulative tokens by the number of completed steps, counted from the first line of the log."""
+    total, tokens = 0, {}
+    for line in lines:
+        if line["kind"] == "step":
+            total += line["tokens"]
+        tokens[int(line["after"])] = total
+    return tokens
+
+
+def truncate_log(path: Path, step: int) -> None:
+    """Remove lines past `step` steps and a line cut short by a crash; creates the file if it is missing.
+
+    Truncates in place, so it works on a full disk. If a line is damaged (by a power failure), the file is first copied
+    to `log.jsonl.damaged`; that line and all after it are removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    size = 0
+    with path.open("rb") as file:
+        for count, line in enumerate(file, start=1):
+            after = _after(line)
+            if after is None and line.endswith(b"\n"):
+                backup = path.with_name(f"{path.name}.damaged")
+                logger.warning(
+                    "%s:%d is damaged: rebackup the rest of the log; the complete file is in %s", path, count, backup
+                )
+                shutil.copyfile(path, backup)
+            if after is None or after > step:
+                break
+            size += len(line)
+    os.truncate(path, size)
+
+
+def _after(line: bytes) -> int | None:
+    """The number of completed steps when a line was written; None if the line is cut short or damaged."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    after = record["after"] if isinstance(record, dict) and _missing(record) is None else None
+    return after if isinstance(after, int) else None
+
+
+def last_step(path: Path) -> dict[str, Any] | None:
+    """The last line of kind `step`, searched from the end of the file."""
+    with path.open("rb") as file:
+        end, block = file.seek(0, os.SEEK_END), READ_BLOCK_BYTES
+        while True:
+            start = file.seek(max(0, end - block))
+            lines = file.read(end - start).split(b"\n")[1 if start else 0 : -1]
+            for line in reversed(lines):
+                if line.startswith(b'{"kind": "step"'):
+                    record: dict[str, Any] = json.loads(line)
+                    return record
+            if start == 0:
+                return None
+            block *= 4
+
+
+def _missing(record: object) -> str | None:
+    """The first required field that a line is missing, or None."""
+    if not isinstance(record, dict) or record.get("kind") not in REQUIRED_FIELDS:
+        return "kind"
+    return next((key for key in REQUIRED_FIELDS[record["kind"]] if key not in record), None)

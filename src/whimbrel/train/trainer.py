@@ -28,20 +28,19 @@ from whimbrel.train.batches import TokenBatches
 from whimbrel.train.callback import Callbacks, StopRequest
 from whimbrel.train.callbacks import ControlCallback, ProgressCallback, TensorBoardCallback, TrackerCallback
 from whimbrel.train.callbacks.loggers import JsonlLogger
+from whimbrel.train.callbacks.progress import RunSummary, estimate_memory, features
 from whimbrel.train.checkpointing import CheckpointMethods
 from whimbrel.train.config import LogConfig, RunConfig, TrainerConfig
+from whimbrel.train.control import SignalHandler
 from whimbrel.train.dataset_batches import DatasetBatches, collate
 from whimbrel.train.device import Stopwatch, choose_device, device_name, peak_flops, peak_memory
 from whimbrel.train.evaluation import EvalPrediction, find_metric, greater_is_better, has_metric
 from whimbrel.train.hf_compat import check_overrides, missing_attribute, overrides
-from whimbrel.train.log import to_json
 from whimbrel.train.objectives import LossFunction, Objective
 from whimbrel.train.overridable import Accelerator, OverridableMethods
-from whimbrel.train.run_directory import check_directory
-from whimbrel.train.signals import SignalHandler
+from whimbrel.train.run_directory import check_directory, to_json
 from whimbrel.train.state import Tally, TrainerControl, TrainerState, TrainOutput
 from whimbrel.train.step import NonFiniteError, StepMetrics, TrainStep
-from whimbrel.train.summary import RunSummary, estimate_memory, features
 
 __all__ = ["BaseTrainer", "Trainer", "train"]
 
@@ -116,7 +115,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         **unknown: Any,
     ) -> None:
         checks.check_single_process()
-        checks.refuse_unknown(type(self), BaseTrainer.__init__, unknown)
+        checks.reject_unknown_arguments(type(self), BaseTrainer.__init__, unknown)
         check_overrides(self)
         checks.check_arguments(args, model, model_init, processing_class)
         checks.check_collator(data_collator, train_dataset, eval_dataset)
@@ -163,7 +162,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
             asynchronous=checkpoint.asynchronous,
             process_groups=self.get_process_groups(),
         )
-        self._optimizers = checks.chosen_optimizers(self, optimizers, optimizer_cls_and_kwargs)
+        self._optimizers = checks.resolve_optimizers(self, optimizers, optimizer_cls_and_kwargs)
         self._is_wrapped = False
         self._history_lines, self.deferred, self._states_being_saved = [], set(), {}
         checks.check_metric(self)

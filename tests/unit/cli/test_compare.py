@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from whimbrel.cli.main import main
-from whimbrel.train.log import log_line
+from whimbrel.train.run_directory import log_line
 
 
 def write_run(folder: Path, losses: list[float], *, lr: float = 1e-3, tokens: int = 100) -> None:

@@ -17,7 +17,7 @@ from whimbrel.cli.main import main
 from whimbrel.data.prepare import prepare
 from whimbrel.tokenization import train_tokenizer
 from whimbrel.train.control import Endpoint
-from whimbrel.train.log import last_step, read_log
+from whimbrel.train.run_directory import last_step, read_log
 
 RECIPE = """
 output_dir = "run"

@@ -64,7 +64,7 @@ def test_optimizers_are_compared_starting_with_that_of_the_run(recipe: str, caps
 
 
 def test_int8_weights_limit_the_optimizers(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, *rows = table(run_memory(capsys, recipe, "--train.weights=int8", "--optim.name=adamw8bit"), "optimizer")
+    _, *rows = table(run_memory(capsys, recipe, "--train.weight_dtype=int8", "--optim.name=adamw8bit"), "optimizer")
     assert {row[0] for row in rows} == set(optimizer_names()) - {"galore", "muon"}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from whimbrel.cli.main import main
 from whimbrel.cli.runs import _plot_panel
-from whimbrel.train.log import log_line, read_log
+from whimbrel.train.run_directory import log_line, read_log
 
 
 def write_run(folder: Path, steps: int, tokens: int = 64) -> None:

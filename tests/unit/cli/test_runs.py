@@ -13,7 +13,7 @@ import pytest
 
 from whimbrel.cli.main import main
 from whimbrel.train.control import ControlServer, Endpoint
-from whimbrel.train.log import log_line
+from whimbrel.train.run_directory import log_line
 
 
 def write_run(folder: Path, steps: int, total: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from whimbrel.cli.data import SHARD_SIZE
 from whimbrel.cli.main import COMMANDS, build_app, main
 from whimbrel.data import manifest
-from whimbrel.train.log import log_line
+from whimbrel.train.run_directory import log_line
 
 RUN = """
 import sys

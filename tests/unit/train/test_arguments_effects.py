@@ -310,7 +310,7 @@ def test_a_removed_callback_gets_no_events(args: Make, net: Make, data: Make) ->
 
 
 def test_values_of_any_type_can_be_logged_and_saved(args: Make, fit: Make) -> None:
-    from whimbrel.train.log import read_log
+    from whimbrel.train.run_directory import read_log
 
     class Measures(TrainerCallback):
         def on_step_end(self, **event: Any) -> None:

@@ -29,7 +29,7 @@ from whimbrel.train.config import (
     TrainerConfig,
     ValidationConfig,
 )
-from whimbrel.train.schedules import SCHEDULER_TYPES, schedule_arguments, schedule_settings
+from whimbrel.train.lr_scheduler_args import SCHEDULER_TYPES, schedule_arguments, schedule_settings
 
 NAMES = [field.name for field in dataclasses.fields(TrainingArguments)]
 
@@ -262,6 +262,8 @@ def test_the_constant_schedule_has_factor_one() -> None:
         ("cosine_with_min_lr", {}, 0, "needs min_lr or min_lr_rate in lr_scheduler_kwargs"),
         ("cosine_with_min_lr", {"min_lr": 1e-5, "min_lr_rate": 0.1}, 0, "has min_lr and min_lr_rate"),
         ("warmup_stable_decay", {}, 0, "needs num_decay_steps"),
+        ("warmup_stable_decay", {"min_lr_ratio": 0.1}, 0, "needs num_decay_steps"),
+        ("cosine_with_min_lr", {"cooldown_steps": 3}, 0, "needs min_lr"),
         ("warmup_stable_decay", {"num_decay_steps": 3, "warmup_type": "cosine"}, 0, "warmup_shape = 'cosine' needs"),
         ("linear", {"warmup_start": 0.5}, 0, "warmup_start = 0.5 needs warmup_steps"),
         ("linear", {"cooldown": 0.5}, 0, "schedule.cooldown = 0.5 needs schedule.name = wsd"),

@@ -202,7 +202,7 @@ def test_misbehaving_clients_do_not_block_others(run: Run, monkeypatch: pytest.M
         large.setblocking(False)
         large.send(b"x" * 1_000_000)
         run.step()  # the job ignores it
-        assert send_request(run.folder, "status", seconds=10)["status"]["step"] == 1
+        assert send_request(run.folder, "status", timeout=10)["status"]["step"] == 1
         assert silent.recv(1) == b""  # connection closed by the job
     run.step()
     assert run.control == TrainerControl()
@@ -215,9 +215,9 @@ def test_silent_connections_do_not_delay_a_request(run: Run, monkeypatch: pytest
     with contextlib.ExitStack() as stack:
         address = ("127.0.0.1", endpoint.port)
         silent = [stack.enter_context(socket.create_connection(address)) for _ in range(5)]
-        assert send_request(run.folder, "status", seconds=60)["ok"]
+        assert send_request(run.folder, "status", timeout=60)["ok"]
         silent += [stack.enter_context(socket.create_connection(address)) for _ in range(2 * MAX_CLIENTS)]
-        assert send_request(run.folder, "status", seconds=60)["ok"]
+        assert send_request(run.folder, "status", timeout=60)["ok"]
         assert silent[0].recv(1) == b""  # closed for newer ones
 
 
@@ -257,9 +257,9 @@ def test_a_killed_run_is_dead_and_can_be_restarted(tmp_path: Path) -> None:
         try:
             job.send_signal(signal.SIGSTOP)  # the process exists but is stopped and cannot answer
             os.waitpid(job.pid, os.WUNTRACED)  # signals are delivered asynchronously
-            assert run_status(folder, seconds=0.2) == "running"
+            assert run_status(folder, timeout=0.2) == "running"
             with pytest.raises(RequestError, match=r"did not answer within 0\.2 s"):
-                send_request(folder, "stop", seconds=0.2)
+                send_request(folder, "stop", timeout=0.2)
         finally:
             job.kill()
     assert Endpoint.path(folder).exists()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from whimbrel.model_io import load_model
 from whimbrel.train import RunConfig, TrainerCallback, train
-from whimbrel.train.log import read_log
+from whimbrel.train.run_directory import read_log
 
 TIMED = {"seconds", "peak_memory"}
 

@@ -29,7 +29,7 @@ RECIPES = {
     "rowwise_with_gw_hp": {"train__fp8_recipe": "rowwise_with_gw_hp", "train__fp8_dim_alignment": 32},
     "int8-dynamic-act-int4-weight": {"train__qat_recipe": "int8-dynamic-act-int4-weight"},
     "int4-weight-only": {"train__qat_recipe": "int4-weight-only", "train__precision": "bf16"},
-    "int8": {"train__weights": "int8"},
+    "int8": {"train__weight_dtype": "int8"},
 }
 
 
@@ -198,17 +198,17 @@ def test_recipes_work_with_other_features(make_run: Make, tmp_path: Path, name: 
     [
         (
             {"train__fp8_recipe": "rowwise", "train__qat_recipe": "int4-weight-only"},
-            "train.fp8_recipe = rowwise and train.qat_recipe = int4-weight-only exclude each other",
+            "train.fp8_recipe = rowwise and train.qat_recipe = int4-weight-only are mutually exclusive",
         ),
         (
-            {"train__weights": "int8", "train__fp8_recipe": "rowwise"},
-            "train.fp8_recipe = rowwise and train.weights = int8",
+            {"train__weight_dtype": "int8", "train__fp8_recipe": "rowwise"},
+            "train.fp8_recipe = rowwise and train.weight_dtype = int8",
         ),
         (
             {"train__fp8_recipe": "rowwise", "train__projected_linears": True, "train__optimizer_in_backward": True},
             "train.fp8_recipe = rowwise and train.projected_linears = True exclude",
         ),
-        ({"train__weights": "int4"}, "train.weights = 'int4' is not one of int8"),
+        ({"train__weight_dtype": "int4"}, "train.weight_dtype = 'int4' is not one of int8"),
         (
             {"train__qat_recipe": "fp8"},
             "train.qat_recipe = 'fp8' is not one of int8-dynamic-act-int4-weight, int4-weight",

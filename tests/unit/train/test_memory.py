@@ -20,9 +20,9 @@ from whimbrel.train import RunConfig
 from whimbrel.train.build import create_optimizer, init_model
 from whimbrel.train.config import EmaConfig, build_run_config
 from whimbrel.train.memory import (
-    WORKSPACE,
+    CUBLAS_WORKSPACE_BYTES,
     MemoryPrediction,
-    dry_run,
+    build_dry_run_step,
     empty_model,
     optimizer_names,
     predict_memory,
@@ -52,10 +52,10 @@ def predict(config: RunConfig, device: str = "cpu") -> MemoryPrediction:
 
 def make_steps(config: RunConfig, device: torch.device, steps: int = 2) -> None:
     with device:
-        model = init_model(config) if config.train.weights is None else empty_model(config, device)
+        model = init_model(config) if config.train.weight_dtype is None else empty_model(config, device)
     apply_activation_checkpointing(model, config.train.recompute)
     optimizer = create_optimizer(model, config, None, accumulation=config.train.accumulation or 1)
-    loop = dry_run(config, model, device, optimizer)
+    loop = build_dry_run_step(config, model, device, optimizer)
     for number in range(steps):
         loop.run(number + 1)
 
@@ -163,7 +163,7 @@ def test_gpu_kernels_are_predicted_without_a_gpu(tmp_path: Path):
     assert predict(half, "cuda").activations < ungrouped.activations
     normed = replace(config, train=replace(config.train, sdpa_backend="math"))
     assert predict(normed, "cuda").activations < predict(normed, "cpu").activations
-    assert grouped.at_peak["workspace"] == WORKSPACE["cuda"]
+    assert grouped.at_peak["workspace"] == CUBLAS_WORKSPACE_BYTES
 
 
 def test_predicting_a_large_model_allocates_nothing(tmp_path: Path):
@@ -178,7 +178,7 @@ def test_predicting_a_large_model_allocates_nothing(tmp_path: Path):
 def test_the_prediction_covers_int8_weights(tmp_path: Path, name: str, in_backward: bool):
     steps = {"accumulation": 1, "clip": None} if name == "adamw8bit" else {}
     optim = {"name": name} | ({"rank": 16, "side": "cheapest"} if name == "galore_warm" else {})
-    settings = {"weights": "int8", "optimizer_in_backward": in_backward, "default_dtype": "bfloat16"} | steps
+    settings = {"weight_dtype": "int8", "optimizer_in_backward": in_backward, "default_dtype": "bfloat16"} | steps
     config = make(tmp_path, {**LLAMA, "embd_size": 256}, optim, **settings)
     predicted = predict(config)
     assert predicted.weights < 0.8 * predict(make(tmp_path, {**LLAMA, "embd_size": 256}, optim)).weights / 2

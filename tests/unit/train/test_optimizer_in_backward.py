@@ -57,7 +57,7 @@ def test_accumulated_projections_train_like_accumulated_gradients(
 @pytest.mark.parametrize("linears", [False, True])
 def test_resume_is_bit_identical(make_run: MakeRun, tmp_path: Path, linears: bool, weights: str | None) -> None:
     settings = {**WARM, "train__optimizer_in_backward": True, "train__projected_linears": linears}
-    settings["train__weights"] = weights
+    settings["train__weight_dtype"] = weights
     uninterrupted = losses(make_run(**settings))
     assert uninterrupted[-1] < uninterrupted[0]
     config = make_run(**settings, output_dir=tmp_path / "b")

@@ -23,7 +23,7 @@ from whimbrel.model_io import load_model, resolve_model
 from whimbrel.models import GPT
 from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.train import RunConfig, Trainer, TrainerCallback, read_log, train
-from whimbrel.train.summary import RunSummary
+from whimbrel.train.callbacks.progress import RunSummary
 
 MakeRun = Callable[..., RunConfig]
 

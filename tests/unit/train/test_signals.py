@@ -17,7 +17,7 @@ import pytest
 from whimbrel.checkpoint import list_checkpoints, read_component
 from whimbrel.train import RunConfig, Trainer, TrainerCallback, read_log, train
 from whimbrel.train.callbacks import ProgressCallback
-from whimbrel.train.signals import SIGNALS, SignalHandler
+from whimbrel.train.control import SIGNALS, SignalHandler
 
 Make = Callable[..., Any]
 MakeRun = Callable[..., RunConfig]
@@ -184,7 +184,7 @@ def test_a_run_in_another_thread_installs_no_handlers(args: Make, fit: Make) -> 
 def test_a_second_signal_kills_the_process() -> None:
     code = """
 import os, signal
-from whimbrel.train.signals import SignalHandler
+from whimbrel.train.control import SignalHandler
 with SignalHandler() as handler:
     os.kill(os.getpid(), signal.SIGINT)
     print(handler.received.name, flush=True)

@@ -11,7 +11,7 @@ import torch
 from whimbrel.train.build import create_optimizer, init_model
 from whimbrel.train.config import build_run_config
 from whimbrel.train.device import Stopwatch
-from whimbrel.train.memory import dry_run
+from whimbrel.train.memory import build_dry_run_step
 
 
 def test_metrics_are_copied_before_the_end_of_step_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_metrics_are_copied_before_the_end_of_step_mark(tmp_path: Path, monkeypa
         }
     )  # fmt: skip
     model, device = init_model(config), torch.device("cpu")
-    loop = dry_run(config, model, device, create_optimizer(model, config, None))
+    loop = build_dry_run_step(config, model, device, create_optimizer(model, config, None))
     loop.stopwatch = Watch(device)
     loop.run(1)
     assert order == ["mark", "numbers", "mark"]

@@ -13,7 +13,7 @@ from whimbrel.models import GPT
 from whimbrel.optim import GaLoreWarm, project_in_backward, step_in_backward
 from whimbrel.optim.muon import Muon
 from whimbrel.train import RunConfig, TrainerCallback, train
-from whimbrel.train.summary import estimate_memory
+from whimbrel.train.callbacks.progress import estimate_memory
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """The callbacks that come with the trainer."""
 
-from whimbrel.train.callbacks.ema import EmaCallback
 from whimbrel.train.callbacks.loggers import TensorBoardCallback, TrackerCallback
 from whimbrel.train.callbacks.monitors import (
     DivergenceCallback,
     EarlyStoppingCallback,
+    EmaCallback,
     MemoryCallback,
     NormsCallback,
     ProfilerCallback,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from whimbrel.base.errors import MissingExtraError
 from whimbrel.config import to_table
 from whimbrel.train.callback import TrainerCallback
-from whimbrel.train.log import as_number, log_line, to_json, truncate_log
+from whimbrel.train.run_directory import LOG_FILE, as_number, log_line, to_json, truncate_log
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -86,13 +86,13 @@ class JsonlLogger(LogWriter):
         """Open the log, dropping lines past the current step."""
         self._path, self._failing, self._dropped = None, False, 0
         if event["state"].is_world_process_zero:
-            self._path = Path(event["trainer"].config.output_dir) / "log.jsonl"
-            self._restart_after(event["state"].global_step)
+            self._path = Path(event["trainer"].config.output_dir) / LOG_FILE
+            self._truncate_after(event["state"].global_step)
 
     def on_rewind(self, **event: Any) -> None:
         """Discard lines past the restored step."""
         if self._path is not None:
-            self._restart_after(event["step"])
+            self._truncate_after(event["step"])
 
     def on_train_metrics(self, **event: Any) -> None:
         """Write a step; flags that are false are left out."""
@@ -109,11 +109,9 @@ class JsonlLogger(LogWriter):
         self._write("validation", event["state"].global_step, {"loss": metrics.pop("eval_loss", None), **metrics})
 
     def on_sample(self, **event: Any) -> None:
-        """Write a sample."""
         self._write("sample", event["step"], {"text": event["text"]})
 
     def write_log(self, logs: dict[str, Any], step: int) -> None:
-        """Write a log."""
         self._write("log", step, logs)
 
     def on_train_end(self, **event: Any) -> None:
@@ -121,12 +119,12 @@ class JsonlLogger(LogWriter):
         del event
         self._flush()
         if self._pending:
-            logger.warning("%s is missing the last %d lines: they could not be written", self._path, len(self._pending))
+            logger.warning("could not write the last %d lines of %s", len(self._pending), self._path)
             self._pending.clear()
         self._close()
         self._path = None
 
-    def _restart_after(self, step: int) -> None:
+    def _truncate_after(self, step: int) -> None:
         """Drop lines past `step`, in the file and among the pending ones."""
         self._close()
         self._after = step
@@ -161,8 +159,8 @@ class JsonlLogger(LogWriter):
         else:
             if self._failing:
                 self._failing = False
-                lost = f"; {self._dropped} lines were dropped" if self._dropped else ""
-                logger.warning("%s is writable again%s", self._path, lost)
+                dropped = f"; {self._dropped} lines were dropped" if self._dropped else ""
+                logger.warning("%s is writable again%s", self._path, dropped)
                 self._dropped = 0
 
     def _open(self, path: Path) -> None:
@@ -212,7 +210,7 @@ class TensorBoardCallback(LogWriter):
                 self._open_after(event["state"].global_step)
 
     def on_rewind(self, **event: Any) -> None:
-        """Remove what was written after the restored step."""
+        """Discard events past the restored step."""
         if self._writer is not None:
             with self._guarded():
                 self._open_after(event["step"])
@@ -232,11 +230,9 @@ class TensorBoardCallback(LogWriter):
         self._write("eval", metrics, event["state"].global_step)
 
     def write_log(self, logs: dict[str, Any], step: int) -> None:
-        """Write a log."""
         self._write("log", logs, step)
 
     def on_sample(self, **event: Any) -> None:
-        """Write a sample."""
         with self._guarded():
             writer = self._ready(event["step"])
             if writer is not None:
@@ -337,7 +333,6 @@ class TrackerCallback(LogWriter):
         self._log(metrics, event["state"].global_step)
 
     def write_log(self, logs: dict[str, Any], step: int) -> None:
-        """Write a log."""
         self._log({f"log/{name}": value for name, value in logs.items()}, step)
 
     def on_train_end(self, **event: Any) -> None:

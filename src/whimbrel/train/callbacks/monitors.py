@@ -1,11 +1,12 @@
-"""Callbacks that watch a run: divergence, early stopping, norms, memory, profiles and samples."""
+"""Callbacks that watch a run: divergence, early stopping, norms, memory, profiles, samples and EMA weights."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from whimbrel.base.errors import ConfigError
-from whimbrel.base.files import PARTIAL
+from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.base.files import PARTIAL, remove_stale
 from whimbrel.config import build
 from whimbrel.precision import QuantizedWeight
 from whimbrel.train.callback import TrainerCallback
@@ -26,11 +27,11 @@ from whimbrel.train.state import TrainerControl
 __all__ = [
     "DivergenceCallback",
     "EarlyStoppingCallback",
+    "EmaCallback",
     "MemoryCallback",
     "NormsCallback",
     "ProfilerCallback",
     "SampleCallback",
-    "dequantized",
 ]
 
 Sample = Callable[[nn.Module, int], str]
@@ -52,7 +53,7 @@ class DivergenceCallback(TrainerCallback):
             raise ConfigError("expected either config or keyword settings for DivergenceCallback, got both")
         config = config or build(DivergenceConfig, {"action": "stop", **settings}, "divergence")
         self._config = config
-        self._seen = 0
+        self._num_steps = 0
         self._fast = 0.0
         self._slow = 0.0
         self._window: deque[float] = deque(maxlen=config.window)
@@ -75,14 +76,14 @@ class DivergenceCallback(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         """The moving averages and the window."""
         return {
-            "seen": self._seen, "fast": self._fast, "slow": self._slow, "window": list(self._window),
+            "seen": self._num_steps, "fast": self._fast, "slow": self._slow, "window": list(self._window),
             "best": None if math.isinf(self._best) else self._best,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the moving averages and the window."""
         self.reason = None
-        self._seen, self._fast, self._slow = int(state["seen"]), float(state["fast"]), float(state["slow"])
+        self._num_steps, self._fast, self._slow = int(state["seen"]), float(state["fast"]), float(state["slow"])
         self._window = deque(state["window"], maxlen=self._config.window)
         self._best = math.inf if state["best"] is None else float(state["best"])
 
@@ -97,10 +98,10 @@ class DivergenceCallback(TrainerCallback):
     def _averages(self, loss: float) -> tuple[float, float]:
         """The fast and the slow moving average."""
         fast, slow = self._config.fast, self._config.slow
-        self._seen += 1
+        self._num_steps += 1
         self._fast += fast * (loss - self._fast)
         self._slow += slow * (loss - self._slow)
-        return self._fast / (1 - (1 - fast) ** self._seen), self._slow / (1 - (1 - slow) ** self._seen)
+        return self._fast / (1 - (1 - fast) ** self._num_steps), self._slow / (1 - (1 - slow) ** self._num_steps)
 
     def _windows(self, loss: float) -> tuple[float, float]:
         """The mean of the last window and of the best one before it."""
@@ -123,36 +124,36 @@ class EarlyStoppingCallback(TrainerCallback):
         self._metric = metric
         self._greater_is_better = greater_is_better
         self._best: float | None = None
-        self._waited = 0
+        self._evals_without_improvement = 0
 
     @property
     def reason(self) -> str:
         """Why the run stops, printed for the user."""
         if self._best is None:
-            return f"{self._metric} was NaN in all {self._waited} evaluations"
-        return f"{self._metric} has not improved on {self._best} for {self._waited} evaluations"
+            return f"{self._metric} was NaN in all {self._evals_without_improvement} evaluations"
+        return f"{self._metric} has not improved on {self._best} for {self._evals_without_improvement} evaluations"
 
     def on_evaluate(self, **event: Any) -> None:
         """Compare with the best value; NaN is never an improvement."""
         value = find_metric(event["metrics"], self._metric)
         if not math.isnan(value) and (self._best is None or self._is_better(value, self._best)):
-            self._best, self._waited = value, 0
+            self._best, self._evals_without_improvement = value, 0
         else:
-            self._waited += 1
-        if self._waited >= self._patience:
+            self._evals_without_improvement += 1
+        if self._evals_without_improvement >= self._patience:
             event["control"].should_training_stop = True
 
     def state_dict(self) -> dict[str, Any]:
         """The best value and the number of evaluations since."""
-        return {"best": self._best, "waited": self._waited}
+        return {"best": self._best, "waited": self._evals_without_improvement}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best value and the evaluations since."""
-        self._best, self._waited = state["best"], int(state["waited"])
+        self._best, self._evals_without_improvement = state["best"], int(state["waited"])
 
     def _is_better(self, value: float, best: float) -> bool:
-        gain = value - best if greater_is_better(self._metric, self._greater_is_better) else best - value
-        return gain > self._threshold
+        improvement = value - best if greater_is_better(self._metric, self._greater_is_better) else best - value
+        return improvement > self._threshold
 
 
 class NormsCallback(TrainerCallback):
@@ -167,12 +168,12 @@ class NormsCallback(TrainerCallback):
         """Compute the norms; they stay on the device until the end of the step."""
         if (event["state"].global_step + 1) % self._every:
             return
-        pairs = [(name, own) for name, own in event["model"].named_parameters() if own.grad is not None]
-        if pairs:
-            self._names = [name for name, _ in pairs]
+        parameters = [(name, weight) for name, weight in event["model"].named_parameters() if weight.grad is not None]
+        if parameters:
+            self._names = [name for name, _ in parameters]
             norms = [
-                *torch._foreach_norm([own.grad for _, own in pairs]),
-                *(dequantized(own).norm() for _, own in pairs),
+                *torch._foreach_norm([weight.grad for _, weight in parameters]),
+                *(_dequantized(weight).norm() for _, weight in parameters),
             ]
             self._norms = torch.stack([norm.float() for norm in norms])
 
@@ -190,7 +191,6 @@ class MemoryCallback(TrainerCallback):
     """Adds `peak_memory` in bytes to the logs: allocated on a GPU, resident set size on the CPU."""
 
     def on_log_step(self, **event: Any) -> None:
-        """Add the peak memory to the logs."""
         event["logs"]["peak_memory"] = peak_memory(event["trainer"].device)
 
 
@@ -206,8 +206,8 @@ class ProfilerCallback(TrainerCallback):
         """Start recording; a run resumed inside the range records the rest of it."""
         state = event["state"]
         if self._profile is None and self._first <= state.global_step < self._end and state.is_world_process_zero:
-            kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-            self._profile = profile(activities=kinds)
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            self._profile = profile(activities=activities)
             self._profile.start()
 
     def on_step_end(self, **event: Any) -> None:
@@ -261,6 +261,84 @@ class SampleCallback(TrainerCallback):
             model.train(training)
 
 
-def dequantized(weight: Tensor) -> Tensor:
+class EmaCallback(TrainerCallback):
+    """Maintains `ema = decay * ema + (1 - decay) * weights` in fp32, updated in place every `every` steps.
+
+    The average is saved in checkpoints. At the end of training it is written as a model directory,
+    `ema/step-00000500` in the run directory. To evaluate with it:
+    `with ema.average_parameters(model): trainer.evaluate()`.
+    """
+
+    def __init__(self, decay: float, every: int = 1) -> None:
+        self._decay = decay
+        self._every = every
+        self._average: dict[str, Tensor] = {}
+
+    def on_train_begin(self, **event: Any) -> None:
+        """Initialize the average with the weights, unless it was restored from a checkpoint."""
+        weights = _weights(event["model"])
+        self._average = self._average or {
+            name: _dequantized(weight).to(torch.float32, copy=True) for name, weight in weights.items()
+        }
+        if self._average.keys() != weights.keys():
+            mismatched = min(self._average.keys() ^ weights.keys())
+            raise CheckpointError(
+                f"the EMA weights in the checkpoint do not match this model ('{mismatched}' is only in one of them)"
+            )
+        self._average = {name: self._average[name].to(weight.device) for name, weight in weights.items()}
+
+    def on_rewind(self, **event: Any) -> None:
+        """Use the average of the restored checkpoint."""
+        self.on_train_begin(**event)
+
+    @torch.no_grad()
+    def on_step_end(self, **event: Any) -> None:
+        """Update the average."""
+        if event["state"].global_step % self._every == 0:
+            weights = _weights(event["model"])
+            current = [_dequantized(weights[name]).float() for name in self._average]  # fp32 weights are not copied
+            torch._foreach_lerp_(list(self._average.values()), current, 1 - self._decay)
+
+    def on_train_end(self, **event: Any) -> None:
+        """Save the average as a model directory, unless training failed."""
+        state, output_dir = event["state"], Path(event["trainer"].config.output_dir)
+        target = output_dir / "ema" / f"step-{state.global_step:08d}"
+        if event.get("output") is not None and state.is_world_process_zero and not target.exists():
+            remove_stale(target.parent)
+            with self.average_parameters(event["model"]):
+                event["trainer"].save_model(target)
+
+    @contextmanager
+    def average_parameters(self, model: nn.Module) -> Iterator[None]:
+        """Use the average as the model's weights inside the block; afterwards the weights are restored exactly."""
+        weights = _weights(model)
+        original = {name: weight.detach().clone() for name, weight in weights.items()}
+        try:
+            _fill(weights, self._average)
+            yield
+        finally:
+            _fill(weights, original)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average."""
+        return {"mean": self._average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved average."""
+        self._average = {name: tensor.to(torch.float32, copy=True) for name, tensor in state["mean"].items()}
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def _fill(weights: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        weight.copy_(values[name])
+
+
+def _dequantized(weight: Tensor) -> Tensor:
     """The weight as a dense tensor, detached."""
     return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight.detach()

@@ -1,31 +1,125 @@
-"""Prints the progress of a run: a progress bar on a terminal, otherwise one line per step."""
+"""Prints a run: a summary before the first step, then a progress bar on a terminal, otherwise one line per step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from whimbrel.base.progress import format_bytes
-from whimbrel.optim import ParameterRow
+from whimbrel.optim import ParameterRow, ProjectInBackward, StepInBackward, state_bytes
 from whimbrel.train.callback import StopRequest, TrainerCallback
 from whimbrel.train.callbacks.loggers import WriteWarnings
+from whimbrel.train.config import TrainerConfig
+from whimbrel.train.control import SIGNALS
 from whimbrel.train.device import peak_memory
-from whimbrel.train.log import as_number
-from whimbrel.train.signals import SIGNALS
-from whimbrel.train.summary import MemoryEstimate, RunSummary
+from whimbrel.train.run_directory import as_number
 
-__all__ = ["ProgressCallback"]
+__all__ = ["MemoryEstimate", "ProgressCallback", "RunSummary", "estimate_memory", "features"]
 
 MAX_NAMES = 4
 """Maximum number of parameter names in a line."""
 REDRAW_SECONDS = 0.1
 """Minimum time between two updates of the progress bar."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Memory in bytes that does not depend on the batch size (no activations)."""
+
+    weights: int
+    gradients: int
+    optimizer: int | None
+    """None if unknown before the first step, as for third-party optimizers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Facts to print before the first step."""
+
+    device: str
+    device_name: str
+    parameters: int
+    frozen_parameters: int
+    memory: MemoryEstimate
+    optimizer_table: tuple[ParameterRow, ...] = ()
+    """Optimizer and settings of each parameter."""
+    samples_per_step: int
+    tokens_per_step: int | None = None
+    """None if the sequence length is not known."""
+    tokens_per_micro_batch: int | None = None
+    accumulation: int
+    total_steps: int
+    first_step: int = 0
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+    compile_seconds: float = 0.0
+    features: tuple[str, ...] = ()
+    """Enabled features: `bf16`, `compiled block`, `asynchronous saves`, `EMA 0.999`."""
+    resumed_from: Path | None = None
+
+
+def estimate_memory(model: nn.Module, optimizer: Optimizer | None) -> MemoryEstimate:
+    """Bytes of weights, gradients, and the state that `optimizer` has or will have."""
+    weights = [*model.parameters(), *model.buffers()]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    states = None if optimizer is None else state_bytes(optimizer)
+    optimizer_bytes = None if states is None else sum(states.values())
+    return MemoryEstimate(
+        weights=sum(w.nbytes for w in weights),
+        gradients=_gradient_bytes(trainable, optimizer),
+        optimizer=optimizer_bytes,
+    )
+
+
+def _gradient_bytes(trainable: list[nn.Parameter], optimizer: Optimizer | None) -> int:
+    """Gradient bytes; with optimizer_in_backward only the projected gradients or the largest single one."""
+    if isinstance(optimizer, StepInBackward):
+        return max(_bytes([parameter]) for parameter in trainable)
+    if isinstance(optimizer, ProjectInBackward):
+        inner = optimizer.optimizer
+        sizes = (
+            (p, p.numel() if inner.needs_full_grad(p) else inner.layout_of(p).low_rank_shape.numel()) for p in trainable
+        )
+        return sum(size * p.element_size() for p, size in sizes)
+    return _bytes(trainable)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def features(config: TrainerConfig) -> tuple[str, ...]:
+    """Names of the enabled features."""
+    train, checkpoint = config.train, config.checkpoint
+    enabled = {
+        train.precision: train.precision != "fp32",
+        f"fp8 {train.fp8_recipe}": train.fp8_recipe is not None,
+        f"QAT {train.qat_recipe}": train.qat_recipe is not None,
+        f"{train.weight_dtype} weights": train.weight_dtype is not None,
+        f"compiled {train.compile_scope}": train.compile,
+        f"recompute {train.recompute}": train.recompute != "none",
+        "activations in host memory": train.activation_offloading,
+        "optimizer in backward": train.optimizer_in_backward,
+        "projected linears": train.projected_linears,
+        "deterministic": train.deterministic,
+        "anomaly detection": train.detect_anomaly,
+        f"non-finite steps: {train.on_nonfinite}": train.on_nonfinite != "stop",
+        "asynchronous saves": checkpoint.asynchronous,
+        f"EMA {config.ema.decay}": config.ema.decay is not None,
+        "early stopping": config.early_stopping.patience is not None,
+        f"divergence: {config.divergence.action}": config.divergence.action is not None,
+        "TensorBoard": config.log.tensorboard,
+    }
+    return tuple(name for name, on in enabled.items() if on)
 
 
 class ProgressCallback(TrainerCallback):
@@ -79,7 +173,6 @@ class ProgressCallback(TrainerCallback):
         self._print(f"validation after step {event['state'].global_step}: {'  '.join(metrics)}")
 
     def on_sample(self, **event: Any) -> None:
-        """Print a sample."""
         self._print(f"sample after step {event['step']}:\n{event['text']}\n")
 
     def on_save(self, **event: Any) -> None:
@@ -129,8 +222,8 @@ def _summary_lines(summary: RunSummary) -> Iterator[str]:
         yield f"Total batch size: {summary.tokens_per_step}"
         yield f"Tokens per micro-batch: {summary.tokens_per_micro_batch}"
     yield f"Gradient accumulation steps: {summary.accumulation}"
-    rest = f", {summary.frozen_parameters:,} of them frozen" if summary.frozen_parameters else ""
-    yield f"Model: {summary.parameters:,} parameters on {summary.device_name}{rest}"
+    frozen = f" ({summary.frozen_parameters:,} frozen)" if summary.frozen_parameters else ""
+    yield f"Model: {summary.parameters:,} parameters{frozen} on {summary.device_name}"
     length = f"Steps: {summary.total_steps:,}"
     if summary.tokens_per_step is not None:
         length += f" ({summary.total_steps * summary.tokens_per_step:,} tokens)"
@@ -143,16 +236,16 @@ def _summary_lines(summary: RunSummary) -> Iterator[str]:
             f"{summary.peak_flops / 1e12:,.0f} TFLOP/s (dense bf16)"
         )
     if summary.features:
-        yield f"With: {', '.join(summary.features)}"
+        yield f"Features: {', '.join(summary.features)}"
     if summary.resumed_from is not None:
         yield f"Resumed from: {summary.resumed_from} (step {summary.first_step})"
     if summary.first_step >= summary.total_steps:
-        yield f"Already at step {summary.first_step} of {summary.total_steps}: nothing to do, increase train.steps"
+        yield f"Already at step {summary.first_step} of {summary.total_steps}: nothing to do; increase train.steps"
 
 
 def _memory(memory: MemoryEstimate) -> str:
     parts = [(memory.weights, "weights"), (memory.gradients, "gradients"), (memory.optimizer, "optimizer state")]
-    known = [f"{format_bytes(size)} {what}" for size, what in parts if size is not None]
+    known = [f"{format_bytes(size)} {name}" for size, name in parts if size is not None]
     return " + ".join(known) + (
         "" if memory.optimizer is not None else " + optimizer state (unknown before the first step)"
     )
@@ -205,7 +298,7 @@ def _total_lines(metrics: dict[str, Any]) -> Iterator[str]:
         yield f"Total tokens processed: {tokens:,}"
         if seconds:
             yield f"Average tokens/sec: {tokens / seconds:.2f}"
-    yield f"Compile time: {metrics['compile_seconds']:.2f}s (not in the total)"
+    yield f"Compile time: {metrics['compile_seconds']:.2f}s (not included in the total)"
     yield f"Peak memory: {_gib(metrics['peak_memory'])}"
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from whimbrel.train.callback import Callbacks
+from whimbrel.train.callbacks.progress import RunSummary, estimate_memory
 from whimbrel.train.config import LogConfig, TrainConfig, TrainerConfig
 from whimbrel.train.state import TrainerControl, TrainerState, TrainOutput
-from whimbrel.train.summary import RunSummary, estimate_memory
 
 
 class Run:

@@ -13,7 +13,7 @@ from torch import nn
 
 from whimbrel.train.callbacks import DivergenceCallback
 from whimbrel.train.config import DivergenceConfig
-from whimbrel.train.log import read_log
+from whimbrel.train.run_directory import read_log
 
 
 def losses_of_training(lr: float, steps: int = 300) -> list[float]:

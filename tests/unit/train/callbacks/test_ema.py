@@ -65,7 +65,7 @@ def test_swapped_restores_the_weights_exactly(make_run: Any) -> None:
     run.step()
     own, mean = weights(run), means(callback)
     assert not equal(own, mean)
-    with pytest.raises(ZeroDivisionError), callback.swapped(run.model):
+    with pytest.raises(ZeroDivisionError), callback.average_parameters(run.model):
         assert equal(weights(run), mean)
         raise ZeroDivisionError
     assert equal(weights(run), own)
@@ -84,7 +84,7 @@ def test_half_precision_weights_are_averaged_in_fp32(make_run: Any) -> None:
     run.dispatch("on_step_end")
     for name, mean in means(callback).items():
         torch.testing.assert_close(mean, start[name].lerp(torch.ones_like(mean), 0.001), rtol=1e-6, atol=1e-6)
-    with callback.swapped(run.model):
+    with callback.average_parameters(run.model):
         assert {parameter.dtype for parameter in run.model.parameters()} == {torch.bfloat16}
 
 

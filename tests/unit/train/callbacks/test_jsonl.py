@@ -16,7 +16,7 @@ import torch
 
 from whimbrel.train.callbacks import loggers
 from whimbrel.train.callbacks.loggers import JsonlLogger
-from whimbrel.train.log import read_log
+from whimbrel.train.run_directory import read_log
 
 
 def run_session(make_run: Any, first: int, last: int) -> None:
@@ -213,7 +213,7 @@ def test_lines_lost_to_a_full_disk_are_counted(
     fill_disk(True)
     run.step(loss=0.5)
     run.end()
-    assert f"{log} is missing the last 1 lines: they could not be written" in caplog.text
+    assert f"could not write the last 1 lines of {log}" in caplog.text
 
 
 def test_opening_the_log_is_retried(make_run: Any, tmp_path: Path, caplog: Any) -> None:

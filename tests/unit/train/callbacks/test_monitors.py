@@ -19,7 +19,7 @@ from whimbrel.train.callbacks import (
     SampleCallback,
 )
 from whimbrel.train.callbacks.loggers import JsonlLogger
-from whimbrel.train.log import read_log
+from whimbrel.train.run_directory import read_log
 
 
 def random_sampler(model: nn.Module, step: int) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from whimbrel.train.callback import TrainerCallback
 from whimbrel.train.callbacks import EarlyStoppingCallback, ProgressCallback
-from whimbrel.train.summary import MemoryEstimate
+from whimbrel.train.callbacks.progress import MemoryEstimate
 
 
 def without_terminal() -> tuple[ProgressCallback, io.StringIO]:
@@ -38,7 +38,7 @@ def test_lines_without_a_terminal(make_run: Any, tmp_path: Path) -> None:
         "Model: 49 parameters on cpu",
         "Steps: 2 (512 tokens)",
         "Memory: 0.2 KiB weights + 0.2 KiB gradients + 0.4 KiB optimizer state (without activations)",
-        "With: bf16, compiled blocks",
+        "Features: bf16, compiled blocks",
         "step:0/2 train_loss:2.2500 train_time:500ms token/s:512.00",
         "validation after step 1: loss 1.5000  accuracy 0.2500",
         "sample after step 1:",
@@ -50,7 +50,7 @@ def test_lines_without_a_terminal(make_run: Any, tmp_path: Path) -> None:
         "Total time: 1.00s (0.02 minutes)",
         "Total tokens processed: 512",
         "Average tokens/sec: 512.00",
-        "Compile time: 0.00s (not in the total)",
+        "Compile time: 0.00s (not included in the total)",
         "Peak memory: 1.00 GiB",
     ]
 
@@ -93,7 +93,7 @@ def test_batches_without_tokens_are_counted_in_samples(make_run: Any) -> None:
     text = out.getvalue()
     assert "Total batch size: 32 samples\n" in text
     assert "Steps: 1\n" in text
-    assert "49 parameters on cpu, 40 of them frozen" in text
+    assert "49 parameters (40 frozen) on cpu" in text
     assert "1.00 GiB weights + 512.0 MiB gradients + optimizer state (unknown before the first step)" in text
     assert "step:0/1 train_loss:2.0000 train_time:500ms\n" in text
     assert "token" not in text.partition("Total batch size")[2]

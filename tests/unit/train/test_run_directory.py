@@ -10,7 +10,7 @@ import pytest
 
 import whimbrel.train
 from whimbrel.base.errors import DataError
-from whimbrel.train.log import BLOCK, last_step, log_line, read_log, truncate_log
+from whimbrel.train.run_directory import READ_BLOCK_BYTES, last_step, log_line, read_log, truncate_log
 
 
 def step_line(step: int, loss: float) -> str:
@@ -22,9 +22,9 @@ def test_last_step_reads_from_the_end(tmp_path: Path) -> None:
     log.write_text("")
     assert last_step(log) is None
     steps = "".join(step_line(n, n / 7) for n in range(1, 3001))
-    text = log_line("sample", 3000, {"text": "x" * 3 * BLOCK})
+    text = log_line("sample", 3000, {"text": "x" * 3 * READ_BLOCK_BYTES})
     log.write_text(steps + text + '{"kind": "step", "after": 3001')
-    assert log.stat().st_size > 4 * BLOCK
+    assert log.stat().st_size > 4 * READ_BLOCK_BYTES
     assert last_step(log) == [line for line in read_log(log) if line["kind"] == "step"][-1]
 
 
@@ -52,7 +52,7 @@ def test_an_invalid_log_raises_an_error(tmp_path: Path, text: str, fault: str) -
         read_log(tmp_path / "log.jsonl")
 
 
-@pytest.mark.parametrize("module", ["whimbrel.train.log", "whimbrel.train.control"])
+@pytest.mark.parametrize("module", ["whimbrel.train.run_directory", "whimbrel.train.control"])
 def test_logs_and_control_are_importable_without_torch(module: str) -> None:
     program = f"import {module}, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
