@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tests.distributed.launch import RANKS, error_of, launch, process_group
 
-from whimbrel.base.errors import CheckpointError, WhimbrelError
+from whimbrel.base.errors import CheckpointError
 from whimbrel.checkpoint import (
     CheckpointManager,
     SharingPattern,
@@ -24,8 +23,6 @@ from whimbrel.checkpoint import (
     verify_checkpoint,
 )
 from whimbrel.checkpoint import manager as manager_module
-
-RANKS = 2
 
 
 class Values:
@@ -62,64 +59,53 @@ def parts(rank: int, value: float) -> list[StateComponent]:
     ]
 
 
-def error_of(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except WhimbrelError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def run_rank(rank: int, run: Path, port: int, answers: Any) -> None:
+def run_rank(rank: int, port: int, run: Path, answers: Any) -> None:
     """Runs on each rank; for PER_NODE, every rank is its own node."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    torch.set_num_threads(1)
-    manager_module.RETRY_DELAYS = (0.0,)
-    alone = [dist.new_group([other]) for other in range(RANKS)]
-    groups = {"all": dist.group.WORLD, "one": alone[rank]}
-    manager = CheckpointManager(run, keep=2, process_groups=groups, asynchronous=True)
-    for step in (1, 2, 3):
-        manager.save(step, parts(rank, 10.0 * step), metric=1.0)
-    answer: dict[str, Any] = {"finished": [step for step, _ in manager.finished()]}
-    fresh = parts(rank, 0.0)
-    answer["step"] = manager.load(fresh).step
-    answer["values"] = {part.key: float(part.stateful.state["w"][0]) for part in fresh}
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with process_group(rank, port):
+        manager_module.RETRY_DELAYS = (0.0,)
+        alone = [dist.new_group([other]) for other in range(RANKS)]
+        groups = {"all": dist.group.WORLD, "one": alone[rank]}
+        manager = CheckpointManager(run, keep=2, process_groups=groups, asynchronous=True)
+        for step in (1, 2, 3):
+            manager.save(step, parts(rank, 10.0 * step), metric=1.0)
+        answer: dict[str, Any] = {"finished": [step for step, _ in manager.finished()]}
+        fresh = parts(rank, 0.0)
+        answer["step"] = manager.load(fresh).step
+        answer["values"] = {part.key: float(part.stateful.state["w"][0]) for part in fresh}
 
-    def save_error(kind: str, level: str, value: float, note: str = "") -> str:
-        part = StateComponent(
-            "x", Values(value, note), SharingPattern.REPLICATED, validate_replication=True, validation_level=level
-        )
-        return error_of(lambda: manager.save(4, [part], path=run / f"{level}-{kind}"))
+        def save_error(kind: str, level: str, value: float, note: str = "") -> str:
+            part = StateComponent(
+                "x", Values(value, note), SharingPattern.REPLICATED, validate_replication=True, validation_level=level
+            )
+            return error_of(lambda: manager.save(4, [part], path=run / f"{level}-{kind}"))
 
-    answer["same"] = save_error("same", "full", 1.0)
-    answer["drifted"] = {
-        level: save_error("drifted", level, 1.0 + rank) for level in ("none", "quick", "tensor", "full")
-    }
-    answer["note"] = {
-        level: save_error("note", level, 1.0, f"of {rank}" if rank else "x") for level in ("tensor", "full")
-    }
+        answer["same"] = save_error("same", "full", 1.0)
+        answer["drifted"] = {
+            level: save_error("drifted", level, 1.0 + rank) for level in ("none", "quick", "tensor", "full")
+        }
+        answer["note"] = {
+            level: save_error("note", level, 1.0, f"of {rank}" if rank else "x") for level in ("tensor", "full")
+        }
 
-    existing = [run / "full-same", run / "nowhere"][rank]
-    answer["existing"] = error_of(lambda: manager.save(4, parts(rank, 1.0), path=existing))
-    odd = parts(rank, 1.0)
-    odd[4].stateful.state = {"w": object() if rank == 1 else 1}
-    answer["odd"] = error_of(lambda: manager.save(4, odd))
-    broken = parts(rank, 50.0)
-    if rank == 1:
-        broken[3].stateful.save_directory = _full
-    answer["full disk"] = error_of(lambda: manager.save(5, broken))
-    dist.barrier()
-    answer["left"] = sorted(os.listdir(run / "checkpoints"))
-    dist.barrier()
-    if rank == 0:
-        (checkpoint_path(run, 3) / "rng.rank-00001.json").write_text("{}")
-    dist.barrier()
-    answer["fallback"] = manager.load(parts(rank, 0.0)).step
-    answer["named"] = error_of(lambda: manager.load(parts(rank, 0.0), checkpoint_path(run, 3)))
-    answers.put((rank, answer))
-    dist.barrier()  # keep the process group alive until all ranks are done
-    dist.destroy_process_group()
+        existing = [run / "full-same", run / "nowhere"][rank]
+        answer["existing"] = error_of(lambda: manager.save(4, parts(rank, 1.0), path=existing))
+        odd = parts(rank, 1.0)
+        odd[4].stateful.state = {"w": object() if rank == 1 else 1}
+        answer["odd"] = error_of(lambda: manager.save(4, odd))
+        broken = parts(rank, 50.0)
+        if rank == 1:
+            broken[3].stateful.save_directory = _full
+        answer["full disk"] = error_of(lambda: manager.save(5, broken))
+        dist.barrier()
+        answer["left"] = sorted(os.listdir(run / "checkpoints"))
+        dist.barrier()
+        if rank == 0:
+            (checkpoint_path(run, 3) / "rng.rank-00001.json").write_text("{}")
+        dist.barrier()
+        answer["fallback"] = manager.load(parts(rank, 0.0)).step
+        answer["named"] = error_of(lambda: manager.load(parts(rank, 0.0), checkpoint_path(run, 3)))
+        answers.put((rank, answer))
 
 
 def _full(state: Any, folder: Path) -> None:
@@ -129,12 +115,8 @@ def _full(state: Any, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     run = tmp_path_factory.mktemp("run")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    mp.spawn(run_rank, (run, port, answers), nprocs=RANKS)
+    answers = mp.get_context("spawn").Queue()
+    launch(run_rank, run, answers)
     return run, [answer for _, answer in sorted((answers.get(timeout=600) for _ in range(RANKS)), key=lambda x: x[0])]
 
 
@@ -204,5 +186,5 @@ def test_single_process_loads_global_components_but_not_those_of_other_nodes(res
     assert [float(part.stateful.state["w"][0]) for part in fresh] == [20.0] * 6
     ranks = manager_module.Ranks()
     ranks.node = 2
-    with pytest.raises(CheckpointError, match="has no 'cache' for this rank: 2 ranks wrote it"):
+    with pytest.raises(CheckpointError, match="no 'cache' for this rank"):
         CheckpointManager(run, ranks=ranks).load(fresh, path)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import socket
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from tests.distributed import optim_work as job
+from tests.distributed import optim_ranks as job
+from tests.distributed.launch import RANKS, launch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -30,16 +30,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         optimizer = make(net.parameters())
         job.train(net, optimizer, range(HALF))
         job.save(folder / f"one {name}", net, optimizer)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(job.run_rank, (folder, port), nprocs=job.RANKS)
+    launch(job.run_rank, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def results(run: Path) -> Results:
-    return [torch.load(run / f"{rank}.pt", weights_only=True) for rank in range(job.RANKS)]
+    return [torch.load(run / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
 def single_process(make: job.Make, steps: int = job.STEPS) -> dict[str, Tensor]:
@@ -98,7 +95,7 @@ def test_only_projected_gradients_are_communicated(results: Results) -> None:
     second = [len(params), *(optimizer.layout_of(p).low_rank_shape.numel() for p in params)]
     for result in results:
         assert result["projections"]["communicated"] == [first, second]
-        assert max_difference(result["projections"]["whole batch"], single_process(job.warm)) < 1e-5
+        assert max_difference(result["projections"]["full batch"], single_process(job.warm)) < 1e-5
     assert sum(second) < sum(first) / 5
 
 
@@ -108,7 +105,7 @@ def test_parameter_without_gradient_on_one_rank_is_updated(results: Results) -> 
     assert [int(one[f"{i}.weight step"]) for i in range(3)] == [3, 3, 0]
 
 
-def test_settings_that_would_diverge_between_ranks_are_refused(results: Results) -> None:
+def test_settings_that_would_diverge_between_ranks_are_rejected(results: Results) -> None:
     for result in results:
         found = result["projections"]
         assert "a gradient after those of the step were averaged" in found["late"]
@@ -162,10 +159,10 @@ def test_nonfinite_gradient_on_one_rank_skips_the_step_on_all(results: Results) 
         assert result["shards"]["changed"] == []
 
 
-def test_unsupported_sharding_is_refused(results: Results) -> None:
+def test_unsupported_sharding_is_rejected(results: Results) -> None:
     words = {
-        "side": "OptimizerError: side = 'std' projects the rows .* use side = 'right'",
-        "rule": "OptimizerError: rule = 'muon' needs all rows .* use rule = 'adamw', 'sgd' or 'lion'",
+        "side": "OptimizerError: side = 'std' .* use side = 'right'",
+        "rule": "OptimizerError: rule = 'muon' .* use rule = 'adamw'",
         "columns": r"sharded by its first dimension.* got placements \(Shard\(dim=1\),\)",
         "columns of galore": r"sharded by its first dimension.* got placements \(Shard\(dim=1\),\)",
         "vector": "OptimizerError: store = 'int8' .* got 2050 of 4100 per rank",
@@ -173,11 +170,10 @@ def test_unsupported_sharding_is_refused(results: Results) -> None:
         "group": "OptimizerError: fully_shard .* leave out process_group",
     }
     for result in results:
-        refused = result["shards"]["refused"]
-        assert refused.keys() == words.keys()
-        for name, text in refused.items():
-            with pytest.raises(ValueError, match=words[name]):
-                raise ValueError(text)
+        errors = result["shards"]["unsupported"]
+        assert errors.keys() == words.keys()
+        for name, error in errors.items():
+            assert re.search(words[name], error)
 
 
 @pytest.mark.parametrize("name", MAKES)

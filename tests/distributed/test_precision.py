@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from tests.distributed import precision_work as job
+from tests.distributed import precision_ranks as job
+from tests.distributed.launch import RANKS, launch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning:torch"),
@@ -21,11 +20,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("run")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(job.run_rank, (folder, port), nprocs=job.RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(job.RANKS)]
+    launch(job.run_rank, folder)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("recipe", job.RECIPES)

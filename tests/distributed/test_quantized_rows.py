@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from tests.distributed.launch import RANKS, launch, process_group
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -17,43 +14,35 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from whimbrel.precision import FORMATS, QuantizedWeight
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning:torch")
-RANKS = 2
 
 
 def random_tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def run_rank(rank: int, folder: Path, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    results = {}
-    for name in FORMATS:
-        weight = QuantizedWeight.quantize(random_tensor(64, 256), name)
-        shared = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
-        local = shared.to_local()
-        assert isinstance(local, QuantizedWeight)
-        results[f"{name} local"] = local.dequantize()
-        x = DTensor.from_local(random_tensor(8, 256, seed=1), mesh, [Replicate()])
-        with torch.no_grad():
-            results[f"{name} product"] = torch.nn.functional.linear(x, shared).full_tensor()
-        gathered = shared.redistribute(mesh, [Replicate()]).to_local()
-        assert isinstance(gathered, QuantizedWeight)
-        results[f"{name} gathered"] = gathered.dequantize()
-    torch.save(results, folder / f"{rank}.pt")
-    dist.barrier()  # keep the process group alive until all ranks are done
-    dist.destroy_process_group()
+def run_rank(rank: int, port: int, folder: Path) -> None:
+    with process_group(rank, port):
+        mesh = init_device_mesh("cpu", (RANKS,))
+        results = {}
+        for name in FORMATS:
+            weight = QuantizedWeight.quantize(random_tensor(64, 256), name)
+            shared = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+            local = shared.to_local()
+            assert isinstance(local, QuantizedWeight)
+            results[f"{name} local"] = local.dequantize()
+            x = DTensor.from_local(random_tensor(8, 256, seed=1), mesh, [Replicate()])
+            with torch.no_grad():
+                results[f"{name} product"] = torch.nn.functional.linear(x, shared).full_tensor()
+            gathered = shared.redistribute(mesh, [Replicate()]).to_local()
+            assert isinstance(gathered, QuantizedWeight)
+            results[f"{name} gathered"] = gathered.dequantize()
+        torch.save(results, folder / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("rows")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_rank, (folder, port), nprocs=RANKS)
+    launch(run_rank, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.helpers.documentation import code_blocks, run_python
 
 PRINTED = [
     "(1, 1, 100) 4 [DynamicLayer, DynamicLayer]\n",
@@ -19,12 +17,9 @@ PRINTED = [
 
 
 @pytest.mark.parametrize("number", range(len(PRINTED)))
-def test_example_prints_the_expected_output(root: Path, tmp_path: Path, number: int) -> None:
-    programs = re.findall(r"```python\n(.*?)```", (root / "docs" / "cache.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_example_prints_the_expected_output(tmp_path: Path, number: int) -> None:
+    programs = code_blocks("docs/cache.md", "python")
     assert len(programs) == len(PRINTED)
     if "transformers" in programs[number]:
         pytest.importorskip("transformers")
-    command = [sys.executable, "-W", "ignore", "-c", programs[number]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == PRINTED[number]
+    assert run_python(programs[number], tmp_path) == PRINTED[number]

@@ -10,33 +10,23 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tests.helpers.commands import whimbrel
+from tests.helpers.documentation import code_blocks, read_page
+from tests.helpers.runs import train_demo_run
 
-from whimbrel.cli.main import main
-from whimbrel.data.prepare import prepare
 from whimbrel.inference import SamplingParams
-from whimbrel.tokenization import train_tokenizer
-from whimbrel.train import train
-from whimbrel.train.config import build_run_config
 
 
 @pytest.fixture(scope="module")
-def page(root: Path) -> str:
-    return (root / "docs" / "generation.md").read_text(encoding="utf-8")
+def page() -> str:
+    return read_page("docs/generation.md")
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
     """A directory with a run, as the commands expect it."""
     folder = tmp_path_factory.mktemp("generation")
-    (folder / "text.txt").write_text(shakespeare[:40_000])
-    tokenizer = train_tokenizer([shakespeare[:40_000]], 300)
-    prepare([str(folder / "text.txt")], folder / "shards", tokenizer, name="tiny", separator="\n\n", val_tokens=1500)
-    shape = {"context_length": 64, "vocab_size": 300, "num_layers": 1, "embd_size": 128, "num_heads": 4}
-    table = {
-        "output_dir": str(folder / "runs" / "demo"), "data": {"path": str(folder / "shards")}, "model": shape,
-        "train": {"steps": 2, "tokens_per_step": 256, "micro_batch": 4, "device": "cpu"},
-    }  # fmt: skip
-    train(build_run_config(table))
+    train_demo_run(folder, shakespeare[:40_000], context_length=64)
     return folder
 
 
@@ -55,10 +45,9 @@ def test_command_runs(page, directory, number, monkeypatch, capsys):
     arguments = shlex.split(commands(page)[number])[1:]
     if "--max-new-tokens" not in arguments:
         arguments += ["--max-new-tokens", "8"]
-    with pytest.raises(SystemExit) as done:
-        main([*arguments, "--device", "cpu"])
+    code = whimbrel(*arguments, "--device", "cpu")
     printed = capsys.readouterr()
-    assert done.value.code == 0, printed.err
+    assert code == 0, printed.err
     if arguments[0] == "generate":
         texts = 3 if "--n" in arguments else 1
         assert printed.out.startswith("ROMEO:")
@@ -76,8 +65,8 @@ def test_command_runs(page, directory, number, monkeypatch, capsys):
         (3, r"[\s\S]*2\n"),
     ],
 )
-def test_example_prints_the_expected_output(page, tmp_path, number, printed, capsys):
-    programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+def test_example_prints_the_expected_output(tmp_path, number, printed, capsys):
+    programs = code_blocks("docs/generation.md", "python")
     assert len(programs) == 4
     (tmp_path / "program.py").write_text(programs[number])
     runpy.run_path(str(tmp_path / "program.py"))

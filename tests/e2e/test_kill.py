@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.commands import wait_until, whimbrel
+from tests.helpers.runs import prepare_text
 
 from whimbrel.base.files import PARTIAL
 from whimbrel.checkpoint import list_checkpoints, read_component, read_manifest, verify_checkpoint
-from whimbrel.cli.main import main
 from whimbrel.config import dump_toml
-from whimbrel.data.prepare import prepare
-from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import read_log
 
 SOAK = os.environ.get("WHIMBREL_SOAK") == "1"
 KILLS = 50 if SOAK else 4
 """Kills of each recipe: 450 in all with WHIMBREL_SOAK=1, else 20."""
+OUTPUT = Path("output.txt")
 TIMED = {"seconds", "peak_memory"}
 """Values that differ between equal runs."""
 
@@ -69,10 +69,8 @@ if importlib.util.find_spec("tensorboard"):
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
     """Shards for two epochs; the vocabulary has 300 tokens, and every speech is a document."""
-    folder, text = tmp_path_factory.mktemp("shards"), shakespeare[:16_000]
-    (folder / "text.txt").write_text(text)
-    tokenizer = train_tokenizer([text], 300)
-    prepare([folder / "text.txt"], folder / "shards", tokenizer, name="tiny", separator="\n\n", val_tokens=600)
+    folder = tmp_path_factory.mktemp("shards")
+    prepare_text(folder, shakespeare[:16_000], val_tokens=600)
     return folder / "shards"
 
 
@@ -167,27 +165,13 @@ def test_run_killed_at_random_times_ends_with_the_same_files(
 def start(*arguments: str) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "whimbrel", "train", "recipe.toml", *arguments]
-    with Path("output.txt").open("ab") as output:
+    with OUTPUT.open("ab") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-
-
-def wait_until(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, Path("output.txt").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def steps_logged(run: Path = Path("run")) -> int:
     log = run / "log.jsonl"
     return sum(line["kind"] == "step" for line in read_log(log)) if log.exists() else 0
-
-
-def whimbrel(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    return int(end.value.code or 0)
 
 
 def test_run_stopped_by_signals_resumes_to_the_same_files(folder: Path) -> None:
@@ -265,14 +249,14 @@ def test_only_one_of_several_jobs_gets_the_run_directory(folder: Path) -> None:
     processes = [start(*endless, f"--optim.lr={rate}") for rate in (0.01, 0.02, 0.03)]
     deadline = time.monotonic() + 300
     while sum(process.poll() is None for process in processes) > 1:
-        assert time.monotonic() < deadline, Path("output.txt").read_text()
+        assert time.monotonic() < deadline, OUTPUT.read_text()
         time.sleep(0.05)
     (winner,) = [process for process in processes if process.poll() is None]
     wait_until(winner, lambda: bool(list_checkpoints(Path("run"))))
     winner.send_signal(signal.SIGTERM)
     assert winner.wait(120) == 0
-    output = Path("output.txt").read_text()
+    output = OUTPUT.read_text()
     assert sorted(process.returncode for process in processes) == [0, 2, 2]
     assert output.count(f"run is in use by process {winner.pid} on ") == 2
     losses = [line for line in read_log(Path("run/log.jsonl")) if line["kind"] == "step"]
-    assert [line["after"] for line in losses] == list(range(1, len(losses) + 1))
+    assert [line["after"] for line in losses] == list(range(1, len(losses) + 1), OUTPUT)

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from tests.helpers.documentation import code_blocks, run_python
 from torch import nn
 
 from whimbrel.config import build
 from whimbrel.optim import OptimConfig, build_optimizer, classify_parameters
 
-
-def blocks(root: Path, language: str) -> list[str]:
-    text = (root / "docs" / "optimizers.md").read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+PAGE = "docs/optimizers.md"
 
 
-def run(program: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_loop_with_low_rank_groups_learns(root: Path, tmp_path: Path) -> None:
-    loss, words = run(blocks(root, "python")[0], tmp_path).split(" ", 1)
+def test_loop_with_low_rank_groups_learns(tmp_path: Path) -> None:
+    loss, words = run_python(code_blocks(PAGE, "python")[0], tmp_path).split(" ", 1)
     assert float(loss) < 2.0  # log(64) = 4.2 before the first step
     assert words == "warm rank 8, adamw 9252\n"
 
 
-def test_routing_assigns_rules_by_role_and_pattern(root: Path, tmp_path: Path) -> None:
-    assert run(blocks(root, "python")[1], tmp_path).splitlines() == [
+def test_routing_assigns_rules_by_role_and_pattern(tmp_path: Path) -> None:
+    assert run_python(code_blocks(PAGE, "python")[1], tmp_path).splitlines() == [
         "1 x *.weight (64, 32): adamw, 16400 bytes",
         "1 x *.weight (128, 32): random rank 8, adamw, apollo, 8212 bytes",
         "1 x *.bias (128,): adamw, 1040 bytes",
@@ -44,19 +31,19 @@ def test_routing_assigns_rules_by_role_and_pattern(root: Path, tmp_path: Path) -
     ]
 
 
-def test_transformers_trainer_accepts_galore(root: Path, tmp_path: Path) -> None:
+def test_transformers_trainer_accepts_galore(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    run(blocks(root, "python")[2], tmp_path)
+    run_python(code_blocks(PAGE, "python")[2], tmp_path)
 
 
-def test_project_in_backward_example_skips_no_step(root: Path, tmp_path: Path) -> None:
-    programs = blocks(root, "python")
+def test_project_in_backward_example_skips_no_step(tmp_path: Path) -> None:
+    programs = code_blocks(PAGE, "python")
     assert len(programs) == 4
-    assert run(programs[3] + "print(optimizer.optimizer.skipped)", tmp_path) == "0\n"
+    assert run_python(programs[3] + "print(optimizer.optimizer.skipped)", tmp_path) == "0\n"
 
 
-def test_toml_groups_set_ranks(root: Path) -> None:
-    (table,) = blocks(root, "toml")
+def test_toml_groups_set_ranks() -> None:
+    (table,) = code_blocks(PAGE, "toml")
     config = build(OptimConfig, tomllib.loads(table)["optim"], "optim")
     layers = [nn.ModuleDict({"attn": nn.Linear(520, 520), "mlp": nn.Linear(520, 520)}) for _ in range(2)]
     model = nn.ModuleDict({"wte": nn.Embedding(600, 520), "h": nn.ModuleList(layers)})

@@ -17,6 +17,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.helpers.documentation import code_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORTER = {
@@ -25,13 +26,8 @@ SHORTER = {
 }
 
 
-def blocks(language: str) -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-
-
 def commands() -> list[str]:
-    lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for block in code_blocks("README.md", "bash") for line in block.replace("\\\n", " ").splitlines()]
     return [command for line in lines if (command := re.sub(r"(^|\s+)#.*", "", line).strip())]
 
 
@@ -63,7 +59,7 @@ def test_commands_run_in_order(clone: Path, command: str):
     run(f"{command} {SHORTER.get(verb, '')}", clone)
 
 
-@pytest.mark.parametrize("block", blocks("python"))
+@pytest.mark.parametrize("block", code_blocks("README.md", "python"))
 def test_python_examples_run_on_the_output_of_the_commands(clone: Path, block: str):
     run([sys.executable, "-c", block], clone)
 

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from tests.helpers.models import add_noise
 
 transformers = pytest.importorskip(
     "transformers", reason="needs the package 'transformers': pip install 'whimbrel[hf]'"
@@ -81,10 +82,7 @@ def hf_model(request: pytest.FixtureRequest) -> transformers.PreTrainedModel:
     name, settings = SHAPES[request.param]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
+    return add_noise(model, 0.1)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from functools import cache, partial
 import pytest
 import torch
 import transformers
+from tests.helpers.models import add_noise
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -74,10 +75,7 @@ def build(family: str, seed: int = 0) -> Model:
     name, settings = FAMILIES[family]
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
+    return add_noise(model, 0.1)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -456,9 +454,7 @@ def test_encoder_decoder_generation_matches_transformers(beams: int):
     torch.manual_seed(0)
     shape = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, decoder_start_token_id=0)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    add_noise(model, 0.1)
     input_ids = torch.randint(2, 99, (2, 9))
     options = {"max_new_tokens": 10, "min_new_tokens": 10, "num_beams": beams, "do_sample": False}
     expected = model.generate(input_ids, **options)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.helpers.models import add_noise
 from torch import Tensor
 
 from whimbrel.base.errors import ConfigError
@@ -30,11 +31,7 @@ PIECES = [7, 1, 1, 1, 9, 1, 2, 12, 1, 1]
 @pytest.fixture(params=CONFIGS)
 def model(request: pytest.FixtureRequest) -> GPT:
     torch.manual_seed(0)
-    model = GPT(CONFIGS[request.param]).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
+    return add_noise(GPT(CONFIGS[request.param]).eval(), 0.1)
 
 
 @pytest.fixture

@@ -6,19 +6,19 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers.commands import wait_until
+from tests.helpers.runs import prepare_text
 
 from whimbrel.checkpoint import latest_checkpoint
 from whimbrel.cli.main import main
-from whimbrel.data.prepare import prepare
-from whimbrel.tokenization import train_tokenizer
 from whimbrel.train.control import Endpoint
 from whimbrel.train.run_directory import last_step, read_log
 
+OUTPUT = Path("output.txt")
 RECIPE = """
 output_dir = "run"
 [model]
@@ -38,9 +38,7 @@ device = "cpu"
 
 @pytest.fixture
 def folder(workdir: Path, shakespeare: str) -> Path:
-    text = shakespeare[:20_000]
-    (workdir / "text.txt").write_text(text)
-    prepare(["text.txt"], "shards", train_tokenizer([text], 300), name="tiny", separator="\n\n", val_tokens=800)
+    prepare_text(workdir, shakespeare[:20_000], val_tokens=800)
     (workdir / "recipe.toml").write_text(RECIPE)
     return workdir
 
@@ -50,7 +48,7 @@ def job(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A training process, which is killed if the test fails. Its output is a file: it would block on a full pipe."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
-    with Path("output.txt").open("wb") as output:
+    with OUTPUT.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
         yield process
@@ -59,18 +57,10 @@ def job(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def wait_until(job: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert job.poll() is None, Path("output.txt").read_text()
-        assert time.monotonic() < deadline, Path("output.txt").read_text()
-        time.sleep(0.02)
-
-
 def wait_for_exit(job: subprocess.Popen[bytes]) -> str:
     """Wait until the job exits with code 0. Returns its output."""
     code = job.wait(600)
-    out = Path("output.txt").read_text()
+    out = OUTPUT.read_text()
     assert code == 0, out
     return out
 
@@ -90,8 +80,10 @@ def test_running_job_reports_status_saves_and_stops(
     folder: Path, job: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, log = folder / "run", folder / "run" / "log.jsonl"
-    wait_until(job, lambda: Endpoint.read(run) is not None)
-    wait_until(job, lambda: "loss" in status(capsys))  # log.jsonl may have the first step before the status does
+    wait_until(job, lambda: Endpoint.read(run) is not None, OUTPUT)
+    wait_until(
+        job, lambda: "loss" in status(capsys), OUTPUT
+    )  # log.jsonl may have the first step before the status does
     reported = status(capsys)
     assert reported["process"] == str(job.pid)
     assert re.fullmatch(r"\d+/1000000", reported["step"])

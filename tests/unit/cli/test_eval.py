@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.commands import whimbrel
 
 import whimbrel as package
 from whimbrel.base.files import PARTIAL
-from whimbrel.cli.main import main
 from whimbrel.evaluate import TASKS, Scorer, evaluate_tasks, perplexity
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
@@ -26,12 +26,6 @@ def model(shakespeare: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"num_layers": 1, "embd_size": 32, "num_heads": 2, "embd_init_std": 0.5, "init_std": 0.2}
     save_model(GPT(GPTConfig(context_length=64, vocab_size=300, **shape)), folder, tokenizer)
     return folder
-
-
-def whimbrel(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
 
 
 def rows(printed: str) -> list[list[str]]:

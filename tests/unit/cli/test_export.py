@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.helpers.commands import whimbrel
 
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
-from whimbrel.cli.main import main
 from whimbrel.model_io import load_model, save_model
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import QuantizedWeight, quantize_
@@ -30,12 +30,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = model_state(GPT(CONFIG), train_tokenizer(["to be or not to be"], 257))
     CheckpointManager(folder).save(5, [StateComponent("model", state, SharingPattern.GLOBAL)])
     return folder
-
-
-def whimbrel(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
 
 
 def test_run_is_exported_as_a_directory(run, tmp_path, capsys):

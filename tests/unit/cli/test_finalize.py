@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.commands import whimbrel
+from tests.helpers.runs import prepare_text
 from torch.nn import functional as F
 
 from whimbrel.checkpoint import checkpoint_path
-from whimbrel.cli.main import main
 from whimbrel.data import read_shard
 from whimbrel.data.prepare import prepare
 from whimbrel.model_io import load_model, load_tokenizer, save_model, weight_state_dict
@@ -26,9 +27,7 @@ MODEL = {"context_length": 32, "vocab_size": 300, "num_layers": 1, "embd_size": 
 def folder(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
     """Shards and a run on them, with checkpoints of steps 2, 4 and 6, that gets worse after step 2."""
     folder = tmp_path_factory.mktemp("work")
-    (folder / "text.txt").write_text(shakespeare[:20_000])
-    tokenizer = train_tokenizer([shakespeare[:20_000]], 300)
-    prepare([str(folder / "text.txt")], folder / "shards", tokenizer, name="tiny", separator="\n\n", val_tokens=800)
+    prepare_text(folder, shakespeare[:20_000], val_tokens=800)
     table = {
         "output_dir": str(folder / "run"),
         "model": MODEL,
@@ -50,9 +49,7 @@ def work(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([*map(str, arguments), "--device", "cpu"])
-    return int(ended.value.code or 0)
+    return whimbrel(*arguments, "--device", "cpu")
 
 
 def measured(folder: str, side: str) -> dict:

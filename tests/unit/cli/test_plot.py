@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.helpers.commands import whimbrel
 
-from whimbrel.cli.main import main
 from whimbrel.cli.runs import _plot_panel
 from whimbrel.train.run_directory import log_line, read_log
 
@@ -24,9 +24,7 @@ def write_run(folder: Path, steps: int, tokens: int = 64) -> None:
 
 
 def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["plot", *arguments])
-    return int(ended.value.code or 0)
+    return whimbrel("plot", *arguments)
 
 
 @pytest.fixture(autouse=True)

@@ -7,17 +7,16 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers.commands import wait_until, whimbrel
+from tests.helpers.runs import prepare_text
 
 from whimbrel.checkpoint import latest_checkpoint, list_checkpoints
 from whimbrel.cli.main import main
-from whimbrel.data.prepare import prepare
 from whimbrel.model_io import load_model
-from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import load_run_config, read_log
 
 RECIPE = """
@@ -45,9 +44,7 @@ max_new_tokens = 8
 @pytest.fixture
 def folder(workdir: Path, shakespeare: str) -> Iterator[Path]:
     """An empty directory with shards and a recipe; signal handlers are restored after the test."""
-    (workdir / "text.txt").write_text(shakespeare[:20_000])
-    tokenizer = train_tokenizer([shakespeare[:20_000]], 300)
-    prepare(["text.txt"], "shards", tokenizer, name="tiny", separator="\n\n", val_tokens=800)
+    prepare_text(workdir, shakespeare[:20_000], val_tokens=800)
     (workdir / "recipe.toml").write_text(RECIPE)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield workdir
@@ -55,14 +52,8 @@ def folder(workdir: Path, shakespeare: str) -> Iterator[Path]:
         signal.signal(number, handler)
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return int(ended.value.code or 0)
-
-
 def test_plain_output_has_one_line_per_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("train", "recipe.toml") == 0
+    assert whimbrel("train", "recipe.toml") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
         "Using device: cpu",
@@ -84,44 +75,44 @@ def test_plain_output_has_one_line_per_step(folder: Path, capsys: pytest.Capture
 
 
 def test_finished_run_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("train", "recipe.toml", "--train.steps=1")
+    whimbrel("train", "recipe.toml", "--train.steps=1")
     capsys.readouterr()
-    assert run("train", "recipe.toml", "--train.steps=1") == 0
+    assert whimbrel("train", "recipe.toml", "--train.steps=1") == 0
     assert "Already at step 1 of 1: nothing to do" in capsys.readouterr().out
 
 
 def test_version_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--version") == 0
+    assert whimbrel("--version") == 0
     assert re.fullmatch(r"whimbrel \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_progress_bar(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")
-    assert run("train", "recipe.toml", "--train.clip=1.0") == 0
+    assert whimbrel("train", "recipe.toml", "--train.clip=1.0") == 0
     out = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
     assert re.search(r"step 6/6  loss \d\.\d{4}  lr \d\.\d\de-\d\d  norm \d+\.\d\d  [\d,]+ tok/s", out)
     assert "Total tokens processed: 1,536" in out
 
 
 def test_overrides_reach_the_run(folder: Path) -> None:
-    assert run("train", "recipe.toml", "--train.steps=2", "--train.tokens-per-step=128", "--optim.lr=1e-3") == 0
+    assert whimbrel("train", "recipe.toml", "--train.steps=2", "--train.tokens-per-step=128", "--optim.lr=1e-3") == 0
     steps = [line for line in read_log(folder / "run" / "log.jsonl") if line["kind"] == "step"]
     assert [(line["tokens"], line["lr"]) for line in steps] == [(128, 1e-3)] * 2
 
 
 def test_override_value_may_follow_a_space(folder: Path) -> None:
     arguments = ("--train.steps", "2", "--plain", "--train.tokens_per_step=128", "recipe.toml", "--optim.lr", "1e-3")
-    assert run("train", *arguments) == 0
+    assert whimbrel("train", *arguments) == 0
     steps = [line for line in read_log(folder / "run" / "log.jsonl") if line["kind"] == "step"]
     assert [(line["tokens"], line["lr"]) for line in steps] == [(128, 1e-3)] * 2
 
 
 def test_timed_saves_can_be_turned_off(folder: Path) -> None:
     written = folder / "run" / "config.toml"
-    assert run("train", "recipe.toml", "--checkpoint.every_minutes=none", "--train.steps=1") == 0
+    assert whimbrel("train", "recipe.toml", "--checkpoint.every_minutes=none", "--train.steps=1") == 0
     assert load_run_config(written).checkpoint.every_minutes is None
-    assert run("train", str(written), "--train.steps=2") == 0  # resumes with the recorded settings
+    assert whimbrel("train", str(written), "--train.steps=2") == 0  # resumes with the recorded settings
     assert load_run_config(written).checkpoint.every_minutes is None
 
 
@@ -151,7 +142,7 @@ def test_timed_saves_can_be_turned_off(folder: Path) -> None:
 def test_error_is_one_line_and_exit_code_2(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
 ) -> None:
-    assert run(*arguments) == 2
+    assert whimbrel(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(line)
     assert captured.err.count("\n") == 1
@@ -162,7 +153,7 @@ def test_progress_bar_is_removed_on_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert run("train", "recipe.toml", "--optim.lr=1e30", "--train.steps=30") == 2
+    assert whimbrel("train", "recipe.toml", "--optim.lr=1e30", "--train.steps=30") == 2
     out = capsys.readouterr().out
     assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1
 
@@ -179,14 +170,14 @@ def test_unexpected_error_is_one_line(
         raise TypeError("two\nlines")
 
     monkeypatch.setattr("whimbrel.train.Trainer.train", fail)
-    assert run("train", "recipe.toml") == 1
+    assert whimbrel("train", "recipe.toml") == 1
     assert capsys.readouterr().err == "whimbrel: unexpected TypeError: two lines (--trace prints the traceback)\n"
     with pytest.raises(TypeError, match="two"):
         main(["train", "recipe.toml", "--trace"])
 
 
 def test_settings_page_matches_the_option(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("train", "--settings") == 0
+    assert whimbrel("train", "--settings") == 0
     listed = capsys.readouterr().out
     for setting in ("--model.preset", "--model.rope_scaling.factor", "--optim.lr (default 0.0003)", "--sample.prompt"):
         assert setting in listed
@@ -196,12 +187,12 @@ def test_settings_page_matches_the_option(root: Path, capsys: pytest.CaptureFixt
 
 def test_plot_writes_the_curves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    run("train", "recipe.toml")
-    assert run("plot", "run") == 0
+    whimbrel("train", "recipe.toml")
+    assert whimbrel("plot", "run") == 0
     assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert run("plot", "run", "run/log.jsonl", "--tokens", "--out", "curves.svg") == 0
+    assert whimbrel("plot", "run", "run/log.jsonl", "--tokens", "--out", "curves.svg") == 0
     assert "tokens" in (folder / "curves.svg").read_text()
-    assert run("plot", "run", "--out", "curves.bmp") == 2
+    assert whimbrel("plot", "run", "--out", "curves.bmp") == 2
     assert ".png or .svg" in capsys.readouterr().err
 
 
@@ -215,14 +206,6 @@ def finish(process: subprocess.Popen[str]) -> str:
     out, _ = process.communicate(timeout=600)
     assert process.returncode == 0, out
     return out
-
-
-def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_killed_run_resumes_to_the_same_result(folder: Path) -> None:

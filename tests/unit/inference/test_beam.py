@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tests.unit.models.test_gpt import KINDS, add_noise
+from tests.helpers.models import KINDS, add_noise
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import beam_search, generate

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
+from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.helpers.models import add_noise
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import LLM, Conversation, NgramDraft, SamplingParams, generate
@@ -28,26 +29,13 @@ def model() -> GPT:
     """Generates letters only, one byte each, so that its answers are tokenized as they were generated."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(context_length=120, vocab_size=258, num_layers=2, embd_size=32, num_heads=2))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return model
+    return add_noise(model, 0.3)
 
 
 @pytest.fixture
 def letters_only(tokenizer) -> SamplingParams:
     letters = {tokenizer.encode(letter)[0] for letter in "abcdefgh"}
     return SamplingParams(temperature=0, logit_bias={token: -1e4 for token in range(258) if token not in letters})
-
-
-@pytest.fixture
-def forward_sizes(monkeypatch) -> list[int]:
-    seen: list[int] = []
-    hidden_states = GPT.hidden_states
-    monkeypatch.setattr(
-        GPT, "hidden_states", lambda self, ids, **kw: seen.append(ids.size(1)) or hidden_states(self, ids, **kw)
-    )
-    return seen
 
 
 def conversation(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.models.test_gpt import KINDS, add_noise
-from tests.unit.tokenization.byte_tokenizer import byte_tokenizer
+from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.helpers.models import KINDS, add_noise
 
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.inference import LLM, Completion, SamplingParams, beam_search, generate

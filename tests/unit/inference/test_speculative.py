@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tests.unit.models.test_gpt import KINDS, add_noise
+from tests.helpers.models import KINDS, add_noise
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import (
@@ -38,17 +38,6 @@ def models() -> dict[str, GPT]:
     return {kind: add_noise(GPT(config)) for kind, config in KINDS.items()}
 
 
-@pytest.fixture
-def forward_sizes(monkeypatch) -> list[int]:
-    """Number of tokens of each forward pass."""
-    seen: list[int] = []
-    hidden_states = GPT.hidden_states
-    monkeypatch.setattr(
-        GPT, "hidden_states", lambda self, ids, **kw: seen.append(ids.size(1)) or hidden_states(self, ids, **kw)
-    )
-    return seen
-
-
 def speculate(
     model: GPT, prompt: list[int], sampling: SamplingParams, draft: Draft | None = None, **options: object
 ) -> list[int]:
@@ -61,9 +50,7 @@ def drafts(models: dict[str, GPT], kind: str) -> dict[str, object]:
     torch.manual_seed(1)
     near = GPT(KINDS[kind])
     near.load_state_dict(models[kind].state_dict())
-    with torch.no_grad():
-        for parameter in near.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    add_noise(near, 0.02)
     short = GPT(GPTConfig(context_length=7, vocab_size=97, num_layers=1, embd_size=16, num_heads=2))
     return {
         "itself": ModelDraft(models[kind]),

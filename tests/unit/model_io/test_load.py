@@ -15,21 +15,6 @@ from whimbrel.base.errors import CheckpointError
 from whimbrel.model_io import load_model, load_weights, open_model, save_model
 from whimbrel.models import GPT, GPTConfig
 
-LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
-SMALL = GPTConfig(context_length=16, vocab_size=50, num_layers=2, embd_size=16, num_heads=2, **LLAMA)
-
-
-@pytest.fixture
-def model() -> GPT:
-    torch.manual_seed(0)
-    return GPT(SMALL)
-
-
-@pytest.fixture
-def saved(model: GPT, tmp_path: Path) -> Path:
-    save_model(model, tmp_path / "model")
-    return tmp_path / "model"
-
 
 def edit(path: Path, change: Callable[[dict], object]) -> None:
     table = json.loads(path.read_text())
@@ -47,13 +32,13 @@ def test_tensor_names_without_the_model_prefix_are_accepted(model, saved):
 
 
 def test_load_weights_copies_in_place(model, saved):
-    other = GPT(SMALL).to(torch.bfloat16)
+    other = GPT(model.config).to(torch.bfloat16)
     before = {name: id(parameter) for name, parameter in other.named_parameters()}
     load_weights(other, saved)
     assert {name: id(parameter) for name, parameter in other.named_parameters()} == before
     assert torch.equal(other.lm_head.weight, model.lm_head.weight.bfloat16())
     with pytest.raises(CheckpointError, match="expected .* embd_size = 32, got 16"):
-        load_weights(GPT(replace(SMALL, embd_size=32)), saved)
+        load_weights(GPT(replace(model.config, embd_size=32)), saved)
 
 
 def test_loaded_model_trains_with_a_tied_head(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,21 +11,6 @@ from safetensors.torch import load_file
 from whimbrel.base.errors import ConfigError, WriteError
 from whimbrel.model_io import GenerationConfig, load_model, load_tokenizer, open_model, save_model
 from whimbrel.models import GPT, GPTConfig
-
-LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
-SMALL = GPTConfig(context_length=16, vocab_size=50, num_layers=2, embd_size=16, num_heads=2, **LLAMA)
-
-
-@pytest.fixture
-def model() -> GPT:
-    torch.manual_seed(0)
-    return GPT(SMALL)
-
-
-@pytest.fixture
-def saved(model: GPT, tmp_path: Path) -> Path:
-    save_model(model, tmp_path / "model")
-    return tmp_path / "model"
 
 
 def test_saved_directory_has_the_files_that_other_tools_expect(tmp_path):

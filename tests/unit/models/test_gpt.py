@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.helpers.models import KINDS, add_noise
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
@@ -15,34 +16,6 @@ from whimbrel.cache import DynamicCache
 from whimbrel.models import GPT, GPTConfig, preset
 
 TINY = GPTConfig(context_length=32, vocab_size=97, num_layers=3, embd_size=32, num_heads=4)
-SMALL = {
-    "context_length": 32,
-    "vocab_size": 97,
-    "num_layers": 3,
-    "embd_size": 32,
-    "num_heads": 4,
-    "vocab_multiple": 16,
-}
-
-
-def small_preset(name: str, **settings: object) -> GPTConfig:
-    """A preset with its sizes reduced."""
-    config = preset(name)
-    small = {**SMALL, "head_size": None, "mlp_size": None, "num_kv_heads": 2 if config.num_kv_heads else None}
-    return replace(config, **small | settings)
-
-
-KINDS = {
-    "gpt2": small_preset("gpt2"),
-    "gpt2-baseline": small_preset("gpt2-baseline"),
-    "gpt2-fast": small_preset("gpt2-fast", zero_init_head=False, zero_init_projections=False),
-    "llama3": small_preset("llama3-8b"),
-    "mistral": small_preset("mistral-7b", sliding_window=5),
-    "qwen3": small_preset("qwen3-0.6b", head_size=12),
-    "alternating": replace(
-        small_preset("gpt2"), sliding_window=4, layer_types=("full_attention", "sliding_attention", "full_attention")
-    ),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -52,15 +25,6 @@ def seeded() -> None:
 
 def ids(batch: int = 2, tokens: int = 20, vocab: int = 97) -> torch.Tensor:
     return torch.randint(vocab, (batch, tokens))
-
-
-def add_noise(model: GPT) -> GPT:
-    """Add noise to the weights, so that every part of the model affects the output."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    model.zero_padding()
-    return model
 
 
 def test_initial_loss_matches_a_tied_normal_initialization():

@@ -259,3 +259,12 @@ class Teacher:
             optimizer.step()
             self.loss()
         return before, float(self.loss())
+
+
+def transferred_moments(
+    m: Tensor, v: Tensor, overlap: Tensor, betas: tuple[float, float], t: int
+) -> tuple[Tensor, Tensor]:
+    """C = Q_old^T Q_new;  M' = M C;  V' = (1 - b2^t) [max(v^ - m^2, 0) (C o C) + (m^ C)^2]."""
+    mean, square = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+    variance = (square - mean**2).clamp(min=0)
+    return m @ overlap, (1 - betas[1] ** t) * (variance @ overlap**2 + (mean @ overlap) ** 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.optim.optimizer_cases import random, run_steps
+from tests.unit.optim.optimizer_cases import random, run_steps, transferred_moments
 from torch import Tensor, nn
 
 from whimbrel.optim import GaLoreWarm, LowRankOptimizer
@@ -89,15 +89,6 @@ def test_failed_refresh_is_counted_and_retried() -> None:
     assert torch.equal(optimizer.basis(p), basis)
 
 
-def transferred_moments(
-    m: Tensor, v: Tensor, overlap: Tensor, betas: tuple[float, float], t: int
-) -> tuple[Tensor, Tensor]:
-    """C = Q_old^T Q_new;  M' = M C;  V' = (1 - b2^t) [max(v^ - m^2, 0) (C o C) + (m^ C)^2]."""
-    mean, square = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
-    spread = (square - mean**2).clamp(min=0)
-    return m @ overlap, (1 - betas[1] ** t) * (spread @ overlap**2 + (mean @ overlap) ** 2)
-
-
 @pytest.mark.parametrize("subspace", ["warm", "svd"])
 @pytest.mark.parametrize("shape", [(24, 16), (3, 10, 8)])
 def test_transfer_of_both_moments_matches_the_equation(subspace: str, shape: tuple[int, ...]) -> None:
@@ -136,12 +127,12 @@ def test_full_rank_sgd_in_a_subspace_equals_sgd(settings: dict[str, Any]) -> Non
     """Unlike Adam, SGD is rotation-invariant, so a change of basis must have no effect."""
     side = (16, 24) if settings.get("side") == "left" else (24, 16)
     ours, theirs = (nn.Parameter(random(side)) for _ in range(2))
-    mine = LowRankOptimizer([ours], lr=0.1, rule="sgd", rank=16, gap=3, **settings)
-    peer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
+    low_rank = LowRankOptimizer([ours], lr=0.1, rule="sgd", rank=16, gap=3, **settings)
+    sgd = torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
     for step in range(12):
         ours.grad, theirs.grad = random(side, step), random(side, step)
-        mine.step()
-        peer.step()
+        low_rank.step()
+        sgd.step()
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.runs import prepare_text
 from torch import Tensor, nn
 
-from whimbrel.data.prepare import prepare
-from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import BaseTrainer, RunConfig, TrainerCallback, TrainingArguments
 from whimbrel.train.config import build_run_config
 
@@ -22,10 +21,7 @@ MakeRun = Callable[..., RunConfig]
 def shards(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
     """About 20,000 tokens of Shakespeare with a vocabulary of 300; every speech is a document."""
     folder = tmp_path_factory.mktemp("shards")
-    text = shakespeare[:40_000]
-    (folder / "text.txt").write_text(text)
-    tokenizer = train_tokenizer([text], 300)
-    prepare([str(folder / "text.txt")], folder / "shards", tokenizer, name="tiny", separator="\n\n", val_tokens=1500)
+    prepare_text(folder, shakespeare[:40_000])
     return folder / "shards"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.commands import wait_until
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.lock import DirectoryLock, lock_owner
@@ -53,12 +54,6 @@ def contents(run: Path) -> dict[str, bytes]:
     return {path.relative_to(run).as_posix(): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
-    while not condition():
-        assert process.poll() is None
-        time.sleep(0.01)
-
-
 def test_a_second_run_raises_and_changes_nothing(
     tmp_path: Path, args: Make, net: Make, data: Make, make_run: MakeRun
 ) -> None:
@@ -66,7 +61,7 @@ def test_a_second_run_raises_and_changes_nothing(
     first = subprocess.Popen([sys.executable, "-c", FIRST, str(run), str(go)])
     with first, contextlib.ExitStack() as stack:
         stack.callback(go.touch)  # also if an assertion fails
-        wait_until(lambda: 2 in list_checkpoints(run), first)
+        wait_until(first, lambda: 2 in list_checkpoints(run))
         time.sleep(0.2)  # the third step
         before = contents(run)
         message = re.escape(f"{run} is in use by process {first.pid} on {socket.gethostname()}")

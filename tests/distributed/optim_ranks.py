@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.distributed.launch import RANKS, error_of, process_group
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from whimbrel.base.errors import WhimbrelError
 from whimbrel.optim import (
     AdamW8bit,
     Apollo,
@@ -34,7 +33,7 @@ from whimbrel.optim import (
     step_in_backward,
 )  # fmt: skip
 
-RANKS, BATCH, STEPS = 2, 32, 14
+BATCH, STEPS = 32, 14
 Make = Callable[[Iterable[Tensor]], LowRankOptimizer | GaLore]
 RIGHT = {"side": "right"}
 LOW = {"lr": 1e-3, "rank": 4, "gap": 4}
@@ -168,14 +167,6 @@ def full_state(net: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def error_of(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except WhimbrelError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def replicas(rank: int) -> dict[str, Any]:
     """Train under DDP; returns the final state and the error of check_replicas after one basis is changed."""
     results: dict[str, Any] = {}
@@ -229,7 +220,7 @@ def projections(rank: int) -> dict[str, Any]:
             train(net, optimizer, range(step, step + 1), micro_batches(1, RANKS, rank)[0])
         results["communicated"].append(sent)
     train(net, optimizer, range(2, STEPS), micro_batches(1, RANKS, rank)[0])
-    results["whole batch"] = full_state(net, optimizer)
+    results["full batch"] = full_state(net, optimizer)
     torch.manual_seed(0)
     routes = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(3)])  # used on both ranks, on one, on none
     optimizer = project_in_backward(warm(routes.parameters()), process_group=dist.group.WORLD)
@@ -290,7 +281,7 @@ def shards(rank: int) -> dict[str, Any]:
     params, mesh = [*net.parameters()], init_device_mesh("cpu", (RANKS,))
     columns = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
     vector = nn.Parameter(distribute_tensor(torch.ones(4100), mesh, [Shard(0)]))
-    refused: dict[str, Callable[[], Any]] = {
+    unsupported: dict[str, Callable[[], Any]] = {
         "side": lambda: QGaLore(params),
         "rule": lambda: LowRankOptimizer(params, rule="muon", rank=4),
         "columns": lambda: warm([columns]),
@@ -299,7 +290,7 @@ def shards(rank: int) -> dict[str, Any]:
         "model": lambda: project_in_backward(warm(params), model=net),
         "group": lambda: project_in_backward(warm(params), process_group=dist.group.WORLD),
     }
-    return results | {"refused": {name: error_of(act) for name, act in refused.items()}}
+    return results | {"unsupported": {name: error_of(act) for name, act in unsupported.items()}}
 
 
 def save(folder: Path, net: nn.Module, optimizer: Any) -> None:
@@ -348,12 +339,8 @@ def checkpoints(rank: int, run: Path) -> dict[str, Any]:
     return results
 
 
-def run_rank(rank: int, run: Path, port: int) -> None:
+def run_rank(rank: int, port: int, run: Path) -> None:
     """Run everything on one rank and save the results to RANK.pt."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    torch.set_num_threads(1)
-    parts = {"replicas": replicas(rank), "projections": projections(rank), "shards": shards(rank)}
-    torch.save(parts | {"checkpoints": checkpoints(rank, run)}, run / f"{rank}.pt")
-    dist.barrier()  # keep the process group alive until all ranks are done
-    dist.destroy_process_group()
+    with process_group(rank, port):
+        parts = {"replicas": replicas(rank), "projections": projections(rank), "shards": shards(rank)}
+        torch.save(parts | {"checkpoints": checkpoints(rank, run)}, run / f"{rank}.pt")
