@@ -51,7 +51,7 @@ def test_commands_run_in_order(directory: Path, monkeypatch: pytest.MonkeyPatch)
         name, *words = shlex.split(command)
         assert name == "whimbrel"
         assert whimbrel(*words) == 0, command
-    for made in ("demo-int8", "demo-plain"):
+    for made in ("demo-int8", "demo-unquantized"):
         assert (directory / "models" / made / "model.safetensors").is_file()
 
 
