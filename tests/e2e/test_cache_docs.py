@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.documentation import code_blocks, run_python
+from tests.support.documentation import code_blocks, run_python
 
 PRINTED = [
     "(1, 1, 100) 4 [DynamicLayer, DynamicLayer]\n",

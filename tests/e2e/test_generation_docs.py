@@ -10,9 +10,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.helpers.commands import whimbrel
-from tests.helpers.documentation import code_blocks, read_page
-from tests.helpers.runs import train_demo_run
+from tests.support.commands import whimbrel
+from tests.support.documentation import code_blocks, read_page
+from tests.support.runs import train_demo_run
 
 from whimbrel.inference import SamplingParams
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.commands import wait_until, whimbrel
-from tests.helpers.runs import prepare_text
+from tests.support.commands import wait_until, whimbrel
+from tests.support.runs import prepare_text
 
 from whimbrel.base.files import PARTIAL
 from whimbrel.checkpoint import list_checkpoints, read_component, read_manifest, verify_checkpoint

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.helpers.documentation import code_blocks, run_python
+from tests.support.documentation import code_blocks, run_python
 from torch import nn
 
 from whimbrel.config import build

@@ -8,9 +8,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.helpers.commands import whimbrel
-from tests.helpers.documentation import code_blocks, read_page, run_python
-from tests.helpers.runs import train_demo_run
+from tests.support.commands import whimbrel
+from tests.support.documentation import code_blocks, read_page, run_python
+from tests.support.runs import train_demo_run
 
 from whimbrel.precision import FORMATS, RECIPES
 from whimbrel.train.config import build_run_config

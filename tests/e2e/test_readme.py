@@ -17,7 +17,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.helpers.documentation import code_blocks
+from tests.support.documentation import code_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORTER = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.documentation import code_blocks, run_python
-from tests.helpers.runs import prepare_text
+from tests.support.documentation import code_blocks, run_python
+from tests.support.runs import prepare_text
 
 from whimbrel.checkpoint import list_checkpoints
 from whimbrel.model_io import load_model

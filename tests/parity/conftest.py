@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from tests.helpers.models import add_noise
+from tests.support.models import add_noise
 
 transformers = pytest.importorskip(
     "transformers", reason="needs the package 'transformers': pip install 'whimbrel[hf]'"

@@ -9,7 +9,7 @@ from functools import cache, partial
 import pytest
 import torch
 import transformers
-from tests.helpers.models import add_noise
+from tests.support.models import add_noise
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.generation import GenerateDecoderOnlyOutput

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.helpers.models import add_noise
+from tests.support.models import add_noise
 from torch import Tensor
 
 from whimbrel.base.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.support.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.cli.generate import chat

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.commands import wait_until
-from tests.helpers.runs import prepare_text
+from tests.support.commands import wait_until
+from tests.support.runs import prepare_text
 
 from whimbrel.checkpoint import latest_checkpoint
 from whimbrel.cli.main import main

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.commands import whimbrel
+from tests.support.commands import whimbrel
 
 import whimbrel as package
 from whimbrel.base.files import PARTIAL

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.helpers.commands import whimbrel
+from tests.support.commands import whimbrel
 
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent
 from whimbrel.model_io import load_model, save_model

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.commands import whimbrel
-from tests.helpers.runs import prepare_text
+from tests.support.commands import whimbrel
+from tests.support.runs import prepare_text
 from torch.nn import functional as F
 
 from whimbrel.checkpoint import checkpoint_path

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.support.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import CheckpointError, ConfigError, RequestError
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent

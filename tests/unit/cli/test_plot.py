@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.commands import whimbrel
+from tests.support.commands import whimbrel
 
 from whimbrel.cli.runs import _plot_panel
 from whimbrel.train.run_directory import log_line, read_log

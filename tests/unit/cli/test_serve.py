@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.support.byte_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
 
 from whimbrel.base.errors import CheckpointError, ConfigError, MissingExtraError

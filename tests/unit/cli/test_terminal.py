@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.support.byte_tokenizer import byte_tokenizer
 
 from whimbrel import inference
 from whimbrel.base.errors import DataError

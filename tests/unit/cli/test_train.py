@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.commands import wait_until, whimbrel
-from tests.helpers.runs import prepare_text
+from tests.support.commands import wait_until, whimbrel
+from tests.support.runs import prepare_text
 
 from whimbrel.checkpoint import latest_checkpoint, list_checkpoints
 from whimbrel.cli.main import main

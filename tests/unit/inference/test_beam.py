@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tests.helpers.models import KINDS, add_noise
+from tests.support.models import KINDS, add_noise
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import beam_search, generate

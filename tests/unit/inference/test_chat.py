@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.byte_tokenizer import byte_tokenizer
-from tests.helpers.models import add_noise
+from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.models import add_noise
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import LLM, Conversation, NgramDraft, SamplingParams, generate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.models import KINDS, add_noise
+from tests.support.models import KINDS, add_noise
 
 import whimbrel
 from whimbrel.base.errors import RequestError, WhimbrelError

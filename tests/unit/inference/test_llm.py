@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.byte_tokenizer import byte_tokenizer
-from tests.helpers.models import KINDS, add_noise
+from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.models import KINDS, add_noise
 
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.inference import LLM, Completion, SamplingParams, beam_search, generate

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tests.helpers.models import KINDS, add_noise
+from tests.support.models import KINDS, add_noise
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import (

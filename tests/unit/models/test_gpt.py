@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.helpers.models import KINDS, add_noise
+from tests.support.models import KINDS, add_noise
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 

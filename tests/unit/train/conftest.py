@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.runs import prepare_text
+from tests.support.runs import prepare_text
 from torch import Tensor, nn
 
 from whimbrel.train import BaseTrainer, RunConfig, TrainerCallback, TrainingArguments

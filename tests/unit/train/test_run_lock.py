@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.commands import wait_until
+from tests.support.commands import wait_until
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.lock import DirectoryLock, lock_owner
