@@ -142,17 +142,12 @@ def verify(
 
     if not path.is_dir():
         raise DataError(f"no such directory: {path}; expected a directory of token shards, a run or a checkpoint")
-    if _verify_checkpoints(path) if _has_checkpoints(path) else _verify_shards(path):
-        raise typer.Exit(2)
-
-
-def _has_checkpoints(path: Path) -> bool:
     manifest = path / "manifest.json"
-    return (
-        _is_run(path)
-        or path.name.startswith("step-")
-        or (manifest.is_file() and b'"components"' in manifest.read_bytes())
+    is_checkpoint = path.name.startswith("step-") or (
+        manifest.is_file() and b'"components"' in manifest.read_bytes()  # not parsed: it may be damaged
     )
+    if _verify_checkpoints(path) if is_checkpoint or _is_run(path) else _verify_shards(path):
+        raise typer.Exit(2)
 
 
 def _is_run(path: Path) -> bool:
@@ -180,15 +175,15 @@ def _verify_checkpoints(path: Path) -> int:
     from whimbrel.base.errors import CheckpointError
     from whimbrel.checkpoint import list_checkpoints, missing_components, step_directories, verify_checkpoint
 
-    found = list(step_directories(path).values()) if _is_run(path) else [path]
-    if not found:
+    checkpoints = list(step_directories(path).values()) if _is_run(path) else [path]
+    if not checkpoints:
         print(f"{path} is a run with no checkpoints yet")
         return 0
     complete = list(list_checkpoints(path).values())
     # Removing a checkpoint deletes its manifest first. If no checkpoint has a manifest, this is not what happened.
-    removed = [checkpoint for checkpoint in found if complete and checkpoint not in complete]
+    removed = [checkpoint for checkpoint in checkpoints if complete and checkpoint not in complete]
     errors = 0
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         if checkpoint in removed:
             print(f"partly removed {checkpoint.name}: no manifest, left by an interrupted removal; it can be deleted")
             continue
@@ -201,5 +196,5 @@ def _verify_checkpoints(path: Path) -> int:
         size = sum(entry.size for entry in manifest.files.values())
         missing = "".join(f", without its {key}" for key in missing_components(checkpoint, manifest))
         print(f"ok {checkpoint.name}: step {manifest.step}, {size:,} bytes in {len(manifest.files)} files{missing}")
-    print(f"{len(found) - len(removed) - errors} ok, {errors} failed")
+    print(f"{len(checkpoints) - len(removed) - errors} ok, {errors} failed")
     return errors

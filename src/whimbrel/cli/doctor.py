@@ -114,8 +114,8 @@ def _machine(problem: str | None) -> dict[str, str]:
 def _compiler() -> str:
     from whimbrel.ops.compiler import find_compiler
 
-    found = find_compiler()
-    return "not found" if found is None else shutil.which(found) or found
+    compiler = find_compiler()
+    return "not found" if compiler is None else shutil.which(compiler) or compiler
 
 
 def _version(package: str) -> str | None:
@@ -162,7 +162,8 @@ def _features(problem: str | None, devices: tuple[Device, ...]) -> Iterator[Feat
         best = devices[0]
         precision = "bf16" if best.bf16 else "fp32 (no bf16 before compute capability 8.0)"
         yield Feature(name="train and generate", works=True, note=f"on {best.kind}, {precision}")
-        if best.kind != "cuda" and _has_nvidia_driver():
+        has_nvidia_driver = NVIDIA_DRIVER.exists() or shutil.which("nvidia-smi") is not None
+        if best.kind != "cuda" and has_nvidia_driver:
             yield _nvidia_feature()
         yield _compile_feature(best)
     else:
@@ -171,11 +172,6 @@ def _features(problem: str | None, devices: tuple[Device, ...]) -> Iterator[Feat
         version = _version(package)
         note = f"{package} {version}" if version else f"pip install 'whimbrel[{extra}]'"
         yield Feature(name=purpose, works=version is not None, note=note)
-
-
-def _has_nvidia_driver() -> bool:
-    """Detect the NVIDIA driver without torch."""
-    return NVIDIA_DRIVER.exists() or shutil.which("nvidia-smi") is not None
 
 
 def _nvidia_feature() -> Feature:

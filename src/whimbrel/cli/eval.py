@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -99,22 +99,26 @@ def _score_text(
 
 def _print_results(tasks: Mapping[str, TaskResult], texts: Mapping[str, TextResult]) -> None:
     if tasks:
-        print_table(("task", "items", "metric", "value", "stderr"), _task_rows(tasks))
+        print_table(
+            ("task", "items", "metric", "value", "stderr"),
+            (
+                (name, f"{result.items:,}", metric, f"{value:.4f}", "" if stderr is None else f"± {stderr:.4f}")
+                for name, result in tasks.items()
+                for metric, (value, stderr) in result.metrics.items()
+            ),
+        )
     for name, result in tasks.items():
         if result.truncated:
             print(f"{name}: {result.truncated:,} contexts were truncated to fit into the model's context")
     if texts:
-        columns = ("text", "documents", "tokens", "bytes", "bits per byte", "bits per token", "perplexity")
-        print_table(columns, _text_rows(texts))
-
-
-def _task_rows(tasks: Mapping[str, TaskResult]) -> Iterator[tuple[str, ...]]:
-    for name, result in tasks.items():
-        for metric, (value, stderr) in result.metrics.items():
-            yield name, f"{result.items:,}", metric, f"{value:.4f}", "" if stderr is None else f"± {stderr:.4f}"
-
-
-def _text_rows(texts: Mapping[str, TextResult]) -> Iterator[tuple[str, ...]]:
-    for name, result in texts.items():
-        counts = (f"{result.documents:,}", f"{result.tokens:,}", f"{result.bytes:,}")
-        yield name, *counts, f"{result.bits_per_byte:.4f}", f"{result.bits_per_token:.4f}", f"{result.perplexity:.4f}"
+        print_table(
+            ("text", "documents", "tokens", "bytes", "bits per byte", "bits per token", "perplexity"),
+            (
+                (
+                    name,
+                    *(f"{count:,}" for count in (text.documents, text.tokens, text.bytes)),
+                    *(f"{metric:.4f}" for metric in (text.bits_per_byte, text.bits_per_token, text.perplexity)),
+                )
+                for name, text in texts.items()
+            ),
+        )

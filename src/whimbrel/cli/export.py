@@ -66,16 +66,22 @@ def finalize(
     from whimbrel.config import load_toml
     from whimbrel.model_io import finalize_model, resolve_model
     from whimbrel.model_io.load import choose_checkpoint, find_run
+    from whimbrel.tokenization.chat_template import read_template
     from whimbrel.train.device import choose_device
+    from whimbrel.train.evaluation import greater_is_better
 
     run = find_run(source)
     file = None if run is None else run / "config.toml"
     settings = load_toml(file) if file is not None and file.is_file() else {}
     recipe = _choose_recipe(quantize, settings.get("train", {}).get("qat_recipe"), ignore_qat_recipe=ignore_qat_recipe)
     generation = _generation_fields(generation_config, temperature, top_k, top_p, max_new_tokens)
+    if chat_template is not None and not chat_template.is_file():
+        raise ConfigError(f"no chat template at {chat_template}: expected a Jinja file")
+    template = None if chat_template is None else read_template(chat_template)
     if checkpoint is not None:
-        greater_is_better = _greater_is_better(settings.get("checkpoint", {}))
-        source = choose_checkpoint(source, checkpoint, greater_is_better=greater_is_better)
+        saved = settings.get("checkpoint", {})
+        higher_is_better = greater_is_better(saved.get("metric", "loss"), saved.get("greater_is_better"))
+        source = choose_checkpoint(source, checkpoint, greater_is_better=higher_is_better)
     directory = resolve_model(source)
     result = finalize_model(
         directory,
@@ -84,7 +90,7 @@ def finalize(
         embeddings=quantize_embeddings,
         dtype={None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype],
         device=choose_device(device),
-        chat_template=None if chat_template is None else _read_chat_template(chat_template),
+        chat_template=template,
         generation=generation,
         settings=_card_settings(settings),
         evaluate=_held_out_evaluation(directory, settings, data, tokens),
@@ -112,14 +118,6 @@ def _choose_recipe(quantize: str | None, qat_recipe: str | None, *, ignore_qat_r
     return quantize
 
 
-def _read_chat_template(file: Path) -> str:
-    from whimbrel.tokenization.chat_template import read_template
-
-    if not file.is_file():
-        raise ConfigError(f"no chat template at {file}: expected a Jinja file")
-    return read_template(file)
-
-
 def _generation_fields(
     file: Path | None, temperature: float | None, top_k: int | None, top_p: float | None, max_new_tokens: int | None
 ) -> dict[str, Any]:
@@ -138,12 +136,6 @@ def _generation_fields(
     elif sampling_options:
         fields |= {"do_sample": True, **sampling_options}
     return fields | ({} if max_new_tokens is None else {"max_new_tokens": max_new_tokens})
-
-
-def _greater_is_better(settings: Mapping[str, Any]) -> bool:
-    from whimbrel.train.evaluation import greater_is_better
-
-    return greater_is_better(settings.get("metric", "loss"), settings.get("greater_is_better"))
 
 
 def _card_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

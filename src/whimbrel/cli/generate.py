@@ -192,9 +192,9 @@ def _load_template(directory: Path, name: str | None) -> ChatTemplate:
         template.check()
         return template
     try:
-        found = load_chat_template(directory, "default" if name is None else name)
+        chat_template = load_chat_template(directory, "default" if name is None else name)
     except ConfigError as error:
         raise ConfigError(f"no such file: '{name}'; {error}") from error
-    if found is None:
+    if chat_template is None:
         _print_notice('the model has no chat template: using a plain "User:/Assistant:" format')
-    return found or DEFAULT_CHAT_TEMPLATE
+    return chat_template or DEFAULT_CHAT_TEMPLATE

@@ -52,7 +52,6 @@ class CommandWithOverrides(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Split `args`, then parse what is left."""
         options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         remaining, overrides, pending = [], [], list(args)
         while pending:

@@ -25,7 +25,7 @@ def runs(
         list[Path] | None, typer.Argument(help="Runs, or directories that contain runs. (default: runs)")
     ] = None,
 ) -> None:
-    """List runs: running, finished, stopped (rerun the same command to resume) or dead (killed; can be resumed, too).
+    """List runs: running, finished, stopped (rerun the same command to resume) or dead (killed; can be resumed).
 
     "other host" is a run on another machine, "other user" an unfinished run of another user.
     """
@@ -36,11 +36,13 @@ def runs(
     for directory in roots:
         if not directory.is_dir():
             raise DataError(f"no such directory: {directory}; pass the directories that contain your runs")
-    found = sorted({log.parent for directory in roots for pattern in LOG_PATTERNS for log in directory.glob(pattern)})
-    if not found:
+    run_directories = sorted(
+        {log.parent for directory in roots for pattern in LOG_PATTERNS for log in directory.glob(pattern)}
+    )
+    if not run_directories:
         print(f"no runs in {', '.join(map(str, roots))}")
         return
-    print_table(("run", "state", "step", "loss", "checkpoint", "age"), [_row(run) for run in found])
+    print_table(("run", "state", "step", "loss", "checkpoint", "age"), [_row(run) for run in run_directories])
 
 
 def _row(run: Path) -> tuple[str, ...]:
@@ -230,10 +232,10 @@ def _settings(run: Path) -> dict[str, str]:
 
 
 def _flat(table: dict[str, Any], section: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
+    flat: dict[str, str] = {}
     for name, value in table.items():
-        found |= _flat(value, f"{section}{name}.") if isinstance(value, dict) else {f"{section}{name}": str(value)}
-    return found
+        flat |= _flat(value, f"{section}{name}.") if isinstance(value, dict) else {f"{section}{name}": str(value)}
+    return flat
 
 
 def _different_settings(settings: list[dict[str, str]]) -> list[tuple[str, ...]]:

@@ -49,7 +49,8 @@ def build(cls: type[T], table: Table, where: str = "") -> T:
     hints = typing.get_type_hints(cls)
     table = resolve_none(cls, table)
     values = {name: convert(hints[name], value, _join(where, name)) for name, value in table.items()}
-    missing = [_join(where, f.name) for f in fields.values() if f.name not in values and _is_required(f)]
+    required = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
+    missing = [_join(where, name) for name in required if name not in values]
     if missing:
         raise ConfigError(f"missing setting {', '.join(missing)}: add it to the file or pass --{missing[0]}=VALUE")
     return cls(**values)
@@ -79,7 +80,8 @@ def resolve_none(cls: type, table: Table) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     resolved: dict[str, Any] = {}
     for name, value in table.items():
-        kinds = _union_members(hints[name]) if name in hints else ()
+        hint = hints.get(name)
+        kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
         if value != "none" or any("none" in get_args(kind) for kind in kinds if get_origin(kind) is Literal):
             resolved[name] = value
         elif type(None) in kinds and (isinstance(value, Override) or not {str, Path} & {*kinds}):
@@ -87,10 +89,6 @@ def resolve_none(cls: type, table: Table) -> dict[str, Any]:
         elif not isinstance(value, Override):
             resolved[name] = value
     return resolved
-
-
-def _union_members(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def _to_value(value: Any) -> Any:
@@ -101,9 +99,9 @@ def _to_value(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def check_known(section: str, given: Iterable[str], known: Collection[str]) -> None:
+def check_known(section: str, names: Iterable[str], known: Collection[str]) -> None:
     """Raise for keys that are not in `known`."""
-    for name in given:
+    for name in names:
         if name not in known:
             raise ConfigError(f"unknown setting '{_join(section, name)}'{did_you_mean(name, known)}")
 
@@ -154,8 +152,9 @@ def field_docs(cls: type) -> dict[str, str]:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         body = cast(ast.ClassDef, tree).body
         for field, text in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_docstring(text):
-                docs[field.target.id] = inspect.cleandoc(cast(Any, text).value.value).replace("\n", " ")
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                    docs[name] = inspect.cleandoc(doc).replace("\n", " ")
     return docs
 
 
@@ -235,14 +234,6 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _is_list(kind: Any) -> bool:
     return get_origin(kind) is tuple
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _type_error(where: str, value: Any, expected: str) -> ConfigError:

@@ -50,7 +50,7 @@ ACTIONS = {
     "save-stop": "saves after the current step and stops without an evaluation",
     "abort": "stops after the current step without evaluating or saving",
 }
-"""Actions that a run accepts, and what it does."""
+"""The requests that a run accepts, and the reply to each."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that stop a run gracefully."""
@@ -271,7 +271,6 @@ class ControlCallback(TrainerCallback):
         self._checkpoint: str | None = None
 
     def on_train_begin(self, **event: Any) -> None:
-        """Start listening."""
         self._state = event["state"]
         if self._state.is_world_process_zero:
             self._requests.clear()
@@ -285,17 +284,14 @@ class ControlCallback(TrainerCallback):
                 )
 
     def on_train_metrics(self, **event: Any) -> None:
-        """Store the metrics for status requests."""
         self._metrics = event["metrics"]
         seconds = self._metrics["seconds"]
         self._step_seconds += (seconds - self._step_seconds) * (0.1 if self._step_seconds else 1.0)
 
     def on_save(self, **event: Any) -> None:
-        """Store the path for status requests."""
         self._checkpoint = str(event["checkpoint"])
 
     def on_step_end(self, **event: Any) -> None:
-        """Apply the requests since the last step."""
         if self._requests:
             self._apply(self.pop_requests(), event["control"])
 
@@ -307,7 +303,6 @@ class ControlCallback(TrainerCallback):
         self.on_step_end(**event)
 
     def on_train_end(self, **event: Any) -> None:
-        """Stop listening."""
         del event
         if self._server is not None:
             self._server.close()
@@ -333,20 +328,18 @@ class ControlCallback(TrainerCallback):
 
     def _answer(self, action: str) -> dict[str, Any]:
         """Reply to a request; runs in the listening thread, so it only reads state and appends to the queue."""
+        step, total, metrics = self._state.global_step, self._state.max_steps, self._metrics
         if action != "status":
             self._requests.append(action)
-            return {"message": ACTIONS[action], "step": self._state.global_step}
-        return {"status": self._status()}
-
-    def _status(self) -> dict[str, Any]:
-        metrics, step, total = self._metrics, self._state.global_step, self._state.max_steps
+            return {"message": ACTIONS[action], "step": step}
         rate = metrics["tokens"] / metrics["seconds"] if metrics.get("tokens") and metrics["seconds"] else None
-        return {
+        status = {
             "pid": os.getpid(), "step": step, "max_steps": total, "loss": metrics.get("loss"), "lr": metrics.get("lr"),
             "tokens_per_second": rate,
             "eta_seconds": self._step_seconds * (total - step) if self._step_seconds else None,
             "checkpoint": self._checkpoint,
         }  # fmt: skip
+        return {"status": status}
 
 
 def _read_line(connection: socket.socket, deadline: float, limit: int) -> bytes:

@@ -60,7 +60,6 @@ class LogWriter(TrainerCallback, ABC):
         """Write what was logged after `step` steps; not called for evaluations."""
 
     def on_log(self, **event: Any) -> None:
-        """Write a log that is not an evaluation."""
         if event.get("kind") != "evaluation":
             self.write_log(event["logs"], event["state"].global_step)
 
@@ -216,7 +215,6 @@ class TensorBoardCallback(LogWriter):
                 self._open_after(event["step"])
 
     def on_train_metrics(self, **event: Any) -> None:
-        """Write the metrics of a step."""
         metrics = dict(event["metrics"])
         step, seconds = metrics.pop("step"), metrics.pop("seconds")
         tokens = metrics.pop("tokens")
@@ -246,7 +244,6 @@ class TensorBoardCallback(LogWriter):
                 self._writer.flush()
 
     def on_train_end(self, **event: Any) -> None:
-        """Close the event file."""
         del event
         with self._guarded():
             self._close()
@@ -322,13 +319,11 @@ class TrackerCallback(LogWriter):
             self._run = self._open(Path(config.output_dir), config.log.run_name, to_table(config))
 
     def on_train_metrics(self, **event: Any) -> None:
-        """Write the metrics of a step."""
         metrics = dict(event["metrics"])
         step = metrics.pop("step")
         self._log({f"train/{name}": value for name, value in metrics.items() if value is not False}, step)
 
     def on_evaluate(self, **event: Any) -> None:
-        """Write the metrics of an evaluation."""
         metrics = {f"eval/{name.removeprefix('eval_')}": value for name, value in event["metrics"].items()}
         self._log(metrics, event["state"].global_step)
 
@@ -336,7 +331,6 @@ class TrackerCallback(LogWriter):
         self._log({f"log/{name}": value for name, value in logs.items()}, step)
 
     def on_train_end(self, **event: Any) -> None:
-        """Close the tracker run."""
         del event
         run, self._run = self._run, None
         if run is not None:
@@ -344,11 +338,9 @@ class TrackerCallback(LogWriter):
                 run.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """The id of the tracker run."""
         return {"id": self._id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume the tracker run with this id."""
         self._id = state["id"]
 
     def _open(self, output_dir: Path, name: str | None, settings: dict[str, Any]) -> Any:

@@ -62,7 +62,6 @@ class DivergenceCallback(TrainerCallback):
         """Message for the user once divergence is detected."""
 
     def on_train_metrics(self, **event: Any) -> None:
-        """Check the loss of a step."""
         if self._config.action is None:
             return
         step, loss = event["metrics"]["step"], float(event["metrics"]["loss"])
@@ -74,14 +73,12 @@ class DivergenceCallback(TrainerCallback):
                 event["control"].should_training_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The moving averages and the window."""
         return {
             "seen": self._num_steps, "fast": self._fast, "slow": self._slow, "window": list(self._window),
             "best": None if math.isinf(self._best) else self._best,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the moving averages and the window."""
         self.reason = None
         self._num_steps, self._fast, self._slow = int(state["seen"]), float(state["fast"]), float(state["slow"])
         self._window = deque(state["window"], maxlen=self._config.window)
@@ -136,7 +133,8 @@ class EarlyStoppingCallback(TrainerCallback):
     def on_evaluate(self, **event: Any) -> None:
         """Compare with the best value; NaN is never an improvement."""
         value = find_metric(event["metrics"], self._metric)
-        if not math.isnan(value) and (self._best is None or self._is_better(value, self._best)):
+        sign = 1 if greater_is_better(self._metric, self._greater_is_better) else -1
+        if not math.isnan(value) and (self._best is None or sign * (value - self._best) > self._threshold):
             self._best, self._evals_without_improvement = value, 0
         else:
             self._evals_without_improvement += 1
@@ -144,16 +142,10 @@ class EarlyStoppingCallback(TrainerCallback):
             event["control"].should_training_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and the number of evaluations since."""
         return {"best": self._best, "waited": self._evals_without_improvement}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value and the evaluations since."""
         self._best, self._evals_without_improvement = state["best"], int(state["waited"])
-
-    def _is_better(self, value: float, best: float) -> bool:
-        improvement = value - best if greater_is_better(self._metric, self._greater_is_better) else best - value
-        return improvement > self._threshold
 
 
 class NormsCallback(TrainerCallback):
@@ -178,7 +170,6 @@ class NormsCallback(TrainerCallback):
             self._norms = torch.stack([norm.float() for norm in norms])
 
     def on_step_end(self, **event: Any) -> TrainerControl | None:
-        """Log the norms of this step."""
         if self._norms is None:
             return None
         values, self._norms = self._norms.tolist(), None
@@ -293,7 +284,6 @@ class EmaCallback(TrainerCallback):
 
     @torch.no_grad()
     def on_step_end(self, **event: Any) -> None:
-        """Update the average."""
         if event["state"].global_step % self._every == 0:
             weights = _weights(event["model"])
             current = [_dequantized(weights[name]).float() for name in self._average]  # fp32 weights are not copied
@@ -320,11 +310,9 @@ class EmaCallback(TrainerCallback):
             _fill(weights, original)
 
     def state_dict(self) -> dict[str, Any]:
-        """The average."""
         return {"mean": self._average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved average."""
         self._average = {name: tensor.to(torch.float32, copy=True) for name, tensor in state["mean"].items()}
 
 

@@ -168,7 +168,6 @@ class ProgressCallback(TrainerCallback):
                 self._bar.update(self._bar.task_ids[0], completed=metrics["step"], description=text)
 
     def on_evaluate(self, **event: Any) -> None:
-        """Print the metrics of an evaluation."""
         metrics = [f"{key.removeprefix('eval_')} {_format_metric(value)}" for key, value in event["metrics"].items()]
         self._print(f"validation after step {event['state'].global_step}: {'  '.join(metrics)}")
 
@@ -176,11 +175,9 @@ class ProgressCallback(TrainerCallback):
         self._print(f"sample after step {event['step']}:\n{event['text']}\n")
 
     def on_save(self, **event: Any) -> None:
-        """Print the path of a checkpoint."""
         self._print(f"checkpoint after step {event['step']}: {event['checkpoint']}")
 
     def on_rewind(self, **event: Any) -> None:
-        """Print the step of the restored checkpoint."""
         self._print(f"rolled back to step {event['step']}")
 
     def on_train_end(self, **event: Any) -> None:
