@@ -74,7 +74,7 @@ def test_json_output_follows_overrides(recipe: str, capsys: pytest.CaptureFixtur
             run_memory(capsys, recipe, "--device=cpu", "--json", "--optimizer", "adamw", *arguments)
         )
         assert (own["optimizer"], other["optimizer"]) == ("muon", "adamw")
-        assert own["states"] < other["states"] == sum(row["state"] for row in other["parameters"])
+        assert own["states"] < other["states"] == sum(row["state_bytes"] for row in other["parameters"])
         return dict(own)
 
     small, more = peak(), peak("--train.micro_batch=8")

@@ -280,7 +280,7 @@ def test_another_process_at_the_port_is_not_the_run(tmp_path: Path) -> None:
     other = tmp_path / "other"
     replace(endpoint, token="another").write(other)
     assert run_status(other) == "dead"
-    with pytest.raises(RequestError, match="refused.*wrong token"):
+    with pytest.raises(RequestError, match="rejected.*wrong token"):
         send_request(other, "stop")
     run.dispatch("on_train_end")
 

@@ -206,7 +206,7 @@ def test_recipes_work_with_other_features(make_run: Make, tmp_path: Path, name: 
         ),
         (
             {"train__fp8_recipe": "rowwise", "train__projected_linears": True, "train__optimizer_in_backward": True},
-            "train.fp8_recipe = rowwise and train.projected_linears = True exclude",
+            "train.fp8_recipe = rowwise and train.projected_linears = True are mutually",
         ),
         ({"train__weight_dtype": "int4"}, "train.weight_dtype = 'int4' is not one of int8"),
         (
