@@ -61,7 +61,7 @@ def test_beams_and_scores_equal_transformers(hf_model, ours, ids):
             num_beams=num_beams, num_return_sequences=num_beams, length_penalty=penalty, eos_token_id=eos or None,
             return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip
-        beams = beam_search(ours, prompt, beams=num_beams, max_new_tokens=10, length_penalty=penalty, eos_id=eos)
+        beams = beam_search(ours, prompt, num_beams=num_beams, max_new_tokens=10, length_penalty=penalty, stop_ids=eos)
         # transformers keeps the EOS token and pads after it.
         assert [beam.tokens for beam in beams] == [cut_at_eos(eos, row[8:]) for row in output.sequences.tolist()]
         assert [beam.score for beam in beams] == pytest.approx(output.sequences_scores.tolist(), abs=1e-4)

@@ -33,7 +33,7 @@ class BlockManager(ABC):
         if block_size < 1:
             raise ConfigError(f"block_size: expected at least 1, got {block_size}")
         if num_blocks < 2:
-            raise ConfigError(f"num_blocks: expected at least 2 (the first takes padding), got {num_blocks}")
+            raise ConfigError(f"num_blocks: expected at least 2 (the first is reserved for padding), got {num_blocks}")
         self.num_blocks, self.block_size = num_blocks, block_size
         self._ref_counts = [0] * num_blocks
         self._free = dict.fromkeys(range(num_blocks - 1, NULL_BLOCK, -1))  # an ordered set; the last is used first
@@ -101,10 +101,10 @@ class BlockManager(ABC):
         """Cached blocks for a prefix of at most `max_tokens` tokens, retained, and the id of that prefix."""
         blocks, prefix, size = [], EMPTY_PREFIX, self.block_size
         for start in range(0, max_tokens - size + 1, size):
-            found = self._cached.get((prefix, tuple(tokens[start : start + size])))
-            if found is None:
+            entry = self._cached.get((prefix, tuple(tokens[start : start + size])))
+            if entry is None:
                 break
-            prefix, block = found
+            prefix, block = entry
             blocks.append(block)
         self.retain(blocks)
         return blocks, prefix
@@ -177,8 +177,8 @@ class BlockTable:
         size = self._manager.block_size
         while cache and (self._num_cached + 1) * size <= num_tokens:
             first = start + self._num_cached * size
-            own = tuple(tokens[first : first + size])
-            self._prefix = self._manager.add_to_cache(self._prefix, own, self.blocks[self._num_cached])
+            block_tokens = tuple(tokens[first : first + size])
+            self._prefix = self._manager.add_to_cache(self._prefix, block_tokens, self.blocks[self._num_cached])
             self._num_cached += 1
 
     def fork(self) -> BlockTable:

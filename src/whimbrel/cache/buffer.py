@@ -60,13 +60,13 @@ class KVBuffer(NamedTuple):
 
     def write(self, start: int, new: KVBuffer) -> None:
         """Copy `new` into the slots from `start` on."""
-        for mine, theirs in zip(self.tensors, new.tensors, strict=True):
-            mine.narrow(2, start, theirs.size(2)).copy_(theirs)
+        for target, source in zip(self.tensors, new.tensors, strict=True):
+            target.narrow(2, start, source.size(2)).copy_(source)
 
     def index_copy_(self, slots: Tensor, new: KVBuffer) -> None:
         """Copy `new` into the slots at these indices."""
-        for mine, theirs in zip(self.tensors, new.tensors, strict=True):
-            mine.index_copy_(2, slots, theirs)
+        for target, source in zip(self.tensors, new.tensors, strict=True):
+            target.index_copy_(2, slots, source)
 
     def zero_(self) -> None:
         """Write zeros to every slot."""
@@ -110,14 +110,14 @@ class KVBuffer(NamedTuple):
         index = torch.tensor(starts, device=device)[:, None] + torch.arange(slots, device=device)
         return self._map_copy(lambda tensor: tensor.take_along_dim(index[:, None, :, None], dim=2))
 
-    def _map_copy(self, change: Callable[[Tensor], Tensor]) -> KVBuffer:
+    def _map_copy(self, function: Callable[[Tensor], Tensor]) -> KVBuffer:
         """Apply `function` outside of inference mode, so that the results can be modified in place later."""
         with_grad = torch.is_grad_enabled()  # read first: leaving inference mode would enable it
         with torch.inference_mode(False):  # noqa: FBT003 - torch.compile does not support the keyword here
-            return self._map(lambda tensor: change(tensor if with_grad else tensor.detach()))
+            return self._map(lambda tensor: function(tensor if with_grad else tensor.detach()))
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> KVBuffer:
-        return type(self)(*map(change, self.tensors))
+    def _map(self, function: Callable[[Tensor], Tensor]) -> KVBuffer:
+        return type(self)(*map(function, self.tensors))
 
 
 class TokenMajorBuffer(KVBuffer):

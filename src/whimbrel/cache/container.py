@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy as copying
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy as shallow_copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, TypedDict, Unpack, get_args
@@ -100,8 +100,8 @@ class Cache:
 
         `copy` overrides the cache's setting.
         """
-        keys, keys_back = to_torch(key_states)
-        values, values_back = to_torch(value_states)
+        keys, restore_keys = to_torch(key_states)
+        values, restore_values = to_torch(value_states)
         if self.layout == "bshd" and keys.dim() == values.dim() == 4:  # the layer rejects other shapes
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         layer, created = self._get_layer(layer_idx)
@@ -119,7 +119,7 @@ class Cache:
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if self.copy if copy is None else copy:
             keys, values = keys.clone(), values.clone()
-        return keys_back(keys), values_back(values)
+        return restore_keys(keys), restore_values(values)
 
     def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> KVView:
         """Append tokens to a layer; returns what attention may read, valid until the next change."""
@@ -187,9 +187,9 @@ class Cache:
         """Make sequence i a copy of sequence `index[i]`; sequences may be repeated or dropped."""
         index = self._checked_index(index)
         for layer in self.layers:
-            layer.check_gather(index.numel())
+            layer.check_reorder(index.numel())
         for layer in self.layers:
-            layer.gather(index)
+            layer.reorder(index)
         if self.padding is not None:
             self.padding = self.padding[index.to(self.padding.device)]
 
@@ -207,7 +207,7 @@ class Cache:
 
     def fork(self) -> Self:
         """An independent copy."""
-        other = copying.copy(self)
+        other = shallow_copy(self)
         other.layers = [layer.fork() for layer in self.layers]
         return other
 
@@ -324,7 +324,7 @@ class DynamicCache(Cache):
     ) -> None:
         if isinstance(config, Iterable) and not hasattr(config, "get_text_config"):  # configs are iterable, too
             if ddp_cache_data is not None:
-                raise ConfigError("expected a config beside ddp_cache_data, got the keys and values of layers twice")
+                raise ConfigError("expected a config as first argument with ddp_cache_data, got layer data in both")
             config, ddp_cache_data = None, config
         make_full = partial(DynamicLayer, codec=codec)
         data = None if ddp_cache_data is None else [_checked_entry(entry) for entry in ddp_cache_data]
@@ -390,7 +390,7 @@ def layer_windows(config: Any) -> list[int | None]:
 def _window(text: Any, kind: str) -> int | None:
     if kind not in WINDOW_ATTRIBUTES:
         raise ConfigError(
-            f"layer_types: expected {', '.join(WINDOW_ATTRIBUTES)}, got {kind!r}, whose state is not keys and values: "
+            f"layer_types: expected {', '.join(WINDOW_ATTRIBUTES)}, got {kind!r}, which has no keys and values: "
             "use transformers.DynamicCache for this model"
         )
     name = WINDOW_ATTRIBUTES[kind]

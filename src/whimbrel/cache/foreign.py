@@ -66,7 +66,9 @@ def to_torch(value: Any) -> tuple[Tensor, FromTorch]:
         return value, _unchanged
     tensor = converter.to_torch(value)
     if not isinstance(tensor, Tensor):
-        raise CacheError(f"to_torch of {_name(value)}: expected a torch.Tensor, got {_name(tensor)}: {_SUPPORTED}")
+        raise CacheError(
+            f"to_torch of {_type_name(value)}: expected a torch.Tensor, got {_type_name(tensor)}: {_SUPPORTED}"
+        )
     device = tensor.device
     return tensor, lambda result: converter.from_torch(result.detach().to(device))
 
@@ -82,12 +84,12 @@ def _find_converter(value: Any) -> Converter | None:
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
         return Converter(_read_dlpack, _from_torch(value))
     if callable(getattr(value, "to_torch", None)):
-        return Converter(lambda given: given.to_torch(), _from_torch(value))
+        return Converter(lambda array: array.to_torch(), _from_torch(value))
     if hasattr(value, "__cuda_array_interface__"):
-        return Converter(lambda given: torch.as_tensor(given, device="cuda"), _from_torch(value))
+        return Converter(lambda array: torch.as_tensor(array, device="cuda"), _from_torch(value))
     if hasattr(value, "__array_interface__"):
-        return Converter(lambda given: _read_numpy(np.asarray(given)), _from_torch(value))
-    raise CacheError(f"expected a tensor, got {_name(value)}: {_SUPPORTED}")
+        return Converter(lambda array: _read_numpy(np.asarray(array)), _from_torch(value))
+    raise CacheError(f"expected a tensor, got {_type_name(value)}: {_SUPPORTED}")
 
 
 def _registered(value: Any) -> Converter | None:
@@ -100,15 +102,15 @@ def _registered(value: Any) -> Converter | None:
 
 def _from_torch(value: Any) -> FromTorch:
     """`from_torch` of the type of `value`, or `from_dlpack` of its library."""
-    if callable(own := getattr(type(value), "from_torch", None)):
-        return own  # type: ignore[no-any-return]
+    if callable(from_torch := getattr(type(value), "from_torch", None)):
+        return from_torch  # type: ignore[no-any-return]
     if hasattr(value, "__dlpack__"):
         package = sys.modules.get(type(value).__module__.partition(".")[0])
         library = value.__array_namespace__() if hasattr(value, "__array_namespace__") else package
         if callable(read := getattr(library, "from_dlpack", None)):
             return lambda tensor: _write_dlpack(tensor, read)
     raise CacheError(
-        f"{_name(value)} cannot be created from a torch tensor: add a classmethod `from_torch(tensor)`, "
+        f"{_type_name(value)} cannot be created from a torch tensor: add a classmethod `from_torch(tensor)`, "
         "or register it with whimbrel.cache.register_foreign(type, to_torch, from_torch)"
     )
 
@@ -116,12 +118,12 @@ def _from_torch(value: Any) -> FromTorch:
 def _read_dlpack(value: Any) -> Tensor:
     strides = getattr(value, "strides", None)
     if isinstance(strides, tuple) and min(strides, default=0) < 0:  # torch would abort the process
-        raise CacheError(f"{_name(value)} has negative strides, which torch does not support: pass a copy")
+        raise CacheError(f"{_type_name(value)} has negative strides, which torch does not support: pass a copy")
     try:
         return torch.from_dlpack(value)  # type: ignore[attr-defined]
     except (BufferError, RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise CacheError(f"{_name(value)} cannot be read as a torch tensor ({reason}): {_SUPPORTED}") from error
+        raise CacheError(f"{_type_name(value)} cannot be read as a torch tensor ({reason}): {_SUPPORTED}") from error
 
 
 def _write_dlpack(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
@@ -162,6 +164,6 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _name(value: Any) -> str:
+def _type_name(value: Any) -> str:
     cls = type(value)
     return f"a value of type {cls.__module__}.{cls.__qualname__}"

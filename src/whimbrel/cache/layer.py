@@ -94,7 +94,7 @@ class CacheLayerMixin(ABC):
     def check_crop(self, length: int) -> None:
         """Raise if `crop(length)` is not possible."""
         if kept_length(self.get_seq_length(), length) != self.get_seq_length():
-            raise CacheError(f"{self!r} does not support crop: fill a new cache")
+            raise CacheError(f"{self!r} does not support crop: start a new cache")
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens, or remove the last `-length`; 0 removes none."""
@@ -110,14 +110,14 @@ class CacheLayerMixin(ABC):
         self.check_recording()
         self.record_past = True
 
-    def check_gather(self, rows: int) -> None:
+    def check_reorder(self, rows: int) -> None:
         """Raise if a `gather` that leaves `rows` sequences is not possible."""
         if self.get_seq_length():
             raise CacheError(f"{self!r} does not support reordering (to {rows} sequences): use DynamicLayer")
 
-    def gather(self, index: Tensor) -> None:
+    def reorder(self, index: Tensor) -> None:
         """Make sequence i a copy of sequence `index[i]`."""
-        self.check_gather(index.numel())
+        self.check_reorder(index.numel())
 
     def reset(self) -> None:
         """Remove all tokens."""
@@ -145,7 +145,7 @@ class StateSpec(NamedTuple):
         keys, values = key_states.shape, value_states.shape
         if len(keys) != 4 or len(values) != 4 or keys[0] != values[0] or keys[2] != values[2]:
             raise CacheError(
-                "expected keys and values of shape (batch, heads, tokens, head size) of the same tokens, got "
+                "expected keys and values of shape (batch, heads, tokens, head size) with equal batch and tokens, got "
                 f"{tuple(keys)} and {tuple(values)}"
             )
         if key_states.dtype != value_states.dtype or key_states.device != value_states.device:
@@ -227,14 +227,14 @@ class BufferedLayer(CacheLayerMixin):
         self._truncate(kept_length(self._seen, length))
         self._sync_keys_and_values()
 
-    def check_gather(self, rows: int) -> None:
+    def check_reorder(self, rows: int) -> None:
         """Never raises: any selection of sequences is possible."""
 
-    def gather(self, index: Tensor) -> None:
+    def reorder(self, index: Tensor) -> None:
         """Make sequence i a copy of sequence `index[i]`."""
         if self._memory is None or self._spec is None:
             return
-        self.check_gather(index.numel())
+        self.check_reorder(index.numel())
         self._replace_stored(self._stored().select_rows(index))
         self._spec = self._spec._replace(batch=index.numel())
         self._sync_keys_and_values()

@@ -14,10 +14,10 @@ from whimbrel.cache.codec import find_codec
 from whimbrel.ops import KVView, write_blocks
 from whimbrel.ops.lowbit import GroupCodec
 
-__all__ = ["BlockPool", "ContiguousCache", "PagedBatch", "Shape"]
+__all__ = ["BlockPool", "ContiguousCache", "KVShape", "PagedBatch"]
 
 
-class Shape(Protocol):
+class KVShape(Protocol):
     """The part of a model config that determines the size of a block."""
 
     @property
@@ -37,7 +37,7 @@ class BlockPool(BlockManager):
 
     def __init__(
         self,
-        config: Shape,
+        config: KVShape,
         num_blocks: int,
         block_size: int = 16,
         *,
@@ -52,8 +52,8 @@ class BlockPool(BlockManager):
         # Separate tensors, not views of one: compiled code that writes to several views of a tensor copies all of it.
         self._layers = [
             {
-                name: _zeros((num_blocks, block_size, config.kv_heads, width), kind, self.device)
-                for name, (width, kind) in widths.items()
+                name: _zeros((num_blocks, block_size, config.kv_heads, width), tensor_dtype, self.device)
+                for name, (width, tensor_dtype) in widths.items()
             }
             for _ in range(config.num_layers)
         ]
@@ -64,11 +64,11 @@ class BlockPool(BlockManager):
         ]
 
     @staticmethod
-    def block_nbytes(config: Shape, block_size: int = 16, *, dtype: torch.dtype, codec: str = "none") -> int:
+    def block_nbytes(config: KVShape, block_size: int = 16, *, dtype: torch.dtype, codec: str = "none") -> int:
         """Bytes of one block, over all layers."""
         widths = _widths(config.head_dim, dtype, find_codec(codec))
-        token = sum(width * kind.itemsize for width, kind in widths.values())
-        return config.num_layers * block_size * config.kv_heads * token
+        token_nbytes = sum(width * tensor_dtype.itemsize for width, tensor_dtype in widths.values())
+        return config.num_layers * block_size * config.kv_heads * token_nbytes
 
     @property
     def nbytes(self) -> int:
@@ -118,19 +118,19 @@ class BlockPool(BlockManager):
         `first` is the slot of its first token; all its tokens are consecutive, so they are read without a gather.
         """
         slots, tokens = self._slots[layer_idx], key_states.size(2)
-        shown: dict[str, Tensor] = {}
+        visible: dict[str, Tensor] = {}
         for name, states in (("keys", key_states), ("values", value_states)):
             new = {name: states}
             if self.codec is not None:
                 new[name], new[_scales_of(name)] = self.codec.encode(states.to(self.dtype))
             for part, tensor in new.items():
-                shown[part] = slots[part].narrow(2, first, start + tokens)
-                shown[part].narrow(2, start, tokens).copy_(tensor)
+                visible[part] = slots[part].narrow(2, first, start + tokens)
+                visible[part].narrow(2, start, tokens).copy_(tensor)
         return KVView(
-            shown["keys"],
-            shown["values"],
-            key_scales=shown.get(_scales_of("keys")),
-            value_scales=shown.get(_scales_of("values")),
+            visible["keys"],
+            visible["values"],
+            key_scales=visible.get(_scales_of("keys")),
+            value_scales=visible.get(_scales_of("values")),
             codec=self.codec,
         )
 

@@ -45,7 +45,7 @@ class SlidingLayer(BufferedLayer):
         stored = self._end - self._start - (self._seen - kept)
         if kept and stored < min(kept, self._span - 1):
             raise CacheError(
-                f"{self!r} has evicted tokens that are visible again at length {kept} of {self._seen}: crop fewer, "
+                f"{self!r} has evicted tokens that are needed again at length {kept} of {self._seen}: crop less, "
                 "or call activate_past_recording() before they are appended"
             )
 
@@ -125,9 +125,9 @@ class SinkLayer(SlidingLayer):
         self._first_positions = self._find_first_positions(self._end - self._start, self._seen)
         return super().view()
 
-    def gather(self, index: Tensor) -> None:
+    def reorder(self, index: Tensor) -> None:
         """Make sequence i a copy of sequence `index[i]`."""
-        super().gather(index)
+        super().reorder(index)
         if self._sink_slots is not None:
             self._sink_slots = self._sink_slots.select_rows(index)
             self._has_sinks = [self._has_sinks[row] for row in index.tolist()]
@@ -179,20 +179,21 @@ class SinkLayer(SlidingLayer):
 
         `slots` has the tokens of these sequences in order up to `total`.
         """
-        rows = slots.keys.size(0)
-        starts = self.padding or (0,) * rows
-        saved = self._has_sinks or [False] * rows
+        batch_size = slots.keys.size(0)
+        starts = self.padding or (0,) * batch_size
+        saved = self._has_sinks or [False] * batch_size
         # Not the comparison itself: torch.compile would make it a symbolic bool, which is not equal to a bool.
-        due = [True if start <= total - self._span else False for start in starts]  # noqa: SIM210
-        if due == saved or not any(due):
+        sinks_ready = [True if start <= total - self._span else False for start in starts]  # noqa: SIM210
+        if sinks_ready == saved or not any(sinks_ready):
             return
         offset = total - slots.num_slots
         firsts = [
-            start - offset if now and not before else 0 for start, now, before in zip(starts, due, saved, strict=True)
+            start - offset if ready and not saved_before else 0
+            for start, ready, saved_before in zip(starts, sinks_ready, saved, strict=True)
         ]
         sinks = slots.gather_slots(firsts, self.sinks)
         self._sink_slots = sinks if self._sink_slots is None else self._sink_slots.where(saved, sinks)
-        self._has_sinks = [now or before for now, before in zip(due, saved, strict=True)]
+        self._has_sinks = [ready or saved_before for ready, saved_before in zip(sinks_ready, saved, strict=True)]
 
     def _with_sinks(self, slots: KVBuffer, *, in_place: bool) -> KVBuffer:
         """`slots` with the saved sinks in front."""

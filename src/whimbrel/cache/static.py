@@ -99,12 +99,12 @@ class StaticLayer(BufferedLayer):
                 f"{self.max_cache_len} used), got {tokens}: raise max_cache_len, or crop"
             )
 
-    def check_gather(self, rows: int) -> None:
+    def check_reorder(self, rows: int) -> None:
         """Raise if the number of sequences would change: memory is allocated for a fixed one."""
         if self._spec is not None and rows != self._spec.batch:
             raise CacheError(
                 f"{self!r} has a fixed batch size: expected {self._spec.batch} sequences, got {rows}: use "
-                "DynamicLayer, or fill a new cache"
+                "DynamicLayer, or start a new cache"
             )
 
     def crop(self, length: int) -> None:

@@ -55,7 +55,7 @@ def evaluate(
     import torch
 
     from whimbrel.evaluate import TASKS, Scorer, evaluate_tasks
-    from whimbrel.evaluate.evaluation import results_table, write_results
+    from whimbrel.evaluate.evaluation import results_to_dict, write_results
     from whimbrel.evaluate.tasks import find_file, find_task
     from whimbrel.train.device import choose_device
 
@@ -82,7 +82,9 @@ def evaluate(
     _print_results(task_results, text_results)  # before writing, which may fail
     if out is not None:
         settings = {"limit": limit, "batch_size": batch_size, "weights": weights, "parse_special": parse_special}
-        write_results(out, results_table(scorer, str(model), tasks=task_results, texts=text_results, settings=settings))
+        write_results(
+            out, results_to_dict(scorer, str(model), tasks=task_results, texts=text_results, settings=settings)
+        )
 
 
 def _score_text(

@@ -31,7 +31,9 @@ def generate(
         str, typer.Argument(help="The prompt. If omitted, generation starts from BOS.", metavar="PROMPT")
     ] = "",
     n: Annotated[int, typer.Option("--n", help="Number of completions.")] = 1,
-    beams: Annotated[int | None, typer.Option(help="Use beam search with this many beams instead of sampling.")] = None,
+    num_beams: Annotated[
+        int | None, typer.Option(help="Use beam search with this many beams instead of sampling.")
+    ] = None,
     parse_special: ParseSpecial = True,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue generating after the end-of-text token.")
@@ -46,16 +48,16 @@ def generate(
     from whimbrel.inference import encode_prompt, stream_text
     from whimbrel.model_io import open_model
 
-    _check_combination(n, beams, options)
+    _check_combination(n, num_beams, options)
     opened = open_model(model, options.tokenizer)
     bos_id = opened.generation_config.bos_token_id
     prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=bos_id).ids
     sampling, limit = options.sampling_params(opened.generation_config)
-    llm = options.load_llm(opened, max_batch=max(n, beams or 1))
+    llm = options.load_llm(opened, max_batch=max(n, num_beams or 1))
     stops, seed = options.stop or (), options.seed
     texts: Iterable[Iterable[str]]
-    if beams is not None:
-        best = llm.beam_search(prompt, beams=beams, max_new_tokens=limit, ignore_eos=ignore_eos)
+    if num_beams is not None:
+        best = llm.beam_search(prompt, num_beams=num_beams, max_new_tokens=limit, ignore_eos=ignore_eos)
         texts = [stream_text(opened.tokenizer, prompt, beam.tokens, stops) for beam in best[:n]]
     elif n > 1:
         [output] = llm.generate(
@@ -76,20 +78,20 @@ def generate(
         print()
 
 
-def _check_combination(n: int, beams: int | None, options: GenerationOptions) -> None:
+def _check_combination(n: int, num_beams: int | None, options: GenerationOptions) -> None:
     if n < 1:
         raise ConfigError(f"expected --n of at least 1, got {n}")
     if n > 1 and options.draft is not None:
         raise ConfigError("--draft cannot be combined with --n: omit one of them")
-    if beams is None:
+    if num_beams is None:
         return
     unused = {**options.sampling, "seed": options.seed, "draft": options.draft}
     conflicting = [name for name, value in unused.items() if value is not None]
     if conflicting:
         option = conflicting[0].replace("_", "-")
-        raise ConfigError(f"--{option} cannot be combined with --beams: omit one of them")
-    if n > beams:
-        raise ConfigError(f"expected --n of at most --beams {beams}, got {n}: use more beams")
+        raise ConfigError(f"--{option} cannot be combined with --num-beams: omit one of them")
+    if n > num_beams:
+        raise ConfigError(f"expected --n of at most --num-beams {num_beams}, got {n}: use more beams")
 
 
 @with_generation_options

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from whimbrel.model_io import GenerationConfig, ModelSource
 
 __all__ = [
-    "Cache",
     "Compile",
     "Device",
     "GenerationOptions",
+    "KVCacheDtype",
     "Model",
     "ParseSpecial",
     "TokenizerPath",
@@ -31,7 +31,7 @@ Model = Annotated[Path, typer.Argument(help="A run (its newest checkpoint), a mo
 Weights = Annotated[
     str | None, typer.Option(help="Quantize an unquantized model while loading: int8, int8-dynamic, int4 or fp8.")
 ]
-Cache = Annotated[str, typer.Option(help="KV cache dtype: none (that of the model), fp8, int8 or int4.")]
+KVCacheDtype = Annotated[str, typer.Option(help="KV cache dtype: none (that of the model), fp8, int8 or int4.")]
 Compile = Annotated[
     bool,
     typer.Option("--compile", help="Compile the decode step: slower startup (up to minutes), faster generation."),
@@ -84,7 +84,7 @@ class GenerationOptions:
         ),
     ] = None
     weights: Weights = None
-    cache: Cache = "none"
+    kv_cache_dtype: KVCacheDtype = "none"
     compile: Compile = False
     seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None
     device: Device = None
@@ -114,7 +114,12 @@ class GenerationOptions:
 
         device = choose_device(self.device)
         return LLM(
-            opened, device=device, quantize=self.weights, cache=self.cache, compile=self.compile, max_batch=max_batch
+            opened,
+            device=device,
+            quantize=self.weights,
+            kv_cache_dtype=self.kv_cache_dtype,
+            compile=self.compile,
+            max_batch=max_batch,
         )
 
     def load_draft(self) -> Draft | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whimbrel.base.errors import MissingExtraError
-from whimbrel.cli.model_options import Cache, Compile, Device, Model, TokenizerPath, Weights
+from whimbrel.cli.model_options import Compile, Device, KVCacheDtype, Model, TokenizerPath, Weights
 from whimbrel.cli.terminal import print_text
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Model id for clients. (default: the name of its directory)")] = None,
     weights: Weights = None,
-    cache: Cache = "none",
+    kv_cache_dtype: KVCacheDtype = "none",
     compile: Compile = False,  # noqa: A002
     max_batch: Annotated[int, typer.Option(help="Maximum number of sequences that run at once.")] = 64,
     kv_blocks: Annotated[
@@ -83,8 +83,12 @@ def serve(
         max_body_bytes=max_body_bytes,
         drain_seconds=drain_seconds,
     )
-    load = partial(_load, model, name=name, tokenizer=tokenizer, device=device, weights=weights)
-    _run(config, load, {"max_batch": max_batch, "num_blocks": kv_blocks, "cache": cache, "compile": compile})
+    load = partial(_load, model, name=name, tokenizer=tokenizer, device=device, quantize=weights)
+    _run(
+        config,
+        load,
+        {"max_batch": max_batch, "num_blocks": kv_blocks, "kv_cache_dtype": kv_cache_dtype, "compile": compile},
+    )
 
 
 def _run(config: ServeConfig, load: Callable[[], ServedModel], engine_options: dict[str, Any]) -> None:
@@ -109,9 +113,9 @@ def _run(config: ServeConfig, load: Callable[[], ServedModel], engine_options: d
 
 
 def _load(
-    model: Path, *, name: str | None, tokenizer: Path | None, device: str | None, weights: str | None
+    model: Path, *, name: str | None, tokenizer: Path | None, device: str | None, quantize: str | None
 ) -> ServedModel:
     from whimbrel.server.served_model import load_served_model
     from whimbrel.train.device import choose_device
 
-    return load_served_model(model, name=name, tokenizer=tokenizer, device=choose_device(device), weights=weights)
+    return load_served_model(model, name=name, tokenizer=tokenizer, device=choose_device(device), quantize=quantize)

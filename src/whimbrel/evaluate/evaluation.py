@@ -21,12 +21,12 @@ from whimbrel.evaluate.scoring import Score, Scorer, is_truncated
 from whimbrel.evaluate.tasks import Estimate, Item, Task, find_file, find_task, read_items
 from whimbrel.evaluate.text_perplexity import TextResult
 
-__all__ = ["TaskResult", "evaluate_items", "evaluate_tasks", "results_table", "write_results"]
+__all__ = ["TaskResult", "evaluate_items", "evaluate_tasks", "results_to_dict", "write_results"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """The result of a task."""
+    """Metrics of a task, and what is needed to compare them with other results."""
 
     metrics: Mapping[str, Estimate]
     items: int
@@ -50,10 +50,10 @@ def evaluate_tasks(
     """Evaluate tasks by name, with files in `data`; all files are read before the first task starts."""
     if not tasks:
         raise ConfigError("expected at least one task, got none")
-    found = {name: (find_task(name), find_file(find_task(name), data)) for name in tasks}
-    items = {name: read_items(task, path, limit) for name, (task, path) in found.items()}
+    resolved = {name: (find_task(name), find_file(find_task(name), data)) for name in tasks}
+    items = {name: read_items(task, path, limit) for name, (task, path) in resolved.items()}
     results = {}
-    for name, (task, path) in found.items():
+    for name, (task, path) in resolved.items():
         metrics, truncated = evaluate_items(scorer, task, items[name], batch_size=batch_size, progress=progress)
         results[name] = TaskResult(
             metrics=metrics,
@@ -85,7 +85,7 @@ def evaluate_items(
         progress.close()
     scored = list(_scores_of_items(items, scores))
     metrics = {
-        name: metric.aggregate([metric.evaluate(item, own) for item, own in scored])
+        name: metric.aggregate([metric.evaluate(item, item_scores) for item, item_scores in scored])
         for name, metric in task.metrics.items()
     }
     return metrics, sum(is_truncated(pair, length) for pair in pairs)
@@ -100,7 +100,7 @@ def _digest(items: Sequence[Item]) -> str:
     return hashlib.sha256(json.dumps([(item.pairs, item.gold) for item in items]).encode()).hexdigest()
 
 
-def results_table(
+def results_to_dict(
     scorer: Scorer,
     name: str,
     *,
@@ -119,8 +119,8 @@ def results_table(
             "tokenizer": scorer.tokenizer.fingerprint,
         },
         "settings": dict(settings) | {"device": str(model.token_embedding.weight.device)},
-        "tasks": {name: _task_table(result) for name, result in tasks.items()},
-        "texts": {name: _text_table(result) for name, result in texts.items()},
+        "tasks": {name: _task_to_dict(result) for name, result in tasks.items()},
+        "texts": {name: _text_to_dict(result) for name, result in texts.items()},
         "versions": {
             "whimbrel": whimbrel.__version__,
             "torch": str(torch.__version__),
@@ -135,19 +135,19 @@ def write_results(path: str | os.PathLike[str], table: Mapping[str, Any]) -> Non
         file.write(json.dumps(table, indent=2) + "\n")
 
 
-def _task_table(result: TaskResult) -> dict[str, Any]:
+def _task_to_dict(result: TaskResult) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, estimate in result.metrics.items():
         values |= {name: estimate.value, f"{name}_stderr": estimate.stderr}
     return values | {
         "items": result.items,
-        "cut": result.truncated,
+        "truncated": result.truncated,
         "items_sha256": result.items_sha256,
         "file": result.file,
         "file_sha256": result.file_sha256,
     }
 
 
-def _text_table(result: TextResult) -> dict[str, Any]:
+def _text_to_dict(result: TextResult) -> dict[str, Any]:
     names = ("bits_per_byte", "bits_per_token", "perplexity", "documents", "tokens", "bytes", "loglikelihood")
     return {name: getattr(result, name) for name in names}

@@ -50,9 +50,9 @@ class WhimbrelLM(LM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if dtype not in DTYPES:
-            raise ConfigError(f"expected dtype from {', '.join(DTYPES)}, got {dtype}")
+            raise ConfigError(f"expected dtype to be one of {', '.join(DTYPES)}, got {dtype}")
         if batch_size != "auto" and not str(batch_size).isdecimal():
-            raise ConfigError(f"expected batch_size as a number or auto, got {batch_size}")
+            raise ConfigError(f"expected batch_size to be a number or auto, got {batch_size}")
         if device == "cuda:0" and not torch.cuda.is_available():  # the default of lm-eval
             device = None
         self._device = choose_device(device)
@@ -108,10 +108,10 @@ class WhimbrelLM(LM):  # type: ignore[misc]
         do_sample, temperature = options.pop("do_sample", None), options.pop("temperature", None)
         if do_sample is None:
             do_sample = bool(temperature)
-        limits = {name: options.pop(name, None) for name in ("top_k", "top_p")}
+        sampling_options = {name: options.pop(name, None) for name in ("top_k", "top_p")}
         if options:
             raise RequestError(f"unknown generation_kwargs: {', '.join(options)}")
-        sampling = SamplingParams(temperature=(temperature or 1.0) if do_sample else 0.0, **limits)
+        sampling = SamplingParams(temperature=(temperature or 1.0) if do_sample else 0.0, **sampling_options)
         max_prompt = max(1, self.scorer.model.config.context_length - count)
         prompt = self.scorer.prompt(context)[-max_prompt:]
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]

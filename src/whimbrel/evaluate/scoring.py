@@ -135,7 +135,7 @@ def _score_windows(
     while engine.busy:
         for event in engine.step():
             if event.prompt is not None:
-                window, place = sequences[places[event.request]], places[event.request]
+                window, place = sequences[places[event.request_id]], places[event.request_id]
                 scores = event.prompt[-len(window.targets) :]
                 logprobs = [each.logprob for each in scores if each.logprob is not None]
                 if any(map(math.isnan, logprobs)):

@@ -22,9 +22,9 @@ from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.evaluate.scoring import Score
 from whimbrel.models.held_out_loss import perplexity
 
-__all__ = ["DATA_VARIABLE", "TASKS", "Estimate", "Item", "Metric", "Task", "find_file", "find_task", "read_items"]
+__all__ = ["DATA_ENV_VAR", "TASKS", "Estimate", "Item", "Metric", "Task", "find_file", "find_task", "read_items"]
 
-DATA_VARIABLE = "WHIMBREL_EVAL_DATA"
+DATA_ENV_VAR = "WHIMBREL_EVAL_DATA"
 """Environment variable with the directory of the task files."""
 DEFAULT_FOLDER = Path("data", "eval")
 SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -108,23 +108,23 @@ class FieldType(NamedTuple):
     is_valid: Callable[[Any], bool]
 
 
-def _is_text(value: object) -> bool:
+def _is_valid_string(value: object) -> bool:
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
-def _is_texts(value: object) -> TypeGuard[list[str]]:
-    return isinstance(value, list) and all(map(_is_text, value))
+def _is_string_list(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(map(_is_valid_string, value))
 
 
 def _is_labeled(value: object) -> bool:
     texts, labels = (value.get("text"), value.get("label")) if isinstance(value, dict) else (None, None)
-    return _is_texts(texts) and _is_texts(labels) and len(texts) == len(labels)
+    return _is_string_list(texts) and _is_string_list(labels) and len(texts) == len(labels)
 
 
-TEXT = FieldType("a text of valid Unicode", _is_text)
-TEXTS = FieldType("a list of texts", _is_texts)
-SENTENCE = FieldType("a text with _ in place of a name", lambda value: _is_text(value) and "_" in value)
-LABELED = FieldType("an object with text and label, lists of texts of equal length", _is_labeled)
+TEXT = FieldType("a valid Unicode string", _is_valid_string)
+TEXTS = FieldType("a list of strings", _is_string_list)
+SENTENCE = FieldType("a sentence with _ in place of a name", lambda value: _is_valid_string(value) and "_" in value)
+LABELED = FieldType("an object with 'text' and 'label', two lists of strings of equal length", _is_labeled)
 NUMBER = FieldType("an integer, counted from 0", lambda value: type(value) is int)
 NUMBER_OR_DIGITS = FieldType(NUMBER.description, lambda value: bool(re.fullmatch("[0-9]{1,9}", str(value))))
 ONE_OR_TWO = FieldType('"1" or "2"', lambda value: value in ("1", "2"))
@@ -150,29 +150,31 @@ class Task:
 
     def item(self, record: Record) -> Item:
         """Convert a record; raises DataError for missing or invalid fields."""
-        chosen = next((each for each in self.formats if next(iter(each.fields)) in record), self.formats[-1])
-        for field, field_type in chosen.fields.items():
+        record_format = next(
+            (candidate for candidate in self.formats if next(iter(candidate.fields)) in record), self.formats[-1]
+        )
+        for field, field_type in record_format.fields.items():
             if field not in record:
                 expected = ", or ".join(" ".join(each.fields) for each in self.formats)
                 raise DataError(f"expected {expected}, got {', '.join(map(repr, record)) or 'nothing'}: no '{field}'")
             if not field_type.is_valid(record[field]):
                 raise DataError(f"expected {field_type.description} in '{field}', got {json.dumps(record[field]):.60}")
-        item = chosen.read(record)
+        item = record_format.read(record)
         if not 0 <= item.gold < len(item.pairs):
             raise DataError(f"expected the index of the correct choice below {len(item.pairs)}, got {item.gold}")
         if not all(item.lengths):
-            raise DataError("expected choices with text, got an empty one")
+            raise DataError("expected non-empty choices, got an empty one")
         return item
 
 
-def _choices(context: str, choices: Sequence[str], gold: int) -> Item:
+def _shared_context(context: str, choices: Sequence[str], gold: int) -> Item:
     """Choices after the same context."""
     return Item(tuple((context, f" {choice}") for choice in choices), gold, tuple(map(len, choices)))
 
 
 def _hellaswag(record: Record) -> Item:
     context = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
-    return _choices(
+    return _shared_context(
         _clean_wikihow(context), [_clean_wikihow(ending) for ending in record["endings"]], int(record["label"])
     )
 
@@ -183,46 +185,48 @@ def _clean_wikihow(text: str) -> str:
 
 
 def _short(record: Record) -> Item:
-    return _choices(record["query"], record["choices"], record["gold"])
+    return _shared_context(record["query"], record["choices"], record["gold"])
 
 
 def _arc(record: Record) -> Item:
     labels, answer = record["choices"]["label"], record["answerKey"]
     if answer not in labels:
         raise DataError(f"expected one of the labels {', '.join(labels):.60} in 'answerKey', got {answer!r:.60}")
-    return _choices(f"Question: {record['question']}\nAnswer:", record["choices"]["text"], labels.index(answer))
+    return _shared_context(f"Question: {record['question']}\nAnswer:", record["choices"]["text"], labels.index(answer))
 
 
 def _piqa_short(record: Record) -> Item:
-    return _choices(f"{record['query']}Answer:", record["choices"], record["gold"])
+    return _shared_context(f"{record['query']}Answer:", record["choices"], record["gold"])
 
 
 def _piqa(record: Record) -> Item:
-    return _choices(f"Question: {record['goal']}\nAnswer:", [record["sol1"], record["sol2"]], record["label"])
+    return _shared_context(f"Question: {record['goal']}\nAnswer:", [record["sol1"], record["sol2"]], record["label"])
 
 
-def _contexts(contexts: Sequence[str], rest: str, gold: int) -> Item:
+def _shared_continuation(contexts: Sequence[str], rest: str, gold: int) -> Item:
     """The same continuation after different contexts (partial evaluation)."""
     return Item(tuple((context, f" {rest}") for context in contexts), gold, (len(rest),) * len(contexts))
 
 
 def _winogrande_short(record: Record) -> Item:
-    return _contexts(record["context_options"], record["continuation"], record["gold"])
+    return _shared_continuation(record["context_options"], record["continuation"], record["gold"])
 
 
 def _winogrande(record: Record) -> Item:
     before, _, rest = record["sentence"].partition("_")
-    return _contexts([before + record["option1"], before + record["option2"]], rest.strip(), int(record["answer"]) - 1)
+    return _shared_continuation(
+        [before + record["option1"], before + record["option2"]], rest.strip(), int(record["answer"]) - 1
+    )
 
 
 def _lambada_short(record: Record) -> Item:
-    return _choices(record["context"], [record["continuation"]], 0)
+    return _shared_context(record["context"], [record["continuation"]], 0)
 
 
 def _lambada(record: Record) -> Item:
     """Predict the last word of a passage."""
     context, _, word = record["text"].rpartition(" ")
-    return _choices(context, [word], 0)
+    return _shared_context(context, [word], 0)
 
 
 SHORT = {"query": TEXT, "choices": TEXTS, "gold": NUMBER}
@@ -263,7 +267,7 @@ TASKS: Mapping[str, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """The task of that name."""
+    """Raises ConfigError for an unknown name."""
     if name not in TASKS:
         raise ConfigError(f"unknown task '{name}': choose from {', '.join(TASKS)}")
     return TASKS[name]
@@ -271,12 +275,12 @@ def find_task(name: str) -> Task:
 
 def find_file(task: Task, folder: str | os.PathLike[str] | None = None) -> Path:
     """The file of a task: in `folder`, else in the directory of WHIMBREL_EVAL_DATA, else in `data/eval`."""
-    directory = Path(folder or os.environ.get(DATA_VARIABLE) or DEFAULT_FOLDER)
+    directory = Path(folder or os.environ.get(DATA_ENV_VAR) or DEFAULT_FOLDER)
     names = [stem + suffix for stem in (task.file, task.name) for suffix in SUFFIXES]
     found = next((path for name in names if (path := directory / name).is_file()), None)
     if found is None:
         raise DataError(
-            f"no file for task {task.name} in {directory}: expected {', '.join(names)}; set --data or {DATA_VARIABLE}"
+            f"no file for task {task.name} in {directory}: expected {', '.join(names)}; set --data or {DATA_ENV_VAR}"
         )
     return found
 

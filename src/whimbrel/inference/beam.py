@@ -34,24 +34,25 @@ def beam_search(
     model: GPT | Engine,
     prompt_ids: Sequence[int] | Tensor,
     *,
-    beams: int = 4,
+    num_beams: int = 4,
     max_new_tokens: int = 256,
     length_penalty: float = 1.0,
-    eos_id: int | Collection[int] | None = None,
-    cache: str | None = None,
+    stop_ids: int | Collection[int] | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> list[Beam]:
-    """The best `beams` continuations of a prompt, best first.
+    """The best `num_beams` continuations of a prompt, best first.
 
-    Each step extends the `beams` most likely unfinished sequences. A length penalty above 0 favors longer sequences: 1
-    compares mean log-probabilities, 0 sums. The search ends when no unfinished sequence, if it ended now, would be
-    among the best. Results match `num_beams` and `length_penalty` in transformers. Beams share the blocks of their
-    common prefix (copy on write). With an `Engine`, its block pool and decode step are used, and `cache` must be None.
+    Each step extends the `num_beams` most likely unfinished sequences. A length penalty above 0 favors longer
+    sequences: 1 compares mean log-probabilities, 0 sums. The search ends when no unfinished sequence, if it ended now,
+    would be among the best. Results match `num_beams` and `length_penalty` in transformers. Beams share the blocks of
+    their common prefix (copy on write). An `Engine` is searched with its own block pool and decode step, and
+    `kv_cache_dtype` must be None.
     """
     engine = model if isinstance(model, Engine) else None
     config = model.config if isinstance(model, GPT) else model.model.config
-    ids, stop_ids = as_token_ids(prompt_ids, config.vocab_size), as_token_set(eos_id)
-    if not 1 <= beams <= MAX_BEAMS:
-        raise RequestError(f"beams: expected from 1 to {MAX_BEAMS}, got {beams}")
+    ids, stop_set = as_token_ids(prompt_ids, config.vocab_size), as_token_set(stop_ids)
+    if not 1 <= num_beams <= MAX_BEAMS:
+        raise RequestError(f"num_beams: expected 1 to {MAX_BEAMS}, got {num_beams}")
     if max_new_tokens < 1:
         raise RequestError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
     length = len(ids) + max_new_tokens - 1  # the last token is never fed back to the model
@@ -61,18 +62,21 @@ def beam_search(
             f"{len(ids)} tokens (beam search stays within the context), got {max_new_tokens}"
         )
     if isinstance(model, GPT):
-        blocks = beams * (-(-length // EngineConfig().block_size) + 1) + 1
+        blocks = num_beams * (-(-length // EngineConfig().block_size) + 1) + 1
         engine = Engine(
-            model, EngineConfig(max_batch=beams, num_blocks=blocks, cache=cache or "none", prefix_cache=False)
+            model,
+            EngineConfig(
+                max_batch=num_beams, num_blocks=blocks, kv_cache_dtype=kv_cache_dtype or "none", prefix_cache=False
+            ),
         )
-    elif cache is not None:
-        raise RequestError(f"cache: expected None with an engine, which has its own, got {cache!r}")
+    elif kv_cache_dtype is not None:
+        raise RequestError(f"kv_cache_dtype: expected None with an engine, which has its own, got {kv_cache_dtype!r}")
     assert engine is not None
-    if beams > engine.config.max_batch:
-        raise RequestError(f"beams: expected at most {engine.config.max_batch} (max_batch), got {beams}")
+    if num_beams > engine.config.max_batch:
+        raise RequestError(f"num_beams: expected at most {engine.config.max_batch} (max_batch), got {num_beams}")
     tables = [BlockTable(engine.pool)]
     try:
-        return _search(engine, tables, ids, beams, max_new_tokens, length_penalty, stop_ids)
+        return _search(engine, tables, ids, num_beams, max_new_tokens, length_penalty, stop_set)
     finally:
         for table in tables:
             table.release()
@@ -82,7 +86,7 @@ def _search(
     engine: Engine,
     tables: list[BlockTable],
     ids: list[int],
-    beams: int,
+    num_beams: int,
     max_new_tokens: int,
     length_penalty: float,
     stop_ids: frozenset[int],
@@ -93,17 +97,17 @@ def _search(
     tables[0].num_tokens = len(ids)
     running, finished = [Beam(0.0, [])], list[Beam]()
     for length in range(1, max_new_tokens + 1):
-        # Enough candidates that `beams` of them continue even if every sequence could end in every stop token.
-        candidates = _best_candidates(logits_BV, running, beams * max(2, 1 + len(stop_ids)))
+        # Enough candidates that `num_beams` of them continue even if every sequence could end in every stop token.
+        candidates = _best_candidates(logits_BV, running, num_beams * max(2, 1 + len(stop_ids)))
         ends = [token in stop_ids or length == max_new_tokens for _, _, token in candidates]
-        for (total, row, token), end in list(zip(candidates, ends, strict=True))[:beams]:
+        for (total, row, token), end in list(zip(candidates, ends, strict=True))[:num_beams]:
             if end:
                 tokens = running[row].tokens + ([] if token in stop_ids else [token])
                 finished.append(Beam(total / length**length_penalty, tokens))
-        finished = sorted(finished, key=lambda beam: -beam.score)[:beams]
-        kept = [candidate for candidate, end in zip(candidates, ends, strict=True) if not end][:beams]
+        finished = sorted(finished, key=lambda beam: -beam.score)[:num_beams]
+        kept = [candidate for candidate, end in zip(candidates, ends, strict=True) if not end][:num_beams]
         best = kept[0][0] / length**length_penalty if kept else -torch.inf
-        if not kept or (len(finished) == beams and best <= finished[-1].score):
+        if not kept or (len(finished) == num_beams and best <= finished[-1].score):
             break
         running = [Beam(total, [*running[row].tokens, token]) for total, row, token in kept]
         forks = [tables[row].fork() for _, row, _ in kept]
@@ -123,8 +127,8 @@ def _search(
 def _best_candidates(logits_BV: Tensor, running: Sequence[Beam], count: int) -> list[tuple[float, int, int]]:
     """The `count` most likely continuations: (log-probability of the sequence, row it continues, token)."""
     check_finite(logits_BV)
-    so_far_B1 = torch.tensor([[beam.score] for beam in running], device=logits_BV.device)
-    totals_BV = logits_BV.float().log_softmax(-1) + so_far_B1
+    scores_B1 = torch.tensor([[beam.score] for beam in running], device=logits_BV.device)
+    totals_BV = logits_BV.float().log_softmax(-1) + scores_B1
     values, indices = totals_BV.flatten().topk(min(count, totals_BV.numel()))
     vocab_size = logits_BV.size(1)
     return [

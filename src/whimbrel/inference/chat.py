@@ -49,7 +49,9 @@ class Conversation:
         self._stop = (*self._template.stops, *stop)
         self._stop_ids = as_token_set(stop_ids) | {llm.tokenizer.eot_id}
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        StopStrings(self._stop), SampleRNG(seed)  # raise on invalid arguments before the first turn
+        # Raise on invalid arguments before the first turn.
+        StopStrings(self._stop)
+        SampleRNG(seed)
         self._check_system_prompt()
         self._num_turns = 0
         self.messages: list[Message] = []
@@ -71,10 +73,8 @@ class Conversation:
             stop_ids=self._stop_ids,
             draft=draft,
         )
-        answer = {
-            "role": "assistant",
-            "content": "",
-        }  # now: roles alternate even if it is stopped before its first token
+        # Added before the first token, so that roles alternate even if generation is stopped immediately.
+        answer = {"role": "assistant", "content": ""}
         self.messages = [*messages[first:], answer]
         self._num_turns += 1
         return Answer(self._pieces(tokens, TextStream(self._tokenizer, ids, self._stop), answer), first)
@@ -95,7 +95,7 @@ class Conversation:
         if self._system:
             ids = self._template.encode(self._tokenizer, [*self._system, {"role": "user", "content": "?"}])
             if len(ids) > self._max_prompt:
-                raise self._too_long("the system prompt with a message of one character", ids)
+                raise self._too_long_error("the system prompt with a message of one character", ids)
 
     @property
     def _context_length(self) -> int:
@@ -106,9 +106,9 @@ class Conversation:
         """Maximum number of prompt tokens that leaves space for an answer."""
         return self._context_length - min(self._max_new_tokens, self._context_length // 2)
 
-    def _too_long(self, what: str, ids: list[int]) -> RequestError:
+    def _too_long_error(self, name: str, ids: list[int]) -> RequestError:
         return RequestError(
-            f"{what}: expected at most {self._max_prompt} tokens (with an answer, in a context of "
+            f"{name}: expected at most {self._max_prompt} tokens (leaving space for an answer, context length "
             f"{self._context_length}), got {len(ids)}"
         )
 
@@ -124,4 +124,4 @@ class Conversation:
             ids = self._template.encode(self._tokenizer, [*self._system, *messages[first:]])
             if len(ids) <= (self._max_prompt if first in (0, user_turns[-1]) else half):
                 return first, ids
-        raise self._too_long("the message", ids)
+        raise self._too_long_error("the message", ids)

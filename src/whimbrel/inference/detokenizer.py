@@ -54,18 +54,18 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Add a token; returns the characters that are complete now."""
-        added = self.token_bytes(token)
+        new_bytes = self.token_bytes(token)
         if self._has_text(token):
             self._last = [token]
-        if not added:
+        if not new_bytes:
             self.span = (self._length, self._length)
             return ""
-        text = self._utf8.decode(added[:1])
-        broken = len(text) - (not self._is_incomplete)  # 1 if the byte does not continue the incomplete character
-        text += self._utf8.decode(added[1:])
+        text = self._utf8.decode(new_bytes[:1])
+        num_invalid = len(text) - (not self._is_incomplete)  # 1 if the byte does not continue the incomplete character
+        text += self._utf8.decode(new_bytes[1:])
         if self._started_before:
-            text, broken, self._started_before = text[broken:], 0, False
-        start = self._length + broken
+            text, num_invalid, self._started_before = text[num_invalid:], 0, False
+        start = self._length + num_invalid
         self._length += len(text)
         self.span = (start, self._length + self._is_incomplete)
         return text

@@ -39,7 +39,7 @@ class EngineConfig:
     """Maximum number of sequences that run at once."""
     prefill_chunk: int = 512
     """Maximum number of prompt tokens per step, over all sequences, padding included."""
-    cache: str = "none"
+    kv_cache_dtype: str = "none"
     """Quantization of keys and values: none, fp8, int8 or int4."""
     prefix_cache: bool = True
     """Reuse the blocks of earlier requests that start with the same tokens."""
@@ -100,8 +100,8 @@ class Engine:
             prefix_cache=self.config.prefix_cache,
             max_steps=1 if self._graphs is None else self.config.multi_step,
         )
-        self._sequences: dict[int, list[Sequence]] = {}  # by request number
-        self._numbers = count()
+        self._sequences: dict[int, list[Sequence]] = {}  # by request id
+        self._request_ids = count()
         self._prompt_tokens = self._new_tokens = 0
 
     def warm_up(self) -> None:
@@ -118,7 +118,7 @@ class Engine:
         return bool(self._sequences)
 
     def stats(self) -> Stats:
-        """Current gauges and counters."""
+        """Cheap: does not synchronize with the device."""
         scheduler = self._scheduler
         return Stats(
             running=len(scheduler.running),
@@ -134,16 +134,16 @@ class Engine:
     def add_request(self, request: Request) -> int:
         """Queue a request; returns its id. Raises RequestError if it can never be served."""
         self._check(request)
-        number = next(self._numbers)
-        seq = Sequence.from_request(request, number, self.pool, self.context_length)
-        self._sequences[number] = [seq]
+        request_id = next(self._request_ids)
+        seq = Sequence.from_request(request, request_id, self.pool, self.context_length)
+        self._sequences[request_id] = [seq]
         self._scheduler.add(seq)
         self._prompt_tokens += len(request.prompt_ids)
-        return number
+        return request_id
 
-    def abort(self, request: int, sample: int | None = None) -> None:
+    def abort(self, request_id: int, sample: int | None = None) -> None:
         """Cancel a request, or one of its samples, and free its blocks immediately. Does nothing if it has finished."""
-        for seq in list(self._sequences.get(request, ())):
+        for seq in list(self._sequences.get(request_id, ())):
             if sample is None or seq.samples == [sample]:
                 self._remove(seq)
             elif sample in seq.samples:
@@ -202,11 +202,11 @@ class Engine:
             last = range(seq.pending - 1, tokens) if is_last else range(0)
             offsets.append([*(position - start for position in scored), *last])
         chunks = [Chunk(seq.block_table, seq.next_tokens(n)) for seq, n in zip(sequences, counts, strict=True)]
-        found = self.runner.prefill(chunks, offsets)
-        for seq, tokens, scored_count, each in zip(sequences, counts, num_scored, found, strict=True):
+        chunk_logits = self.runner.prefill(chunks, offsets)
+        for seq, tokens, scored_count, logits_KV in zip(sequences, counts, num_scored, chunk_logits, strict=True):
             if scored_count:
-                _score_prompt(seq, each[:scored_count])
-            last_logits = each[scored_count:]
+                _score_prompt(seq, logits_KV[:scored_count])
+            last_logits = logits_KV[scored_count:]
             if seq.proposal is not None:
                 events += self._verify(seq, last_logits)
                 continue
@@ -226,8 +226,8 @@ class Engine:
         scores = [Logprob(None)] * len(tokens)
         if seq.request.logprobs is not None:
             sampled = torch.tensor(tokens, device=logits_KV.device)
-            found = log_probabilities(logits_KV[: len(tokens)], sampled, seq.request.logprobs)
-            scores = [Logprob(logprob, tuple(top)) for logprob, top in found]
+            results = log_probabilities(logits_KV[: len(tokens)], sampled, seq.request.logprobs)
+            scores = [Logprob(logprob, tuple(top)) for logprob, top in results]
         for index, (token, score) in enumerate(zip(tokens, scores, strict=True)):
             if index == len(tokens) - 1:  # everything before the last token is stored
                 seq.advance(seq.pending, cache=self.config.prefix_cache)
@@ -292,7 +292,7 @@ class Engine:
         """The log-probabilities of the prompt, once, if they were requested."""
         if seq.request.prompt_logprobs is None or seq.num_sampled > 0:
             return []
-        return [Event(seq.number, seq.sample, prompt=tuple(seq.logprobs))]
+        return [Event(seq.request_id, seq.sample, prompt=tuple(seq.logprobs))]
 
     def _split(self, seq: Sequence) -> list[Sequence]:
         """One running sequence per sample."""
@@ -300,7 +300,7 @@ class Engine:
             return [seq]
         sequences = seq.split()
         for fork in sequences[1:]:
-            self._sequences[seq.number].append(fork)
+            self._sequences[seq.request_id].append(fork)
             self._scheduler.add_fork(fork)
         return sequences
 
@@ -313,18 +313,18 @@ class Engine:
         if seq.is_complete:
             finish_reason = "length"
             self._remove(seq)
-        return Event(seq.number, seq.sample, token, score.logprob, score.top, finish_reason)
+        return Event(seq.request_id, seq.sample, token, score.logprob, score.top, finish_reason)
 
     def _finish(self, seq: Sequence, finish_reason: FinishReason, *, discard: bool = False) -> Event:
         self._remove(seq, discard=discard or finish_reason == "error")
-        return Event(seq.number, seq.sample, finish_reason=finish_reason)
+        return Event(seq.request_id, seq.sample, finish_reason=finish_reason)
 
     def _remove(self, seq: Sequence, *, discard: bool = False) -> None:
         self._scheduler.remove(seq, discard=discard)
-        sequences = self._sequences[seq.number]
+        sequences = self._sequences[seq.request_id]
         sequences.remove(seq)
         if not sequences:
-            del self._sequences[seq.number]
+            del self._sequences[seq.request_id]
 
     def _check(self, request: Request) -> None:
         config, prompt = self.model.config, request.prompt_ids
@@ -335,8 +335,8 @@ class Engine:
         limit = self.context_length + (1 if request.max_new_tokens == 0 else -1)
         shift = request.context_shift and request.prompt_logprobs is None
         if len(prompt) > limit and not shift:
-            whose = "model's context" if self.context_length == config.context_length else "KV cache"
-            raise RequestError(f"prompt_ids: expected at most {limit} tokens (the {whose}), got {len(prompt)}")
+            limited_by = "model's context" if self.context_length == config.context_length else "KV cache"
+            raise RequestError(f"prompt_ids: expected at most {limit} tokens (the {limited_by}), got {len(prompt)}")
         if request.n > self.config.max_batch:
             raise RequestError(f"n: expected at most {self.config.max_batch} (max_batch), got {request.n}", field="n")
         if isinstance(request.draft, ModelDraft) and request.draft.vocab_size != config.vocab_size:
@@ -352,33 +352,36 @@ def _score(sequences: abc.Sequence[Sequence], logits: Tensor, tokens: Tensor) ->
     requested = {index: seq.request.logprobs for index, seq in enumerate(sequences) if seq.request.logprobs is not None}
     if requested:
         picked = torch.tensor(list(requested), device=logits.device)
-        found = log_probabilities(logits[picked], tokens[picked], max(requested.values()))
-        for (index, number), (logprob, top) in zip(requested.items(), found, strict=True):
-            scores[index] = Logprob(logprob, tuple(top[:number]))
+        results = log_probabilities(logits[picked], tokens[picked], max(requested.values()))
+        for (index, num_top), (logprob, top) in zip(requested.items(), results, strict=True):
+            scores[index] = Logprob(logprob, tuple(top[:num_top]))
     return scores
 
 
 def _score_prompt(seq: Sequence, logits: Tensor) -> None:
     first = len(seq.logprobs)
     tokens = torch.tensor(seq.request.prompt_ids[first : first + len(logits)], device=logits.device)
-    found = log_probabilities(logits, tokens, seq.request.prompt_logprobs or 0)
-    seq.logprobs += [Logprob(logprob, tuple(top)) for logprob, top in found]
+    results = log_probabilities(logits, tokens, seq.request.prompt_logprobs or 0)
+    seq.logprobs += [Logprob(logprob, tuple(top)) for logprob, top in results]
 
 
 def _build_pool(model: GPT, config: EngineConfig) -> BlockPool:
     weight = model.token_embedding.weight
-    dtype, device, num_blocks = weight.dtype, weight.device, config.num_blocks
-    nbytes = BlockPool.block_nbytes(model.config, config.block_size, dtype=dtype, codec=config.cache)
-    memory = _memory(device)
+    dtype, device = weight.dtype, weight.device
+    num_blocks, codec = config.num_blocks, config.kv_cache_dtype
+    nbytes = BlockPool.block_nbytes(model.config, config.block_size, dtype=dtype, codec=codec)
+    memory = _available_memory(device)
     if num_blocks is None:
-        enough = config.max_batch * -(-model.config.context_length // config.block_size) + 1
-        num_blocks = max(2, min(enough, int(memory * MEMORY_FRACTION.get(device.type, 0.25)) // nbytes))
+        full_context_blocks = config.max_batch * -(-model.config.context_length // config.block_size) + 1
+        num_blocks = max(2, min(full_context_blocks, int(memory * MEMORY_FRACTION.get(device.type, 0.25)) // nbytes))
     elif num_blocks * nbytes > memory:
         raise ConfigError(f"num_blocks: expected at most {memory // nbytes} (the memory of {device}), got {num_blocks}")
-    return BlockPool(model.config, num_blocks, config.block_size, dtype=dtype, device=device, codec=config.cache)
+    return BlockPool(
+        model.config, num_blocks, config.block_size, dtype=dtype, device=device, codec=config.kv_cache_dtype
+    )
 
 
-def _memory(device: torch.device) -> int:
+def _available_memory(device: torch.device) -> int:
     """Bytes that are free on a GPU, or the total memory of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

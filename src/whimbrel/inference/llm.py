@@ -115,8 +115,8 @@ class LLM:
     @cached_property
     def template(self) -> ChatTemplate:
         """The model's chat template, or `DEFAULT_CHAT_TEMPLATE`."""
-        own = load_chat_template(self._path) if self._path is not None and self._path.is_dir() else None
-        return own or DEFAULT_CHAT_TEMPLATE
+        template = load_chat_template(self._path) if self._path is not None and self._path.is_dir() else None
+        return template or DEFAULT_CHAT_TEMPLATE
 
     def generate(
         self,
@@ -234,7 +234,7 @@ class LLM:
         self,
         prompt: Prompt,
         *,
-        beams: int = 4,
+        num_beams: int = 4,
         max_new_tokens: int = 256,
         length_penalty: float = 1.0,
         ignore_eos: bool = False,
@@ -243,10 +243,10 @@ class LLM:
         return beam_search(
             self.engine,
             self.encode(prompt),
-            beams=beams,
+            num_beams=num_beams,
             max_new_tokens=max_new_tokens,
             length_penalty=length_penalty,
-            eos_id=() if ignore_eos else self.eos_ids,
+            stop_ids=() if ignore_eos else self.eos_ids,
         )
 
     def encode(self, prompt: Prompt, *, parse_special: bool = True) -> list[int]:
@@ -283,36 +283,36 @@ class LLM:
         """
         if not requests:
             raise RequestError("prompts: expected at least one, got none")
-        numbers: dict[int, int] = {}
+        indices: dict[int, int] = {}
         inbox: deque[Event] = deque()
         try:
             for index, request in enumerate(requests):
-                number = self.engine.add_request(request)
-                numbers[number], self._inboxes[number] = index, inbox
+                request_id = self.engine.add_request(request)
+                indices[request_id], self._inboxes[request_id] = index, inbox
             unfinished = sum(request.n for request in requests)
             while unfinished:
                 while not inbox:
                     for event in self.engine.step():
-                        self._inboxes[event.request].append(event)
+                        self._inboxes[event.request_id].append(event)
                 event = inbox.popleft()
                 if event.finish_reason == "error":
                     raise non_finite_error()
                 unfinished -= event.finish_reason is not None
-                yield numbers[event.request], event
+                yield indices[event.request_id], event
         finally:
-            for number in numbers:
-                self.engine.abort(number)
-                del self._inboxes[number]
+            for request_id in indices:
+                self.engine.abort(request_id)
+                del self._inboxes[request_id]
 
     def _finish(self, event: Event) -> None:
         """Finish a sample whose text reached a stop string; the engine only knows stop tokens."""
         if event.finish_reason is None:
-            inbox = self._inboxes[event.request]
-            dropped = [each for each in inbox if (each.request, each.sample) == (event.request, event.sample)]
+            inbox = self._inboxes[event.request_id]
+            dropped = [each for each in inbox if (each.request_id, each.sample) == (event.request_id, event.sample)]
             for each in dropped:
                 inbox.remove(each)
-            self.engine.abort(event.request, event.sample)
-            inbox.append(Event(event.request, event.sample, finish_reason="stop"))
+            self.engine.abort(event.request_id, event.sample)
+            inbox.append(Event(event.request_id, event.sample, finish_reason="stop"))
 
     def _tokens(self, request: Request) -> Iterator[int]:
         for _, event in self._run([request]):
@@ -356,17 +356,18 @@ def generate(
     frequency_penalty: float = 0.0,
     logit_bias: Mapping[int, float] | None = None,
     seed: int | None = None,
-    eos_id: int | Collection[int] | None = None,
-    stops: Sequence[str] = (),
+    stop_ids: int | Collection[int] | None = None,
+    stop: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
-    cache: str = "none",
+    kv_cache_dtype: str = "none",
     compile: bool = False,  # noqa: A002
 ) -> list[int]:
     """Generate token ids after a prompt; the prompt and the stop token are not included.
 
-    Temperature 0 is greedy. The same seed gives the same tokens. `stops` are strings, found in the text that
-    `tokenizer` decodes. A sequence that fills the model's context continues from the newest half of it. `cache` is the
-    quantization of keys and values: none, fp8, int8 or int4. Every call builds an engine: use `LLM` for many prompts.
+    Temperature 0 is greedy. The same seed gives the same tokens. `stop` are strings, found in the text that
+    `tokenizer` decodes. A sequence that fills the model's context continues from the newest half of it.
+    `kv_cache_dtype` is the quantization of keys and values: none, fp8, int8 or int4. Every call builds an engine: use
+    `LLM` for many prompts.
     """
     sampling = SamplingParams(
         temperature=temperature,
@@ -388,11 +389,11 @@ def generate(
         num_blocks=-(-length // block_size) + 1,
         prefill_chunk=length,
         prefix_cache=False,
-        cache=cache,
+        kv_cache_dtype=kv_cache_dtype,
         compile=compile,
         cuda_graphs=max_new_tokens >= MIN_TOKENS_FOR_GRAPHS,
     )
     [output] = llm.generate(
-        [ids], sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stops, stop_ids=eos_id, ignore_eos=True
+        [ids], sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop, stop_ids=stop_ids, ignore_eos=True
     )
     return output.outputs[0].tokens

@@ -18,13 +18,13 @@ from whimbrel.models import GPT, KVCache
 
 __all__ = ["Chunk", "DecodeGraphs", "ModelRunner", "decode_one", "prefill"]
 
-WARM_UPS = 3
+WARMUP_RUNS = 3
 """Runs before graph capture, so that autotuning, compilation and module loading are not captured."""
 
-MIN_TOKENS = 256
+MIN_TABLE_TOKENS = 256
 """Tokens covered by the narrowest block table: attention over fewer saves too little to be worth another graph."""
 
-UNLIMITED = 2**31 - 1
+NO_RECOMPILE_LIMIT = 2**31 - 1
 """Effectively disables the recompile limits of torch."""
 
 
@@ -50,7 +50,7 @@ class ModelRunner:
     def decode(self, chunks: Sequence[Chunk]) -> Tensor:
         """Process one token of each sequence; the logits (sequences, vocabulary) of the next."""
         if self._graphs is not None:
-            tokens, batch = self._batch(chunks, self._graphs.padded(len(chunks)))
+            tokens, batch = self._batch(chunks, self._graphs.padded_size(len(chunks)))
             return self._graphs(tokens, batch)[: len(chunks)]
         tokens, cache = self._inputs(chunks)
         with _run_eagerly() if self._is_compiled else nullcontext():
@@ -59,9 +59,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode_steps(self, chunks: Sequence[Chunk], steps: int) -> list[list[int]]:
-        """Decode `steps` tokens of each sequence greedily, in one go; -1 where logits were not finite. Needs graphs."""
+        """The next `steps` greedy tokens of each sequence, -1 for non-finite logits, read once at the end. Needs graphs."""
         assert self._graphs is not None
-        tokens, batch = self._batch(chunks, self._graphs.padded(len(chunks)))
+        tokens, batch = self._batch(chunks, self._graphs.padded_size(len(chunks)))
         sampled: list[list[int]] = self._graphs.decode_steps(tokens, batch, steps)[: len(chunks)].tolist()
         return sampled
 
@@ -72,9 +72,9 @@ class ModelRunner:
         with _run_eagerly() if self._is_compiled else nullcontext():
             hidden = self._model.hidden_states(tokens, cache=cache)
         width = tokens.size(1)
-        picks = [index * width + offset for index, each in enumerate(offsets) for offset in each]
-        picked = torch.tensor(picks, dtype=torch.long, device=hidden.device)
-        logits = self._model.logits(hidden.flatten(0, 1)[picked])
+        flat_indices = [index * width + offset for index, each in enumerate(offsets) for offset in each]
+        index = torch.tensor(flat_indices, dtype=torch.long, device=hidden.device)
+        logits = self._model.logits(hidden.flatten(0, 1)[index])
         return list(logits.split([len(each) for each in offsets]))
 
     def _inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, KVCache]:
@@ -84,24 +84,26 @@ class ModelRunner:
             return torch.tensor([tokens]), ContiguousCache(self._pool, table.blocks[0], table.num_tokens)
         return self._batch(chunks, len(chunks))
 
-    def _batch(self, chunks: Sequence[Chunk], height: int) -> tuple[Tensor, PagedBatch]:
-        """Tokens (height, longest chunk) and their cache; one transfer to the device."""
+    def _batch(self, chunks: Sequence[Chunk], batch_size: int) -> tuple[Tensor, PagedBatch]:
+        """Tokens (batch_size, longest chunk) and their cache; one transfer to the device."""
         width = max(len(chunk.tokens) for chunk in chunks)
         blocks = max(len(chunk.table.blocks) for chunk in chunks)
-        ints = np.zeros(height * (width + blocks + 2), dtype=np.int32)
-        sizes = [height * width, height * blocks, height, height]
+        ints = np.zeros(batch_size * (width + blocks + 2), dtype=np.int32)
+        sizes = [batch_size * width, batch_size * blocks, batch_size, batch_size]
         tokens, tables, starts, counts = np.split(ints, np.cumsum(sizes)[:-1])
-        tokens, tables = tokens.reshape(height, width), tables.reshape(height, blocks)
+        tokens, tables = tokens.reshape(batch_size, width), tables.reshape(batch_size, blocks)
         for index, (table, new) in enumerate(chunks):
             starts[index], counts[index] = table.num_tokens, len(new)
             tokens[index, : len(new)] = new
-            own = table.blocks
-            tables[index, : len(own)] = own
-            tables[index, len(own) :] = own[-1]  # masked, but read: a block of the same sequence is finite
+            sequence_blocks = table.blocks
+            tables[index, : len(sequence_blocks)] = sequence_blocks
+            tables[index, len(sequence_blocks) :] = sequence_blocks[
+                -1
+            ]  # masked, but read: a block of the same sequence is finite
         stored = int((starts + counts).max()) - width
-        sent = torch.from_numpy(ints).to(self._pool.device, non_blocking=True).split(sizes)
-        batch = PagedBatch(self._pool, sent[1].view(height, blocks), sent[2], sent[3], stored=stored)
-        return sent[0].view(height, width), batch
+        on_device = torch.from_numpy(ints).to(self._pool.device, non_blocking=True).split(sizes)
+        batch = PagedBatch(self._pool, on_device[1].view(batch_size, blocks), on_device[2], on_device[3], stored=stored)
+        return on_device[0].view(batch_size, width), batch
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ class DecodeGraphs:
         self._recorded: dict[tuple[int, int], RecordedStep] = {}
         self._graph_memory: Any = None
 
-    def padded(self, rows: int) -> int:
+    def padded_size(self, rows: int) -> int:
         """The smallest recorded batch size for this many sequences."""
         return next(size for size in self._sizes if size >= rows)
 
@@ -161,7 +163,7 @@ class DecodeGraphs:
         On a GPU each width is a graph, so widths are powers of two; but the kernel for unquantized caches stops at the
         length of each sequence, and one width serves all. Compiled code on a CPU takes any width.
         """
-        minimum = -(-MIN_TOKENS // self._pool.block_size)
+        minimum = -(-MIN_TABLE_TOKENS // self._pool.block_size)
         cuda = self._pool.device.type == "cuda"
         if self._max_blocks <= max(minimum, 1) or (cuda and self._pool.codec is None):
             return self._max_blocks
@@ -176,19 +178,19 @@ class DecodeGraphs:
         """
         sizes = self._sizes if self._pool.device.type == "cuda" else self._sizes[:2]
         for rows in sizes:
-            for _ in self._replays(self._at(rows, 1), 1):
+            for _ in self._replays(self._get_step(rows, 1), 1):
                 pass
 
     def __call__(self, tokens_B1: Tensor, batch: PagedBatch) -> Tensor:
         """The logits (rows, vocabulary) of the next token of each row."""
-        recorded = self._at(len(tokens_B1), batch.tables.size(1))
+        recorded = self._get_step(len(tokens_B1), batch.tables.size(1))
         recorded.fill(tokens_B1, batch)
         [(logits_BV, _)] = self._replays(recorded, 1)
         return logits_BV
 
     def decode_steps(self, tokens_B1: Tensor, batch: PagedBatch, steps: int) -> Tensor:
         """Greedy tokens (rows, steps); each step reads the token of the one before."""
-        recorded = self._at(len(tokens_B1), batch.tables.size(1))
+        recorded = self._get_step(len(tokens_B1), batch.tables.size(1))
         recorded.fill(tokens_B1, batch)
         sampled_BS = tokens_B1.new_empty((len(tokens_B1), steps))
         for step, (_, argmax_B) in enumerate(self._replays(recorded, steps)):
@@ -214,7 +216,7 @@ class DecodeGraphs:
             for _ in range(count):
                 yield recorded.replay()
 
-    def _at(self, rows: int, blocks: int) -> RecordedStep:
+    def _get_step(self, rows: int, blocks: int) -> RecordedStep:
         key = rows, self.width(blocks)
         if key not in self._recorded:
             with _unlimited_compilations() if self._compiled else nullcontext():
@@ -241,7 +243,7 @@ class DecodeGraphs:
         side_stream = torch.cuda.Stream(device)  # warm-up before capture must run on a side stream
         side_stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side_stream):
-            for _ in range(WARM_UPS):
+            for _ in range(WARMUP_RUNS):
                 self._step(*inputs)
         torch.cuda.current_stream(device).wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
@@ -288,5 +290,5 @@ def _unlimited_compilations() -> Iterator[None]:
     """Lift the recompile limit: every engine compiles the step a few times on purpose."""
     import torch._dynamo  # slow to import (seconds)
 
-    with torch._dynamo.config.patch(recompile_limit=UNLIMITED, accumulated_recompile_limit=UNLIMITED):
+    with torch._dynamo.config.patch(recompile_limit=NO_RECOMPILE_LIMIT, accumulated_recompile_limit=NO_RECOMPILE_LIMIT):
         yield

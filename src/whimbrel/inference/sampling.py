@@ -69,7 +69,7 @@ class SamplingParams:
         if self.top_k is not None and self.top_k < 0:
             raise RequestError(f"top_k: expected at least 0 (0 turns it off), got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p: expected a number above 0 and at most 1, got {self.top_p}")
+            raise RequestError(f"top_p: expected a number in (0, 1], got {self.top_p}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise RequestError(f"min_p: expected a number from 0 to 1, got {self.min_p}")
         if not 0 < self.repetition_penalty < math.inf:
@@ -161,12 +161,12 @@ def sample(
     """
     if check:
         check_finite(logits_BV)
-    logits_BV = _adjusted(logits_BV, params, histories)
+    logits_BV = _apply_bias_and_penalties(logits_BV, params, histories)
     tokens_B = logits_BV.argmax(-1)
     sampled = [row for row, each in enumerate(params) if not each.greedy]
     if sampled:
         rows = torch.tensor(sampled, device=logits_BV.device)
-        probabilities_RV = _restricted(logits_BV[rows], [params[row] for row in sampled])
+        probabilities_RV = _filtered_probabilities(logits_BV[rows], [params[row] for row in sampled])
         tokens_B[rows] = gumbel_max(probabilities_RV, [keys[row] for row in sampled])
     return tokens_B
 
@@ -202,13 +202,13 @@ def _logical_shift(numbers: Tensor, bits: int) -> Tensor:
 def distribution(logits_BV: Tensor, params: Sequence[SamplingParams], histories: Sequence[History]) -> Tensor:
     """The probabilities (B, V) that tokens are sampled with; one-hot for greedy rows."""
     check_finite(logits_BV)
-    logits_BV = _adjusted(logits_BV, params, histories)
+    logits_BV = _apply_bias_and_penalties(logits_BV, params, histories)
     probabilities_BV = torch.zeros_like(logits_BV, dtype=torch.float32)
     probabilities_BV.scatter_(1, logits_BV.argmax(-1, keepdim=True), 1.0)
     sampled = [row for row, each in enumerate(params) if not each.greedy]
     if sampled:
         rows = torch.tensor(sampled, device=logits_BV.device)
-        probabilities_BV[rows] = _restricted(logits_BV[rows], [params[row] for row in sampled])
+        probabilities_BV[rows] = _filtered_probabilities(logits_BV[rows], [params[row] for row in sampled])
     return probabilities_BV
 
 
@@ -227,7 +227,9 @@ def log_probabilities(logits_BV: Tensor, tokens_B: Tensor, top: int = 0) -> list
     return list(zip(token_logprobs, best, strict=True))
 
 
-def _adjusted(logits_BV: Tensor, params: Sequence[SamplingParams], histories: Sequence[History]) -> Tensor:
+def _apply_bias_and_penalties(
+    logits_BV: Tensor, params: Sequence[SamplingParams], histories: Sequence[History]
+) -> Tensor:
     """Logits after bias and penalties, in fp32; the same tensor if no row has either."""
     penalties = [
         (row, token, float(count), each.repetition_penalty, each.presence_penalty, each.frequency_penalty)
@@ -243,13 +245,13 @@ def _adjusted(logits_BV: Tensor, params: Sequence[SamplingParams], histories: Se
         rows, tokens, bias = (torch.tensor(column, device=logits_BV.device) for column in zip(*biases, strict=True))
         logits_BV[rows, tokens] += bias
     if penalties:
-        rows, tokens, *numbers = (
+        rows, tokens, *penalty_columns = (
             torch.tensor(column, device=logits_BV.device) for column in zip(*penalties, strict=True)
         )
-        counts, repetition, presence, frequency = numbers
-        found = logits_BV[rows, tokens]
-        found = torch.where(found > 0, found / repetition, found * repetition)
-        logits_BV[rows, tokens] = found - presence * (counts > 0) - frequency * counts
+        counts, repetition, presence, frequency = penalty_columns
+        selected = logits_BV[rows, tokens]
+        selected = torch.where(selected > 0, selected / repetition, selected * repetition)
+        logits_BV[rows, tokens] = selected - presence * (counts > 0) - frequency * counts
     return logits_BV
 
 
@@ -260,7 +262,7 @@ def _output_counts(history: History) -> Counter[int]:
     return counts
 
 
-def _restricted(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _filtered_probabilities(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Probabilities after temperature, top_k, top_p and min_p.
 
     Tokens tied with the last one kept are kept too, so the result does not depend on the order of ties.

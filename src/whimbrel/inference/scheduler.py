@@ -74,7 +74,12 @@ class Scheduler:
             seq = self.waiting.popleft()
             self.running.append(seq)
             self._place(seq, plan)
-        if self._max_steps > 1 and plan.decodes and not plan.prefills and all(seq.is_argmax for seq in plan.decodes):
+        if (
+            self._max_steps > 1
+            and plan.decodes
+            and not plan.prefills
+            and all(seq.supports_multi_step for seq in plan.decodes)
+        ):
             self._plan_multi_step(plan)
         return plan
 

@@ -80,8 +80,8 @@ class Request:
 class Event(NamedTuple):
     """An update of one sample of a request: a new token, prompt log-probabilities, or its end."""
 
-    request: int
-    """The number returned by `add_request`."""
+    request_id: int
+    """The id returned by `add_request`."""
     sample: int
     """0 to n - 1."""
     token: int | None = None
@@ -107,8 +107,8 @@ class Sequence:
     in how many tokens are pending.
     """
 
-    number: int
-    """Number of the request, in order of arrival."""
+    request_id: int
+    """In order of arrival."""
     request: Request
     block_table: BlockTable
     tokens: list[int]
@@ -129,14 +129,14 @@ class Sequence:
     """Draft tokens to verify in the next step."""
 
     @classmethod
-    def from_request(cls, request: Request, number: int, manager: BlockManager, context_length: int) -> Sequence:
+    def from_request(cls, request: Request, request_id: int, manager: BlockManager, context_length: int) -> Sequence:
         """A sequence with all tokens pending."""
         tokens = list(request.prompt_ids)
         if request.max_new_tokens == 0 and len(tokens) > 1:
             tokens.pop()
         max_length = len(tokens) + request.max_new_tokens
         return cls(
-            number=number,
+            request_id=request_id,
             request=request,
             block_table=BlockTable(manager),
             tokens=tokens,
@@ -161,7 +161,7 @@ class Sequence:
 
     def _fork(self, sample: int) -> Sequence:
         return Sequence(
-            number=self.number,
+            request_id=self.request_id,
             request=self.request,
             block_table=self.block_table.fork(),
             tokens=self.tokens[:],
@@ -201,7 +201,7 @@ class Sequence:
     @property
     def priority(self) -> tuple[int, int]:
         """Smaller for sequences that arrived earlier."""
-        return self.number, self.sample
+        return self.request_id, self.sample
 
     @property
     def pending(self) -> int:
@@ -235,7 +235,7 @@ class Sequence:
         return min(left, self.context_length - (len(self.tokens) - self.start) + 1)
 
     @property
-    def is_argmax(self) -> bool:
+    def supports_multi_step(self) -> bool:
         """Whether several steps can run without the host: greedy, no log-probabilities, no draft, one sample."""
         request = self.request
         prompt_reported = request.prompt_logprobs is None or self.num_sampled > 0

@@ -39,7 +39,7 @@ from whimbrel.server.schema import (
 )
 from whimbrel.server.served_model import Prompt, ServedModel
 from whimbrel.server.streaming import ChatFormat, CompletionFormat, PromptContext, ResponseBuilder, ResponseFormat
-from whimbrel.server.worker import StepEngine, Worker
+from whimbrel.server.worker import EngineProtocol, Worker
 
 __all__ = ["Service"]
 
@@ -79,7 +79,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 class Service:
     """The app of one served model, with its worker, request tracker and metrics."""
 
-    def __init__(self, model: ServedModel, engine: StepEngine, config: ServeConfig) -> None:
+    def __init__(self, model: ServedModel, engine: EngineProtocol, config: ServeConfig) -> None:
         self.model, self.config = model, config
         self.worker, self.requests = Worker(engine), RequestTracker()
         # Few threads, because each may need much memory; two pools, because a chat template may be slow.
@@ -112,9 +112,12 @@ class Service:
         add = router.add_api_route
         add("/v1/models", self.list_models, responses=ERROR_RESPONSES | {200: {"model": ModelList}})
         add("/v1/models/{name:path}", self.get_model, responses=ERROR_RESPONSES | {200: {"model": ModelCard}})
-        add(COMPLETIONS, self.create_completion, methods=["POST"], responses=_streamed(CompletionResponse))
+        add(COMPLETIONS, self.create_completion, methods=["POST"], responses=_streaming_responses(CompletionResponse))
         add(
-            CHAT_COMPLETIONS, self.create_chat_completion, methods=["POST"], responses=_streamed(ChatCompletionResponse)
+            CHAT_COMPLETIONS,
+            self.create_chat_completion,
+            methods=["POST"],
+            responses=_streaming_responses(ChatCompletionResponse),
         )
         add("/metrics", self.get_metrics, responses=ERROR_RESPONSES, response_class=Response)
         self.app.include_router(router)
@@ -158,7 +161,7 @@ class Service:
         """Complete one prompt or several."""
         self._check_request(body, len(body.prompt))
         max_new_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        prompts = await _in_thread(
+        prompts = await _run_in_thread(
             self._prompt_threads,
             self.model.encode_prompts,
             body.prompt,
@@ -180,7 +183,7 @@ class Service:
         messages = [message.model_dump() for message in body.messages]
         for message in messages:
             message["role"] = "system" if message["role"] == "developer" else message["role"]
-        prompt = await _in_thread(
+        prompt = await _run_in_thread(
             self._chat_threads, self.model.encode_chat, messages, self._max_prompt_tokens(max_new_tokens)
         )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -218,7 +221,7 @@ class Service:
         return EngineRequest(
             prompt_ids=prompt.ids,
             max_new_tokens=min(max_new_tokens, self.worker.context_length),
-            sampling=SamplingParams(**{**self.model.sampling_defaults, **sampling}, logit_bias=body.logit_bias),
+            sampling=SamplingParams(**{**self.model.default_sampling, **sampling}, logit_bias=body.logit_bias),
             seed=body.seed,
             n=body.n or 1,
             stop_ids=self.model.eos_ids,
@@ -230,12 +233,12 @@ class Service:
         self._check_model(body.model)
         choices, limit = num_prompts * (body.n or 1), self.config.max_choices
         if choices > limit:
-            message = f"expected at most {limit} completions per request (prompts times n), got {choices}"
+            message = f"expected at most {limit} completions per request (prompts x n), got {choices}"
             raise ApiError(400, message, param="n", code="invalid_value")
 
     def _check_model(self, name: str) -> None:
         if name != self.model.name:
-            message = f"unknown model {name[:64]!r}: this server has {self.model.name!r}"
+            message = f"unknown model {name[:64]!r}: this server serves {self.model.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _max_prompt_tokens(self, max_new_tokens: int) -> int:
@@ -270,7 +273,7 @@ class Service:
         return app.openapi_schema
 
 
-def _streamed(model: type) -> dict[int | str, dict[str, Any]]:
+def _streaming_responses(model: type) -> dict[int | str, dict[str, Any]]:
     """OpenAPI responses of a route that can stream."""
     description = (
         "The completions. With stream = true they are sent in chunks of the same format, one per event, then [DONE]."
@@ -300,5 +303,5 @@ def _static_file(content: bytes, media_type: str) -> Callable[[], Awaitable[Resp
     return send_file
 
 
-async def _in_thread(pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any) -> T:
+async def _run_in_thread(pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)

@@ -119,7 +119,7 @@ def from_validation_errors(errors: Sequence[Any]) -> ApiError:
     if kind == "missing":
         message = "the body is empty: send a JSON object" if param is None else f"{param} is required"
         return ApiError(400, message, param=param, code="missing_required_parameter")
-    if "param" in context:  # raised by `schema.invalid`
+    if "param" in context:  # raised by `schema.raise_invalid`
         return ApiError(400, first["msg"], param=param, code=kind)
     reason = first["msg"][:1].lower() + first["msg"][1:]
     message = f"invalid value {preview(first['input'])} for {param or 'the body'}: {reason}"

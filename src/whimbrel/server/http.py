@@ -58,7 +58,7 @@ def bind_socket(config: ServeConfig) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise _cannot_listen(config, error) from error
+        raise _listen_error(config, error) from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         if os.name == "posix":  # on Windows it would let two servers share a port
@@ -70,11 +70,11 @@ def bind_socket(config: ServeConfig) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise _cannot_listen(config, error) from error
+        raise _listen_error(config, error) from error
     return sock
 
 
-def _cannot_listen(config: ServeConfig, error: OSError) -> ConfigError:
+def _listen_error(config: ServeConfig, error: OSError) -> ConfigError:
     reason = error.strerror or error
     return ConfigError(f"cannot listen on {config.host} port {config.port}: {reason}; choose another --port or --host")
 
@@ -124,17 +124,17 @@ class Server(uvicorn.Server):
             try:
                 sock.listen(BACKLOG)
             except OSError as error:  # another process listened on the same address first
-                raise _cannot_listen(self._service.config, error) from error
+                raise _listen_error(self._service.config, error) from error
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             raise RuntimeError("the service failed to start: see the log")
         connections = self.server_state.connections
-        self.servers = [Acceptor(sock, self._connection, connections, limit) for sock in sockets]  # type: ignore[arg-type, misc]
+        self.servers = [Acceptor(sock, self._new_connection, connections, limit) for sock in sockets]  # type: ignore[arg-type, misc]
         self.started = True
         if self._on_ready is not None:
             self._on_ready()
 
-    def _connection(self) -> Connection:
+    def _new_connection(self) -> Connection:
         return Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -384,7 +384,7 @@ class BodyMiddleware:
                 await asyncio.Event().wait()  # wait forever: a disconnect cancels the app
             return messages.pop()
 
-        async def send_in_time(message: Message) -> None:
+        async def send_with_timeout(message: Message) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 response_sent.set()
                 cleanup.close()  # before the client can read the end of the response and send another request
@@ -395,7 +395,7 @@ class BodyMiddleware:
                 logging.getLogger(__name__).info("a client stopped reading its response: request cancelled")
                 raise asyncio.CancelledError from None
 
-        app = asyncio.ensure_future(self.app({**scope, _CLEANUP_KEY: cleanup}, receive_body, send_in_time))
+        app = asyncio.ensure_future(self.app({**scope, _CLEANUP_KEY: cleanup}, receive_body, send_with_timeout))
         disconnect = asyncio.create_task(_wait_for_disconnect(receive))
         try:
             await asyncio.wait({app, disconnect}, return_when=asyncio.FIRST_COMPLETED)

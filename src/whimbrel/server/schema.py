@@ -61,12 +61,12 @@ UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def invalid(code: str, param: str, message: str) -> NoReturn:
+def raise_invalid(param: str, message: str, *, code: str = "invalid_value") -> NoReturn:
     """Raise a validation error for the field `param`."""
     raise PydanticCustomError(code, "{message}", {"param": param, "message": message})
 
 
-def _drop_neutral_fields(body: Any, known: Collection[str], unsupported: Mapping[str, Collection[Any]]) -> Any:
+def _drop_no_effect_fields(body: Any, known: Collection[str], unsupported: Mapping[str, Collection[Any]]) -> Any:
     """Drop nulls and unsupported fields whose value has no effect; reject other unsupported and unknown fields."""
     if not isinstance(body, dict):
         return body
@@ -76,12 +76,12 @@ def _drop_neutral_fields(body: Any, known: Collection[str], unsupported: Mapping
             continue
         if name in unsupported:
             # Compares types as well: to Python, 0 equals False.
-            if not any(type(value) is type(neutral) and value == neutral for neutral in unsupported[name]):
-                invalid("unsupported_parameter", name, f"{name} is not supported: leave it out")
+            if not any(type(value) is type(accepted) and value == accepted for accepted in unsupported[name]):
+                raise_invalid(name, f"{name} is not supported: leave it out", code="unsupported_parameter")
         elif name not in known:
             # pydantic errors cannot contain a lone surrogate.
             short = name[:64].encode("utf-8", "backslashreplace").decode()
-            invalid("unknown_parameter", short, f"unknown field {short!r}{did_you_mean(short, known)}")
+            raise_invalid(short, f"unknown field {short!r}{did_you_mean(short, known)}", code="unknown_parameter")
         else:
             result[name] = value
     return result
@@ -102,44 +102,42 @@ def _validate_prompt(value: Any) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        invalid(
-            "invalid_value", "prompt", f"{expected}, got {type(value).__name__ if value != [] else 'an empty list'}"
-        )
+        raise_invalid("prompt", f"{expected}, got {type(value).__name__ if value != [] else 'an empty list'}")
     if all(isinstance(item, str) for item in value):
         return value
     lists = value if all(isinstance(item, list) and item for item in value) else [value]
     # Compares the set of types in each list: a Python loop over a million tokens would block the event loop.
     types = [set(map(type, item)) for item in lists]
-    if all(found == {int} for found in types):
+    if all(item_types == {int} for item_types in types):
         return list(lists)
-    if all(found <= {int, float} for found in types):
+    if all(item_types <= {int, float} for item_types in types):
         ids = [[_integer(token) for token in item] for item in lists]
         if all(set(map(type, item)) == {int} for item in ids):
             return list(ids)
-    invalid("invalid_value", "prompt", f"{expected} (not mixed, not empty)")
+    raise_invalid("prompt", f"{expected}, got an empty or mixed list")
 
 
 def _validate_stop(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
-        invalid("invalid_value", "stop", f"expected stop to be a string or a list of at most {MAX_STOPS} strings")
+        raise_invalid("stop", f"expected stop to be a string or a list of at most {MAX_STOPS} strings")
     if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
-        invalid("invalid_value", "stop", f"expected each stop to be a string of 1 to {MAX_STOP_LENGTH} characters")
+        raise_invalid("stop", f"expected each stop to be a string of 1 to {MAX_STOP_LENGTH} characters")
     try:
         "".join(stops).encode()
     except UnicodeEncodeError:
-        invalid("invalid_value", "stop", "expected stop to be valid Unicode, got a lone surrogate")
+        raise_invalid("stop", "expected stop to be valid Unicode, got a lone surrogate")
     return stops
 
 
 def _validate_logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        invalid("invalid_value", "logit_bias", f"expected logit_bias to be an object of at most {MAX_BIASES} token ids")
+        raise_invalid("logit_bias", f"expected logit_bias to be an object of at most {MAX_BIASES} token ids")
     for token, bias in value.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= 9):
-            invalid("invalid_value", "logit_bias", f"expected token ids as keys of logit_bias, got {token[:64]!r}")
+            raise_invalid("logit_bias", f"expected token ids as keys of logit_bias, got {token[:64]!r}")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            invalid("invalid_value", "logit_bias", f"expected a logit_bias from -100 to 100 for token {token}")
+            raise_invalid("logit_bias", f"expected a logit_bias from -100 to 100 for token {token}")
     return {int(token): float(bias) for token, bias in value.items()}
 
 
@@ -151,7 +149,7 @@ def _join_content(value: Any) -> Any:
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            invalid("invalid_value", "messages", "expected content parts like {'type': 'text', 'text': ...}")
+            raise_invalid("messages", "expected content parts like {'type': 'text', 'text': ...}")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -199,8 +197,8 @@ TextContent = Annotated[str, BeforeValidator(_join_content, json_schema_input_ty
 
 def _requires(field: str, field_type: str, other: str) -> dict[str, Any]:
     """JSON schema: if `field` is set, `other` must be true."""
-    given = {"properties": {field: {"type": field_type}}, "required": [field]}
-    return {"if": given, "then": {"properties": {other: {"const": True}}, "required": [other]}}
+    field_is_set = {"properties": {field: {"type": field_type}}, "required": [field]}
+    return {"if": field_is_set, "then": {"properties": {other: {"const": True}}, "required": [other]}}
 
 
 STREAM_OPTIONS_REQUIRE_STREAM = _requires("stream_options", "object", "stream")
@@ -256,7 +254,7 @@ class GenerationRequest(StrictModel):
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            invalid("invalid_value", "stream_options", "stream_options requires stream = true")
+            raise_invalid("stream_options", "stream_options requires stream = true")
         return self
 
 
@@ -280,7 +278,7 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, body: Any) -> Any:
-        return _drop_neutral_fields(body, cls.model_fields, UNSUPPORTED_IN_COMPLETIONS)
+        return _drop_no_effect_fields(body, cls.model_fields, UNSUPPORTED_IN_COMPLETIONS)
 
 
 class Message(StrictModel):
@@ -292,7 +290,7 @@ class Message(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, body: Any) -> Any:
-        return _drop_neutral_fields(body, cls.model_fields, UNSUPPORTED_IN_MESSAGES)
+        return _drop_no_effect_fields(body, cls.model_fields, UNSUPPORTED_IN_MESSAGES)
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -322,14 +320,14 @@ class ChatCompletionRequest(GenerationRequest):
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, body: Any) -> Any:
-        return _drop_neutral_fields(body, cls.model_fields, UNSUPPORTED_IN_CHAT)
+        return _drop_no_effect_fields(body, cls.model_fields, UNSUPPORTED_IN_CHAT)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            invalid("invalid_value", "top_logprobs", "top_logprobs requires logprobs = true")
+            raise_invalid("top_logprobs", "top_logprobs requires logprobs = true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            invalid("invalid_value", "max_tokens", "max_tokens and max_completion_tokens are the same: set one of them")
+            raise_invalid("max_tokens", "max_tokens and max_completion_tokens are the same: set one of them")
         return self
 
     @property

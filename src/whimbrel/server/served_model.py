@@ -29,8 +29,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         # The context of one token keeps the leading space that some tokenizers drop at the start of a text.
-        characters = Detokenizer(tokenizer, [tokenizer.eot_id], keep_special=True)
-        self.to_bytes = functools.lru_cache(maxsize=None)(characters.token_bytes)  # bounded by the vocabulary
+        detokenizer = Detokenizer(tokenizer, [tokenizer.eot_id], keep_special=True)
+        self.to_bytes = functools.lru_cache(maxsize=None)(detokenizer.token_bytes)  # bounded by the vocabulary
         self.max_bytes = max(map(len, map(self.to_bytes, set(tokenizer.pipeline.get_vocab().values()))))
         """Length of the longest token in bytes."""
         normalizes = tokenizer.pipeline.normalizer is not None
@@ -72,7 +72,7 @@ class ServedModel:
     """Tokens that end a completion."""
     bos_id: int | None = None
     """The token that replaces an empty prompt. (default: the tokenizer's BOS token)"""
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters for requests that do not set them."""
     token_texts: TokenTexts = field(init=False)
 
@@ -89,7 +89,7 @@ class ServedModel:
         return [
             self._encode_text(prompt, max_tokens, parse_special)
             if isinstance(prompt, str)
-            else self._check_ids(prompt, max_tokens)
+            else self._prompt_from_ids(prompt, max_tokens)
             for prompt in prompts
         ]
 
@@ -108,7 +108,7 @@ class ServedModel:
         _check_length(ids, "prompt", max_tokens)
         return Prompt(text, tuple(ids), tuple(offsets))
 
-    def _check_ids(self, ids: list[int], max_tokens: int) -> Prompt:
+    def _prompt_from_ids(self, ids: list[int], max_tokens: int) -> Prompt:
         if len(ids) > max_tokens:
             raise _too_long(f"{len(ids)} tokens", "prompt", max_tokens)
         vocab_size = self.model.config.vocab_size
@@ -146,13 +146,13 @@ def load_served_model(
     name: str | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     device: torch.device | None = None,
-    weights: str | None = None,
+    quantize: str | None = None,
 ) -> ServedModel:
     """Load a run's newest checkpoint, a model directory or a llama2.c file for serving.
 
     `name` defaults to the name of the directory; `quantize` is the weight format to quantize to while loading.
     """
-    loaded = load(path, tokenizer=tokenizer, device=device, quantize=weights)
+    loaded = load(path, tokenizer=tokenizer, device=device, quantize=quantize)
     return ServedModel(
         model=loaded.model.eval(),
         tokenizer=loaded.tokenizer,
@@ -161,5 +161,5 @@ def load_served_model(
         chat_template=loaded.chat_template or DEFAULT_CHAT_TEMPLATE,
         eos_ids=frozenset(loaded.generation_config.eos_token_ids),
         bos_id=loaded.generation_config.bos_token_id,
-        sampling_defaults=loaded.generation_config.sampling,
+        default_sampling=loaded.generation_config.sampling,
     )

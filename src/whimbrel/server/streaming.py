@@ -22,7 +22,7 @@ from whimbrel.inference.detokenizer import Detokenizer
 from whimbrel.server.errors import ApiError, json_response
 from whimbrel.server.schema import GenerationRequest
 from whimbrel.server.served_model import Prompt, ServedModel, TokenTexts
-from whimbrel.server.worker import Job, non_finite_logits
+from whimbrel.server.worker import Job, non_finite_logits_error
 from whimbrel.tokenization import Tokenizer
 
 __all__ = [
@@ -78,7 +78,7 @@ class PromptContext:
     scores: Sequence[Logprob] = ()
     """Log-probabilities of the prompt's tokens, if requested."""
 
-    def echoed(self, tokenizer: Tokenizer) -> Delta:
+    def echo_delta(self, tokenizer: Tokenizer) -> Delta:
         """The prompt as the beginning of a choice; empty without `echo`."""
         if not self.echo:
             return Delta()
@@ -91,10 +91,10 @@ class PromptContext:
 
 def _decoded_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, ...]:
     """The offset of each token in the decoded text, with special tokens included."""
-    characters, offsets = Detokenizer(tokenizer, keep_special=True), []
+    detokenizer, offsets = Detokenizer(tokenizer, keep_special=True), []
     for token in ids:
-        characters.push(token)
-        offsets.append(characters.span[0])
+        detokenizer.push(token)
+        offsets.append(detokenizer.span[0])
     return tuple(offsets)
 
 
@@ -120,7 +120,7 @@ class Choice:
         delta = Delta()
         if not self._started and (event.token is not None or event.finish_reason is not None):
             self._started = True
-            delta = self.context.echoed(self._tokenizer)
+            delta = self.context.echo_delta(self._tokenizer)
         text = ""
         if event.token is not None:
             self.num_tokens += 1
@@ -195,7 +195,7 @@ class CompletionFormat:
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         return {
             "tokens": [self._texts.to_text(entry.token) for entry in tokens],
-            "token_logprobs": [_finite(entry.score.logprob) for entry in tokens],
+            "token_logprobs": [_clamp_logprob(entry.score.logprob) for entry in tokens],
             "top_logprobs": [self._top(entry.token, entry.score) for entry in tokens],
             "text_offset": [entry.offset for entry in tokens],
         }
@@ -206,7 +206,7 @@ class CompletionFormat:
             return None
         top: dict[str, float | None] = {}
         for other, logprob in (*score.top, (token, score.logprob)):
-            top.setdefault(self._texts.to_text(other), _finite(logprob))
+            top.setdefault(self._texts.to_text(other), _clamp_logprob(logprob))
         return top
 
 
@@ -250,11 +250,11 @@ class ChatFormat:
         return {
             "token": self._texts.to_text(token),
             "bytes": list(self._texts.to_bytes(token)),
-            "logprob": _finite(logprob),
+            "logprob": _clamp_logprob(logprob),
         }
 
 
-def _finite(logprob: float | None) -> float | None:
+def _clamp_logprob(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, MIN_LOGPROB)
 
 
@@ -331,7 +331,7 @@ class ResponseBuilder:
                     self._contexts[index].scores = event.prompt
                 choice = self._choices[index][event.sample]
                 if event.finish_reason == "error" and choice.finish is None:
-                    raise non_finite_logits()
+                    raise non_finite_logits_error()
                 delta = choice.add(event)
                 deltas.setdefault(choice, Delta()).extend(delta)
                 if delta.finish is not None:

@@ -19,7 +19,7 @@ from whimbrel.base.errors import RequestError
 from whimbrel.inference import Event, Request, Stats
 from whimbrel.server.errors import ApiError
 
-__all__ = ["Job", "StepEngine", "Worker", "non_finite_logits"]
+__all__ = ["EngineProtocol", "Job", "Worker", "non_finite_logits_error"]
 
 MAX_STEP_FAILURES = 3
 """Consecutive failures, with no sequence finished in between, after which /health returns 503."""
@@ -30,23 +30,23 @@ Events = list[tuple[int, Event]]
 """Pairs of the index of a request in its job and one of its events."""
 
 
-def engine_failed() -> ApiError:
+def engine_failed_error() -> ApiError:
     """The error for requests whose engine step raised."""
     return ApiError(500, "the engine failed on this request: see the server log", code="engine_failed")
 
 
-def non_finite_logits() -> ApiError:
+def non_finite_logits_error() -> ApiError:
     """The error for requests with NaN or infinite logits."""
     message = "the model produced non-finite logits (NaN or infinity) for this request: check the model's weights"
     return ApiError(500, message, code="engine_failed")
 
 
-def engine_stopped() -> ApiError:
+def engine_stopped_error() -> ApiError:
     """The error for requests when the thread is no longer running."""
-    return ApiError(503, "the engine has stopped", code="engine_ended")
+    return ApiError(503, "the engine has stopped", code="engine_stopped")
 
 
-class StepEngine(Protocol):
+class EngineProtocol(Protocol):
     """The part of `inference.Engine` that the worker uses."""
 
     @property
@@ -55,7 +55,7 @@ class StepEngine(Protocol):
     def context_length(self) -> int: ...
     def add_request(self, request: Request) -> int: ...
     def step(self) -> Sequence[Event]: ...
-    def abort(self, request: int, sample: int | None = None) -> None: ...
+    def abort(self, request_id: int, sample: int | None = None) -> None: ...
     def stats(self) -> Stats: ...
 
 
@@ -100,7 +100,7 @@ class _ActiveRequest:
 class Worker:
     """Runs an engine in its own thread."""
 
-    def __init__(self, engine: StepEngine) -> None:
+    def __init__(self, engine: EngineProtocol) -> None:
         self.stats: Stats = engine.stats()
         """The engine's statistics after its last step."""
         self.failures = 0
@@ -167,7 +167,7 @@ class Worker:
 
     def _accept(self, job: Job, accepted: asyncio.Future[None]) -> None:
         if self._stopped:
-            return self._call_in_loop(_resolve, accepted, engine_stopped())
+            return self._call_in_loop(_resolve, accepted, engine_stopped_error())
         try:
             for index, request in enumerate(job.requests):
                 self._active[self._engine.add_request(request)] = _ActiveRequest(job, index, set(range(request.n)))
@@ -191,7 +191,7 @@ class Worker:
         finally:
             with self._lock:
                 self._stopped = True
-            self._fail_all(engine_stopped())
+            self._fail_all(engine_stopped_error())
             while not self._actions.empty():
                 self._actions.get()()
 
@@ -216,23 +216,23 @@ class Worker:
                     self._engine.abort(request_id)
                 self.stats = self._engine.stats()
             finally:
-                self._fail_all(engine_failed())
+                self._fail_all(engine_failed_error())
             return
         self.stats = self._engine.stats()
         self._count_failures(events)
         by_job: dict[Job, Events] = {}
         for event in events:
-            active = self._active[event.request]
+            active = self._active[event.request_id]
             by_job.setdefault(active.job, []).append((active.index, event))
             if event.finish_reason is not None:
                 active.samples.discard(event.sample)
-                self._remove_if_finished(event.request)
+                self._remove_if_finished(event.request_id)
         if by_job:
             self._call_in_loop(_deliver, by_job)
 
     def _count_failures(self, events: Sequence[Event]) -> None:
         """Only a finished sequence shows that the engine works: it may fail after any number of tokens."""
-        failed = {event.request for event in events if event.finish_reason == "error"}
+        failed = {event.request_id for event in events if event.finish_reason == "error"}
         if failed:
             _log.error("the model produced non-finite logits (NaN or infinity): %d requests failed", len(failed))
         if any(event.finish_reason not in (None, "error") for event in events):

@@ -52,7 +52,7 @@ def run_chat(directory, capsys, monkeypatch):
 
 
 def continuation(model: GPT, ids: list[int], count: int = 6) -> str:
-    generated = generate(model, ids, max_new_tokens=count, temperature=0, eos_id=TOKENIZER.eot_id)
+    generated = generate(model, ids, max_new_tokens=count, temperature=0, stop_ids=TOKENIZER.eot_id)
     return "".join(stream_text(TOKENIZER, ids, generated))
 
 
@@ -180,4 +180,4 @@ def test_draft_quantized_weights_and_quantized_cache_work_in_chat(directory, run
     baseline, _ = run_chat("Hello", "again again again")
     assert run_chat("Hello", "again again again", draft="ngram")[0] == baseline
     assert run_chat("Hello", "again again again", draft=str(directory))[0] == baseline
-    assert len(run_chat("Hello", weights="int8", cache="int8", stop=["zzz"], seed=1, temperature=1.0)[0]) == 1
+    assert len(run_chat("Hello", weights="int8", kv_cache_dtype="int8", stop=["zzz"], seed=1, temperature=1.0)[0]) == 1

@@ -59,12 +59,12 @@ def printed(tokens: list[int], text: str = "So", stops: tuple[str, ...] = ()) ->
         {"top_p": 0.5},
         {"min_p": 0.3},
         {"repetition_penalty": 3.0},
-        {"cache": "int4"},
+        {"kv_cache_dtype": "int4"},
     ],
     ids=str,
 )
 def test_sampling_option_is_applied(model, run_generate, options):
-    defaults = {"temperature": 0.8, "max_new_tokens": 20, "seed": 1, "eos_id": END}
+    defaults = {"temperature": 0.8, "max_new_tokens": 20, "seed": 1, "stop_ids": END}
     assert (
         run_generate(**options)
         == printed(tokens_after(model, TOKENIZER.encode("So"), **defaults | options))
@@ -81,13 +81,13 @@ def test_sampling_defaults_come_from_generation_config(model, directory, run_gen
         "repetition_penalty": 2.0,
         "max_new_tokens": 20,
         "seed": 1,
-        "eos_id": END,
+        "stop_ids": END,
     }
     prompt = TOKENIZER.encode("So")
     assert run_generate() == printed(tokens_after(model, prompt, **expected))
     assert run_generate(min_p=0.6) == printed(tokens_after(model, prompt, **expected | {"min_p": 0.6}))
     (directory / "generation_config.json").write_text(json.dumps(config | {"do_sample": False}))
-    greedy = {"temperature": 0, "repetition_penalty": 2.0, "max_new_tokens": 20, "eos_id": END}
+    greedy = {"temperature": 0, "repetition_penalty": 2.0, "max_new_tokens": 20, "stop_ids": END}
     assert run_generate() == printed(tokens_after(model, prompt, **greedy))
 
 
@@ -108,7 +108,7 @@ def test_n_completions_are_sampled_from_one_seed(model, run_generate):
 
 
 def test_beam_search_prints_the_best_beams(model, run_generate):
-    found = beam_search(model, TOKENIZER.encode("So"), beams=4, max_new_tokens=20, eos_id=END)
+    found = beam_search(model, TOKENIZER.encode("So"), num_beams=4, max_new_tokens=20, stop_ids=END)
     assert run_generate(beams=4, seed=None) == printed(found[0].tokens)
     assert run_generate(beams=4, seed=None, n=2) == printed(found[0].tokens) + "\n" + printed(found[1].tokens)
 
@@ -124,14 +124,14 @@ def test_draft_does_not_change_greedy_output(directory, run_generate, draft):
     [
         ({"n": 0}, "--n of at least 1, got 0"),
         ({"n": 2, "draft": "ngram"}, "--draft cannot be combined with --n"),
-        ({"beams": 2}, "--seed cannot be combined with --beams"),
-        ({"beams": 2, "seed": None, "temperature": 1.0}, "--temperature cannot be combined"),
-        ({"beams": 2, "seed": None, "top_p": 0.5}, "--top-p cannot be combined"),
-        ({"beams": 2, "seed": None, "repetition_penalty": 2.0}, "--repetition-penalty cannot be combined"),
-        ({"beams": 2, "seed": None, "draft": "ngram"}, "--draft cannot be combined"),
-        ({"beams": 2, "seed": None, "n": 3}, "--n of at most --beams 2, got 3"),
-        ({"beams": 0, "seed": None, "n": 1}, "--n of at most --beams 0, got 1"),
-        ({"cache": "int3"}, "int3"),
+        ({"num_beams": 2}, "--seed cannot be combined with --beams"),
+        ({"num_beams": 2, "seed": None, "temperature": 1.0}, "--temperature cannot be combined"),
+        ({"num_beams": 2, "seed": None, "top_p": 0.5}, "--top-p cannot be combined"),
+        ({"num_beams": 2, "seed": None, "repetition_penalty": 2.0}, "--repetition-penalty cannot be combined"),
+        ({"num_beams": 2, "seed": None, "draft": "ngram"}, "--draft cannot be combined"),
+        ({"num_beams": 2, "seed": None, "n": 3}, "--n of at most --beams 2, got 3"),
+        ({"num_beams": 0, "seed": None, "n": 1}, "--n of at most --beams 0, got 1"),
+        ({"kv_cache_dtype": "int3"}, "int3"),
         ({"stop": [""]}, "non-empty strings"),
     ],
 )

@@ -84,14 +84,13 @@ MODEL_OPTIONS = ["--name", "n", "--weights", "int4", "--device", "cpu", "--token
 def test_every_option_reaches_the_engine_and_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given: list = []
     monkeypatch.setattr("whimbrel.cli.serve._run", lambda config, load, engine: given.extend((config, load, engine)))
-    command = (
-        f"serve {tmp_path} --compile --cache int8 --max-batch 3 --kv-blocks 70 --port 0 --api-key k --allow-host a.b"
-    )
+    command = f"serve {tmp_path} --compile --kv-cache-dtype int8 --max-batch 3 --kv-blocks 70 --port 0 --api-key k"
+    command += " --allow-host a.b"
     command += " --max-requests 5 --max-connections 9 --max-prompt-tokens 6 --max-body-bytes 7 --drain-seconds 8"
     result = CliRunner().invoke(build_app(), [*command.split(), *MODEL_OPTIONS], catch_exceptions=False)
     assert result.exit_code == 0
     config, load, engine = given
-    assert engine == {"max_batch": 3, "num_blocks": 70, "cache": "int8", "compile": True}
+    assert engine == {"max_batch": 3, "num_blocks": 70, "kv_cache_dtype": "int8", "compile": True}
     assert (config.port, config.api_key, config.allowed_hosts, config.max_requests) == (0, "k", ("a.b",), 5)
     assert config.max_connections == 9
     assert (config.max_prompt_tokens, config.max_body_bytes, config.drain_seconds) == (6, 7, 8)

@@ -38,7 +38,9 @@ def outputs(events: Iterable[Event]) -> dict[tuple[int, int], list[int | str]]:
     """The tokens of each (request, sample), followed by its finish reason."""
     found: dict[tuple[int, int], list[int | str]] = defaultdict(list)
     for event in events:
-        found[event.request, event.sample] += [part for part in (event.token, event.finish_reason) if part is not None]
+        found[event.request_id, event.sample] += [
+            part for part in (event.token, event.finish_reason) if part is not None
+        ]
     return dict(found)
 
 

@@ -29,42 +29,44 @@ def test_enough_beams_find_the_most_likely_sequences():
         logs = model(torch.tensor([[*prompt, *text]])).logits[0, 1:-1].log_softmax(-1)
         scores[text] = sum(logs[place, token].item() for place, token in enumerate(text))
     best = sorted(scores, key=lambda text: -scores[text])[:25]
-    found = beam_search(model, prompt, beams=25, max_new_tokens=3, length_penalty=0.0)
+    found = beam_search(model, prompt, num_beams=25, max_new_tokens=3, length_penalty=0.0)
     assert [tuple(beam.tokens) for beam in found] == best
     assert [beam.score for beam in found] == pytest.approx([scores[text] for text in best], abs=1e-4)
 
 
 def test_one_beam_is_greedy_decoding(model):
     greedy = generate(model, [3, 4], max_new_tokens=20, temperature=0)
-    [beam] = beam_search(model, [3, 4], beams=1, max_new_tokens=20)
+    [beam] = beam_search(model, [3, 4], num_beams=1, max_new_tokens=20)
     assert beam.tokens == greedy
-    [beam] = beam_search(model, [3, 4], beams=1, max_new_tokens=20, eos_id=greedy[5])
+    [beam] = beam_search(model, [3, 4], num_beams=1, max_new_tokens=20, stop_ids=greedy[5])
     assert beam.tokens == greedy[: greedy.index(greedy[5])]
 
 
 def test_more_beams_score_higher_and_the_length_penalty_favors_long_sequences(model):
-    best = [beam_search(model, [3, 4], beams=beams, max_new_tokens=12)[0].score for beams in (1, 8)]
+    best = [beam_search(model, [3, 4], num_beams=beams, max_new_tokens=12)[0].score for beams in (1, 8)]
     assert best[0] < best[1]
     ends = range(0, 97, 6)
 
     def length(penalty: float) -> int:
         return len(
-            beam_search(model, [3, 4], beams=4, max_new_tokens=12, length_penalty=penalty, eos_id=ends)[0].tokens
+            beam_search(model, [3, 4], num_beams=4, max_new_tokens=12, length_penalty=penalty, stop_ids=ends)[0].tokens
         )
 
     assert length(-2.0) < length(3.0)
 
 
 def test_a_quantized_cache_changes_the_scores(model):
-    plain, coded = (beam_search(model, [3, 4], beams=3, max_new_tokens=6, cache=codec)[0] for codec in ("none", "int4"))
+    plain, coded = (
+        beam_search(model, [3, 4], num_beams=3, max_new_tokens=6, kv_cache_dtype=codec)[0] for codec in ("none", "int4")
+    )
     assert plain.score != coded.score
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beams": 0}, "beams: expected .* got 0"),
-        ({"beams": 1025}, "beams: expected .* got 1025"),
+        ({"num_beams": 0}, "num_beams: expected .* got 0"),
+        ({"num_beams": 1025}, "num_beams: expected .* got 1025"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected .* got 0"),
         ({"max_new_tokens": 32}, "at most 31 after a prompt of 2 tokens"),
     ],
@@ -72,7 +74,7 @@ def test_a_quantized_cache_changes_the_scores(model):
 def test_invalid_arguments_are_rejected(model, options, message):
     with pytest.raises(RequestError, match=message):
         beam_search(model, [1, 2], **{"max_new_tokens": 4} | options)
-    assert beam_search(model, [1, 2], beams=1, max_new_tokens=31)
+    assert beam_search(model, [1, 2], num_beams=1, max_new_tokens=31)
 
 
 def test_non_finite_logits_are_rejected():

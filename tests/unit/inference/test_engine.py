@@ -125,7 +125,7 @@ def test_the_latest_sequence_is_preempted_when_blocks_run_out():
     events = run(engine)
     assert engine.stats().preemptions > 3
     assert outputs(events) == {(number, 0): generate_alone(model, request) for number, request in enumerate(requests)}
-    firsts = list(dict.fromkeys(event.request for event in events))
+    firsts = list(dict.fromkeys(event.request_id for event in events))
     assert firsts == sorted(firsts), "first come, first served"
 
 
@@ -190,8 +190,8 @@ def test_padding_rows_do_not_change_the_tokens():
 def test_quantized_blocks_give_the_same_tokens_in_any_batch(codec):
     model = MODELS["rope"]
     requests = many(6)
-    together = Engine(model, EngineConfig(block_size=4, num_blocks=20, prefill_chunk=7, cache=codec))
-    lone = Engine(model, EngineConfig(prefill_chunk=7, cache=codec, prefix_cache=False))
+    together = Engine(model, EngineConfig(block_size=4, num_blocks=20, prefill_chunk=7, kv_cache_dtype=codec))
+    lone = Engine(model, EngineConfig(prefill_chunk=7, kv_cache_dtype=codec, prefix_cache=False))
     for request in requests:
         together.add_request(request)
     found = outputs(run(together))

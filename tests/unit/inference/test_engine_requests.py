@@ -41,7 +41,7 @@ def test_new_tokens_come_with_logprobs_if_requested():
         )
     events = run(engine)
     for request, number in enumerate(num_logprobs):
-        own = [event for event in events if event.request == request]
+        own = [event for event in events if event.request_id == request]
         tokens = [event.token for event in own]
         assert len(tokens) == 5
         expected = logs([*PROMPT, *tokens])[len(PROMPT) - 1 :]
@@ -88,7 +88,7 @@ def test_a_preempted_prompt_is_scored_once():
     engine.add_request(younger)
     events += run(engine)
     assert engine.stats().preemptions > 0
-    assert_prompt_scored([event for event in events if event.request == 1], PROMPT, 2)
+    assert_prompt_scored([event for event in events if event.request_id == 1], PROMPT, 2)
     assert outputs(events) == {(0, 0): generate_alone(MODEL, older), (1, 0): generate_alone(MODEL, younger)}
 
 
@@ -236,7 +236,7 @@ def test_a_pool_smaller_than_the_context_limits_the_length():
         ({"prefill_chunk": 0}, "prefill_chunk: expected .* got 0"),
         ({"multi_step": 0}, "multi_step.*got 0"),
         ({"num_blocks": 1}, "num_blocks: expected .* got 1"),
-        ({"cache": "int9"}, "int9"),
+        ({"kv_cache_dtype": "int9"}, "int9"),
         ({"num_blocks": 10**12}, "num_blocks: expected .* got 1000000000000"),
     ],
 )

@@ -93,8 +93,8 @@ def test_generation_stops_at_the_end_of_text(model):
     tokens = generate(model, [1], max_new_tokens=30, seed=0)
     end = tokens[5]
     cut = tokens[: tokens.index(end)]
-    assert generate(model, [1], max_new_tokens=30, seed=0, eos_id=end) == cut
-    assert generate(model, [1], max_new_tokens=30, seed=0, eos_id=[end, 1000]) == cut
+    assert generate(model, [1], max_new_tokens=30, seed=0, stop_ids=end) == cut
+    assert generate(model, [1], max_new_tokens=30, seed=0, stop_ids=[end, 1000]) == cut
 
 
 def test_tokens_stream_one_at_a_time(model):
@@ -119,7 +119,7 @@ def test_compiled_blocks_are_not_recompiled_for_each_length(model):
 
 def test_an_unknown_cache_is_rejected(model):
     with pytest.raises(WhimbrelError, match="int3"):
-        generate(model, [1], cache="int3")
+        generate(model, [1], kv_cache_dtype="int3")
 
 
 @pytest.mark.parametrize(

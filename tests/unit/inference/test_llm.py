@@ -28,7 +28,7 @@ def generate_batch(
     model: GPT, prompts: list[list[int]], sampling: SamplingParams | None = None, **options: object
 ) -> list[list[Completion]]:
     """The completions of each prompt."""
-    engine = {name: options.pop(name) for name in ("tokenizer", "cache") if name in options}
+    engine = {name: options.pop(name) for name in ("tokenizer", "kv_cache_dtype") if name in options}
     return [output.outputs for output in LLM(model, **engine).generate(prompts, sampling, ignore_eos=True, **options)]
 
 
@@ -61,7 +61,7 @@ def test_a_finished_sequence_does_not_affect_the_others(model):
         PROMPTS, generate_batch(model, PROMPTS, max_new_tokens=40, seed=1, stop_ids=ends), alone, strict=True
     ):
         stop = next((place for place, token in enumerate(tokens) if token in ends), None)
-        assert found.tokens == tokens[:stop] == generate(model, prompt, max_new_tokens=40, seed=1, eos_id=ends)
+        assert found.tokens == tokens[:stop] == generate(model, prompt, max_new_tokens=40, seed=1, stop_ids=ends)
         assert found.finish_reason == ("length" if stop is None else "stop")
 
 
@@ -146,17 +146,17 @@ def test_stop_strings_end_a_completion(models):
     assert found.tokens == plain.tokens[: len(found.tokens)]
     assert stop in tokenizer.decode(found.tokens)
     assert stop not in tokenizer.decode(found.tokens[:-1])
-    assert generate(model, [50], max_new_tokens=20, seed=0, tokenizer=tokenizer, stops=[stop]) == found.tokens
+    assert generate(model, [50], max_new_tokens=20, seed=0, tokenizer=tokenizer, stop=[stop]) == found.tokens
     begun = plain.text[-2:] + "which does not come"
     [[whole]] = generate_batch(model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer, stop=[begun])
     assert (whole.text, whole.finish_reason) == (plain.text, "length")
 
 
 def test_a_quantized_cache_is_used(model):
-    llm = LLM(model, cache="int8")
+    llm = LLM(model, kv_cache_dtype="int8")
     assert llm.engine.pool.tensors[0].dtype == torch.int8
-    [[found]] = generate_batch(model, [[1]], GREEDY, max_new_tokens=3, cache="int8")
-    assert found.tokens == generate(model, [1], max_new_tokens=3, temperature=0, cache="int8")
+    [[found]] = generate_batch(model, [[1]], GREEDY, max_new_tokens=3, kv_cache_dtype="int8")
+    assert found.tokens == generate(model, [1], max_new_tokens=3, temperature=0, kv_cache_dtype="int8")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_path_loads_model_tokenizer_and_generation_defaults(small, directory):
     (directory / "generation_config.json").write_text(json.dumps(own))
     sampling = {"temperature": 0.5, "top_k": 7}
     expected = generate(
-        small, TOKENIZER.encode("So"), max_new_tokens=20, seed=2, eos_id=[3, TOKENIZER.eot_id], **sampling
+        small, TOKENIZER.encode("So"), max_new_tokens=20, seed=2, stop_ids=[3, TOKENIZER.eot_id], **sampling
     )
     for source in (str(directory), directory, open_model(directory)):
         llm = LLM(source, device="cpu")
@@ -251,11 +251,11 @@ def test_chat_renders_the_conversation_with_the_template(small):
 
 def test_beam_search_uses_the_engine_and_frees_its_blocks(small):
     llm = LLM(small, TOKENIZER, max_batch=3)
-    found = llm.beam_search("Hi", beams=3, max_new_tokens=6)
-    assert found == beam_search(small, TOKENIZER.encode("Hi"), beams=3, max_new_tokens=6, eos_id=TOKENIZER.eot_id)
+    found = llm.beam_search("Hi", num_beams=3, max_new_tokens=6)
+    assert found == beam_search(small, TOKENIZER.encode("Hi"), num_beams=3, max_new_tokens=6, stop_ids=TOKENIZER.eot_id)
     assert llm.engine.stats().free_blocks == llm.engine.stats().blocks
     with pytest.raises(RequestError, match="at most 3"):
-        llm.beam_search("Hi", beams=4)
+        llm.beam_search("Hi", num_beams=4)
 
 
 def test_a_repeated_prompt_is_found_in_the_prefix_cache(small):
@@ -286,4 +286,4 @@ def test_loading_options_are_rejected_for_a_loaded_model(models: dict[str, GPT],
 def test_beam_search_on_an_engine_rejects_another_cache(models: dict[str, GPT]) -> None:
     llm = LLM(models["llama3"])
     with pytest.raises(RequestError, match="cache: expected None with an engine"):
-        beam_search(llm.engine, [1, 2], beams=1, max_new_tokens=2, cache="int8")
+        beam_search(llm.engine, [1, 2], num_beams=1, max_new_tokens=2, kv_cache_dtype="int8")

@@ -44,7 +44,7 @@ def generate_all(engine: Engine, prompts: list[list[int]], **sampling: float) ->
     while engine.busy:
         for event in engine.step():
             if event.token is not None:
-                drawn[event.request].append(event.token)
+                drawn[event.request_id].append(event.token)
     return list(drawn.values())
 
 
@@ -54,7 +54,7 @@ PROMPTS = [[5, 6, 7], [8], list(range(40)), [9, 3], [1, 1, 1, 1, 1]]
 def test_batch_sizes_are_powers_of_two_and_the_maximum() -> None:
     model = model_of("gpt2")
     graphs = DecodeGraphs(model, Engine(model, EngineConfig(max_batch=6)).pool, max_batch=6, compile_step=False)
-    assert [graphs.padded(rows) for rows in (1, 2, 3, 4, 5, 6)] == [1, 2, 4, 4, 6, 6]
+    assert [graphs.padded_size(rows) for rows in (1, 2, 3, 4, 5, 6)] == [1, 2, 4, 4, 6, 6]
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_recorded_steps_give_the_same_tokens(
     kind: str, blocks: int | None, multi_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if multi_step != 2:
-        monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 4)  # block tables of many widths
+        monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TABLE_TOKENS", 4)  # block tables of many widths
     model = model_of(kind)
     engine = Engine(
         model, EngineConfig(max_batch=6, compile=True, multi_step=multi_step, block_size=4, num_blocks=blocks)
@@ -99,7 +99,7 @@ def test_attention_reads_only_filled_blocks(multi_step: int, monkeypatch: pytest
             super().__init__(pool, tables, *rest, **named)
 
     monkeypatch.setattr("whimbrel.inference.model_runner.PagedBatch", RecordingBatch)
-    monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 8)
+    monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TABLE_TOKENS", 8)
     model = model_of("gpt2")
     engine = Engine(model, EngineConfig(compile=True, block_size=4, multi_step=multi_step))
     assert generate_all(engine, [[5, 6, 7]] * 6, temperature=0)[5] == generate(
@@ -112,7 +112,7 @@ def test_attention_reads_only_filled_blocks(multi_step: int, monkeypatch: pytest
 def test_graphs_of_quantized_caches_have_power_of_two_widths() -> None:
     """Attention there reads the complete table, so it costs at most twice what is filled."""
     model = GPT(replace(SHAPES["gpt2"], context_length=1200))
-    pool = Engine(model, EngineConfig(max_batch=1, cache="int8")).pool
+    pool = Engine(model, EngineConfig(max_batch=1, kv_cache_dtype="int8")).pool
     graphs = DecodeGraphs(model, pool, max_batch=1, compile_step=False)
     assert [graphs.width(blocks) for blocks in (1, 16, 17, 75)] == [16, 16, 17, 75]  # on a CPU any width will do
     pool.device = torch.device("cuda")
@@ -125,7 +125,7 @@ def test_a_step_is_compiled_once_for_one_sequence_and_once_for_more(monkeypatch:
     counter = CompileCounter()
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda step, options, **rest: compiled(step, backend=counter, **rest))
-    monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 8)
+    monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TABLE_TOKENS", 8)
     model = model_of("llama")
     engine = Engine(model, EngineConfig(max_batch=6, compile=True, block_size=4))
     engine.warm_up()
@@ -239,7 +239,7 @@ def test_many_engines_can_compile_in_one_process(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_compiled_step_gives_the_same_tokens_at_any_block_table_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TOKENS", 8)
+    monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TABLE_TOKENS", 8)
     torch.manual_seed(0)
     model = GPT(replace(SHAPES["llama"], num_layers=1, layer_types=None)).eval()
     engine = Engine(model, EngineConfig(max_batch=1, compile=True, block_size=4))
@@ -249,13 +249,17 @@ def test_a_compiled_step_gives_the_same_tokens_at_any_block_table_width(monkeypa
 @pytest.mark.gpu
 # inductor suggests TF32; fp32 must stay exact here
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
-@pytest.mark.parametrize(("cache", "compiled"), [("none", False), ("none", True), ("int8", False), ("int4", False)])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "compiled"), [("none", False), ("none", True), ("int8", False), ("int4", False)]
+)
 @pytest.mark.parametrize("kind", SHAPES)
-def test_cuda_graphs_give_the_same_tokens(kind: str, cache: str, compiled: bool) -> None:
+def test_cuda_graphs_give_the_same_tokens(kind: str, kv_cache_dtype: str, compiled: bool) -> None:
     model = model_of(kind, "cuda")
-    engine = Engine(model, EngineConfig(max_batch=6, compile=compiled, cache=cache))
+    engine = Engine(model, EngineConfig(max_batch=6, compile=compiled, kv_cache_dtype=kv_cache_dtype))
     for _ in range(2):  # the second time with the prefix cache
-        assert generate_all(engine, PROMPTS, temperature=0) == alone(model, cache=cache)
+        assert generate_all(engine, PROMPTS, temperature=0) == alone(model, kv_cache_dtype=kv_cache_dtype)
     drawn = generate_all(engine, PROMPTS, temperature=0.7)
     # same as on the CPU
-    assert drawn == generate_all(Engine(model_of(kind), EngineConfig(cache=cache)), PROMPTS, temperature=0.7)
+    assert drawn == generate_all(
+        Engine(model_of(kind), EngineConfig(kv_cache_dtype=kv_cache_dtype)), PROMPTS, temperature=0.7
+    )

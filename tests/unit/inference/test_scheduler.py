@@ -20,7 +20,7 @@ def scheduler(*, blocks: int = 100, batch: int = 8, chunk: int = 16, prefix_cach
 
 
 def add(scheduler: Scheduler, *lengths: int, n: int = 1) -> list[Sequence]:
-    first = 1 + max((seq.number for seq in (*scheduler.running, *scheduler.waiting)), default=-1)
+    first = 1 + max((seq.request_id for seq in (*scheduler.running, *scheduler.waiting)), default=-1)
     sequences = [
         Sequence.from_request(
             Request(prompt_ids=(number,) * length, max_new_tokens=9, n=n), number, scheduler._manager, 48
@@ -38,8 +38,8 @@ def execute(plan: Plan, num_new_tokens: int = 1) -> list[tuple[int, int]]:
     for seq, count in done:
         seq.advance(count, cache=True)
         if seq.pending == 0:
-            seq.tokens += [seq.number] * num_new_tokens
-    return [(seq.number, count) for seq, count in done]
+            seq.tokens += [seq.request_id] * num_new_tokens
+    return [(seq.request_id, count) for seq, count in done]
 
 
 def test_prefills_share_the_chunk_in_order_of_arrival():
@@ -70,7 +70,7 @@ def test_samples_count_towards_the_batch_before_they_are_forked():
     add(schedule, 2, n=3)
     add(schedule, 2, 2)
     assert execute(schedule.schedule()) == [(0, 2), (1, 2)]
-    assert [seq.number for seq in schedule.waiting] == [2]
+    assert [seq.request_id for seq in schedule.waiting] == [2]
     schedule.remove(schedule.running[1])
     assert execute(schedule.schedule()) == [(0, 1), (2, 2)]
 
@@ -79,7 +79,7 @@ def test_a_long_prompt_is_not_overtaken_by_a_short_one():
     schedule = scheduler(blocks=8, chunk=100)
     add(schedule, 12, 20, 1)
     assert execute(schedule.schedule()) == [(0, 12)]
-    assert [seq.number for seq in schedule.waiting] == [1, 2]
+    assert [seq.request_id for seq in schedule.waiting] == [1, 2]
     schedule.remove(schedule.running[0])
     assert sorted(execute(schedule.schedule())) == [(1, 20), (2, 1)]
 
@@ -91,7 +91,7 @@ def test_the_latest_sequence_is_preempted_and_readmitted_first():
     execute(schedule.schedule())
     while not schedule.preemptions:
         execute(schedule.schedule())
-    assert [seq.number for seq in schedule.waiting] == [2, 3]
+    assert [seq.request_id for seq in schedule.waiting] == [2, 3]
     assert (len(sequences[2].block_table.blocks), sequences[2].block_table.num_tokens) == (0, 0)
     assert sequences[2].num_sampled > 1, "what was drawn stays known"
     schedule.remove(sequences[0])
@@ -113,7 +113,7 @@ def test_a_sequence_is_admitted_if_running_ones_can_continue():
     add(schedule, 8, 8)
     add(schedule, 8)
     execute(schedule.schedule())
-    assert [seq.number for seq in schedule.running] == [0, 1]
+    assert [seq.request_id for seq in schedule.running] == [0, 1]
     schedule.remove(schedule.running[0])
     assert execute(schedule.schedule()) == [(1, 1), (2, 8)]
 
@@ -136,9 +136,11 @@ def test_every_sequence_finishes_and_the_first_never_waits(lengths, blocks, chun
         widths = [min(seq.pending, plan.prefill_width) for seq in plan.prefills]
         assert max(widths, default=0) * len(widths) <= chunk
         assert len(plan.decodes) + len(plan.prefills) <= len(schedule.running) <= batch
-        assert [seq.number for seq in (*schedule.running, *schedule.waiting)] == [seq.number for seq in sequences]
+        assert [seq.request_id for seq in (*schedule.running, *schedule.waiting)] == [
+            seq.request_id for seq in sequences
+        ]
         done = dict(execute(plan))
-        assert done[oldest.number] == (1 if before == 1 else min(before, chunk))
+        assert done[oldest.request_id] == (1 if before == 1 else min(before, chunk))
         for seq in [seq for seq in sequences if seq.num_sampled == 8]:
             sequences.remove(seq)
             schedule.remove(seq)

@@ -338,7 +338,7 @@ def test_shutdown_stops_requests_after_drain_seconds(served: ServedModel):
             wait_for(lambda: run.server.should_exit)
             run.engine.unblock.set()
             lines = [line for line in response.iter_lines() if line]
-        assert "engine_ended" in lines[-1] or lines[-1] == "data: [DONE]"
+        assert "engine_stopped" in lines[-1] or lines[-1] == "data: [DONE]"
         run.thread.join(20)
         assert not run.thread.is_alive()
 

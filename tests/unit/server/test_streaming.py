@@ -143,9 +143,9 @@ def test_offsets_of_an_echoed_prompt_refer_to_its_text(sentencepiece: Tokenizer)
         choice = Choice(
             0, PromptContext(prompt, (), True, [Logprob(-1.0)] * len(ids)), sentencepiece, with_logprobs=True
         )
-        echoed = concatenate(add_all(choice, [sentencepiece.pipeline.token_to_id("b")]))
-        assert echoed.text == prompt.text + "b"
-        assert [entry.offset for entry in echoed.tokens] == [*offsets, len(prompt.text)]
+        echo_delta = concatenate(add_all(choice, [sentencepiece.pipeline.token_to_id("b")]))
+        assert echo_delta.text == prompt.text + "b"
+        assert [entry.offset for entry in echo_delta.tokens] == [*offsets, len(prompt.text)]
 
 
 def test_offsets_of_special_tokens_in_an_echoed_prompt(tokenizer_with_turns: Tokenizer):
@@ -153,8 +153,8 @@ def test_offsets_of_special_tokens_in_an_echoed_prompt(tokenizer_with_turns: Tok
     ids, offsets = tokenizer_with_turns.encode_prompt(text)
     assert len(ids) == 5
     context = PromptContext(Prompt(text, tuple(ids), tuple(offsets)), (), True, [Logprob(-1.0)] * 5)
-    echoed = concatenate(
+    echo_delta = concatenate(
         add_all(Choice(0, context, tokenizer_with_turns, with_logprobs=True), tokenizer_with_turns.encode(" on"))
     )
-    assert echoed.text == text + " on"
-    assert [entry.offset for entry in echoed.tokens] == [0, 2, 10, 13, 21, len(text)]
+    assert echo_delta.text == text + " on"
+    assert [entry.offset for entry in echo_delta.tokens] == [0, 2, 10, 13, 21, len(text)]

@@ -1,5 +1,5 @@
-// The chat page: holds the conversation, sends all of it with every message, and shows the response as it streams.
-// Text is only ever set as textContent, so that nothing a model or a user writes can become part of the page.
+// The chat page: keeps the conversation, sends all of it with every message, and shows the response as it streams.
+// Text is only ever set as textContent, so that neither model output nor user input can inject HTML.
 
 const find = (id) => document.getElementById(id);
 const [log, form, text, send, stop, status] = ["turns", "form", "text", "send", "stop", "status"].map(find);

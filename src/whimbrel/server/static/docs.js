@@ -12,8 +12,8 @@ function element(tag, text, ...children) {
 
 function bounds(schema) {
   const limits = { "≥": schema.minimum, ">": schema.exclusiveMinimum, "≤": schema.maximum, "<": schema.exclusiveMaximum };
-  const given = Object.entries(limits).filter(([, limit]) => limit !== undefined);
-  return given.length ? ` (${given.map(([sign, limit]) => `${sign} ${limit}`).join(", ")})` : "";
+  const present = Object.entries(limits).filter(([, limit]) => limit !== undefined);
+  return present.length ? ` (${present.map(([sign, limit]) => `${sign} ${limit}`).join(", ")})` : "";
 }
 
 function typeName(schema) {
