@@ -1,6 +1,6 @@
 """KV caches: layers and containers for our models and for those of transformers."""
 
-from whimbrel.cache.codec import find_codec
+from whimbrel.cache.buffer import find_codec
 from whimbrel.cache.container import Cache, DynamicCache, StaticCache
 from whimbrel.cache.foreign import register_foreign
 from whimbrel.cache.layer import CacheLayerMixin, DynamicLayer

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import CacheError, WhimbrelError
-from whimbrel.cache.buffer import KVBuffer, TokenMajorBuffer
-from whimbrel.cache.codec import find_codec
+from whimbrel.cache.buffer import KVBuffer, TokenMajorBuffer, find_codec
 from whimbrel.ops import KVView
 
 __all__ = ["BufferedLayer", "CacheLayerMixin", "DynamicLayer", "checked_int", "kept_length"]

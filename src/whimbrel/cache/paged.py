@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.cache.block_manager import NULL_BLOCK, BlockManager
-from whimbrel.cache.codec import find_codec
+from whimbrel.cache.buffer import find_codec
 from whimbrel.ops import KVView, write_blocks
 from whimbrel.ops.lowbit import GroupCodec
 

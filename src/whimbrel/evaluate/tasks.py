@@ -288,7 +288,7 @@ def find_file(task: Task, folder: str | os.PathLike[str] | None = None) -> Path:
 def read_items(task: Task, path: Path, limit: int | None = None) -> list[Item]:
     """Read the items in a file, at most the first `limit`."""
     if limit is not None and limit < 1:
-        raise ConfigError(f"expected limit of at least 1, got {limit}")
+        raise ConfigError(f"limit: expected at least 1, got {limit}")
     items = []
     for line, record in itertools.islice(_read_records(path), limit):
         try:

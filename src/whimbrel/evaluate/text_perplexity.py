@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.progress import NoProgress, Progress
 from whimbrel.data import document_ids, read_manifest
-from whimbrel.data.shards import open_stream
+from whimbrel.data.shards import TokenStream, open_stream
 from whimbrel.data.sources import documents
 from whimbrel.evaluate.scoring import Pair, Scorer
 from whimbrel.model_io import HeldOutResult, load_tokenizer
@@ -28,6 +29,8 @@ __all__ = ["TextResult", "held_out_evaluation", "is_shard_directory", "perplexit
 
 CHUNK_TOKENS = 2**18
 """Documents are collected up to this many tokens before they are scored, so that batches have similar lengths."""
+READ_TOKENS = 2**20
+"""Number of tokens that are read from shards at a time."""
 MAX_SEQUENCE_LENGTH = 1024
 """Sequence length of `held_out_evaluation` if it is not given, or the context length if that is shorter."""
 BATCH_TOKENS = 8192
@@ -96,15 +99,28 @@ def shard_perplexity(
     progress: Progress | None = None,
 ) -> TextResult:
     """`perplexity` of the documents in the validation shards of a folder; bytes are those of the decoded text."""
-    held_out = _read_shards(folder, scorer.tokenizer, scorer.model.config.vocab_size)
+    stream, eot_id = _open_shards(folder, scorer.tokenizer, scorer.model.config.vocab_size)
 
     def documents() -> Iterator[tuple[Pair, int]]:
-        tokens, eot_id = held_out.ids, held_out.eot_id
-        for document in np.split(tokens, np.flatnonzero(tokens == eot_id))[1:]:
-            ids: list[int] = document[1:].tolist()
+        for ids in _split_documents(stream, eot_id):
             yield Pair([scorer.bos_id], ids), len(scorer.tokenizer.decode(ids).encode())
 
     return _score_documents(scorer, documents(), limit, batch_size, progress)
+
+
+def _split_documents(stream: TokenStream, eot_id: int) -> Iterator[list[int]]:
+    """The documents of a token stream, each without the end-of-text token before it; reads a part at a time."""
+    unfinished = np.empty(0, dtype=stream.dtype)  # the document that the next part continues, if any
+    for start in range(0, len(stream), READ_TOKENS):
+        part = np.empty(min(READ_TOKENS, len(stream) - start), dtype=stream.dtype)
+        stream.copy(start, part)
+        tokens = np.concatenate((unfinished, part))
+        starts = np.flatnonzero(tokens == eot_id).tolist()
+        for first, end in pairwise(starts):
+            yield tokens[first + 1 : end].tolist()
+        unfinished = tokens[starts[-1] :] if starts else tokens[:0]
+    if len(unfinished):
+        yield unfinished[1:].tolist()
 
 
 def _score_documents(
@@ -116,7 +132,7 @@ def _score_documents(
 ) -> TextResult:
     """Score (document, bytes) pairs in chunks; empty documents are only counted."""
     if limit is not None and limit < 1:
-        raise ConfigError(f"expected limit of at least 1, got {limit}")
+        raise ConfigError(f"limit: expected at least 1, got {limit}")
     progress = progress or NoProgress()
     chunk: list[Pair] = []
     num_documents = num_tokens = num_bytes = chunk_tokens = 0
@@ -203,17 +219,22 @@ def is_shard_directory(source: str) -> bool:
     return Path(source).is_dir() and any(Path(source).glob("*.bin"))
 
 
-def _read_shards(
-    folder: Path, tokenizer: Tokenizer | None, vocab_size: int, max_tokens: int | None = None
-) -> _HeldOutTokens:
+def _read_shards(folder: Path, tokenizer: Tokenizer | None, vocab_size: int, max_tokens: int) -> _HeldOutTokens:
     """The first `max_tokens` + 1 tokens of the validation shards of a folder."""
-    manifest = read_manifest(folder)
-    if manifest and tokenizer and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise DataError(f"{folder} was prepared with another tokenizer: pass shards of the model's tokenizer, or text")
-    stream, eot_id = open_stream(folder, "val", vocab_size, tokenizer.eot_id if tokenizer and not manifest else None)
-    ids = np.empty(len(stream) if max_tokens is None else min(max_tokens + 1, len(stream)), dtype=stream.dtype)
+    stream, eot_id = _open_shards(folder, tokenizer, vocab_size)
+    ids = np.empty(min(max_tokens + 1, len(stream)), dtype=stream.dtype)
     stream.copy(0, ids)
     return _HeldOutTokens(ids, eot_id, folder.name)
+
+
+def _open_shards(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[TokenStream, int]:
+    """The validation shards of a folder and their end-of-text token; raises if another tokenizer prepared them."""
+    manifest = read_manifest(folder)
+    if manifest and tokenizer and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"{folder} was prepared with a different tokenizer: pass shards of the model's tokenizer, or text"
+        )
+    return open_stream(folder, "val", vocab_size, tokenizer.eot_id if tokenizer and not manifest else None)
 
 
 def _read_text(source: str, tokenizer: Tokenizer | None, max_tokens: int) -> _HeldOutTokens:

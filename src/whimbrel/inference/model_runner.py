@@ -59,7 +59,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode_steps(self, chunks: Sequence[Chunk], steps: int) -> list[list[int]]:
-        """The next `steps` greedy tokens of each sequence, -1 for non-finite logits, read once at the end. Needs graphs."""
+        """`steps` greedy tokens of each sequence, -1 for non-finite logits; synchronizes once. Needs graphs."""
         assert self._graphs is not None
         tokens, batch = self._batch(chunks, self._graphs.padded_size(len(chunks)))
         sampled: list[list[int]] = self._graphs.decode_steps(tokens, batch, steps)[: len(chunks)].tolist()

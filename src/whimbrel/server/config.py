@@ -12,7 +12,7 @@ __all__ = ["ServeConfig", "is_loopback"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Settings of the HTTP server."""
+    """Validated on construction: raises ConfigError."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Any address other than loopback requires `api_key`."""
@@ -41,25 +41,23 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"expected port from 0 to 65535, got {self.port}")
+            raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
         for name in ("max_requests", "max_connections", "max_choices", "max_body_bytes", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"expected {name} of at least 1, got {value}")
+                raise ConfigError(f"{name}: expected at least 1, got {value}")
         for name in ("body_seconds", "stall_seconds"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"expected {name} to be a positive number of seconds, got {getattr(self, name)}")
+                raise ConfigError(f"{name}: expected a positive number of seconds, got {getattr(self, name)}")
         if not 0 <= self.drain_seconds < float("inf"):
-            raise ConfigError(f"expected drain_seconds to be 0 or more seconds, got {self.drain_seconds}")
+            raise ConfigError(f"drain_seconds: expected at least 0, got {self.drain_seconds}")
         for name in self.allowed_hosts:
             if not name or not set(name).isdisjoint("/ "):
-                raise ConfigError(f"expected allowed_hosts like models.example.org or *, got {name!r}")
+                raise ConfigError(f"allowed_hosts: expected a host name such as models.example.org, or *, got {name!r}")
         if self.api_key is not None:
             key = self.api_key
             if not (key and key.isascii() and key.isprintable()) or " " in key:
-                raise ConfigError(
-                    "expected api_key to be non-empty printable ASCII without spaces: it is sent in a header"
-                )
+                raise ConfigError("api_key: expected non-empty printable ASCII without spaces (it is sent in a header)")
         elif not is_loopback(self.host):
             raise ConfigError(
                 f"host {self.host} can be reached from other machines: set an API key (--api-key or "

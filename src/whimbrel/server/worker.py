@@ -76,7 +76,7 @@ class Job:
 
     def cancel(self, index: int | None = None, sample: int | None = None) -> None:
         """Cancel the job, one of its requests, or one sample of a request; no effect on finished ones."""
-        self._worker.call(lambda: self._worker.release(self, index, sample))
+        self._worker.call(lambda: self._worker.cancel(self, index, sample))
 
     @staticmethod
     def _unwrap(events: Events | ApiError) -> Events:
@@ -153,8 +153,10 @@ class Worker:
                 return self._actions.put(action)
         return action()
 
-    def release(self, job: Job, index: int | None = None, sample: int | None = None) -> None:
-        """Cancel a job or a part of it. Runs in the worker thread."""
+    # All methods below run in the worker thread (actions also in the caller's, once the worker has stopped).
+
+    def cancel(self, job: Job, index: int | None = None, sample: int | None = None) -> None:
+        """Cancel a job or a part of it."""
         for request_id, active in list(self._active.items()):
             if active.job is job and index in (None, active.index):
                 self._engine.abort(request_id, sample)
@@ -163,8 +165,6 @@ class Worker:
                 active.samples -= active.samples if sample is None else {sample}
                 self._remove_if_finished(request_id)
 
-    # All methods below run in the worker thread (actions also in the caller's, once the worker has stopped).
-
     def _accept(self, job: Job, accepted: asyncio.Future[None]) -> None:
         if self._stopped:
             return self._call_in_loop(_resolve, accepted, engine_stopped_error())
@@ -172,7 +172,7 @@ class Worker:
             for index, request in enumerate(job.requests):
                 self._active[self._engine.add_request(request)] = _ActiveRequest(job, index, set(range(request.n)))
         except RequestError as error:
-            self.release(job)
+            self.cancel(job)
             return self._call_in_loop(_resolve, accepted, error)
         return self._call_in_loop(_resolve, accepted, None)
 

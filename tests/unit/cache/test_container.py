@@ -351,7 +351,7 @@ def test_layers_created_without_a_config_use_the_codec():
         (SimpleNamespace(), "num_hidden_layers .* got SimpleNamespace"),
         (
             SimpleNamespace(num_hidden_layers=1, layer_types=["mamba"]),
-            "got 'mamba', whose state is not keys and values: use transformers.DynamicCache",
+            "got 'mamba', which has no keys and values: use transformers.DynamicCache",
         ),
         (SimpleNamespace(num_hidden_layers=2, layer_types=["full_attention"]), "layer_types: expected 2 entries"),
         (

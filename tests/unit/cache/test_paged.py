@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whimbrel.cache.codec import find_codec
+from whimbrel.cache.buffer import find_codec
 from whimbrel.cache.paged import BlockPool, PagedBatch
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.ops import attend

@@ -210,4 +210,4 @@ def test_shards_of_another_tokenizer_are_rejected(work, tmp_path, capsys, shakes
     other = train_tokenizer([shakespeare[-9_000:]], 290)
     prepare(["text.txt"], "shards", other, name="tiny", separator="\n\n", val_tokens=500)
     assert run("finalize", work / "run", "out", "--data", "shards") == 2
-    assert "shards was prepared with another tokenizer" in capsys.readouterr().err
+    assert "prepared with a different tokenizer" in capsys.readouterr().err

@@ -66,7 +66,7 @@ def test_limit_stops_reading(scorer):
 
     found = perplexity(scorer, endless(), limit=2)
     assert (found.documents, found.bytes) == (2, sum(len(text.encode()) for text in TEXTS[:2]))
-    with pytest.raises(ConfigError, match="limit of at least 1, got 0"):
+    with pytest.raises(ConfigError, match="limit: .* got 0"):
         perplexity(scorer, TEXTS, limit=0)
 
 
@@ -76,7 +76,7 @@ def test_text_without_tokens_is_rejected(scorer, nothing):
         perplexity(scorer, nothing)
 
 
-def test_token_shards_equal_their_text(scorer, tmp_path):
+def test_token_shards_equal_their_text(scorer, tmp_path, monkeypatch):
     documents = [text for text in TEXTS if text]
     folder = tmp_path / "text"
     folder.mkdir()
@@ -89,6 +89,9 @@ def test_token_shards_equal_their_text(scorer, tmp_path):
     expected = perplexity(scorer, documents)
     assert (found.documents, found.tokens, found.bytes) == (expected.documents, expected.tokens, expected.bytes)
     assert found.loglikelihood == pytest.approx(expected.loglikelihood, rel=1e-6)
+    monkeypatch.setattr(text_perplexity, "READ_TOKENS", 7)  # documents span several reads
+    assert shard_perplexity(scorer, shards) == found
+    assert shard_perplexity(scorer, shards, limit=1).documents == 1
     other = train_tokenizer(["another text"], 260)
-    with pytest.raises(DataError, match="was prepared with another tokenizer"):
+    with pytest.raises(DataError, match="different tokenizer"):
         shard_perplexity(Scorer(scorer.model, other, other.eot_id), shards)

@@ -285,5 +285,5 @@ def test_loading_options_are_rejected_for_a_loaded_model(models: dict[str, GPT],
 
 def test_beam_search_on_an_engine_rejects_another_cache(models: dict[str, GPT]) -> None:
     llm = LLM(models["llama3"])
-    with pytest.raises(RequestError, match="cache: expected None with an engine"):
+    with pytest.raises(RequestError, match="kv_cache_dtype: expected None with an engine"):
         beam_search(llm.engine, [1, 2], num_beams=1, max_new_tokens=2, kv_cache_dtype="int8")
