@@ -120,9 +120,9 @@ def test_a_layer_filled_in_inference_mode_can_be_used_outside_and_back(kind: str
     layer = KINDS[kind](codec=codec)
     with torch.inference_mode():
         layer.update(states(3), states(3))
-        layer.gather(torch.tensor([1, 0]))
+        layer.reorder(torch.tensor([1, 0]))
     layer.update(states(9), states(9))
-    layer.gather(torch.tensor([1, 0]))
+    layer.reorder(torch.tensor([1, 0]))
     other = layer.fork()
     with torch.inference_mode():
         layer.update(states(1), states(1))
@@ -138,7 +138,7 @@ def test_the_memory_of_a_static_layer_never_moves():
     for tokens in (1, 7, 30):
         keys, values = layer.update(states(tokens), states(tokens))
         addresses.add((keys.data_ptr(), values.data_ptr()))
-        layer.gather(torch.tensor([1, 0]))
+        layer.reorder(torch.tensor([1, 0]))
         layer.crop(-2)
     layer.reset()
     assert layer.get_seq_length() == 0
@@ -307,5 +307,5 @@ def test_the_view_of_an_empty_layer_is_rejected(kind: str):
     with pytest.raises(CacheError, match=f"{kind} is empty"):
         layer.view()
     layer.crop(3)
-    layer.gather(torch.tensor([0, 1]))
+    layer.reorder(torch.tensor([0, 1]))
     assert layer.fork().get_seq_length() == 0

@@ -123,7 +123,7 @@ def test_weights_and_dtype_options(model, fixtures, tmp_path, capsys):
         (("--text", "empty.txt"), "got 0 documents without tokens"),
         (
             ("--tasks", "lambada", "--data", "."),
-            "lambada.jsonl line 1: expected a text of valid Unicode in 'text', got 5",
+            "lambada.jsonl line 1: expected a valid Unicode string in 'text', got 5",
         ),
         (("--tasks", "piqa", "--limit", "0"), "--limit"),
     ],

@@ -109,8 +109,8 @@ def test_n_completions_are_sampled_from_one_seed(model, run_generate):
 
 def test_beam_search_prints_the_best_beams(model, run_generate):
     found = beam_search(model, TOKENIZER.encode("So"), num_beams=4, max_new_tokens=20, stop_ids=END)
-    assert run_generate(beams=4, seed=None) == printed(found[0].tokens)
-    assert run_generate(beams=4, seed=None, n=2) == printed(found[0].tokens) + "\n" + printed(found[1].tokens)
+    assert run_generate(num_beams=4, seed=None) == printed(found[0].tokens)
+    assert run_generate(num_beams=4, seed=None, n=2) == printed(found[0].tokens) + "\n" + printed(found[1].tokens)
 
 
 @pytest.mark.parametrize("draft", ["ngram", "itself"])
@@ -124,13 +124,13 @@ def test_draft_does_not_change_greedy_output(directory, run_generate, draft):
     [
         ({"n": 0}, "--n of at least 1, got 0"),
         ({"n": 2, "draft": "ngram"}, "--draft cannot be combined with --n"),
-        ({"num_beams": 2}, "--seed cannot be combined with --beams"),
+        ({"num_beams": 2}, "--seed cannot be combined with --num-beams"),
         ({"num_beams": 2, "seed": None, "temperature": 1.0}, "--temperature cannot be combined"),
         ({"num_beams": 2, "seed": None, "top_p": 0.5}, "--top-p cannot be combined"),
         ({"num_beams": 2, "seed": None, "repetition_penalty": 2.0}, "--repetition-penalty cannot be combined"),
         ({"num_beams": 2, "seed": None, "draft": "ngram"}, "--draft cannot be combined"),
-        ({"num_beams": 2, "seed": None, "n": 3}, "--n of at most --beams 2, got 3"),
-        ({"num_beams": 0, "seed": None, "n": 1}, "--n of at most --beams 0, got 1"),
+        ({"num_beams": 2, "seed": None, "n": 3}, "--n of at most --num-beams 2, got 3"),
+        ({"num_beams": 0, "seed": None, "n": 1}, "--n of at most --num-beams 0, got 1"),
         ({"kv_cache_dtype": "int3"}, "int3"),
         ({"stop": [""]}, "non-empty strings"),
     ],

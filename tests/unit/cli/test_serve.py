@@ -39,7 +39,7 @@ def test_empty_api_key_variable_is_rejected(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WHIMBREL_API_KEY", "")
     result = CliRunner().invoke(build_app(), ["serve", str(tmp_path)])
     assert isinstance(result.exception, ConfigError)
-    assert "expected api_key to be non-empty" in str(result.exception)
+    assert "api_key: expected non-empty" in str(result.exception)
 
 
 def test_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path):
@@ -94,7 +94,7 @@ def test_every_option_reaches_the_engine_and_the_server(tmp_path: Path, monkeypa
     assert (config.port, config.api_key, config.allowed_hosts, config.max_requests) == (0, "k", ("a.b",), 5)
     assert config.max_connections == 9
     assert (config.max_prompt_tokens, config.max_body_bytes, config.drain_seconds) == (6, 7, 8)
-    expected = {"name": "n", "tokenizer": Path("gpt2"), "device": "cpu", "weights": "int4"}
+    expected = {"name": "n", "tokenizer": Path("gpt2"), "device": "cpu", "quantize": "int4"}
     assert (load.args, load.keywords) == ((tmp_path,), expected)
 
 

@@ -131,8 +131,8 @@ def test_unknown_task_lists_the_known_ones():
             {"query": "Q", "choices": ["a", "b"], "gold": "0"},
             "line 2: expected an integer, counted from 0 in 'gold', got \"0\"",
         ),
-        ({"query": "Q", "choices": ["a", ""], "gold": 0}, "line 2: expected choices with text, got an empty one"),
-        ({"query": "Q", "choices": 7, "gold": 0}, "line 2: expected a list of texts in 'choices', got 7"),
+        ({"query": "Q", "choices": ["a", ""], "gold": 0}, "line 2: expected non-empty choices, got an empty one"),
+        ({"query": "Q", "choices": 7, "gold": 0}, "line 2: expected a list of strings in 'choices', got 7"),
         ({"goals": "Q"}, "expected query choices gold, or goal sol1 sol2 label, got 'goals': no 'goal'"),
         ({}, "got nothing: no 'goal'"),
         ([1, 2], "line 2: expected an object, got list"),
@@ -164,11 +164,11 @@ def test_fields_of_the_wrong_type_are_rejected(given):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("arc_easy", {"query": 5}, "expected a text of valid Unicode in 'query', got 5"),
-        ("arc_easy", {"choices": "ab", "gold": 0}, "expected a list of texts in 'choices', got \"ab\""),
+        ("arc_easy", {"query": 5}, "expected a valid Unicode string in 'query', got 5"),
+        ("arc_easy", {"choices": "ab", "gold": 0}, "expected a list of strings in 'choices', got \"ab\""),
         ("arc_easy", {"gold": "1"}, "expected an integer, counted from 0 in 'gold', got \"1\""),
-        ("arc_easy", {"query": ["x" * 1000]}, f"expected a text of valid Unicode in 'query', got [\"{'x' * 58}"),
-        ("lambada", {"continuation": ["a"]}, "expected a text of valid Unicode in 'continuation', got [\"a\"]"),
+        ("arc_easy", {"query": ["x" * 1000]}, f"expected a valid Unicode string in 'query', got [\"{'x' * 58}"),
+        ("lambada", {"continuation": ["a"]}, "expected a valid Unicode string in 'continuation', got [\"a\"]"),
     ],
 )
 def test_error_names_the_field_and_its_value(name, change, message):
@@ -181,9 +181,9 @@ def test_error_names_the_field_and_its_value(name, change, message):
     ("name", "change", "message"),
     [
         ("arc_easy", {"answerKey": "A"}, "expected one of the labels 1, 2, 3 in 'answerKey', got 'A'"),
-        ("arc_easy", {"choices": {"text": ["a", "b"], "label": ["1"]}}, "lists of texts of equal length"),
+        ("arc_easy", {"choices": {"text": ["a", "b"], "label": ["1"]}}, "two lists of strings of equal length"),
         ("winogrande", {"answer": "3"}, 'expected "1" or "2" in \'answer\', got "3"'),
-        ("winogrande", {"sentence": "Ann left."}, "expected a text with _ in place of a name in 'sentence', got"),
+        ("winogrande", {"sentence": "Ann left."}, "expected a sentence with _ in place of a name in 'sentence', got"),
         ("piqa", {"label": "1"}, "expected an integer, counted from 0 in 'label', got \"1\""),
         ("lambada", {"text": "ends in a space "}, "got an empty one"),
     ],

@@ -141,7 +141,7 @@ def test_an_unknown_cache_is_rejected(model):
         ([1], {"top_k": -1}, "top_k: expected .* got -1"),
         ([1], {"top_p": 1.5}, "top_p: expected .* got 1.5"),
         ([1], {"logit_bias": {50: 1.0}}, "logit_bias: .* got 50"),
-        ([1], {"stops": ["x"]}, "pass tokenizer"),
+        ([1], {"stop": ["x"]}, "pass tokenizer"),
     ],
 )
 def test_invalid_arguments_are_rejected(model, prompt, options, message):
