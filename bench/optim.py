@@ -125,7 +125,7 @@ def measure_shape(rows: int, columns: int, rank: int, rounds: int) -> dict[str, 
     ):  # fmt: skip
         work = partial(warm_basis, grad, grad @ basis.to(grad.dtype), basis, align=align)
         fresh, elapsed = work(), seconds(work, rounds)
-        assert bool(fresh.found)
+        assert bool(fresh.valid)
         row[name] = {
             "seconds": elapsed,
             "speedup": svd / elapsed,

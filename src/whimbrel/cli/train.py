@@ -94,7 +94,7 @@ def memory(
     """
     from whimbrel.base.errors import ConfigError
     from whimbrel.config import did_you_mean
-    from whimbrel.optim.config import DENSE_ONLY
+    from whimbrel.optim.build import DENSE_ONLY
     from whimbrel.train import load_run_config
     from whimbrel.train.memory import optimizer_names, predict_memory
 

@@ -2,7 +2,6 @@
 
 from whimbrel.ops.attention import KVView, attend, attend_reference, write_blocks
 from whimbrel.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from whimbrel.ops.orthogonalize import orthogonalize
 
 __all__ = [
     "KVView",
@@ -10,6 +9,5 @@ __all__ = [
     "attend_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
-    "orthogonalize",
     "write_blocks",
 ]

@@ -99,7 +99,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_cast, weight_cast = hidden.to(dtype), weight.to(dtype)
             grad_hidden = torch.empty_like(hidden_cast) if needs_grad[0] else None
             losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-            rows = max(MIN_CHUNK_TOKENS, _chunk_bytes(hidden) // (weight.shape[0] * dtype.itemsize))
+            chunk_bytes = CHUNK_BYTES.get("cuda" if hidden.is_cuda else device, 2**27)
+            rows = max(MIN_CHUNK_TOKENS, chunk_bytes // (weight.shape[0] * dtype.itemsize))
             rows = rows // MIN_CHUNK_TOKENS * MIN_CHUNK_TOKENS
             # Several chunks are accumulated in fp32. One chunk needs no accumulation, which saves memory.
             grad_dtype = weight.dtype if rows >= hidden.shape[0] else torch.promote_types(weight.dtype, torch.float32)
@@ -113,7 +114,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if grad_hidden is not None:
                     torch.mm(logits, weight_cast, out=grad_hidden[chunk])
                 if grad_weight is not None:
-                    _add_product_(grad_weight, logits.T, hidden_cast[chunk])
+                    if logits.dtype == grad_weight.dtype:
+                        grad_weight.addmm_(logits.T, hidden_cast[chunk])
+                    else:
+                        grad_weight += logits.T @ hidden_cast[chunk]
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return losses.sum()
@@ -128,18 +132,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_loss).to(weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None
-
-
-def _chunk_bytes(hidden: Tensor) -> int:
-    return CHUNK_BYTES.get("cuda" if hidden.is_cuda else hidden.device.type, 2**27)
-
-
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, accumulated in the dtype of `total`."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 def fused_loss_and_gradient_(

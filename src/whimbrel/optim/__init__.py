@@ -9,13 +9,21 @@ from whimbrel.optim.backward import (
     step_in_backward,
 )
 from whimbrel.optim.base import BaseOptimizer
-from whimbrel.optim.build import ParameterInfo, Role, build_optimizer, classify_parameters, restore_optimizer
-from whimbrel.optim.config import GroupConfig, OptimConfig
+from whimbrel.optim.build import (
+    GroupConfig,
+    OptimConfig,
+    ParameterInfo,
+    ParameterRow,
+    Role,
+    build_optimizer,
+    classify_parameters,
+    parameter_table,
+    restore_optimizer,
+    state_bytes,
+)
 from whimbrel.optim.galore import GaLore, GaLoreProjector
-from whimbrel.optim.lowrank import LowRankOptimizer
+from whimbrel.optim.lowrank import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, LowRankOptimizer, QGaLore
 from whimbrel.optim.muon import Muon
-from whimbrel.optim.parameter_table import ParameterRow, parameter_table, state_bytes
-from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, QGaLore
 from whimbrel.optim.schedules import Schedule, ScheduleConfig, lr_factor, resolve_steps
 from whimbrel.optim.sharding import check_replicas
 

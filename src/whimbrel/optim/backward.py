@@ -22,6 +22,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class OptimizerInBackward(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, OptimizerInBackward) or getattr(optimizer, "runs_in_backward", False):
-            raise OptimizerError("the optimizer already works in backward: call remove() on the first wrapper")
+            raise OptimizerError("the optimizer already runs in backward: call remove() on its wrapper")
         self.optimizer = optimizer
         self.defaults = optimizer.defaults
         self._handles: list[Any] = []
@@ -91,7 +92,7 @@ class OptimizerInBackward(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported: raises `OptimizerError`."""
-        raise OptimizerError("cannot add a parameter group once the optimizer works in backward: add it before")
+        raise OptimizerError("cannot add a parameter group to a wrapped optimizer: add it before wrapping")
 
     def remove(self) -> torch.optim.Optimizer:
         """Remove all hooks; returns the optimizer, to be stepped as usual."""
@@ -132,9 +133,9 @@ class StepInBackward(OptimizerInBackward):
         self._norms: dict[Tensor, Tensor] = {}
         self._step_started = False
         self._attach(
-            parameter.register_post_accumulate_grad_hook(self._hook(group, index))
-            for group in range(len(self.param_groups))
-            for index, parameter in enumerate(self.param_groups[group]["params"])
+            parameter.register_post_accumulate_grad_hook(partial(self._update, group_index, index))
+            for group_index, group in enumerate(self.param_groups)
+            for index, parameter in enumerate(group["params"])
             if parameter.requires_grad
         )
 
@@ -162,15 +163,10 @@ class StepInBackward(OptimizerInBackward):
             "cannot clip gradients after a step in backward: disable clipping, or use project_in_backward"
         )
 
-    def _hook(self, group: int, index: int) -> Callable[[Tensor], None]:
-        def update(parameter: Tensor) -> None:
-            self._update(self.param_groups[group], index, parameter)
-
-        return update
-
     @run_eagerly
-    def _update(self, group: dict[str, Any], index: int, parameter: Tensor) -> None:
-        """Step the optimizer with a single group that has only this parameter."""
+    def _update(self, group_index: int, index: int, parameter: Tensor) -> None:
+        """The gradient hook: step the optimizer with a single group that has only this parameter."""
+        group = self.param_groups[group_index]
         if not self._step_started:
             self._norms.clear()
             self._step_started = True
@@ -196,12 +192,12 @@ class StepInBackward(OptimizerInBackward):
             self.optimizer.param_groups = self.param_groups
         if {name: value for name, value in stepped.items() if name != "params"} != options:
             raise OptimizerError(
-                f"{type(self.optimizer).__name__} keeps state per group and cannot step in backward: use another"
+                f"{type(self.optimizer).__name__} keeps state per group and cannot step in backward: use AdamW"
             )
         parameter.grad = None
 
 
-class Probe:
+class GradProjection:
     """The basis with which a linear layer projects its weight gradient, and the leaf tensors that receive the result.
 
     The leaves are tensors of zeros that take no memory; autograd accumulates R and the sketch of G into their `grad`.
@@ -215,7 +211,7 @@ class Probe:
         self.transposed = param.transposed
         self.enabled = True
         """False in a step that needs the full gradient."""
-        self.low = _empty_leaf(param.low_rank_shape, sketch.device, dtype)
+        self.low_rank_grad = _empty_leaf(param.low_rank_shape, sketch.device, dtype)
         self.sketched = _empty_leaf((param.shape[-2], sketch.shape[-1]), sketch.device, dtype)
 
     def basis(self) -> Tensor:
@@ -232,17 +228,23 @@ class ProjectedLinear(nn.Linear):
     either way r/n or r/m of the FLOPs of G, and no weight-sized temporary.
     """
 
-    probe: Probe
+    grad_projection: GradProjection
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `nn.Linear`; with gradients enabled, the probe gets the projected gradient; `weight.grad` stays None."""
-        probe = self.probe
-        if not (probe.enabled and torch.is_grad_enabled() and self.weight.requires_grad):
+        """As `nn.Linear`; backward adds the projected gradient to `grad_projection`, and `weight.grad` stays None."""
+        projection = self.grad_projection
+        if not (projection.enabled and torch.is_grad_enabled() and self.weight.requires_grad):
             return super().forward(x)
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         y: Tensor = _ProjectedLinearFunction.apply(  # type: ignore[no-untyped-call]
-            x.to(dtype), self.weight, self.bias, probe.basis().to(dtype), probe.low, probe.sketched, probe.transposed
+            x.to(dtype),
+            self.weight,
+            self.bias,
+            projection.basis().to(dtype),
+            projection.low_rank_grad,
+            projection.sketched,
+            projection.transposed,
         )
         return y
 
@@ -260,14 +262,14 @@ class _ProjectedLinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         basis: Tensor,
-        low: Tensor,
+        low_rank_grad: Tensor,
         sketched: Tensor,
         transposed: bool,
     ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             y = nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
             ctx.save_for_backward(weight, x if transposed else x @ basis, basis if transposed else None)
-        ctx.rank, ctx.dtypes = low.shape[-1], (low.dtype, None if bias is None else bias.dtype)
+        ctx.rank, ctx.dtypes = low_rank_grad.shape[-1], (low_rank_grad.dtype, None if bias is None else bias.dtype)
         return y
 
     @staticmethod
@@ -278,12 +280,12 @@ class _ProjectedLinearFunction(torch.autograd.Function):
         with torch.autocast(grad_y.device.type, enabled=False):
             grad_x = grad_y @ weight.to(grad_y.dtype) if ctx.needs_input_grad[0] else None
             rows, saved = (t.reshape(-1, t.shape[-1]) for t in (grad_y, saved))
-            both = (rows.mT @ saved if basis is None else saved.mT @ (rows @ basis)).to(low_dtype)
-            low, sketched = both[:, : ctx.rank].contiguous(), both[:, ctx.rank :].contiguous()
+            projected = (rows.mT @ saved if basis is None else saved.mT @ (rows @ basis)).to(low_dtype)
+            low_rank_grad, sketched = projected[:, : ctx.rank].contiguous(), projected[:, ctx.rank :].contiguous()
             grad_bias = (
                 rows.sum(dim=0, dtype=bias_dtype) if bias_dtype is not None and ctx.needs_input_grad[2] else None
             )
-        return grad_x, None, grad_bias, None, low, sketched, None
+        return grad_x, None, grad_bias, None, low_rank_grad, sketched, None
 
 
 def project_in_backward(
@@ -335,7 +337,7 @@ class ProjectInBackward(OptimizerInBackward):
         self._directions: dict[tuple[int, torch.device], Tensor] = {}
         params = self._all_params()
         self._projected_params = [p for p in params if p.requires_grad and not optimizer.needs_full_grad(p)]
-        if not optimizer.projects:
+        if not optimizer.can_project:
             raise OptimizerError(
                 f"{type(optimizer).__name__} needs the full gradient of every parameter and cannot project in "
                 "backward: use galore_warm or qgalore, or step_in_backward"
@@ -343,7 +345,7 @@ class ProjectInBackward(OptimizerInBackward):
         self._check_ranks(params, model)
         self._linears = {} if model is None else self._replace_linears(model)
         self._attach(p.register_post_accumulate_grad_hook(self._project) for p in self._projected_params)
-        self._enable_probes()
+        self._enable_projections()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -364,7 +366,7 @@ class ProjectInBackward(OptimizerInBackward):
         self._collect_grads()
         self.optimizer.step()
         self._clear()
-        self._enable_probes()
+        self._enable_projections()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients and projections."""
@@ -381,8 +383,10 @@ class ProjectInBackward(OptimizerInBackward):
         squares = []
         for p in self._all_params():
             param = self.optimizer.layout_of(p)
-            if (low := self.optimizer.projected.get(p)) is not None:
-                squares.append((self._squares[p] if p in self._squares else self._estimate(p, low), param.shard))
+            if (low_rank_grad := self.optimizer.projected.get(p)) is not None:
+                squares.append(
+                    (self._squares[p] if p in self._squares else self._estimate(p, low_rank_grad), param.shard)
+                )
             if p.grad is not None:
                 square = torch.linalg.vector_norm(param.local(p.grad), dtype=torch.float32).square()
                 squares.append((square, param.shard))
@@ -402,20 +406,20 @@ class ProjectInBackward(OptimizerInBackward):
         """Reset the optimizer and discard projections."""
         self.optimizer.reset()
         self._clear()
-        self._enable_probes()
+        self._enable_projections()
 
     def remove(self) -> torch.optim.Optimizer:
         """Remove all hooks and restore the linear layers; returns the optimizer."""
         for module in self._linears:
             module.__class__ = nn.Linear
-            del module.probe
+            del module.grad_projection
         self._linears = {}
         return super().remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict saved with or without the wrapper, including pending basis refreshes."""
         super().load_state_dict(state_dict)
-        self._enable_probes()
+        self._enable_projections()
 
     def simulate_peak_step(self) -> None:
         """Schedule basis refreshes as in the planned step that keeps the most bytes of full gradients.
@@ -435,7 +439,7 @@ class ProjectInBackward(OptimizerInBackward):
             state = self.state[param.parameter]
             state["gap"].fill_(0 if peak <= first else param.group["gap"])
             state["due"].fill_(0 if peak in (first, *others) else until)
-        self._enable_probes()
+        self._enable_projections()
 
     @run_eagerly
     @torch.no_grad()
@@ -444,10 +448,10 @@ class ProjectInBackward(OptimizerInBackward):
         self._check_not_averaged()
         if parameter.grad is None or self.optimizer.is_refresh_due(parameter):
             return
-        grad = self.optimizer.matrix(parameter, parameter.grad)
+        grad = self.optimizer.as_matrix(parameter, parameter.grad)
         basis = self.optimizer.basis(parameter)
         grad = grad.float() if grad.dtype == torch.float16 else grad  # products of gradients exceed its range
-        low = (grad @ basis.to(grad.dtype)).to(self._projection_dtype(parameter))
+        low_rank_grad = (grad @ basis.to(grad.dtype)).to(self._projection_dtype(parameter))
         if self.accumulation == 1 and parameter in self.optimizer.projected:
             raise OptimizerError(
                 f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one step: pass the number of "
@@ -457,17 +461,17 @@ class ProjectInBackward(OptimizerInBackward):
             self._squares[parameter] = torch.linalg.vector_norm(grad, dtype=torch.float32).square()
         else:
             _add(self._sketches, parameter, grad @ self._sketch(grad.shape[-1], grad.device).to(grad.dtype))
-        _add(self.optimizer.projected, parameter, low)
+        _add(self.optimizer.projected, parameter, low_rank_grad)
         parameter.grad = None
 
-    def _estimate(self, parameter: Tensor, low: Tensor) -> Tensor:
+    def _estimate(self, parameter: Tensor, low_rank_grad: Tensor) -> Tensor:
         """|G|^2 from R and the sketch of G; for a random basis, which is not orthonormal, from the sketch alone."""
         if self.optimizer.layout_of(parameter).basis_codec is None:
             return self._sketches[parameter].float().square().sum() / SKETCH_SIZE
         basis = self.optimizer.basis(parameter)
         directions = self._sketch(basis.shape[-2], basis.device)
-        rest = self._sketches[parameter].float() - low.float() @ (basis.mT @ directions)
-        return low.float().square().sum() + rest.square().sum() / SKETCH_SIZE
+        rest = self._sketches[parameter].float() - low_rank_grad.float() @ (basis.mT @ directions)
+        return low_rank_grad.float().square().sum() + rest.square().sum() / SKETCH_SIZE
 
     def _sketch(self, width: int, device: torch.device) -> Tensor:
         """The Gaussian directions for matrices of `width` columns; always the same."""
@@ -479,7 +483,7 @@ class ProjectInBackward(OptimizerInBackward):
     def _replace_linears(self, model: nn.Module) -> dict[Any, Tensor]:
         """Convert linear layers whose weight has a stored basis to `ProjectedLinear`; returns layers and weights."""
         projected = {id(p) for p in self._projected_params}
-        found: dict[Any, Tensor] = {}
+        replaced: dict[Any, Tensor] = {}
         for module in model.modules():
             if type(module) is not nn.Linear or id(module.weight) not in projected:
                 continue
@@ -489,53 +493,53 @@ class ProjectInBackward(OptimizerInBackward):
                 stored = param.stored(self.state[module.weight], "basis")
                 module.__class__ = ProjectedLinear
                 dtype = self._projection_dtype(module.weight)
-                module.probe = Probe(param, stored, sketch, dtype)  # type: ignore[assignment]
-                found[module] = module.weight
-        if not found:
+                module.grad_projection = GradProjection(param, stored, sketch, dtype)  # type: ignore[assignment]
+                replaced[module] = module.weight
+        if not replaced:
             raise OptimizerError(
                 f"{type(model).__name__} has no nn.Linear whose weight has a stored basis: leave out model= "
-                "(train.projected_linears), and gradients are projected after they are computed"
+                "(train.projected_linears) to project gradients after they are computed"
             )
-        return found
+        return replaced
 
     def _projection_dtype(self, parameter: Tensor) -> torch.dtype:
         return self.dtype or (torch.float32 if parameter.dtype == torch.float16 else parameter.dtype)
 
-    def _enable_probes(self) -> None:
+    def _enable_projections(self) -> None:
         """Before a step: let linear layers that are due for a basis refresh compute their full gradient."""
         for module, weight in self._linears.items():
-            module.probe.enabled = not self.optimizer.is_refresh_due(weight)
+            module.grad_projection.enabled = not self.optimizer.is_refresh_due(weight)
 
-    def _collect_probes(self) -> None:
+    def _collect_projections(self) -> None:
         """Move the projected gradients from the linear layers to the optimizer."""
         for module, weight in self._linears.items():
-            probe = module.probe
-            if probe.low.grad is not None:
+            projection = module.grad_projection
+            if projection.low_rank_grad.grad is not None:
                 self._check_not_averaged()
-                _add(self.optimizer.projected, weight, probe.low.grad)
-                _add(self._sketches, weight, probe.sketched.grad)
+                _add(self.optimizer.projected, weight, projection.low_rank_grad.grad)
+                _add(self._sketches, weight, projection.sketched.grad)
                 self._squares.pop(weight, None)
-                probe.low.grad = probe.sketched.grad = None
+                projection.low_rank_grad.grad = projection.sketched.grad = None
 
     def _collect_grads(self) -> None:
-        """Collect all gradients of the step, those of the probes included, and average them over ranks."""
-        self._collect_probes()
+        """Collect all gradients of the step, those of the projections included, and average them over ranks."""
+        self._collect_projections()
         if self.process_group is None or self._averaged:
             return
         self._averaged = True
         params = [p for p in self._all_params() if p.requires_grad]
         projected = self.optimizer.projected
-        low = {p for p in self._projected_params if not self.optimizer.is_refresh_due(p)}
-        present = [(projected.get(p) if p in low else p.grad) is not None for p in params]
-        for p in [p for p, found in zip(params, present, strict=True) if not found]:
-            if p in low:
+        low_rank = {p for p in self._projected_params if not self.optimizer.is_refresh_due(p)}
+        present = [(projected.get(p) if p in low_rank else p.grad) is not None for p in params]
+        for p in [p for p, is_present in zip(params, present, strict=True) if not is_present]:
+            if p in low_rank:
                 shape = self.optimizer.layout_of(p).low_rank_shape
                 projected[p] = torch.zeros(shape, dtype=self._projection_dtype(p), device=p.device)
             else:
                 p.grad = torch.zeros_like(p)
-        means = [projected[p] if p in low else p.grad for p in params]
-        anywhere = average_([mean for mean in means if mean is not None], present, self.process_group)
-        for p in [p for p, found in zip(params, anywhere, strict=True) if not found]:
+        means = [projected[p] if p in low_rank else p.grad for p in params]
+        present_on_any_rank = average_([mean for mean in means if mean is not None], present, self.process_group)
+        for p in [p for p, is_present in zip(params, present_on_any_rank, strict=True) if not is_present]:
             projected.pop(p, None)
             p.grad = None
 
@@ -577,7 +581,8 @@ class ProjectInBackward(OptimizerInBackward):
         self._squares.clear()
         self._sketches.clear()
         for module in self._linears:
-            module.probe.low.grad = module.probe.sketched.grad = None
+            projection = module.grad_projection
+            projection.low_rank_grad.grad = projection.sketched.grad = None
 
 
 def _add(totals: dict[Tensor, Tensor], key: Tensor, value: Tensor) -> None:

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -37,12 +37,12 @@ MAX_GRAD = 1e14
 
 GROUP_METADATA = ("params", "names", "param_names", "peak_lr", "initial_lr", "splits")
 """Group entries that are not optimizer options: written by schedules and by the trainer."""
-NO_TENSOR = (
+NUMBER_OPTIONS = (
     "weight_decay", "betas", "eps", "momentum", "momentum_start", "momentum_warmup", "scale", "rank", "gap",
     "update_proj_gap", "seed",
 )  # fmt: skip
 """Options that must be Python numbers. Only `lr` may be a tensor, as torch's schedulers fill it in place."""
-OPTIONAL = ("rank", "betas", "eps", "momentum")
+NULLABLE_OPTIONS = ("rank", "betas", "eps", "momentum")
 """Options that may be None: no subspace, or the default of the update rule."""
 
 
@@ -76,11 +76,16 @@ class BaseOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._layouts = {}
         for group in self.param_groups:
-            self._remember_layout(group)
+            self._record_layout(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Check the options of a group and allocate its state; a rejected group leaves the optimizer unchanged."""
-        _check_keys(type(self).__name__, param_group, self.defaults)
+        for key in param_group:
+            if key not in self.defaults and key not in GROUP_METADATA:
+                raise OptimizerError(
+                    f"unknown option {key!r} in a parameter group of {type(self).__name__}"
+                    f"{did_you_mean(key, self.defaults)}"
+                )
         self._check_options(self.defaults | param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -89,7 +94,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         except OptimizerError:
             self.param_groups.pop()
             raise
-        self._remember_layout(group)
+        self._record_layout(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -127,14 +132,16 @@ class BaseOptimizer(torch.optim.Optimizer):
 
         Raises `OptimizerError` for a state that does not fit, before anything has changed.
         """
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
         groups = state_dict["param_groups"]
-        expected, got = ([len(group["params"]) for group in some] for some in (self.param_groups, groups))
+        expected, got = (
+            [len(group["params"]) for group in param_groups] for param_groups in (self.param_groups, groups)
+        )
         if expected != got:
             raise OptimizerError(
-                f"expected a saved state with groups of {expected} parameters, got {got}: build the optimizer with the "
-                "parameter groups of the saved one"
+                f"expected a saved state with groups of {expected} parameters, got {got}: build the optimizer with "
+                "parameter groups it was saved with"
             )
         for group, saved in zip(self.param_groups, groups, strict=True):
             self._check_saved_options(group, saved)
@@ -148,7 +155,7 @@ class BaseOptimizer(torch.optim.Optimizer):
                 self._check_saved_state(parameter, state)
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(copy.deepcopy({name: value for name, value in saved.items() if name != "params"}))
-            self._remember_layout(group)
+            self._record_layout(group)
         for parameter, state in states.items():
             if not state and self.lazy_state:
                 self.state.pop(parameter, None)
@@ -157,8 +164,8 @@ class BaseOptimizer(torch.optim.Optimizer):
             for name, value in state.items():
                 copy_(self.state[parameter][name], value)
         self.skipped = int(state_dict.get("skipped", 0))
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     # For subclasses to override
 
@@ -233,7 +240,7 @@ class BaseOptimizer(torch.optim.Optimizer):
 
     # The layout of the state, and saved states
 
-    def _remember_layout(self, group: Mapping[str, Any]) -> None:
+    def _record_layout(self, group: Mapping[str, Any]) -> None:
         layout = {name: group[name] for name in self.layout_options}
         self._layouts |= dict.fromkeys(group["params"], layout)
 
@@ -254,19 +261,25 @@ class BaseOptimizer(torch.optim.Optimizer):
             if group[name] != saved[name]:
                 raise OptimizerError(
                     f"expected a saved state with {name} = {group[name]!r}, got {saved[name]!r}: build the optimizer "
-                    "with the options of the saved one"
+                    "with the options it was saved with"
                 )
         self._check_options({**group, **{name: value for name, value in saved.items() if name in group}})
 
     def _check_saved_state(self, parameter: Tensor, saved: Mapping[str, Any]) -> None:
-        own = self._state_signature(self.state.get(parameter) or self._new_state(parameter))
-        theirs = self._state_signature(saved)
-        if different := sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name)):
-            name = different[0]
-            raise OptimizerError(
-                f"expected a saved state with {name} of {own.get(name)} for a parameter of shape "
-                f"{tuple(parameter.shape)}, got {theirs.get(name)}: use the options of the saved one"
-            )
+        expected = self._state_signature(self.state.get(parameter) or self._new_state(parameter))
+        got = self._state_signature(saved)
+        name = next(
+            (name for name in sorted(expected.keys() | got.keys()) if expected.get(name) != got.get(name)), None
+        )
+        if name is None:
+            return
+        problem = f"without {name}, got one with it"
+        if name in expected:
+            problem = f"with {name} of {expected[name]}, got {got.get(name, 'none')}"
+        raise OptimizerError(
+            f"parameter of shape {tuple(parameter.shape)}: expected a saved state {problem}: build the optimizer with "
+            "the options it was saved with"
+        )
 
 
 def lr_of(group: Mapping[str, Any]) -> float:
@@ -275,36 +288,30 @@ def lr_of(group: Mapping[str, Any]) -> float:
     return lr.item() if isinstance(lr, Tensor) else lr
 
 
-def _check_keys(optimizer: str, group: Mapping[str, Any], known: Collection[str]) -> None:
-    for key in group:
-        if key not in known and key not in GROUP_METADATA:
-            raise OptimizerError(
-                f"unknown option {key!r} in a parameter group of {optimizer}{did_you_mean(key, known)}"
-            )
-
-
 def check_numbers(options: Mapping[str, Any]) -> None:
     """Raise `OptimizerError` if an option that is present is out of range."""
-    given = {name: value for name, value in options.items() if value is not None or name not in OPTIONAL}
-    for name in NO_TENSOR:
-        value = given.get(name)
+    present = {name: value for name, value in options.items() if value is not None or name not in NULLABLE_OPTIONS}
+    for name in NUMBER_OPTIONS:
+        value = present.get(name)
         if isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value)):
             raise OptimizerError(
                 f"{name}: expected a Python number, got a tensor: use .item(), only lr may be a tensor"
             )
-    if isinstance(given.get("lr"), Tensor) and given["lr"].numel() != 1:
-        raise OptimizerError(f"lr: expected a number or a tensor of one element, got shape {tuple(given['lr'].shape)}")
+    if isinstance(present.get("lr"), Tensor) and present["lr"].numel() != 1:
+        raise OptimizerError(
+            f"lr: expected a number or a tensor of one element, got shape {tuple(present['lr'].shape)}"
+        )
     for name in ("lr", "weight_decay", "eps", "scale"):
-        if name in given and not _in_range(given[name], math.inf):
-            raise OptimizerError(f"{name}: expected a number >= 0, got {given[name]!r}")
-    betas = given.get("betas", (0, 0))
+        if name in present and not _in_range(present[name], math.inf):
+            raise OptimizerError(f"{name}: expected a number >= 0, got {present[name]!r}")
+    betas = present.get("betas", (0, 0))
     if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(_in_range(beta, 1) for beta in betas):
         raise OptimizerError(f"betas: expected two numbers in [0, 1), got {betas!r}")
     for name in ("momentum", "momentum_start"):
-        if not _in_range(given.get(name, 0), 1):
-            raise OptimizerError(f"{name}: expected a number in [0, 1), got {given[name]!r}")
+        if not _in_range(present.get(name, 0), 1):
+            raise OptimizerError(f"{name}: expected a number in [0, 1), got {present[name]!r}")
     for name, minimum in (("rank", 1), ("gap", 1), ("update_proj_gap", 1), ("seed", 0)):
-        check_integer(name, given.get(name, minimum), minimum)
+        check_integer(name, present.get(name, minimum), minimum)
 
 
 def check_integer(name: str, value: Any, minimum: int) -> None:
@@ -313,5 +320,5 @@ def check_integer(name: str, value: Any, minimum: int) -> None:
         raise OptimizerError(f"{name}: expected an integer >= {minimum}, got {value!r}")
 
 
-def _in_range(value: Any, end: float) -> bool:
-    return isinstance(value, Real | Tensor) and 0 <= float(value) < end
+def _in_range(value: Any, upper: float) -> bool:
+    return isinstance(value, Real | Tensor) and 0 <= float(value) < upper

@@ -1,26 +1,43 @@
-"""Build an optimizer from a model and a config: parameter roles and groups; restore saved state by name."""
+"""Build an optimizer from a model and a config: settings, parameter roles and groups, saved state, memory."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whimbrel.base.errors import ConfigError, OptimizerError
-from whimbrel.optim.config import DENSE_ONLY, OPTIONS_BY_OPTIMIZER, GroupConfig, OptimConfig
+from whimbrel.config import build, check_choices, check_unused, to_table
+from whimbrel.optim.backward import OptimizerInBackward
+from whimbrel.optim.base import BaseOptimizer
 from whimbrel.optim.galore import GaLore, matrix_shape
-from whimbrel.optim.lowrank import LowRankOptimizer
+from whimbrel.optim.lowrank import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, LowRankOptimizer, QGaLore
 from whimbrel.optim.muon import Muon
-from whimbrel.optim.presets import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, QGaLore
-from whimbrel.optim.store import QuantizedParameter
+from whimbrel.optim.param_state import QuantizedParameter
 
-__all__ = ["ParameterInfo", "Role", "build_optimizer", "classify_parameters", "restore_optimizer"]
+__all__ = [
+    "DENSE_ONLY",
+    "OPTIMIZERS",
+    "OPTIONS_BY_OPTIMIZER",
+    "GroupConfig",
+    "OptimConfig",
+    "ParameterInfo",
+    "ParameterRow",
+    "Role",
+    "build_optimizer",
+    "classify_parameters",
+    "parameter_table",
+    "restore_optimizer",
+    "state_bytes",
+]
 
 logger = logging.getLogger(__name__)
 DEFAULT_RANK = 128
@@ -30,6 +47,162 @@ STATE_OPTIONS = (
     "rule", "rank", "subspace", "back_projection", "store", "basis_store", "side", "error_feedback", "projection_type",
 )  # fmt: skip
 """Group options that define the meaning of the state: a saved state is valid only with the same values."""
+
+
+# Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """Options for the parameters whose names match a pattern."""
+
+    pattern: str
+    """Regular expression, searched for in parameter names; a parameter belongs to the first group that matches."""
+    lr: float | None = None
+    """Peak learning rate; default: the value for other parameters."""
+    weight_decay: float | None = None
+    """Decoupled weight decay; default: the value for other parameters."""
+    rank: int | None = None
+    """Rank of the subspace of these matrices, including embeddings and head; default: the value for other matrices."""
+    subspace: bool | None = None
+    """Whether these matrices are updated in a subspace; default: only hidden matrices and those with a rank."""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"optim.groups: expected a regular expression, got pattern {self.pattern!r}: {error}"
+            ) from error
+        for name in ("lr", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"optim.groups {self.pattern!r}: expected {name} >= 0, got {value}")
+        if self.rank is not None and self.rank < 1:
+            raise ConfigError(f"optim.groups {self.pattern!r}: expected rank >= 1, got {self.rank}")
+        if self.rank is not None and self.subspace is False:
+            raise ConfigError(
+                f"optim.groups {self.pattern!r}: rank = {self.rank} contradicts subspace = false: remove one of them"
+            )
+        if (self.lr, self.weight_decay, self.rank, self.subspace) == (None,) * 4:
+            raise ConfigError(
+                f"optim.groups {self.pattern!r}: no options given: set lr, weight_decay, rank or subspace"
+            )
+
+
+OptimizerName = Literal[
+    "adamw", "adamw8bit", "galore", "galore_warm", "qgalore", "apollo", "apollo_mini", "fira", "ldadam", "muon"
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """The optimizer and its options. Matrix optimizers update hidden matrices; AdamW updates the rest."""
+
+    name: OptimizerName = "adamw"
+    """Optimizer; all except adamw and adamw8bit apply to hidden matrices and use AdamW for other parameters."""
+    lr: float = 3e-4
+    """Peak learning rate; with muon, of the hidden matrices."""
+    embedding_lr: float | None = None
+    """Peak learning rate of the embeddings; default: lr."""
+    head_lr: float | None = None
+    """Peak learning rate of an untied head; default: lr."""
+    scalar_lr: float | None = None
+    """Peak learning rate of norms, biases and other parameters of fewer than two dimensions; default: lr."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of Adam's first and second moment."""
+    eps: float = 1e-8
+    """Adam's eps."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, multiplied by the learning rate."""
+    decay_params: Literal["all", "matrices", "hidden"] = "matrices"
+    """Parameters with weight decay: all, those of two or more dimensions, or only hidden matrices."""
+    momentum: float = 0.95
+    """Muon's momentum."""
+    momentum_start: float | None = None
+    """Muon's momentum at the first step, increasing to momentum over momentum_warmup steps; default: momentum."""
+    momentum_warmup: int = 0
+    """Steps over which Muon's momentum increases."""
+    rank: int | None = None
+    """Rank of the subspace of hidden matrices; default: 128, with apollo_mini 1."""
+    gap: int | None = None
+    """Steps between basis refreshes; default: 200, with galore_warm 10."""
+    lazy: bool | None = None
+    """Whether the gap grows while a basis hardly changes and shrinks while it does; default: false."""
+    moment_transfer: Literal["first", "both", "align", "keep"] | None = None
+    """Moments after a basis change: project first or both, align the basis, or keep them unchanged; default: first."""
+    scale: float | None = None
+    """Scale of low-rank updates; default: 0.25 with galore, qgalore, fira; sqrt(128) with apollo_mini; else 1."""
+    side: Literal["right", "left", "std", "cheapest"] | None = None
+    """Projected side of a matrix: right (columns), left (rows), std (shorter), cheapest; default: right."""
+    store: Literal["fp32", "bf16", "int8"] | None = None
+    """Storage of moments, also of parameters without a subspace; default: fp32."""
+    basis_store: Literal["fp32", "bf16", "int8", "int4"] | None = None
+    """Storage of the basis of a subspace; default: fp32."""
+    start: Literal["gradient", "random"] | None = None
+    """First basis: from the first gradient, or random and replaced within the first steps; default: gradient."""
+    projection_type: Literal["std", "reverse_std", "right", "left", "full"] | None = None
+    """Projected side of a matrix with galore; default: std, the shorter one."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Options for some parameters, by name: `[[optim.groups]]` tables."""
+
+    def __post_init__(self) -> None:
+        check_choices("optim", self)
+        for name in ("lr", "embedding_lr", "head_lr", "scalar_lr", "eps", "weight_decay", "momentum_warmup", "scale"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"optim.{name}: expected a number >= 0, got {value}")
+        for name, value in (
+            *(("betas", beta) for beta in self.betas), ("momentum", self.momentum),
+            ("momentum_start", self.momentum_start),
+        ):  # fmt: skip
+            if value is not None and not 0 <= value < 1:
+                raise ConfigError(f"optim.{name}: expected numbers in [0, 1), got {value}")
+        for name in ("rank", "gap"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"optim.{name}: expected an integer >= 1, got {value}")
+        optimizer_specific = {option for options in OPTIONS_BY_OPTIMIZER.values() for option in options}
+        for name in sorted(optimizer_specific - set(OPTIONS_BY_OPTIMIZER[self.name])):
+            check_unused("optim", self, (name,), f"optim.name = {_optimizers_with(name)}")
+        if (self.momentum_start is None) != (self.momentum_warmup == 0):
+            raise ConfigError("optim.momentum_start and optim.momentum_warmup require each other: set both or neither")
+        for group in self.groups:
+            if not self.has_option("rank"):
+                check_unused("optim.groups", group, ("rank", "subspace"), f"optim.name = {_optimizers_with('rank')}")
+
+    def has_option(self, option: str) -> bool:
+        """Whether this optimizer accepts `option`, one of those that only some optimizers have."""
+        return option in OPTIONS_BY_OPTIMIZER[self.name]
+
+    def with_name(self, name: str) -> OptimConfig:
+        """The same options for another optimizer."""
+        return build(OptimConfig, to_table(self) | {"name": name}, "optim")
+
+
+OPTIONS_BY_OPTIMIZER: dict[str, tuple[str, ...]] = {
+    "adamw": (),
+    "adamw8bit": (),
+    "galore": ("rank", "gap", "scale", "projection_type"),
+    "galore_warm": ("rank", "gap", "lazy", "moment_transfer", "scale", "side", "store", "basis_store", "start"),
+    "qgalore": ("rank", "gap", "scale"),
+    "apollo": ("rank", "gap", "scale", "store"),
+    "apollo_mini": ("rank", "gap", "scale"),
+    "fira": ("rank", "gap", "scale", "store"),
+    "ldadam": ("rank", "scale"),
+    "muon": ("momentum", "momentum_start", "momentum_warmup"),
+}
+"""Options accepted by only some optimizers; rejected for others, where they would have no effect."""
+
+DENSE_ONLY = frozenset({"galore", "muon"})
+"""Optimizers that cannot update quantized weights: they have no stochastic rounding."""
+
+
+def _optimizers_with(option: str) -> str:
+    return " or ".join(name for name, options in OPTIONS_BY_OPTIMIZER.items() if option in options)
+
+
+# Parameter roles and groups
 
 Role = Literal["hidden", "embedding", "head", "scalar"]
 """hidden: a matrix of a block; embedding; head: an untied output projection; scalar: fewer than two dimensions."""
@@ -52,17 +225,17 @@ def classify_parameters(model: nn.Module, splits: Mapping[str, tuple[int, ...]] 
     embedding counts as the embedding.
     """
     splits = splits or {}
-    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    embedding_ids = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     get_head = getattr(model, "get_output_embeddings", None)
     head = getattr(model, "lm_head", None) if get_head is None else get_head()
-    heads = {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
+    head_ids = {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
 
     def role(parameter: nn.Parameter) -> Role:
         if parameter.ndim < 2:
             return "scalar"
-        if id(parameter) in tables:
+        if id(parameter) in embedding_ids:
             return "embedding"
-        return "head" if id(parameter) in heads else "hidden"
+        return "head" if id(parameter) in head_ids else "hidden"
 
     classified = [
         ParameterInfo(name, parameter, role(parameter), splits.get(name, ()))
@@ -92,12 +265,12 @@ def build_optimizer(config: OptimConfig, parameters: Sequence[ParameterInfo], *,
         group["names"].append(item.name)
         if config.name == "muon":
             group.setdefault("splits", []).append(item.splits)
-    _warn_of_full_rank(config, groups.values())
-    make = OPTIMIZERS[config.name]
-    given = {name: getattr(config, name) for name in ("lr", "betas", "eps", *OPTIONS_BY_OPTIMIZER[config.name])}
-    if isinstance(make, type) and issubclass(make, LowRankOptimizer):
-        given["seed"] = seed % 2**32
-    return make(list(groups.values()), **{name: value for name, value in given.items() if value is not None})
+    _warn_about_full_rank(config, groups.values())
+    constructor = OPTIMIZERS[config.name]
+    options = {name: getattr(config, name) for name in ("lr", "betas", "eps", *OPTIONS_BY_OPTIMIZER[config.name])}
+    if isinstance(constructor, type) and issubclass(constructor, LowRankOptimizer):
+        options["seed"] = seed % 2**32
+    return constructor(list(groups.values()), **{name: value for name, value in options.items() if value is not None})
 
 
 def _adamw(params: Iterable[dict[str, Any]], **options: Any) -> Optimizer:
@@ -158,13 +331,13 @@ def _rank(item: ParameterInfo, group: GroupConfig | None) -> dict[str, int | Non
 def _check_patterns(config: OptimConfig, parameters: Sequence[ParameterInfo]) -> None:
     """Raise if a group matches no parameter, or sets a subspace but matches only vectors."""
     for group in config.groups:
-        found = [item.parameter for item in parameters if re.search(group.pattern, item.name)]
-        if not found:
-            raise ConfigError(f"optim.groups {group.pattern!r}: no parameter name matches this pattern: correct it")
-        if (group.rank is not None or group.subspace is not None) and all(parameter.ndim < 2 for parameter in found):
+        matched = [item.parameter for item in parameters if re.search(group.pattern, item.name)]
+        if not matched:
+            raise ConfigError(f"optim.groups {group.pattern!r}: no parameter name matches this pattern")
+        if (group.rank is not None or group.subspace is not None) and all(parameter.ndim < 2 for parameter in matched):
             raise ConfigError(
-                f"optim.groups {group.pattern!r}: rank and subspace apply to matrices, and only vectors match this "
-                "pattern: correct it"
+                f"optim.groups {group.pattern!r}: rank and subspace apply to matrices, but only vectors match this "
+                "pattern: remove them"
             )
 
 
@@ -179,7 +352,7 @@ def _check_quantized(config: OptimConfig, parameters: Iterable[ParameterInfo]) -
         )
 
 
-def _warn_of_full_rank(config: OptimConfig, groups: Iterable[dict[str, Any]]) -> None:
+def _warn_about_full_rank(config: OptimConfig, groups: Iterable[dict[str, Any]]) -> None:
     if not config.has_option("rank") or config.name == "apollo_mini":
         return
     for group in groups:
@@ -193,22 +366,34 @@ def _warn_of_full_rank(config: OptimConfig, groups: Iterable[dict[str, Any]]) ->
             )  # fmt: skip
 
 
+# Saved state
+
+
 def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Load saved state by parameter name; groups and options of `optimizer` do not change.
 
     Raises `OptimizerError` if the state was saved for other parameters or with incompatible options.
     """
-    own = optimizer.state_dict()
-    mine, theirs = (_by_name(groups) for groups in (own["param_groups"], saved["param_groups"]))
-    if mine.keys() != theirs.keys():
-        odd = sorted(mine.keys() ^ theirs.keys())
-        raise OptimizerError(f"the saved state is of other parameters: only one side has {odd[0]}")
-    for name, (_, group) in mine.items():
-        _check_state_options(name, group, theirs[name][1])
-    states = {index: saved["state"].get(theirs[name][0]) for name, (index, _) in mine.items()}
-    own["state"] = {index: state for index, state in states.items() if state is not None}
-    own |= {name: value for name, value in saved.items() if name == "skipped"}
-    optimizer.load_state_dict(own)
+    state_dict = optimizer.state_dict()
+    current, restored = (_by_name(groups) for groups in (state_dict["param_groups"], saved["param_groups"]))
+    if current.keys() != restored.keys():
+        mismatched = sorted(current.keys() ^ restored.keys())
+        raise OptimizerError(
+            f"the saved optimizer state is for different parameters: {mismatched[0]} is missing on one side"
+        )
+    for name, (_, group) in current.items():
+        saved_group = restored[name][1]
+        if group.keys() != saved_group.keys():
+            raise OptimizerError("the saved state is from a different optimizer: use the one that the run started with")
+        for option in STATE_OPTIONS:
+            if group.get(option) != saved_group.get(option):
+                raise OptimizerError(
+                    f"saved state of {name}: expected {option} = {group[option]!r}, got {saved_group[option]!r}"
+                )
+    states = {index: saved["state"].get(restored[name][0]) for name, (index, _) in current.items()}
+    state_dict["state"] = {index: state for index, state in states.items() if state is not None}
+    state_dict |= {name: value for name, value in saved.items() if name == "skipped"}
+    optimizer.load_state_dict(state_dict)
 
 
 def _by_name(groups: list[dict[str, Any]]) -> dict[str, tuple[int, dict[str, Any]]]:
@@ -220,11 +405,99 @@ def _by_name(groups: list[dict[str, Any]]) -> dict[str, tuple[int, dict[str, Any
     }
 
 
-def _check_state_options(name: str, own: dict[str, Any], saved: dict[str, Any]) -> None:
-    if own.keys() != saved.keys():
-        raise OptimizerError(
-            "the saved state is of another kind of optimizer: use the optimizer that the run started with"
+# Summaries and memory estimates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRow:
+    """Parameters that differ only in their layer index; sizes are totals."""
+
+    name: str
+    """Parameter name with * for the layer index."""
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    rule: str
+    """Subspace, update rule and storage in a few words."""
+    lr: float
+    """The peak, if there is a schedule."""
+    weight_decay: float
+    weight_bytes: int
+    """Bytes of the parameters."""
+    state_bytes: int | None
+    """Bytes of optimizer state; None if unknown before the first step."""
+
+
+def parameter_table(model: nn.Module, optimizer: Optimizer) -> tuple[ParameterRow, ...]:
+    """A row for each kind of parameter that `optimizer` updates, in the order of the model.
+
+    Parameters may be on any device, including meta. Those that the model does not have are named by their shape.
+    """
+    optimizer = optimizer.optimizer if isinstance(optimizer, OptimizerInBackward) else optimizer
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    nbytes = state_bytes(optimizer)
+    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+    for parameter in (*(p for p in names if p in groups), *(p for p in groups if p not in names)):
+        group = groups[parameter]
+        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", names.get(parameter, str(tuple(parameter.shape))))
+        dtype, lr = str(parameter.dtype).removeprefix("torch."), group.get("peak_lr", group["lr"])
+        decay, rule = group.get("weight_decay", 0.0), str(group.get("rule", type(optimizer).__name__.lower()))
+        if isinstance(optimizer, LowRankOptimizer | GaLore):
+            rule = optimizer.describe(parameter)
+        key = (name, tuple(parameter.shape), dtype, rule, float(lr), float(decay))
+        kinds.setdefault(key, []).append(parameter)
+    return tuple(
+        ParameterRow(
+            name=name, count=len(params), shape=shape, dtype=dtype, rule=rule, lr=lr, weight_decay=decay,
+            weight_bytes=sum(parameter.nbytes for parameter in params),
+            state_bytes=None if nbytes is None else sum(nbytes.get(parameter, 0) for parameter in params),
         )
-    for option in STATE_OPTIONS:
-        if own.get(option) != saved.get(option):
-            raise OptimizerError(f"saved state of {name}: expected {option} = {own[option]!r}, got {saved[option]!r}")
+        for (name, shape, dtype, rule, lr, decay), params in kinds.items()
+    )  # fmt: skip
+
+
+def state_bytes(optimizer: Optimizer) -> dict[Tensor, int] | None:
+    """Bytes of optimizer state per parameter; before the first step, computed by stepping a copy on the meta device.
+
+    None if unknown before the first step, as for optimizers that are neither ours nor torch's.
+    """
+    optimizer = optimizer.optimizer if isinstance(optimizer, OptimizerInBackward) else optimizer
+    if optimizer.state:
+        return {parameter: _nbytes(state) for parameter, state in optimizer.state.items()}
+    if not type(optimizer).__module__.startswith(("torch.optim.", "whimbrel.optim.")):
+        return None
+    try:
+        stepped = _meta_copy(optimizer)
+    except RuntimeError:  # its step reads values, and there are none on the meta device
+        return None
+    return {
+        parameter: _nbytes(stepped.state[meta_parameter])
+        for group, meta_group in zip(optimizer.param_groups, stepped.param_groups, strict=True)
+        for parameter, meta_parameter in zip(group["params"], meta_group["params"], strict=True)
+    }
+
+
+def _meta_copy(optimizer: Optimizer) -> Optimizer:
+    """A copy over parameters on the meta device, after one step; `optimizer` itself does not change."""
+    stepped = copy.copy(optimizer)
+    stepped.state = defaultdict(dict)
+    stepped.param_groups = [
+        {**group, "fused": False, "foreach": False, "params": [_meta_parameter(p) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    if isinstance(stepped, BaseOptimizer):
+        stepped.skip_nonfinite = False  # there are no values to check
+    stepped.step()
+    return stepped
+
+
+def _meta_parameter(parameter: Tensor) -> Tensor:
+    meta = torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
+    if parameter.requires_grad:
+        meta.grad = meta.new_empty(meta.shape)
+    return meta
+
+
+def _nbytes(state: Mapping[str, Any]) -> int:
+    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.config import not_one_of
-from whimbrel.optim.base import BaseOptimizer, check_numbers, run_eagerly
+from whimbrel.optim.base import BaseOptimizer, check_integer, check_numbers, run_eagerly
 from whimbrel.optim.rules import adam_update_
 from whimbrel.optim.sharding import Shard, gather_rows, shard_of, sum_rows, to_local
 from whimbrel.optim.subspace import add_product_, singular_vectors, zero_rounding_errors_
@@ -68,10 +67,8 @@ class GaLoreProjector:
     def __init__(
         self, rank: int = 128, update_proj_gap: int = 50, scale: float = 1.0, projection_type: str = "std"
     ) -> None:
-        integers: dict[str, Any] = {"rank": rank, "update_proj_gap": update_proj_gap}
-        for name, value in integers.items():
-            if not isinstance(value, Integral) or int(value) < 1:
-                raise OptimizerError(f"{name}: expected an integer >= 1, got {value!r}")
+        check_integer("rank", rank, 1)
+        check_integer("update_proj_gap", update_proj_gap, 1)
         _check_projection_type(projection_type, PROJECTION_TYPES)
         self.rank = rank
         self.update_proj_gap = update_proj_gap
@@ -123,15 +120,15 @@ class GaLoreProjector:
         singular value; in fp32 a gap of 1% already costs 2e-5 of the best approximation, and 1e-5 costs 3e-2.
         """
         _check_projection_type(projection_type, ("right", "left", "full"))
-        wide = torch.float64 if weights.dtype.itemsize > 2 and weights.device.type != "mps" else torch.float32
-        left, right = singular_vectors(weights.detach().to(wide), rank)
+        svd_dtype = torch.float64 if weights.dtype.itemsize > 2 and weights.device.type != "mps" else torch.float32
+        left, right = singular_vectors(weights.detach().to(svd_dtype), rank)
 
-        def own(part: Tensor) -> Tensor:
+        def compact_copy(part: Tensor) -> Tensor:
             return part.to(weights.dtype, copy=True, memory_format=torch.contiguous_format)
 
         if projection_type == "full":
-            return own(left), own(right)
-        return own(left if projection_type == "left" else right)
+            return compact_copy(left), compact_copy(right)
+        return compact_copy(left if projection_type == "left" else right)
 
     def _project(self, grad: Tensor, steps: int, side: str) -> Tensor:
         due = steps % self.update_proj_gap == 0
@@ -202,7 +199,7 @@ class GaLore(BaseOptimizer):
     def _init_group(self, group: dict[str, Any]) -> None:
         for p in group["params"]:
             if not p.is_floating_point():
-                raise OptimizerError(f"expected floating-point parameters, got {p.dtype}: leave it out")
+                raise OptimizerError(f"expected floating-point parameters, got {p.dtype}: exclude it")
         states = {p: _new_state(p, group) for p in group["params"] if p.requires_grad}
         self.state.update(states)
 
@@ -225,26 +222,26 @@ class GaLore(BaseOptimizer):
         state = {key: to_local(tensor) for key, tensor in self.state[p].items()}
         mean, lr, (beta1, beta2) = state["exp_avg"], float(group["lr"]), group["betas"]
         side, weight, left, right = _side(p, group), to_local(p), None, None
-        low = to_local(grad)
+        low_rank_grad = to_local(grad)
         if side is not None:
-            low, left, right = _project(low, state, side, group, shard_of(p))
+            low_rank_grad, left, right = _project(low_rank_grad, state, side, group, shard_of(p))
         state["step"] += 1
         t = int(state["step"])
-        (root,) = adam_update_(
-            [low.to(mean.dtype)], [mean], [state["exp_avg_sq"]], [t], (beta1, beta2), group["eps"],
+        (denominator,) = adam_update_(
+            [low_rank_grad.to(mean.dtype)], [mean], [state["exp_avg_sq"]], [t], (beta1, beta2), group["eps"],
             bias_correction=False,
         )  # fmt: skip
         step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * (1 if group["maximize"] else -1)
         decay = 1 - lr * group["weight_decay"]
         if side is None:
-            weight.mul_(decay).addcdiv_(mean, root, value=step_size)
+            weight.mul_(decay).addcdiv_(mean, denominator, value=step_size)
             return
-        low = torch.div(mean, root, out=root)
+        direction = torch.div(mean, denominator, out=denominator)
         if left is not None and right is not None:
-            low = left @ low.to(left.dtype)
-        factors = (low, right) if right is not None else (left, low)
-        one, other = (factor.to(weight.dtype) for factor in factors if factor is not None)
-        add_product_(weight, one, other, alpha=step_size * group["scale"], beta=decay)
+            direction = left @ direction.to(left.dtype)
+        factors = (direction, right) if right is not None else (left, direction)
+        left_factor, right_factor = (factor.to(weight.dtype) for factor in factors if factor is not None)
+        add_product_(weight, left_factor, right_factor, alpha=step_size * group["scale"], beta=decay)
 
 
 def _project(
@@ -256,10 +253,10 @@ def _project(
     sum over all rows and so over ranks.
     """
     grad = grad.reshape(matrix_shape(grad.shape))
-    keys, done = _basis_keys(group), int(state["step"])
-    if done % group["update_proj_gap"] == 0:
+    keys, step = _basis_keys(group), int(state["step"])
+    if step % group["update_proj_gap"] == 0:
         full = gather_rows(grad, shard)
-        if done == 0 or bool(full.isfinite().all()):
+        if step == 0 or bool(full.isfinite().all()):
             basis = GaLoreProjector.get_orthogonal_matrix(full, group["rank"], side)
             for key, part in zip(keys, (basis,) if isinstance(basis, Tensor) else basis, strict=True):
                 rows = shard is not None and not shard.stacked and (side == "left" or key == "ortho_matrix_left")
@@ -268,20 +265,20 @@ def _project(
         grad = grad.float()
     parts = [state[key].to(grad.dtype) for key in keys]
     left, right = _split((parts[0], parts[1]) if side == "full" else parts[0], side)
-    low = _low_rank(grad, left, right)
-    low = low if left is None else sum_rows(low, shard)
+    low_rank_grad = _low_rank(grad, left, right)
+    low_rank_grad = low_rank_grad if left is None else sum_rows(low_rank_grad, shard)
     if grad.dtype == state[keys[0]].dtype and grad.dtype.itemsize >= 4:  # a 16-bit basis is only roughly orthonormal
         if right is not None:
-            zero_rounding_errors_(low, right.shape[-1])
+            zero_rounding_errors_(low_rank_grad, right.shape[-1])
         if left is not None:
-            zero_rounding_errors_(low.mT, left.shape[-2])
-    return low, left, right
+            zero_rounding_errors_(low_rank_grad.mT, left.shape[-2])
+    return low_rank_grad, left, right
 
 
 def _low_rank(grad: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
     """U_r^T G V_r, where None is the identity."""
-    low = grad if left is None else left.mT @ grad
-    return low if right is None else low @ right.mT
+    low_rank_grad = grad if left is None else left.mT @ grad
+    return low_rank_grad if right is None else low_rank_grad @ right.mT
 
 
 def _split(basis: Basis, side: str) -> tuple[Tensor | None, Tensor | None]:

@@ -18,13 +18,32 @@ from torch import Tensor
 from whimbrel.base.errors import OptimizerError
 from whimbrel.config import did_you_mean, not_one_of
 from whimbrel.optim.base import MAX_GRAD, BaseOptimizer, check_numbers, lr_of, run_eagerly
-from whimbrel.optim.param_state import ON_HOST, ParamLayout, State, adapt_gaps, is_refresh_due, refresh
+from whimbrel.optim.param_state import (
+    ON_HOST,
+    ParamLayout,
+    QuantizedParameter,
+    State,
+    adapt_gaps,
+    add_with_stochastic_rounding_,
+    is_refresh_due,
+    refresh,
+    state_codec,
+)
 from whimbrel.optim.rules import RULES
 from whimbrel.optim.sharding import Shard
-from whimbrel.optim.store import QuantizedParameter, add_with_stochastic_rounding_, state_codec
 from whimbrel.optim.subspace import BACK_PROJECTIONS, FullUpdate, add_product_, back_project, zero_rounding_errors_
 
-__all__ = ["LowRankOptimizer", "Options"]
+__all__ = [
+    "AdamW8bit",
+    "Apollo",
+    "ApolloMini",
+    "Fira",
+    "GaLoreWarm",
+    "LDAdam",
+    "LowRankOptimizer",
+    "Options",
+    "QGaLore",
+]
 
 BATCH_ELEMENTS = 1 << 24
 """Maximum elements updated together; bounds the memory of temporaries."""
@@ -91,11 +110,11 @@ CHOICES = {
 }
 
 
-class Piece(NamedTuple):
+class RowChunk(NamedTuple):
     """Some rows of a parameter's matrix (None: all), and their gradient in the subspace."""
 
     param: ParamLayout
-    low: Tensor
+    low_rank_grad: Tensor
     rows: slice | None
 
 
@@ -148,7 +167,7 @@ class LowRankOptimizer(BaseOptimizer):
         return is_refresh_due(self.state[parameter])
 
     @property
-    def projects(self) -> bool:
+    def can_project(self) -> bool:
         """Whether some parameters can be updated from their projected gradient alone."""
         return any(not self.needs_full_grad(parameter) for parameter in self._params)
 
@@ -162,9 +181,9 @@ class LowRankOptimizer(BaseOptimizer):
         param = self._params[parameter]
         return param.basis(self._local_state(param), int(self.state[parameter]["step"]))
 
-    def matrix(self, parameter: Tensor, like: Tensor) -> Tensor:
+    def as_matrix(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """A tensor of a parameter's shape as the matrix whose columns are projected."""
-        return self._params[parameter].view(like)
+        return self._params[parameter].view(tensor)
 
     def describe(self, parameter: Tensor) -> str:
         """Subspace, rule and storage of a parameter in a few words."""
@@ -177,8 +196,8 @@ class LowRankOptimizer(BaseOptimizer):
     # State
 
     def _init_group(self, group: dict[str, Any]) -> None:
-        found = [ParamLayout(p, group, len(self._params) + i) for i, p in enumerate(group["params"])]
-        for param in found:
+        params = [ParamLayout(p, group, len(self._params) + i) for i, p in enumerate(group["params"])]
+        for param in params:
             self._params[param.parameter] = param
             if param.parameter.requires_grad:  # a frozen one gets its state at its first update
                 self.state[param.parameter] = param.new_state()
@@ -220,14 +239,14 @@ class LowRankOptimizer(BaseOptimizer):
     @run_eagerly
     def _grads(self) -> list[Tensor]:
         params = [p for group in self.param_groups for p in self._with_grad(group)]
-        found = ((self._params[p], self.projected.get(p, p.grad)) for p in params)
-        return [param.local(grad) for param, grad in found if grad is not None]
+        grads = ((self._params[p], self.projected.get(p, p.grad)) for p in params)
+        return [param.local(grad) for param, grad in grads if grad is not None]
 
     @run_eagerly
     def _update_with_clamped_grads(self) -> None:
-        for low in self.projected.values():
-            if low.dtype != torch.float16:
-                low.clamp_(-MAX_GRAD, MAX_GRAD)
+        for low_rank_grad in self.projected.values():
+            if low_rank_grad.dtype != torch.float16:
+                low_rank_grad.clamp_(-MAX_GRAD, MAX_GRAD)
         super()._update_with_clamped_grads()
 
     @run_eagerly
@@ -243,29 +262,31 @@ class LowRankOptimizer(BaseOptimizer):
                 self._update_batch(batch, lr)
         adapt_gaps(self._overlaps)
 
-    def _batches(self, group: Mapping[str, Any], params: Sequence[ParamLayout]) -> Iterator[list[Piece]]:
+    def _batches(self, group: Mapping[str, Any], params: Sequence[ParamLayout]) -> Iterator[list[RowChunk]]:
         """Split a group into batches of bounded size: several parameters, or some rows of a large one."""
-        batch: list[Piece] = []
+        batch: list[RowChunk] = []
         size = 0
         for param in params:
-            low = self._project(param)
+            low_rank_grad = self._project(param)
             for rows in _row_slices(param):
-                piece = Piece(param, low[rows] if rows else low, rows)
-                full = not group["foreach"] or size + piece.low.numel() > _batch_elements(param)
-                if batch and (full or batch[-1].low.device != low.device):
+                chunk = RowChunk(param, low_rank_grad[rows] if rows else low_rank_grad, rows)
+                full = not group["foreach"] or size + chunk.low_rank_grad.numel() > _batch_elements(param)
+                if batch and (full or batch[-1].low_rank_grad.device != low_rank_grad.device):
                     yield batch
                     batch, size = [], 0
-                batch.append(piece)
-                size += piece.low.numel()
+                batch.append(chunk)
+                size += chunk.low_rank_grad.numel()
         if batch:
             yield batch
 
     def _project(self, param: ParamLayout) -> Tensor:
         """The gradient in the subspace, after a basis refresh if one is due; increments `step`."""
         parameter, state = param.parameter, self._local_state(param)
-        if (low := self.projected.get(parameter)) is not None:
+        if (low_rank_grad := self.projected.get(parameter)) is not None:
             state["step"] += 1
-            return zero_rounding_errors_(low, param.shape[-1]) if param.is_exact(low) else low
+            if param.is_exact(low_rank_grad):
+                zero_rounding_errors_(low_rank_grad, param.shape[-1])
+            return low_rank_grad
         assert parameter.grad is not None
         grad = param.view(parameter.grad)
         if param.rank is None:
@@ -281,46 +302,46 @@ class LowRankOptimizer(BaseOptimizer):
                 self._overlaps.append((param, state, overlap))
         basis = param.basis(state, int(state["step"]))
         state["step"] += 1
-        low = grad @ basis.to(grad.dtype)
-        if param.is_exact(low):
-            zero_rounding_errors_(low, param.shape[-1])
+        low_rank_grad = grad @ basis.to(grad.dtype)
+        if param.is_exact(low_rank_grad):
+            zero_rounding_errors_(low_rank_grad, param.shape[-1])
         if "error" in state:
-            state["error"].sub_(low @ basis.mT)
-        return low
+            state["error"].sub_(low_rank_grad @ basis.mT)
+        return low_rank_grad
 
-    def _update_batch(self, batch: Sequence[Piece], lr: float) -> None:
-        """Update moments and weights of a batch, all pieces of one rule together."""
-        by_rule: dict[str, list[Piece]] = defaultdict(list)
-        for piece in batch:
-            by_rule[piece.param.rule_name].append(piece)
-        for name, pieces in by_rule.items():
-            states = [self._local_state(piece.param) for piece in pieces]
-            lows = [piece.low.float() for piece in pieces]
+    def _update_batch(self, batch: Sequence[RowChunk], lr: float) -> None:
+        """Update moments and weights of a batch, all chunks of one rule together."""
+        by_rule: dict[str, list[RowChunk]] = defaultdict(list)
+        for chunk in batch:
+            by_rule[chunk.param.rule_name].append(chunk)
+        for name, chunks in by_rule.items():
+            states = [self._local_state(chunk.param) for chunk in chunks]
+            low_rank_grads = [chunk.low_rank_grad.float() for chunk in chunks]
             moments = {
                 moment: [
-                    piece.param.read(state, moment, piece.rows) for piece, state in zip(pieces, states, strict=True)
+                    chunk.param.read(state, moment, chunk.rows) for chunk, state in zip(chunks, states, strict=True)
                 ]
                 for moment in RULES[name].moments
             }
             steps = [int(state["step"]) for state in states]
-            directions = RULES[name].update(lows, moments, steps, pieces[0].param.options)
+            directions = RULES[name].update(low_rank_grads, moments, steps, chunks[0].param.options)
             for moment, values in moments.items():
-                for piece, state, value in zip(pieces, states, values, strict=True):
-                    noise = piece.param.noise(state, moment, value.shape, piece.rows)
-                    piece.param.write(state, moment, value, piece.rows, noise)
-            for piece, low, direction in zip(pieces, lows, directions, strict=True):
-                self._update_weight(piece, low, direction, lr)
+                for chunk, state, value in zip(chunks, states, values, strict=True):
+                    noise = chunk.param.noise(state, moment, value.shape, chunk.rows)
+                    chunk.param.write(state, moment, value, chunk.rows, noise)
+            for chunk, low_rank_grad, direction in zip(chunks, low_rank_grads, directions, strict=True):
+                self._update_weight(chunk, low_rank_grad, direction, lr)
 
-    def _update_weight(self, piece: Piece, low: Tensor, direction: Tensor, lr: float) -> None:
-        """W <- (1 - lr wd) W - lr scale (A Q^T + c G) for the rows of a piece.
+    def _update_weight(self, chunk: RowChunk, low_rank_grad: Tensor, direction: Tensor, lr: float) -> None:
+        """W <- (1 - lr wd) W - lr scale (A Q^T + c G) for the rows of a chunk.
 
         fp32 weights take one in-place addmm. Others (16-bit or quantized) need the update in fp32 for stochastic
         rounding, which is computed for some rows at a time.
         """
-        param, rows, state = piece.param, piece.rows, self._local_state(piece.param)
+        param, rows, state = chunk.param, chunk.rows, self._local_state(chunk.param)
         group, weight = param.group, param.view(param.parameter)
         weight = weight[rows] if rows else weight
-        coded, transposed = isinstance(weight, QuantizedParameter), param.scales_along_columns
+        quantized, transposed = isinstance(weight, QuantizedParameter), param.scales_along_columns
         rate, decay = -lr if group["maximize"] else lr, lr * group["weight_decay"]
         update, basis, grad = FullUpdate(direction, None), None, None
         if param.rank is not None:
@@ -328,10 +349,12 @@ class LowRankOptimizer(BaseOptimizer):
             if "length" in state:
                 assert param.parameter.grad is not None
                 grad = param.view(param.parameter.grad)
-                update = back_project(group["back_projection"], direction, low, grad, state["length"], param.shard)
-            basis = None if update.low is None else param.basis(state, int(state["step"]) - 1)
-        if weight.dtype == torch.float32 and update.low is not None and grad is None and not coded:
-            add_product_(weight, update.low, None if basis is None else basis.mT, alpha=-rate, beta=1 - decay)
+                update = back_project(
+                    group["back_projection"], direction, low_rank_grad, grad, state["length"], param.shard
+                )
+            basis = None if update.low_rank is None else param.basis(state, int(state["step"]) - 1)
+        if weight.dtype == torch.float32 and update.low_rank is not None and grad is None and not quantized:
+            add_product_(weight, update.low_rank, None if basis is None else basis.mT, alpha=-rate, beta=1 - decay)
             return
         generator = param.generator(state, salt=2 + param.first_row(rows))
         stored = weight.mT if transposed else weight  # scales are per stored row, so slice along stored rows
@@ -339,13 +362,13 @@ class LowRankOptimizer(BaseOptimizer):
             target = stored[part]
             change = (target.dequantize() if isinstance(target, QuantizedParameter) else target).float() * -decay
             view = change.mT if transposed else change
-            own = slice(None) if transposed else part
-            if update.low is not None:
+            row_slice = slice(None) if transposed else part
+            if update.low_rank is not None:
                 sliced = basis[part] if basis is not None and (transposed or basis.ndim > 2) else basis
-                add_product_(view, update.low[own], None if sliced is None else sliced.mT, alpha=-rate)
+                add_product_(view, update.low_rank[row_slice], None if sliced is None else sliced.mT, alpha=-rate)
             if update.factor is not None and grad is not None:
                 grads = grad[:, part] if transposed else grad[part]
-                view.addcmul_(update.factor[own], grads.float(), value=-rate)
+                view.addcmul_(update.factor[row_slice], grads.float(), value=-rate)
             add_with_stochastic_rounding_(target, change, generator)
 
     # Options
@@ -397,6 +420,7 @@ def _check_combination(options: Mapping[str, Any], *, linear: bool) -> None:
 
 def _batch_elements(param: ParamLayout) -> int:
     """Maximum number of elements per batch for parameters like this one."""
+    # `not is_cuda` is not redundant: a memory prediction makes CPU tensors report is_cuda.
     if param.parameter.device.type == "cpu" and not param.parameter.is_cuda and param.rule.rowwise:
         return min(BATCH_ELEMENTS, CACHE_ELEMENTS)
     return BATCH_ELEMENTS
@@ -416,3 +440,100 @@ def _weight_slices(weight: Tensor) -> list[slice]:
     rows = weight.shape[0] if weight.ndim else 0
     size = max(1, BATCH_ELEMENTS * rows // max(weight.numel(), 1))
     return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+# Published optimizers as combinations of subspace, rule, back projection and storage. A preset takes the same options
+# as LowRankOptimizer. In a group with a rank, tensors of two or more dimensions are updated in the subspace and vectors
+# by AdamW; a group with rank=None (embeddings, head) is updated by AdamW. Notation as above; adam(R) is
+# m^ / (sqrt(v^) + eps) with moments of R.
+
+ADAM: Options = {"betas": (0.9, 0.999), "eps": 1e-8}
+
+
+class AdamW8bit(LowRankOptimizer):
+    """AdamW with moments in 8 bits and one scale per block of 256 (Dettmers et al., 2021).
+
+    m <- b1 m + (1 - b1) G;  v <- b2 v + (1 - b2) G^2;  W <- (1 - lr wd) W - lr m^ / (sqrt(v^) + eps)
+    with m and v dequantized before and quantized after. Levels follow a power law instead of a table; v is rounded
+    stochastically, so that changes smaller than one quantization step accumulate.
+    """
+
+    preset: ClassVar[Options] = {**ADAM, "store": "int8", "weight_decay": 0.01}
+
+
+class GaLoreWarm(LowRankOptimizer):
+    """GaLore on the input side, with a basis updated by single power iterations. The low-rank optimizer we recommend.
+
+    R = G Q;  W <- (1 - lr wd) W - lr scale adam(R) Q^T
+    Every `gap` steps, staggered over matrices:  Q' = orth(G^T R), which needs no SVD. Then the moments are transferred:
+    moment_transfer = "first"  M' = M Q^T Q', V unchanged (as in SOAP, Vyas et al., 2024): Q converges to the singular
+                               vectors, and V to the variances along them
+    moment_transfer = "align"  Q' polar(Q'^T Q) instead of Q': same span, rotated as little as possible; M, V unchanged
+    moment_transfer = "both"   M' and V' as in LDAdam
+    """
+
+    preset: ClassVar[Options] = {**ADAM, "rank": 128, "subspace": "warm", "gap": 10, "moment_transfer": "first"}
+
+
+class QGaLore(LowRankOptimizer):
+    """Q-GaLore (Zhang et al., 2024): GaLore with 8-bit moments, a 4-bit basis, and fewer refreshes of stable bases.
+
+    Q = first r singular vectors of G, in 4 bits, recomputed after a gap that doubles while they hardly change;
+    R = G Q;  W <- (1 - lr wd) W - lr scale adam8bit(R) Q^T, with stochastic rounding of 16-bit weights.
+    """
+
+    preset: ClassVar[Options] = {
+        **ADAM, "rank": 128, "subspace": "svd", "gap": 200, "lazy": True, "scale": 0.25, "side": "std",
+        "store": "int8", "basis_store": "int4",
+    }  # fmt: skip
+
+
+class Apollo(LowRankOptimizer):
+    """APOLLO (Zhu et al., 2024): the gradient itself, each channel scaled as Adam would scale it in a random subspace.
+
+    Q_ij ~ N(0, 1/r), sampled from a seed every `gap` steps and not stored;  R = G Q;
+    s_i = |adam(R)_i| / |R_i|;  W <- (1 - lr wd) W - lr scale diag(s) G, whose norm grows by at most 1.01 per step.
+    """
+
+    preset: ClassVar[Options] = {
+        **ADAM, "rank": 128, "subspace": "random", "back_projection": "apollo", "gap": 200, "side": "std",
+    }  # fmt: skip
+
+
+class ApolloMini(LowRankOptimizer):
+    """APOLLO-Mini (Zhu et al., 2024): rank 1, and one scale for the whole matrix.
+
+    R = G q, q ~ N(0, 1);  s = |adam(R)| / |R|;  W <- (1 - lr wd) W - lr scale s G, with scale = sqrt(128).
+    """
+
+    preset: ClassVar[Options] = {
+        **ADAM, "rank": 1, "subspace": "random", "back_projection": "apollo_mini", "gap": 200, "scale": 128**0.5,
+        "side": "std",
+    }  # fmt: skip
+
+
+class Fira(LowRankOptimizer):
+    """Fira (Chen et al., 2024): GaLore plus the residual of the gradient, scaled as Adam scales the rest.
+
+    Q = first r singular vectors of G;  R = G Q;  phi_i = |adam(R)_i| / |R_i|;
+    W <- (1 - lr wd) W - lr scale (adam(R) Q^T + diag(phi) (G - R Q^T)); the last term grows by at most 1.01 per step.
+    """
+
+    preset: ClassVar[Options] = {
+        **ADAM, "rank": 128, "subspace": "svd", "back_projection": "fira", "gap": 200, "scale": 0.25, "side": "std",
+    }  # fmt: skip
+
+
+class LDAdam(LowRankOptimizer):
+    """LDAdam (Robert et al., 2024): a new basis at every step, both moments projected onto it, and error feedback.
+
+    A = G + E;  Q <- one power iteration of A from the last Q;  R = A Q;  C = Q_old^T Q;
+    M' = M C;  V' = (1 - b2^t) [max(v^ - m^2, 0) (C o C) + (m^ C)^2];  adam with these moments on R;
+    E <- A - R Q^T + b1 / (1 - b1) (M Q_old^T - M' Q^T);  W <- (1 - lr wd) W - lr scale adam(R) Q^T
+    The error has the size of the weight: this saves no memory, but no part of the gradient is lost.
+    """
+
+    preset: ClassVar[Options] = {
+        **ADAM, "rank": 128, "subspace": "warm", "gap": 1, "moment_transfer": "both", "error_feedback": True,
+        "side": "std",
+    }  # fmt: skip

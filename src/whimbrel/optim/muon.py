@@ -16,8 +16,8 @@ from torch.optim.adamw import adamw
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.optim.base import BaseOptimizer, check_numbers, lr_of
+from whimbrel.optim.param_state import QuantizedParameter
 from whimbrel.optim.rules import MIN_EPS, muon_batches, muon_directions, muon_scale
-from whimbrel.optim.store import QuantizedParameter
 
 __all__ = ["Muon"]
 
@@ -88,7 +88,9 @@ class Muon(BaseOptimizer):
             if not self.state[p]:
                 self.state[p] = _new_state(p, group["rule"])
             self.state[p]["step"] += 1
-        momentum, lr = _momentum(group, int(self.state[params[0][0]]["step"]) - 1), lr_of(group)
+        step, warmup, lr = int(self.state[params[0][0]]["step"]) - 1, group["momentum_warmup"], lr_of(group)
+        progress = min(1.0, step / warmup) if warmup else 1.0
+        momentum = float(group["momentum_start"] + progress * (group["momentum"] - group["momentum_start"]))
         buffers = [self.state[p]["momentum"] for p, _ in params]
         grads = [p.grad.to(buffer.dtype) for (p, _), buffer in zip(params, buffers, strict=True)]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
@@ -101,8 +103,8 @@ class Muon(BaseOptimizer):
         ]
         dtype = torch.bfloat16 if params[0][0].is_cuda else torch.float32
         for batch in muon_batches([weight.shape for weight, _, _ in pieces]):
-            weights, own, means = zip(*(pieces[i] for i in batch), strict=True)
-            factors = muon_directions(own, means, momentum, dtype)
+            weights, batch_grads, batch_momenta = zip(*(pieces[i] for i in batch), strict=True)
+            factors = muon_directions(batch_grads, batch_momenta, momentum, dtype)
             updates = [factor.to(weight.dtype) for weight, factor in zip(weights, factors, strict=True)]
             torch._foreach_add_(weights, updates, alpha=-lr * muon_scale(weights[0].shape))
 
@@ -134,9 +136,3 @@ def _new_state(p: Tensor, rule: str) -> dict[str, Tensor]:
     names = ("momentum",) if rule == "muon" else ("exp_avg", "exp_avg_sq")
     zeros = {name: torch.zeros_like(p, dtype=dtype) for name in names}
     return {"step": torch.zeros((), dtype=torch.float32), **zeros}
-
-
-def _momentum(group: dict[str, Any], step: int) -> float:
-    """Momentum at `step`, increasing linearly over the warm-up."""
-    done = min(1.0, step / group["momentum_warmup"]) if group["momentum_warmup"] else 1.0
-    return float(group["momentum_start"] + done * (group["momentum"] - group["momentum_start"]))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.ops.lowbit import BLOCK_SIZE, hash_uniform
+from whimbrel.config import not_one_of
+from whimbrel.ops.lowbit import BLOCK_SIZE, INT4, INT8, UINT8, FloatCodec, PowerCodec, hash_uniform, stochastic_round
 from whimbrel.optim.rules import RULES, Rule
 from whimbrel.optim.sharding import gather_rows, mean_over_stack, randn, shard_of, to_local
-from whimbrel.optim.store import QuantizedParameter, state_codec
 from whimbrel.optim.subspace import (
     Basis,
     cholesky_qr,
@@ -27,17 +27,22 @@ __all__ = [
     "FIRST_REFRESH_STEPS",
     "ON_HOST",
     "ParamLayout",
+    "QuantizedParameter",
+    "StateCodec",
     "adapt_gaps",
+    "add_with_stochastic_rounding_",
     "is_refresh_due",
     "planned_refreshes",
     "refresh",
+    "state_codec",
 ]
 
 ON_HOST = ("step", "due", "gap", "seed")
 """State tensors that control the step; they stay on the CPU, so that reading them does not synchronize."""
+StateCodec: TypeAlias = FloatCodec | PowerCodec
 State = dict[str, Tensor]
 """On the CPU: step, seed, `due` (step of the next basis refresh), `gap`; on the device: moments, basis, scales etc."""
-MIN_CODED_ELEMENTS = 4096
+MIN_LOW_BIT_ELEMENTS = 4096
 """Moments of smaller parameters stay in fp32, where low-bit storage would save only a few bytes."""
 GOLDEN_RATIO = 0.6180339887498949
 """Its multiples modulo 1 are spread evenly, however many there are."""
@@ -50,6 +55,47 @@ FIRST_REFRESH_STEPS = 64
 """Steps over which the first refreshes are spread if bases start at random."""
 
 
+# Storage
+
+
+@runtime_checkable
+class QuantizedParameter(Protocol):
+    """Interface of a tensor subclass that stores a parameter as codes with per-row scales."""
+
+    def dequantize(self) -> Tensor:
+        """The weight as a dense tensor."""
+
+    def stochastic_copy_(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Overwrite the values, with stochastic rounding."""
+
+
+def state_codec(store: str, kind: Literal["basis", "signed", "positive"]) -> StateCodec:
+    """The codec for a basis, or for a signed or non-negative moment, given the `store` or `basis_store` option."""
+    if store in ("fp32", "bf16"):
+        return FloatCodec(torch.float32 if store == "fp32" else torch.bfloat16)
+    if store == "int4" and kind == "basis":
+        return PowerCodec(INT4)
+    if store == "int8":
+        if kind == "positive":
+            return PowerCodec(UINT8, power=4)
+        return PowerCodec(INT8, power=1 if kind == "basis" else 2)
+    choices = ("fp32", "bf16", "int8", "int4") if kind == "basis" else ("fp32", "bf16", "int8")
+    raise OptimizerError(not_one_of("basis_store" if kind == "basis" else "store", store, choices))
+
+
+def add_with_stochastic_rounding_(weight: Tensor, change: Tensor, generator: torch.Generator) -> None:
+    """`weight += change`; quantized and 16-bit weights are rounded stochastically, so that small changes add up."""
+    if isinstance(weight, QuantizedParameter):
+        weight.stochastic_copy_(weight.dequantize().float().add_(change), generator)
+    elif weight.dtype in (torch.bfloat16, torch.float16):
+        weight.copy_(stochastic_round(weight.float().add_(change), weight.dtype, generator))
+    else:
+        weight.add_(change.to(weight.dtype))
+
+
+# Layout
+
+
 class ParamLayout:
     """Shapes, codecs and storage of one parameter of a group.
 
@@ -59,7 +105,7 @@ class ParamLayout:
 
     def __init__(self, parameter: Tensor, group: Mapping[str, Any], index: int) -> None:
         if not parameter.is_floating_point():
-            raise OptimizerError(f"expected floating-point parameters, got {parameter.dtype}: leave it out")
+            raise OptimizerError(f"expected floating-point parameters, got {parameter.dtype}: exclude it")
         self.parameter, self.group, self.index = parameter, group, index
         self.shard = shard_of(parameter)
         projected = group["rank"] is not None and parameter.ndim >= 2
@@ -74,7 +120,7 @@ class ParamLayout:
                 f"{tuple(parameter.shape)}: pass parameter.contiguous()"
             )
         self.rank = min(group["rank"], *shape[-2:]) if projected else None
-        self.moment_store = group["store"] if shape.numel() >= MIN_CODED_ELEMENTS else "fp32"
+        self.moment_store = group["store"] if shape.numel() >= MIN_LOW_BIT_ELEMENTS else "fp32"
         self.basis_codec = (
             None if group["subspace"] == "random" or not projected else state_codec(group["basis_store"], "basis")
         )
@@ -154,14 +200,16 @@ class ParamLayout:
             state |= {"due": torch.zeros((), dtype=torch.int64), "gap": torch.zeros((), dtype=torch.int64)}
             state |= {"failures": torch.zeros(self.shape[:-2], dtype=torch.int32, device=device)}
             if self.group["start"] == "random":
-                self._start_at_random(state)
+                self._init_random_basis(state)
         if self.rank is not None and self.group["back_projection"] != "galore":
-            state["length"] = torch.zeros(self.shape[:-2], device=device)
+            state["length"] = torch.zeros(self.shape[:-2], device=device)  # `prev_norm` of `back_project`
         if self.rank is not None and self.group["error_feedback"]:
             state["error"] = torch.zeros(self.shape, device=device)
         if (shard := self.shard) is not None:
             sharded = {name for name in state if state[name].ndim and (shard.stacked or not name.startswith("basis"))}
-            state |= {name: shard.wrap(state[name], BLOCK_SIZE if self._is_per_block(name) else 1) for name in sharded}
+            for name in sharded:
+                per_block = len(self.shape) == 1 and name.endswith("_scale")  # a scale of a vector is for a block
+                state[name] = shard.wrap(state[name], BLOCK_SIZE if per_block else 1)
         return state
 
     def nbytes(self) -> int:
@@ -176,19 +224,19 @@ class ParamLayout:
             total += 4 * self.shape.numel()
         return total
 
-    def is_exact(self, low: Tensor) -> bool:
-        """Whether `low` is an fp32 product with an orthonormal basis; low-bit bases are only approximately orthonormal.
+    def is_exact(self, low_rank_grad: Tensor) -> bool:
+        """Whether `low_rank_grad` is an fp32 product with an orthonormal basis, which a low-bit basis is only roughly.
 
         TF32 products have errors far above those of fp32, so a test for fp32 rounding errors would find none there.
         """
-        if self.basis_codec is None or not self.basis_codec.dtype == low.dtype == torch.float32:
+        if self.basis_codec is None or not self.basis_codec.dtype == low_rank_grad.dtype == torch.float32:
             return False
-        return not low.is_cuda or torch.get_float32_matmul_precision() == "highest"
+        return not low_rank_grad.is_cuda or torch.get_float32_matmul_precision() == "highest"
 
     def stored(self, state: State, name: str, rows: slice | None = None) -> tuple[Tensor, ...]:
         """The stored tensors of a moment or of the basis: numbers, or codes and scales."""
-        found = [state[name]] + ([state[name + "_scale"]] if name + "_scale" in state else [])
-        return tuple(found if rows is None else [tensor[rows] for tensor in found])
+        tensors = [state[name]] + ([state[name + "_scale"]] if name + "_scale" in state else [])
+        return tuple(tensors if rows is None else [tensor[rows] for tensor in tensors])
 
     def device(self, state: State) -> torch.device:
         return next(state[name] for name in self.rule.moments).device
@@ -201,11 +249,11 @@ class ParamLayout:
         return codec.decode(self.stored(state, name, rows), self.shapes[name][-1])
 
     def write(
-        self, state: State, name: str, numbers: Tensor, rows: slice | None = None, noise: Tensor | None = None
+        self, state: State, name: str, values: Tensor, rows: slice | None = None, noise: Tensor | None = None
     ) -> None:
         """Store a moment or the basis; rounds to nearest, or stochastically with `noise`."""
-        if numbers is not state[name]:
-            self.codecs[name].encode_(self.stored(state, name, rows), numbers, noise)
+        if values is not state[name]:
+            self.codecs[name].encode_(self.stored(state, name, rows), values, noise)
 
     def basis(self, state: State, step: int) -> Tensor:
         """Q in fp32: the stored one, or the random one of `step`, regenerated from its seed."""
@@ -244,7 +292,7 @@ class ParamLayout:
                 words.append(f"basis {self.group['basis_store']}")
         return ", ".join(words + ([self.moment_store] if self.moment_store != "fp32" else []))
 
-    def _start_at_random(self, state: State) -> None:
+    def _init_random_basis(self, state: State) -> None:
         """Fill in a random orthonormal basis and the step of the first refresh."""
         state["due"].fill_(planned_refreshes(self, 0)[0])
         if not self.parameter.is_meta:
@@ -272,10 +320,6 @@ class ParamLayout:
                 f"got {self.shard.per_rank} of {self.shard.size} per rank: put vectors in a group with store = 'fp32'"
             )
 
-    def _is_per_block(self, name: str) -> bool:
-        """Whether the first dimension of a state tensor counts blocks: the scales of a vector."""
-        return len(self.shape) == 1 and name.endswith("_scale")
-
     def _projects_left(self, shape: torch.Size) -> bool:
         """Whether rows, not columns, are projected: the matrix view is transposed then."""
         rows, columns = shape[-2:]
@@ -291,6 +335,9 @@ class ParamLayout:
             return total + (self.basis_codec.nbytes((stack, projected, self.rank or 1)) if self.basis_codec else 0)
 
         return cost(columns, rows) < cost(rows, columns)
+
+
+# Basis refreshes
 
 
 def planned_refreshes(param: ParamLayout, until: int) -> list[int]:
@@ -324,8 +371,8 @@ def refresh(param: ParamLayout, state: State, grad: Tensor) -> Tensor | None:
     group, first = param.group, int(state["gap"]) == 0
     old = param.read(state, "basis")
     new = _find_basis(param, state, grad, old, first=first)
-    state["failures"] += ~new.found
-    if first and not bool(mean_over_stack(new.found, param.shard)):
+    state["failures"] += ~new.valid
+    if first and not bool(mean_over_stack(new.valid, param.shard)):
         state["due"].copy_(state["step"] + 1)
         return None
     if first:
@@ -345,20 +392,21 @@ def refresh(param: ParamLayout, state: State, grad: Tensor) -> Tensor | None:
 
 
 def adapt_gaps(overlaps: Sequence[tuple[ParamLayout, State, Tensor]]) -> None:
-    """Lengthen gaps where bases hardly changed, else shorten them; one device sync for all overlaps of a step."""
+    """Double the gap where a basis hardly changed, halve it where it changed much; NaN (no new basis) keeps it.
+
+    One device synchronization for all overlaps of a step.
+    """
     values = torch.stack([overlap.cpu() for _, _, overlap in overlaps]).tolist() if overlaps else []
     for (param, state, _), overlap in zip(overlaps, values, strict=True):
-        gap = _next_gap(param.group["gap"], int(state["gap"]), overlap)
+        base_gap = param.group["gap"]
+        max_gap, min_gap = base_gap * MAX_GAP_FACTOR, max(base_gap // MAX_GAP_FACTOR, 1)
+        gap = min(int(state["gap"]), max_gap)
+        if overlap > HIGH_OVERLAP:
+            gap = min(gap * 2, max_gap)
+        elif overlap < LOW_OVERLAP:
+            gap = max(gap // 2, min_gap)
         state["due"] += gap - state["gap"]
         state["gap"].fill_(gap)
-
-
-def _next_gap(option: int, gap: int, overlap: float) -> int:
-    """Double, halve or keep the gap, depending on the overlap; NaN (no new basis) keeps it."""
-    gap = min(gap, option * MAX_GAP_FACTOR)
-    if overlap > HIGH_OVERLAP:
-        return min(gap * 2, option * MAX_GAP_FACTOR)
-    return max(gap // 2, option // MAX_GAP_FACTOR, 1) if overlap < LOW_OVERLAP else gap
 
 
 def _find_basis(param: ParamLayout, state: State, grad: Tensor, old: Tensor, *, first: bool) -> Basis:
@@ -366,13 +414,13 @@ def _find_basis(param: ParamLayout, state: State, grad: Tensor, old: Tensor, *, 
     if param.group["subspace"] == "svd":
         grad = gather_rows(grad, param.shard)
         basis = svd_basis(grad, param.rank)
-        found = grad.abs().amax(dim=(-2, -1)) > 0
-        overlap = torch.where(found, (old.mT @ basis).square().sum(dim=(-2, -1)) / param.rank, torch.nan)
-        return Basis(basis if first else torch.where(found[..., None, None], basis, old), overlap, found)
+        valid = grad.abs().amax(dim=(-2, -1)) > 0
+        overlap = torch.where(valid, (old.mT @ basis).square().sum(dim=(-2, -1)) / param.rank, torch.nan)
+        return Basis(basis if first else torch.where(valid[..., None, None], basis, old), overlap, valid)
     if first:
         return cold_basis(grad, param.rank, param.generator(state, salt=1), param.shard)
-    low = grad @ old.to(grad.dtype)
-    return warm_basis(grad, low, old, align=param.group["moment_transfer"] == "align", shard=param.shard)
+    low_rank_grad = grad @ old.to(grad.dtype)
+    return warm_basis(grad, low_rank_grad, old, align=param.group["moment_transfer"] == "align", shard=param.shard)
 
 
 def _transfer_moments(param: ParamLayout, state: State, old: Tensor, new: Tensor) -> None:

@@ -141,10 +141,10 @@ def gather_rows(tensor: Tensor, shard: Shard | None) -> Tensor:
 
 def all_ranks_true(local: Tensor, shards: Iterable[Shard | None]) -> bool:
     """Whether `local` is true on every rank that shards these parameters; all ranks get the same result."""
-    false = (~local).float()
+    num_false = (~local).float()
     for shard in {shard.group: shard for shard in shards if shard is not None}.values():
-        false = _all_reduce(false, shard)
-    return not bool(false)
+        num_false = _all_reduce(num_false, shard)
+    return not bool(num_false)
 
 
 def sum_over_ranks(values: Iterable[tuple[Tensor, Shard | None]]) -> Tensor:
@@ -156,7 +156,10 @@ def sum_over_ranks(values: Iterable[tuple[Tensor, Shard | None]]) -> Tensor:
         shards[group] = shard
         by_group.setdefault(group, []).append(value)
     device = next(iter(by_group.values()))[0].device
-    sums = {group: torch.stack([value.to(device) for value in found]).sum() for group, found in by_group.items()}
+    sums = {
+        group: torch.stack([value.to(device) for value in group_values]).sum()
+        for group, group_values in by_group.items()
+    }
     return torch.stack(
         [value if (shard := shards[group]) is None else _all_reduce(value, shard) for group, value in sums.items()]
     ).sum()
@@ -170,8 +173,8 @@ def _all_reduce(tensor: Tensor, shard: Shard) -> Tensor:
 
 def are_replicated(params: Iterable[Tensor]) -> bool:
     """Whether other ranks may have copies of some of these parameters."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return several and not all(is_dtensor(parameter) for parameter in params)
+    multiple_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return multiple_ranks and not all(is_dtensor(parameter) for parameter in params)
 
 
 def average_(tensors: Sequence[Tensor], present: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
@@ -180,12 +183,12 @@ def average_(tensors: Sequence[Tensor], present: Sequence[bool], group: dist.Pro
     `present[i]` is False if tensor i is only zeros on this rank. Synchronizes with the device only if some are
     missing here.
     """
-    anywhere = torch.tensor(present, dtype=torch.int32, device=tensors[0].device)
+    present_on_any_rank = torch.tensor(present, dtype=torch.int32, device=tensors[0].device)
     torch._foreach_div_(list(tensors), dist.get_world_size(group))
-    for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in (anywhere, *tensors)]:
+    for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in (present_on_any_rank, *tensors)]:
         assert work is not None
         work.wait()
-    return list(present) if all(present) else anywhere.bool().tolist()
+    return list(present) if all(present) else present_on_any_rank.bool().tolist()
 
 
 def check_replicas(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | None = None) -> None:
@@ -194,10 +197,13 @@ def check_replicas(optimizer: torch.optim.Optimizer, process_group: dist.Process
     Sharded tensors are ignored. Hashes everything, so call it only once in a while.
     """
     local = _digests(optimizer)
-    found: list[dict[str, str]] = [local] * dist.get_world_size(process_group)
-    dist.all_gather_object(found, local, group=process_group)
-    for rank, other in enumerate(found):
-        different = sorted(name for name in found[0].keys() | other.keys() if found[0].get(name) != other.get(name))
+    digests_by_rank: list[dict[str, str]] = [local] * dist.get_world_size(process_group)
+    dist.all_gather_object(digests_by_rank, local, group=process_group)
+    for rank, digests in enumerate(digests_by_rank):
+        reference = digests_by_rank[0]
+        different = sorted(
+            name for name in reference.keys() | digests.keys() if reference.get(name) != digests.get(name)
+        )
         if different:
             raise ParallelError(
                 f"the {different[0]} on rank {rank} differs from rank 0: average gradients over all ranks before every "
@@ -207,13 +213,13 @@ def check_replicas(optimizer: torch.optim.Optimizer, process_group: dist.Process
 
 def _digests(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """A SHA-256 of every weight and state tensor, by a readable name."""
-    found = {}
-    for number, group in enumerate(optimizer.param_groups):
+    digests = {}
+    for group_index, group in enumerate(optimizer.param_groups):
         names = group.get("names") or group.get("param_names") or range(len(group["params"]))
         for name, parameter in zip(names, group["params"], strict=True):
-            owner = f"of {name}" if isinstance(name, str) else f"of parameter {name} of group {number}"
+            owner = f"of {name}" if isinstance(name, str) else f"of parameter {name} of group {group_index}"
             for kind, tensor in {"weight": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
                 if isinstance(tensor, Tensor) and not is_dtensor(tensor):
                     data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-                    found[f"{kind} {owner}"] = hashlib.sha256(data).hexdigest()
-    return found
+                    digests[f"{kind} {owner}"] = hashlib.sha256(data).hexdigest()
+    return digests

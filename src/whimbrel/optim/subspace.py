@@ -48,7 +48,7 @@ class Basis(NamedTuple):
 
     basis: Tensor
     overlap: Tensor
-    found: Tensor
+    valid: Tensor
 
 
 def singular_vectors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -85,17 +85,19 @@ def cold_basis(grad: Tensor, rank: int, generator: torch.Generator, shard: Shard
     y = _normalized(sum_rows(grad.mT @ sketch, shard))
     first, _ = cholesky_qr(y + noise * (OLD_BASIS_WEIGHT / grad.shape[-1] ** 0.5))
     y = _normalized(sum_rows(grad.mT @ (grad @ first), shard))
-    basis, found = cholesky_qr(y + first * OLD_BASIS_WEIGHT)
+    basis, valid = cholesky_qr(y + first * OLD_BASIS_WEIGHT)
     with _matmul_precision("highest"):
-        low = grad @ basis
-        gram = sum_rows(low.mT @ low, shard)
+        low_rank_grad = grad @ basis
+        gram = sum_rows(low_rank_grad.mT @ low_rank_grad, shard)
         basis = basis @ torch.linalg.eigh(gram.nan_to_num_()).eigenvectors.flip(-1)
-    basis = torch.where(found[..., None, None], basis, cholesky_qr(noise)[0])
-    return Basis(basis, torch.zeros(found.shape, device=grad.device), found)
+    basis = torch.where(valid[..., None, None], basis, cholesky_qr(noise)[0])
+    return Basis(basis, torch.zeros(valid.shape, device=grad.device), valid)
 
 
-def warm_basis(grad: Tensor, low: Tensor, old: Tensor, *, align: bool = True, shard: Shard | None = None) -> Basis:
-    """The next basis by one power iteration from the old one: Q = orth(G^T R), where `low` is R = G Q_old.
+def warm_basis(
+    grad: Tensor, low_rank_grad: Tensor, old: Tensor, *, align: bool = True, shard: Shard | None = None
+) -> Basis:
+    """The next basis by one power iteration from the old one: Q = orth(G^T R), where `low_rank_grad` is R = G Q_old.
 
     This needs no SVD: two matrix products and a CholeskyQR. Repeated, its columns converge to the singular vectors of
     the gradients, largest first, so moments have to be transferred to the new basis. With `align` the columns are
@@ -103,20 +105,22 @@ def warm_basis(grad: Tensor, low: Tensor, old: Tensor, *, align: bool = True, sh
     (orthogonal Procrustes), and moments can stay as they are.
     """
     grad = grad.float() if grad.dtype == torch.float16 else grad  # products of gradients exceed the range of fp16
-    y = _normalized(sum_rows((grad.mT @ low.to(grad.dtype)).float(), shard))
-    basis, found = cholesky_qr(y + old * OLD_BASIS_WEIGHT)
+    y = _normalized(sum_rows((grad.mT @ low_rank_grad.to(grad.dtype)).float(), shard))
+    basis, valid = cholesky_qr(y + old * OLD_BASIS_WEIGHT)
     with _matmul_precision("highest"):
-        shared = basis.mT @ old
-        overlap = shared.square().sum(dim=(-2, -1)) / old.shape[-1]
+        cross_gram = basis.mT @ old
+        overlap = cross_gram.square().sum(dim=(-2, -1)) / old.shape[-1]
         if align:
-            rotation, orthogonal = cholesky_qr(polar_factor(shared), shifts=(0.0,))
-            basis, found = basis @ rotation, found & orthogonal
-    found = found & overlap.isfinite()
-    return Basis(torch.where(found[..., None, None], basis, old), torch.where(found, overlap, torch.nan), found)
+            rotation, orthogonal = cholesky_qr(polar_factor(cross_gram), shifts=(0.0,))
+            basis, valid = basis @ rotation, valid & orthogonal
+    valid = valid & overlap.isfinite()
+    return Basis(torch.where(valid[..., None, None], basis, old), torch.where(valid, overlap, torch.nan), valid)
 
 
-def zero_rounding_errors_(low: Tensor, width: int) -> Tensor:
-    """Set columns of `low` (m x r) to zero, in place, that are only rounding errors of a product over `width` numbers.
+def zero_rounding_errors_(low_rank_grad: Tensor, width: int) -> Tensor:
+    """Set columns of `low_rank_grad` (m x r) that are only rounding errors to zero, in place.
+
+    `width` is the inner dimension of the product that computed it.
 
     If the rank of a gradient is lower than that of the basis, some columns of R should be zero. The computed ones are
     about sqrt(width) / 3 times the machine epsilon, relative to the largest column, and a normalizing rule such as
@@ -125,10 +129,10 @@ def zero_rounding_errors_(low: Tensor, width: int) -> Tensor:
     columns.
     """
     # A basis for fp32 is decomposed in fp64 and rounded once; a basis for fp64 keeps the error of the decomposition.
-    factor = 2 if low.dtype == torch.float32 else 8
-    tolerance = factor * torch.finfo(low.dtype).eps * (low.shape[-2] + width) ** 0.5
-    norms = torch.linalg.vector_norm(low, dim=-2, keepdim=True)
-    return low.mul_(norms > norms.amax(dim=-1, keepdim=True).mul_(tolerance))
+    factor = 2 if low_rank_grad.dtype == torch.float32 else 8
+    tolerance = factor * torch.finfo(low_rank_grad.dtype).eps * (low_rank_grad.shape[-2] + width) ** 0.5
+    norms = torch.linalg.vector_norm(low_rank_grad, dim=-2, keepdim=True)
+    return low_rank_grad.mul_(norms > norms.amax(dim=-1, keepdim=True).mul_(tolerance))
 
 
 def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tuple[Tensor, Tensor]:
@@ -141,17 +145,17 @@ def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tupl
     """
     with _matmul_precision("highest"):
         y = _normalized(y)
-        found = torch.ones(y.shape[:-2], dtype=torch.bool, device=y.device)
+        valid = torch.ones(y.shape[:-2], dtype=torch.bool, device=y.device)
         for shift in shifts:
             gram = y.mT @ y
             if shift:
                 norm = torch.linalg.matrix_norm(gram)
                 gram.diagonal(dim1=-2, dim2=-1).add_(shift * norm[..., None])
             factor, info = torch.linalg.cholesky_ex(gram)
-            found &= info == 0
+            valid &= info == 0
             y = torch.linalg.solve_triangular(factor.mT, y, upper=True, left=False)
-        found &= y.isfinite().all(dim=-1).all(dim=-1)
-    return y, found
+        valid &= y.isfinite().all(dim=-1).all(dim=-1)
+    return y, valid
 
 
 def polar_factor(square: Tensor) -> Tensor:
@@ -169,12 +173,12 @@ def polar_factor(square: Tensor) -> Tensor:
 class FullUpdate(NamedTuple):
     """A (m x r) and c (m x 1) of an update D = A Q^T + c * G; None for zero."""
 
-    low: Tensor | None
+    low_rank: Tensor | None
     factor: Tensor | None
 
 
 def back_project(
-    kind: str, direction: Tensor, low: Tensor, grad: Tensor, length: Tensor, shard: Shard | None = None
+    kind: str, direction: Tensor, low_rank_grad: Tensor, grad: Tensor, prev_norm: Tensor, shard: Shard | None = None
 ) -> FullUpdate:
     """Turn the direction N that a rule computed for R = G Q into an update of the weight.
 
@@ -184,7 +188,7 @@ def back_project(
         fira           A = N - c R,  c_i = |N_i| / |R_i|         (Chen et al., 2024: also the residual G - R Q^T)
         apollo         A = 0,        c_i = |N_i| / |R_i|         (Zhu et al., 2024)
         apollo_mini    A = 0,        c   = |N| / |R|
-    `length` is the norm of c * G (of the residual for fira) in the previous step, 0 at first; it is updated in place.
+    `prev_norm` is the norm of c * G (of the residual for fira) in the previous step, 0 at first; updated in place.
     Fira and APOLLO limit its growth per step.
     """
 
@@ -193,16 +197,18 @@ def back_project(
             return sum_rows(tensor.square().sum(dim=(-2, -1), keepdim=True), shard).sqrt()
         return tensor.square().sum(dim=-1, keepdim=True).sqrt()
 
-    factor = norm(direction) / norm(low).clamp(min=TINY)
+    factor = norm(direction) / norm(low_rank_grad).clamp(min=TINY)
     squares = grad.float().square().sum(dim=-1, keepdim=True)
     if kind == "fira":  # Q has orthonormal columns, so |G - R Q^T|^2 = |G|^2 - |R|^2
-        squares = (squares - low.square().sum(dim=-1, keepdim=True)).clamp(min=0)
+        squares = (squares - low_rank_grad.square().sum(dim=-1, keepdim=True)).clamp(min=0)
     scaled = sum_rows((factor.square() * squares).sum(dim=-2, keepdim=True), shard).sqrt()
-    limit = MAX_GROWTH * length.view_as(scaled)
+    limit = MAX_GROWTH * prev_norm.view_as(scaled)
     shrink = torch.where((limit > 0) & (scaled > limit), limit / scaled.clamp(min=TINY), 1.0)
-    length.copy_((scaled * shrink).view_as(length))
+    prev_norm.copy_((scaled * shrink).view_as(prev_norm))
     factor = factor * shrink
-    return FullUpdate(direction - factor * low if kind == "fira" else None, factor.expand(*low.shape[:-1], 1))
+    return FullUpdate(
+        direction - factor * low_rank_grad if kind == "fira" else None, factor.expand(*low_rank_grad.shape[:-1], 1)
+    )
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor | None, *, alpha: float, beta: float = 1.0) -> None:

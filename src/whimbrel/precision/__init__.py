@@ -1,7 +1,7 @@
 """Low precision: autocast and gradient scaling, fp8 and QAT recipes, quantized weights, global torch flags."""
 
-from whimbrel.precision.autocast import MixedPrecision
 from whimbrel.precision.formats import FORMATS, WeightFormat, find_format
+from whimbrel.precision.numerics import MixedPrecision, sdpa_backend_names, sdpa_backends, torch_flags
 from whimbrel.precision.quantize import (
     LayerSelection,
     dequantize_,
@@ -12,7 +12,6 @@ from whimbrel.precision.quantize import (
     swap_on_conversion,
 )
 from whimbrel.precision.recipes import RECIPES, Recipe, finalize, load_into, prepare, recipe_names, with_embeddings
-from whimbrel.precision.torch_flags import sdpa_backend_names, sdpa_backends, torch_flags
 from whimbrel.precision.weight import QuantizedWeight
 
 __all__ = [

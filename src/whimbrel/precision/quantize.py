@@ -160,8 +160,10 @@ def quantize_(
         layers["the token embedding"] = table = _token_embedding(model)
         if (reason := weight_format.unsupported_reason(table.weight.shape)) is not None:
             raise PrecisionError(f"the token embedding cannot be quantized: {reason}")
-    for name, layer in layers.items():
-        _check_swappable(layer.weight, name)
+    for name, layer in layers.items():  # swap each weight with a dummy and back, to raise before any is modified
+        dummy = _parameter(torch.empty(0), requires_grad=False)
+        for _ in range(2):
+            _swap(layer.weight, name, dummy)
     for name, layer in layers.items():
         if not isinstance(layer.weight, QuantizedWeight):  # else tied to a layer that is already quantized
             requires_grad = layer.weight.requires_grad
@@ -192,13 +194,6 @@ def materialize_(model: nn.Module, device: torch.device | str) -> None:
         _swap(parameter, name, _parameter(torch.empty_like(parameter, device=device), parameter.requires_grad))
     for name, buffer in model.named_buffers():
         _swap(buffer, name, torch.empty_like(buffer, device=device))
-
-
-def _check_swappable(parameter: Tensor, name: str) -> None:
-    """Raise if a weight cannot be swapped, before any weight is modified: swap it with a dummy and back."""
-    other = _parameter(torch.empty(0), requires_grad=False)
-    for _ in range(2):
-        _swap(parameter, name, other)
 
 
 def _parameter(weight: Tensor, requires_grad: bool) -> nn.Parameter:

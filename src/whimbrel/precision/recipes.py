@@ -17,8 +17,8 @@ from torch import nn
 
 from whimbrel.base.errors import PrecisionError
 from whimbrel.config import not_one_of
-from whimbrel.precision.autocast import MixedPrecision
 from whimbrel.precision.formats import FORMATS, WeightFormat
+from whimbrel.precision.numerics import MixedPrecision
 from whimbrel.precision.quantize import DEFAULT_SKIP, LayerSelection, materialize_, quantize_, select_linears
 from whimbrel.precision.torchao import (
     FP8_ALIGNMENT,

@@ -301,10 +301,6 @@ def _mm(_func: Any, left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(_dense(left), _dense(right))
 
 
-def _mm_out(_func: Any, left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
-    return out.copy_(_mm(None, left, right))
-
-
 def _addmm(_func: Any, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return bias * beta + _mm(None, left, right) * alpha
 
@@ -317,10 +313,6 @@ def _embedding(_func: Any, weight: QuantizedWeight, indices: Tensor, *_settings:
         )
     codes = weight.codes.view(torch.uint8)[indices].view(weight.codes.dtype)  # float8 does not support indexing
     return weight.format.decode(codes, weight.scales[indices])
-
-
-def _linear_operation(_func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _linear(x, weight, bias)
 
 
 # Conversions and copies
@@ -472,9 +464,9 @@ def _module_load(self: Tensor, other: Tensor, assign: bool = False) -> Tensor:
 
 
 for _operations, _handler in (
-    ((ATEN.linear.default,), _linear_operation),
+    ((ATEN.linear.default,), lambda _func, *args, **kwargs: _linear(*args, **kwargs)),
     ((ATEN.mm.default,), _mm),
-    ((ATEN.mm.out,), _mm_out),
+    ((ATEN.mm.out,), lambda func, left, right, *, out: out.copy_(_mm(func, left, right))),
     ((ATEN.addmm.default,), _addmm),
     ((ATEN.embedding.default,), _embedding),
     ((ATEN._to_copy.default,), _to_copy),

@@ -492,7 +492,7 @@ def _in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, 
     """
     train = config.train
     conflicts = {"train.precision = fp16": train.precision == "fp16"}
-    if isinstance(optimizer, LowRankOptimizer) and optimizer.projects:
+    if isinstance(optimizer, LowRankOptimizer) and optimizer.can_project:
         reason = "train.optimizer_in_backward projects gradients before their scale is known"
     else:
         reason = "train.optimizer_in_backward updates weights before all gradients are known"
@@ -504,7 +504,7 @@ def _in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, 
         }
     for name in (name for name, given in conflicts.items() if given):
         raise ConfigError(f"{reason}, which does not work with {name}: turn one of them off")
-    if isinstance(optimizer, LowRankOptimizer) and optimizer.projects:
+    if isinstance(optimizer, LowRankOptimizer) and optimizer.can_project:
         return project_in_backward(
             optimizer, accumulation=accumulation, model=model if train.projected_linears else None
         )

@@ -17,7 +17,7 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.distributed import apply_activation_checkpointing
 from whimbrel.models import GPT
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
-from whimbrel.optim.config import OPTIONS_BY_OPTIMIZER
+from whimbrel.optim.build import OPTIONS_BY_OPTIMIZER
 from whimbrel.precision import MixedPrecision, prepare, sdpa_backends
 from whimbrel.train import build
 from whimbrel.train.batches import accumulation_steps

@@ -22,8 +22,7 @@ from whimbrel.optim import (
     classify_parameters,
     restore_optimizer,
 )
-from whimbrel.optim.build import OPTIMIZERS
-from whimbrel.optim.config import OPTIONS_BY_OPTIMIZER
+from whimbrel.optim.build import OPTIMIZERS, OPTIONS_BY_OPTIMIZER
 
 NAMES = get_args(get_type_hints(OptimConfig)["name"])
 LOW = [name for name in NAMES if "rank" in OPTIONS_BY_OPTIMIZER[name]]
@@ -291,9 +290,9 @@ def test_restore_matches_parameters_by_name_across_groups(name: str) -> None:
             {"name": "apollo_mini"},
             "expected back_projection = 'apollo_mini', got 'apollo'",
         ),
-        ({"name": "galore_warm", "rank": 2}, {"name": "galore", "rank": 2}, "is of another kind of optimizer"),
-        ({}, {"name": "adamw8bit"}, "is of another kind of optimizer"),
-        ({"name": "muon"}, {}, "is of another kind of optimizer"),
+        ({"name": "galore_warm", "rank": 2}, {"name": "galore", "rank": 2}, "from a different optimizer"),
+        ({}, {"name": "adamw8bit"}, "from a different optimizer"),
+        ({"name": "muon"}, {}, "from a different optimizer"),
     ],
 )
 def test_restore_rejects_state_of_other_options(saved: dict[str, Any], requested: dict[str, Any], message: str) -> None:
@@ -303,7 +302,7 @@ def test_restore_rejects_state_of_other_options(saved: dict[str, Any], requested
     with pytest.raises(OptimizerError, match=message):
         restore_optimizer(after, before.state_dict())
     other = build_optimizer(OptimConfig(**requested), classify_parameters(Net(tied=True)))
-    with pytest.raises(OptimizerError, match="other parameters: .*lm_head.weight"):
+    with pytest.raises(OptimizerError, match="different parameters: lm_head.weight"):
         restore_optimizer(after, other.state_dict())
 
 

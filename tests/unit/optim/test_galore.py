@@ -386,7 +386,7 @@ def test_mismatched_state_dict_is_rejected_without_changes() -> None:
     beyond["param_groups"][0]["betas"] = (0.9, 1.0)
     for bad, message in (
         (adam, "expected a saved state of GaLore, got one without 'rank'"),
-        (wide, r"ortho_matrix of \(2, 5\) for a parameter of shape \(8, 5\), got \(2, 6\)"),
+        (wide, r"shape \(8, 5\): expected a saved state with ortho_matrix of \(2, 5\), got \(2, 6\)"),
         (other, "expected a saved state with projection_type = 'std', got 'full'"),
         (narrow, "expected a saved state with rank = 2, got 1"),
         (beyond, "betas: expected two numbers"),

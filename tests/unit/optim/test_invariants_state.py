@@ -213,6 +213,18 @@ def test_mismatched_state_is_rejected_without_changes(which: str) -> None:
     assert all(optimizer.param_groups[0][key] == value for key, value in own.items())
 
 
+@pytest.mark.parametrize(
+    ("saved", "current", "message"),
+    [("fira", "galore", "without length"), ("galore", "fira", "with length .* got none")],
+)
+def test_missing_and_unexpected_tensors_are_named(saved: str, current: str, message: str) -> None:
+    first, second = (
+        LowRankOptimizer([nn.Parameter(random((64, 64)))], rank=4, back_projection=kind) for kind in (saved, current)
+    )
+    with pytest.raises(OptimizerError, match=message):
+        second.load_state_dict(first.state_dict())
+
+
 def test_state_of_other_parameters_is_rejected() -> None:
     optimizer = LowRankOptimizer([nn.Parameter(random((8, 8)))])
     with pytest.raises(OptimizerError, match=r"expected a saved state with groups of \[1\]"):

@@ -43,7 +43,7 @@ def test_side_determines_shapes(
     assert optimizer.state[p]["exp_avg"].shape == moments
     assert optimizer.basis(p).shape == basis
     run_steps(optimizer, range(3))
-    assert optimizer.matrix(p, p).shape == (moments[0], basis[0])
+    assert optimizer.as_matrix(p, p).shape == (moments[0], basis[0])
 
 
 @pytest.mark.parametrize("rule", ["adamw", "sgd", "lion", "muon", "adafactor"])

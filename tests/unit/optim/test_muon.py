@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.ops import orthogonalize
 from whimbrel.optim import Muon
+from whimbrel.optim.rules import orthogonalize
 
 
 def matrix(rows: int, columns: int, seed: int = 0) -> nn.Parameter:

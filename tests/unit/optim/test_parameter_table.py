@@ -18,7 +18,7 @@ from whimbrel.optim import (
     project_in_backward,
     state_bytes,
 )
-from whimbrel.optim.config import OPTIONS_BY_OPTIMIZER
+from whimbrel.optim.build import OPTIONS_BY_OPTIMIZER
 
 NAMES = get_args(get_type_hints(OptimConfig)["name"])
 SHAPE = GPTConfig(context_length=16, vocab_size=64, num_layers=3, embd_size=32, num_heads=2)

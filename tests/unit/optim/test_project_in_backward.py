@@ -305,7 +305,7 @@ def test_other_kinds_of_bases_can_be_projected(kind: str) -> None:
 
 @pytest.mark.parametrize("linears", [False, True])
 def test_reset_restarts_training(linears: bool) -> None:
-    """Probes use the current basis."""
+    """Linear layers use the current basis."""
     net, fresh = model(), model()
     optimizer = project_in_backward(warm(net, gap=1000), model=net if linears else None)
     fit(net, optimizer, steps=range(80))
@@ -345,7 +345,7 @@ def test_grad_scaler_and_second_wrapper_are_rejected() -> None:
     with pytest.raises(OptimizerError, match="GradScaler.* use bf16"):
         scaler.step(optimizer)
     for again in (optimizer.optimizer, optimizer):
-        with pytest.raises(OptimizerError, match="already works in backward|expected a low-rank optimizer"):
+        with pytest.raises(OptimizerError, match="already runs in backward|expected a low-rank optimizer"):
             project_in_backward(again)  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ from tests.unit.optim.optimizer_cases import parameters, params_of, random
 from torch import Tensor, nn
 
 from whimbrel.optim import LowRankOptimizer, Muon
+from whimbrel.optim.rules import orthogonalize
 
 MATRICES = [(24, 16), (16, 24), (72, 60)]
 
@@ -111,3 +112,32 @@ def test_adafactor_matches_the_equation() -> None:
         p.grad = grad
         optimizer.step()
     torch.testing.assert_close((before - p.detach()).double(), direct_adafactor(grads), atol=1e-5, rtol=1e-5)
+
+
+def polar_factor(matrices: torch.Tensor) -> torch.Tensor:
+    u, _, vh = torch.linalg.svd(matrices.double(), full_matrices=False)
+    return (u @ vh).to(matrices.dtype)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (128, 32), (32, 128), (3, 48, 16)])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_orthogonalize_moves_singular_values_to_one_and_keeps_singular_vectors(
+    shape: tuple[int, ...], scale: float
+) -> None:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * scale
+    factors = orthogonalize(matrices)
+    values = torch.linalg.svdvals(factors)
+    assert values.min() > 0.8
+    assert values.max() < 1.2
+    reference = polar_factor(matrices)
+    assert (factors - reference).norm() / reference.norm() < 0.15
+
+
+def test_orthogonalize_keeps_a_zero_matrix() -> None:
+    assert orthogonalize(torch.zeros(8, 8)).abs().max() == 0
+
+
+def test_orthogonalize_treats_matrices_of_a_stack_independently() -> None:
+    stack = torch.randn(4, 24, 40, generator=torch.Generator().manual_seed(2))
+    alone = torch.stack([orthogonalize(matrix) for matrix in stack])
+    torch.testing.assert_close(orthogonalize(stack), alone, atol=1e-5, rtol=1e-5)

@@ -10,7 +10,7 @@ import torch
 from tests.unit.optim.optimizer_cases import random
 from torch import Tensor
 
-from whimbrel.optim.store import state_codec
+from whimbrel.optim.param_state import state_codec
 from whimbrel.optim.subspace import cholesky_qr, cold_basis, polar_factor, random_basis, svd_basis, warm_basis
 
 
@@ -81,7 +81,7 @@ def test_warm_basis_matches_the_equations(shape: tuple[int, ...]) -> None:
     old = torch.linalg.qr(random((*shape[:-2], shape[-1], 6), 1))[0]
     fresh = warm_basis(grad, grad @ old, old)
     exact = procrustes(grad, old)
-    assert fresh.found.all()
+    assert fresh.valid.all()
     assert (fresh.basis.double() - exact).abs().max() < 2e-4
     overlap = (exact.mT @ old.double()).square().sum(dim=(-2, -1)) / 6
     torch.testing.assert_close(fresh.overlap.double(), overlap, atol=1e-4, rtol=1e-4)
@@ -126,12 +126,12 @@ def test_no_gradient_raises_or_breaks_a_basis(kind: str, rank: int) -> None:
     grad = GRADIENTS[kind]()
     old = torch.linalg.qr(random((16, rank), 1))[0]
     warm = warm_basis(grad, grad @ old.to(grad.dtype), old)
-    assert bool(warm.found) == (kind not in LOST)
+    assert bool(warm.valid) == (kind not in LOST)
     assert orthonormal(warm.basis)
     if kind in LOST:
         assert torch.equal(warm.basis, old)
     cold = cold_basis(grad, rank, generator())
-    assert bool(cold.found) == (kind not in LOST)
+    assert bool(cold.valid) == (kind not in LOST)
     assert orthonormal(cold.basis)
 
 
@@ -142,7 +142,7 @@ def test_basis_is_found_if_few_directions_dominate(directions: int, ratio: float
     left[:, :directions] *= ratio
     grad, old = left @ right, torch.linalg.qr(torch.randn(n, rank, generator=generator()))[0]
     for fresh in (cold_basis(grad, rank, generator()), warm_basis(grad, grad @ old, old)):
-        assert bool(fresh.found)
+        assert bool(fresh.valid)
         assert orthonormal(fresh.basis, 1e-5)
         assert energy(grad, fresh.basis) > 0.95 * energy(grad, svd_basis(grad, directions))
 
@@ -155,7 +155,7 @@ def test_stacks_equal_single_matrices() -> None:
         alone = warm_basis(grads[i], grads[i] @ old[i], old[i])
         torch.testing.assert_close(together.basis[i], alone.basis, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(together.overlap[i], alone.overlap, atol=1e-5, rtol=1e-4, equal_nan=True)
-        assert together.found[i] == alone.found
+        assert together.valid[i] == alone.valid
 
 
 def test_cold_basis_captures_nearly_as_much_energy_as_the_svd() -> None:
@@ -184,7 +184,7 @@ def test_warm_steps_work_from_a_low_bit_basis(store: str) -> None:
     for _ in range(4):
         old = own.decode(buffers, 32)
         fresh = warm_basis(grad, grad @ old, old)
-        assert bool(fresh.found)
+        assert bool(fresh.valid)
         own.encode_(buffers, fresh.basis)
     assert energy(grad, fresh.basis) > 0.98 * energy(grad, svd_basis(grad, 32))
     assert float(fresh.overlap) > 0.9

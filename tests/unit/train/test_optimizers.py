@@ -14,8 +14,7 @@ from rich.console import Console
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.checkpoint import latest_checkpoint, list_checkpoints, read_component
 from whimbrel.optim import GroupConfig, LowRankOptimizer, OptimConfig
-from whimbrel.optim.build import OPTIMIZERS
-from whimbrel.optim.config import OPTIONS_BY_OPTIMIZER
+from whimbrel.optim.build import OPTIMIZERS, OPTIONS_BY_OPTIMIZER
 from whimbrel.train import RunConfig, Trainer, TrainerCallback, train
 from whimbrel.train.callbacks import ProgressCallback
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.ops.lowbit import hash_uniform, stochastic_round
-from whimbrel.optim.store import StateCodec, add_with_stochastic_rounding_, state_codec
+from whimbrel.optim.param_state import StateCodec, add_with_stochastic_rounding_, state_codec
 
 WIDTHS = [1, 2, 7, 64, 255, 256, 257, 700]
 KINDS = [
