@@ -12,10 +12,10 @@ from whimbrel.base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from whimbrel.train.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
-    from whimbrel.train.build import Sampler
-    from whimbrel.train.callback import StopRequest, TrainerCallback
+    from whimbrel.train.build import SampleFunction
+    from whimbrel.train.callback import StopRequest, TrainerCallback, TrainerControl, TrainerState, TrainOutput
     from whimbrel.train.config import RunConfig, load_run_config
-    from whimbrel.train.evaluation import Prediction
+    from whimbrel.train.evaluation import PredictionOutput
     from whimbrel.train.objectives import (
         LossOutput,
         Objective,
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         loss_from_outputs,
     )
     from whimbrel.train.run_directory import read_log
-    from whimbrel.train.state import TrainerControl, TrainerState, TrainOutput
     from whimbrel.train.trainer import BaseTrainer, Trainer, train
 
 __all__ = [
@@ -33,9 +32,9 @@ __all__ = [
     "LossOutput",
     "MinimalTrainingArguments",
     "Objective",
-    "Prediction",
+    "PredictionOutput",
     "RunConfig",
-    "Sampler",
+    "SampleFunction",
     "StopRequest",
     "TrainOutput",
     "Trainer",
@@ -55,10 +54,10 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "arguments": ["BaseTrainingArguments", "MinimalTrainingArguments", "TrainingArguments"],
-        "build": ["Sampler"],
-        "callback": ["StopRequest", "TrainerCallback"],
+        "build": ["SampleFunction"],
+        "callback": ["StopRequest", "TrainOutput", "TrainerCallback", "TrainerControl", "TrainerState"],
         "config": ["RunConfig", "load_run_config"],
-        "evaluation": ["Prediction"],
+        "evaluation": ["PredictionOutput"],
         "run_directory": ["read_log"],
         "objectives": [
             "LossOutput",
@@ -67,7 +66,6 @@ __getattr__, __dir__ = lazy_exports(
             "loss_and_logits_from_outputs",
             "loss_from_outputs",
         ],
-        "state": ["TrainOutput", "TrainerControl", "TrainerState"],
         "trainer": ["BaseTrainer", "Trainer", "train"],
     },
 )

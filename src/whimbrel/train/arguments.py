@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -15,7 +15,7 @@ import socket
 import time
 import typing
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -28,7 +28,6 @@ from torch.nn.attention import SDPBackend
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import convert
-from whimbrel.optim import ScheduleConfig
 from whimbrel.precision import sdpa_backend_names
 from whimbrel.train.config import Fp8Recipe, QatRecipe, SdpaBackend, TrainerConfig, check_interval
 from whimbrel.train.evaluation import greater_is_better
@@ -44,7 +43,6 @@ __all__ = [
     "Translation",
     "argument_name",
     "from_config",
-    "no_tokenizer_parallelism",
     "to_config",
 ]
 
@@ -170,10 +168,11 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an argument; `transformers` arguments are translated or rejected as in the constructor."""
-        fields, own = type(self).__dataclass_fields__, getattr(type(self), name, None)
-        found = None if name in fields or own is not None else translate_argument(type(self).__name__, name, value)
-        for key, given in {name: value}.items() if found is None else found.items():
-            super().__setattr__(key, given)
+        fields, class_attribute = type(self).__dataclass_fields__, getattr(type(self), name, None)
+        is_ours = name in fields or class_attribute is not None
+        translated = None if is_ours else translate_argument(name, value)
+        for our_name, our_value in {name: value}.items() if translated is None else translated.items():
+            super().__setattr__(our_name, our_value)
 
     def check(self) -> None:
         """Convert the values to their types, fill in defaults, and raise for values that the config does not accept.
@@ -190,15 +189,13 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
     def to_dict(self) -> dict[str, Any]:
         """The arguments as passed by the user, without filled-in defaults."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return values | {name: given for name, (given, filled) in self._filled.items() if getattr(self, name) == filled}
+        return values | {
+            name: original for name, (original, filled) in self._filled.items() if getattr(self, name) == filled
+        }
 
     def to_json_string(self) -> str:
         """`to_dict()` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
-
-    @property
-    def _compiles(self) -> bool:
-        return self.torch_compile or self.torch_compile_backend is not None or self.torch_compile_mode is not None
 
     def _check_values(self) -> None:
         """Check arguments that have no config equivalent; `_build_config` validates the rest."""
@@ -216,7 +213,7 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
             raise ConfigError("save_strategy = 'best' needs eval_strategy='steps' or 'epoch': set it")
 
     def _fill_defaults(self) -> None:
-        compiles = self._compiles
+        compiles = self.torch_compile or (self.torch_compile_backend or self.torch_compile_mode) is not None
         self._fill("output_dir", DEFAULT_OUTPUT_DIR)
         self._fill("logging_dir", str(Path(str(self.output_dir)) / "runs" / self._folder))
         self._fill("lr_scheduler_kwargs", {})
@@ -228,9 +225,9 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
 
     def _fill(self, name: str, default: Any) -> None:
         """Fill in the default of an unset argument, and remember the original value for `to_dict`."""
-        given = getattr(self, name)
-        if given in (None, False) and given != default:
-            self._filled[name] = (given, default)
+        value = getattr(self, name)
+        if value in (None, False) and value != default:
+            self._filled[name] = (value, default)
             setattr(self, name, default)
 
 
@@ -330,24 +327,7 @@ class TrainingArguments(BaseTrainingArguments):
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
 
 
-@contextlib.contextmanager
-def no_tokenizer_parallelism(workers: int) -> Iterator[None]:
-    """Set TOKENIZERS_PARALLELISM=false while there are dataloader workers: forked tokenizer threads can deadlock."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    if workers:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        if workers and before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        elif workers:
-            os.environ["TOKENIZERS_PARALLELISM"] = str(before)
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+type_hints = cache(typing.get_type_hints)
 
 
 def _converted(cls: type, name: str, value: Any) -> Any:
@@ -369,30 +349,30 @@ def _converted(cls: type, name: str, value: Any) -> Any:
             "zeroes nearly all of a weight's gradient (docs/precision.md); train with fp8_recipe instead"
         )
     if name == "report_to":
-        return _reporters(value)
+        return _check_reporters(value)
     if name == "label_names":
         return _names(value)
     if name.endswith("_steps") and isinstance(value, float) and value >= 1 and value.is_integer():
         value = int(value)
     if name.endswith("_dir") and isinstance(value, str):
         value = str(Path(value).expanduser())
-    return convert(_hints(cls)[name], value, name)
+    return convert(type_hints(cls)[name], value, name)
 
 
-def _reporters(value: Any) -> str | list[str] | None:
+def _check_reporters(value: Any) -> str | list[str] | None:
     """Check the names in `report_to` and return it unchanged."""
-    given = [value] if isinstance(value, str) else list(value or ())
-    for one in given:
-        if one not in (*REPORTERS, "none") or (one == "none" and len(given) > 1):
+    names = [value] if isinstance(value, str) else list(value or ())
+    for name in names:
+        if name not in (*REPORTERS, "none") or (name == "none" and len(names) > 1):
             raise ConfigError(
-                f"expected none or some of {', '.join(REPORTERS)} for report_to, got {one!r}: for other trackers, pass "
-                "callbacks from transformers.integrations"
+                f"expected none or some of {', '.join(REPORTERS)} for report_to, got {name!r}: for other trackers, "
+                "pass callbacks from transformers.integrations"
             )
-    return value if isinstance(value, str | None) else given
+    return value if isinstance(value, str | None) else names
 
 
 def _names(value: Any) -> list[str] | None:
-    if value is None or (isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value)):
+    if value is None or (isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value)):
         return None if value is None else list(value)
     raise ConfigError(f"expected a list of names or None for label_names, got {value!r}")
 
@@ -429,17 +409,17 @@ def to_config(args: MinimalTrainingArguments) -> TrainerConfig:
 
 
 def _build_config(args: MinimalTrainingArguments) -> TrainerConfig:
-    given = DEFAULTS | args.to_dict()
+    arguments = DEFAULTS | args.to_dict()
     sections: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     try:
-        for row in TRANSLATIONS:
-            values = row.to_settings(*(given[name] for name in row.arguments))
-            for setting, value in zip(row.settings, values, strict=True):
+        for translation in TRANSLATIONS:
+            values = translation.to_settings(*(arguments[name] for name in translation.arguments))
+            for setting, value in zip(translation.settings, values, strict=True):
                 section, _, name = setting.rpartition(".")
                 sections[section][name] = value
-        kinds = typing.get_type_hints(TrainerConfig)
+        types = typing.get_type_hints(TrainerConfig)
         top = sections.pop("")
-        return TrainerConfig(**top, **{name: kinds[name](**values) for name, values in sections.items()})
+        return TrainerConfig(**top, **{name: types[name](**values) for name, values in sections.items()})
     except ConfigError as error:
         raise ConfigError(_SETTING.sub(lambda match: argument_name(match[0]), str(error))) from error
 
@@ -448,8 +428,11 @@ def argument_name(setting: str) -> str:
     """The argument that corresponds to `setting`, for error messages; `setting` itself if there is none."""
     if setting in _SPELLING:
         return _SPELLING[setting]
-    pairs = (zip(row.settings, row.arguments, strict=False) for row in TRANSLATIONS)
-    return next((name for row in pairs for key, name in row if key == setting), setting)
+    for translation in TRANSLATIONS:
+        for key, name in zip(translation.settings, translation.arguments, strict=False):
+            if key == setting:
+                return name
+    return setting
 
 
 _SETTING = re.compile(r"\b[a-z_]+\.[a-z0-9_]+\b")
@@ -474,16 +457,12 @@ def from_config(config: TrainerConfig) -> TrainingArguments:
     Values that the config does not set (micro-batch, length in tokens) keep their defaults until they are resolved.
     """
     values: dict[str, Any] = {}
-    for row in TRANSLATIONS:
-        settings = row.to_arguments(*(attrgetter(name)(config) for name in row.settings))
-        values |= dict(zip(row.arguments, settings, strict=True))
-    kinds = typing.get_type_hints(TrainingArguments)
-    unset = {name for name, value in values.items() if value is None and not _is_optional(kinds[name])}
+    for translation in TRANSLATIONS:
+        settings = translation.to_arguments(*(attrgetter(name)(config) for name in translation.settings))
+        values |= dict(zip(translation.arguments, settings, strict=True))
+    types = typing.get_type_hints(TrainingArguments)
+    unset = {name for name, value in values.items() if value is None and type(None) not in typing.get_args(types[name])}
     return TrainingArguments(**{name: value for name, value in values.items() if name not in unset})
-
-
-def _is_optional(kind: Any) -> bool:
-    return type(None) in typing.get_args(kind)
 
 
 def _same(argument: str, setting: str) -> Translation:
@@ -496,61 +475,48 @@ def _convert(
     return Translation((argument,), (setting,), lambda value: (to_setting(value),), lambda value: (to_argument(value),))
 
 
-def _rates(lr: float, kind: str, keywords: dict[str, Any] | None, warmup: int | float) -> tuple[Any, ...]:
-    return lr, schedule_settings(kind, keywords or {}, warmup, lr)
-
-
-def _rate_arguments(lr: float, schedule: ScheduleConfig) -> tuple[Any, ...]:
-    return lr, *schedule_arguments(schedule)
-
-
 def _intervals(
-    log: str, log_steps: Every, held_out: str, eval_steps: Every, save: str, save_steps: Every, minutes: float | None
-) -> tuple[Any, ...]:
+    log_strategy: str, log_steps: Every, eval_strategy: str, eval_steps: Every,
+    save_strategy: str, save_steps: Every, save_minutes: float | None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Strategies to intervals. Evaluations and saves at intervals also happen at the end of the run."""
     eval_steps = log_steps if eval_steps is None else eval_steps
     return (
-        *(log_steps if log == "steps" else None, log == "epoch"),
-        *(eval_steps if held_out == "steps" else None, held_out == "epoch", held_out != "no"),
-        *(save_steps if save == "steps" else None, save == "epoch", save in ("steps", "epoch"), save == "best"),
-        None if save == "no" else minutes,
+        log_steps if log_strategy == "steps" else None,
+        log_strategy == "epoch",
+        eval_steps if eval_strategy == "steps" else None,
+        eval_strategy == "epoch",
+        eval_strategy != "no",
+        save_steps if save_strategy == "steps" else None,
+        save_strategy == "epoch",
+        save_strategy in ("steps", "epoch"),
+        save_strategy == "best",
+        None if save_strategy == "no" else save_minutes,
     )
 
 
 def _strategies(
-    log: Every, log_epoch: bool, held_out: Every, eval_epoch: bool, _eval_end: bool,
-    save: Every, save_epoch: bool, _save_end: bool, save_best: bool, minutes: float | None,
+    log_steps: Every, log_epoch: bool, eval_steps: Every, eval_epoch: bool, _eval_end: bool,
+    save_steps: Every, save_epoch: bool, _save_end: bool, save_best: bool, save_minutes: float | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Intervals to strategies; arguments have only one at a time: steps before epochs before best."""
 
     def strategy(every: Every, each_epoch: bool) -> str:
         return "steps" if every is not None else "epoch" if each_epoch else "no"
 
-    saving, evaluating = strategy(save, save_epoch), strategy(held_out, eval_epoch)
-    if save_best and saving == "no" != evaluating:
-        saving = "best"
-    return strategy(log, log_epoch), log, evaluating, held_out, saving, save, minutes if saving != "no" else None
+    save_strategy, eval_strategy = strategy(save_steps, save_epoch), strategy(eval_steps, eval_epoch)
+    if save_best and save_strategy == "no" != eval_strategy:
+        save_strategy = "best"
+    minutes = save_minutes if save_strategy != "no" else None
+    return strategy(log_steps, log_epoch), log_steps, eval_strategy, eval_steps, save_strategy, save_steps, minutes
 
 
-def _resume(given: bool | str | None) -> tuple[Any, ...]:
-    latest = given is True or given == "latest"
-    return None if latest or not given else Path(str(given)), latest
+def _resume_settings(resume_from_checkpoint: bool | str | None) -> tuple[Any, ...]:
+    latest = resume_from_checkpoint in (True, "latest")
+    return None if latest or not resume_from_checkpoint else Path(str(resume_from_checkpoint)), latest
 
 
-def _reporter_flags(given: str | list[str] | None) -> tuple[Any, ...]:
-    names = [given] if isinstance(given, str) else given or []
-    return tuple(name in names for name in REPORTERS)
-
-
-def _reported(*on: bool) -> tuple[Any, ...]:
-    return ([name for name, enabled in zip(REPORTERS, on, strict=True) if enabled] or "none",)
-
-
-def _path(value: str | None) -> Path | None:
-    return None if value is None else Path(value)
-
-
-def _text(value: Path | None) -> str | None:
+def _path_to_str(value: Path | None) -> str | None:
     return None if value is None else str(value)
 
 
@@ -560,7 +526,7 @@ TRANSLATIONS = (
     Translation(
         ("per_device_train_batch_size", "per_device_eval_batch_size"),
         ("train.micro_batch", "validation.micro_batch"),
-        to_arguments=lambda train, held_out: (train, train if held_out is None else held_out),
+        to_arguments=lambda train, evaluation: (train, train if evaluation is None else evaluation),
     ),
     _same("gradient_accumulation_steps", "train.accumulation"),
     Translation(
@@ -571,8 +537,8 @@ TRANSLATIONS = (
     Translation(
         ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
         ("optim.lr", "schedule"),
-        _rates,
-        _rate_arguments,
+        lambda lr, kind, keywords, warmup: (lr, schedule_settings(kind, keywords or {}, warmup, lr)),
+        lambda lr, schedule: (lr, *schedule_arguments(schedule)),
     ),
     _same("weight_decay", "optim.weight_decay"),
     Translation(("adam_beta1", "adam_beta2"), ("optim.betas",), lambda *betas: (betas,), lambda betas: betas),
@@ -593,8 +559,13 @@ TRANSLATIONS = (
         _strategies,
     ),
     _same("logging_first_step", "log.first"),
-    _convert("logging_dir", "log.dir", _path, _text),
-    Translation(("report_to",), tuple(f"log.{name}" for name in REPORTERS), _reporter_flags, _reported),
+    _convert("logging_dir", "log.dir", lambda path: None if path is None else Path(path), _path_to_str),
+    Translation(
+        ("report_to",),
+        tuple(f"log.{name}" for name in REPORTERS),
+        lambda names: tuple(name in ([names] if isinstance(names, str) else names or []) for name in REPORTERS),
+        lambda *enabled: (list(itertools.compress(REPORTERS, enabled)) or "none",),
+    ),
     _same("run_name", "log.run_name"),
     _convert("disable_tqdm", "log.progress", lambda off: not off, lambda on: None if on else True),
     _same("eval_delay", "validation.delay"),
@@ -613,8 +584,8 @@ TRANSLATIONS = (
     Translation(
         ("resume_from_checkpoint",),
         ("resume.path", "resume.latest"),
-        _resume,
-        lambda path, latest: (_text(path) or ("latest" if latest else None),),
+        _resume_settings,
+        lambda path, latest: (_path_to_str(path) or ("latest" if latest else None),),
     ),
     _convert("resume_skip", "resume.skip", lambda keys: keys or (), lambda keys: keys or None),
     _same("seed", "train.seed"),
@@ -664,7 +635,7 @@ TRANSLATIONS = (
 CONFIG_ONLY = {
     **dict.fromkeys(("train.tokens", "train.tokens_per_step"), "arguments count steps and micro-batches, not tokens"),
     **dict.fromkeys(("validation.path", "validation.tokens"), "the trainer is passed the evaluation dataset"),
-    "train.weight_dtype": "pass a model with such weights (whimbrel.precision.prepare)",
+    "train.weight_dtype": "pass a model that is already quantized (whimbrel.precision.prepare)",
     "optim.name": "arguments configure AdamW; pass another optimizer to the trainer by name or OptimConfig",
     "optim.decay_params": "as in transformers, biases and norms do not decay",
     **dict.fromkeys(

@@ -3,48 +3,66 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import inspect
+import itertools
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data import TokenDataLoader, read_manifest
-from whimbrel.models import IGNORE_INDEX, GPTConfig
+from whimbrel.data.loader import derive_seed
+from whimbrel.models import IGNORE_INDEX
 from whimbrel.train.arguments import argument_name
 from whimbrel.train.config import LoaderConfig
-from whimbrel.train.dataset_batches import Collate, DatasetBatches, LoaderBatches
-from whimbrel.train.device import free_memory
 
 __all__ = [
     "Batches",
+    "Collate",
+    "DataLoaderBatches",
+    "DatasetBatches",
     "TokenBatches",
-    "accumulation_steps",
-    "default_micro_batch",
-    "held_out",
+    "collate",
+    "drop_unused_columns",
+    "eval_token_batches",
     "make_batches",
+    "to_device",
     "token_count",
 ]
 
+Collate = Callable[[list[Any]], Any]
+END = object()
+SAMPLED_EXAMPLES = 8
+"""Number of examples that are hashed to identify a dataset."""
+LABEL_COLUMNS = ("label", "label_ids", "labels")
+RESUMABLE_STAGES = frozenset(
+    f"{kind}Iterable"
+    for kind in (
+        "ArrowExamples", "Examples", "FilteredExamples", "FormattedExamples", "MappedExamples",
+        "RebatchedArrowExamples", "SelectColumns", "SkipExamples", "StepExamples", "TakeExamples",
+    )
+)  # fmt: skip
+"""Stages of a streaming `datasets` pipeline whose state is complete; that of a shuffle buffer is not, for example."""
 SAMPLED_TOKENS = 65536
 """Number of tokens at each end of a stream that are hashed to identify it."""
 DEFAULT_BATCH_SIZE = 8
 """Default batch size of the training arguments; a DataLoader's own size takes precedence over it."""
-MAX_MICRO_BATCH_TOKENS = 65_536
-"""Tokens per forward pass above which a GPU gets no faster."""
-CPU_MICRO_BATCH_TOKENS = 4096
-"""Tokens per forward pass on a CPU: enough to keep its cores busy, few enough for its caches."""
 
 
 class Batches(Protocol):
     """A source of micro-batches with a position that can be saved and restored."""
 
-    def begin(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int) -> None:
         """Start an epoch, or continue it if a resume restored a position inside it."""
 
     def next_batch(self) -> Any | None:
@@ -72,11 +90,11 @@ class TokenBatches:
 
     def __init__(self, loader: TokenDataLoader, device: torch.device) -> None:
         self.loader, self.device = loader, device
-        self._pass = 0
+        self._epoch = 0
 
-    def begin(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int) -> None:
         """Start an epoch; it ends when the stream wraps around."""
-        self._pass = max(epoch, self.loader.epoch)
+        self._epoch = max(epoch, self.loader.epoch)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each (B, T)."""
@@ -84,14 +102,14 @@ class TokenBatches:
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
     def exhausted(self) -> bool:
-        """Whether the stream has wrapped around since `begin`."""
-        return self.loader.epoch > self._pass
+        """Whether the stream has wrapped around since `start_epoch`."""
+        return self.loader.epoch > self._epoch
 
     def steps_for(self, epochs: float, accumulation: int) -> int:
         """Number of optimizer steps that cover `epochs` epochs, rounded up."""
         loader = self.loader
         tokens = accumulation * loader.B * loader.T * loader.world_size
-        return max(1, -int(-epochs * loader.total_tokens // tokens))
+        return max(1, math.ceil(epochs * loader.total_tokens / tokens))
 
     @property
     def epoch(self) -> float:
@@ -105,10 +123,10 @@ class TokenBatches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position; raises DataError if the shards differ from those it was saved with."""
         for name in ("tokenizer", "tokens"):
-            theirs, ours = state.get(name), self._identity[name]
-            if theirs is not None and ours is not None and theirs != ours:
+            saved, current = state.get(name), self._identity[name]
+            if saved is not None and current is not None and saved != current:
                 raise DataError(
-                    f"expected shards with the {name} of the checkpoint ({theirs[:12]}), got {ours[:12]} in "
+                    f"expected shards with the {name} of the checkpoint ({saved[:12]}), got {current[:12]} in "
                     f"{self.loader.root}: resume with the same data, or choose another output_dir"
                 )
         self.loader.load_state_dict(state)
@@ -126,6 +144,445 @@ class TokenBatches:
         return {"tokenizer": tokenizer, "tokens": digest.hexdigest()}
 
 
+class DatasetBatches:
+    """Batches of a map-style dataset (reshuffled every epoch) or an iterable dataset (in its own order).
+
+    While a batch is built, the global generators are seeded from the seed, the epoch and the batch number. So a batch
+    is the same whether it is prefetched, loaded by a worker or loaded after a resume, and the random numbers of the
+    training itself do not depend on data loading.
+    """
+
+    def __init__(
+        self, dataset: Any, batch_size: int, device: torch.device, *,
+        collate: Collate, seed: int = 0, shuffle: bool = True, loader: LoaderConfig,
+    ) -> None:  # fmt: skip
+        self.dataset, self.batch_size, self.device = dataset, batch_size, device
+        self._collate, self._seed, self._shuffle, self._loader = collate, seed, shuffle, loader
+        self._epoch, self._batches_used, self._iter_epoch = 0, 0, 0
+        self._batches: Iterator[Any] | None = None
+        self._prefetched: list[Any] = []
+        self._dataset_position: dict[str, Any] | None = None
+        if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
+            raise ConfigError(
+                f"expected a dataset that can be iterated in every epoch, got {type(dataset).__name__}: pass a list or "
+                "an object whose __iter__ returns a new iterator"
+            )
+        if not self.is_map_style and loader.workers > 1 and not hasattr(dataset, "num_shards"):
+            raise ConfigError(
+                f"expected an iterable dataset with num_shards for {loader.workers} workers, got "
+                f"{type(dataset).__name__}: set dataloader_num_workers (loader.workers) to 0 or 1"
+            )
+        if self.has_length and len(self) == 0:
+            if not len(dataset):
+                raise DataError(f"expected a dataset with at least one example, got an empty {type(dataset).__name__}")
+            raise DataError(
+                f"expected a dataset with at least {batch_size} examples, got {len(dataset)}: set "
+                "dataloader_drop_last=False"
+            )
+
+    @property
+    def is_map_style(self) -> bool:
+        """Whether examples are read by index."""
+        return not isinstance(self.dataset, IterableDataset) and all(
+            hasattr(self.dataset, name) for name in ("__getitem__", "__len__")
+        )
+
+    @property
+    def has_length(self) -> bool:
+        """Whether the number of batches per epoch is known."""
+        return hasattr(self.dataset, "__len__")
+
+    def __len__(self) -> int:
+        if not self.has_length:
+            raise TypeError(f"object of type {type(self.dataset).__name__} has no len()")
+        count, rest = divmod(len(self.dataset), self.batch_size)
+        return count + (rest > 0 and not self._loader.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over one epoch from its start."""
+        self.reset()
+        self.start_epoch(self._iter_epoch)
+        while (batch := self.next_batch()) is not None:
+            yield batch
+
+    def first_example(self) -> Any | None:
+        """The first example of a map-style dataset; None for an iterable, which cannot be peeked."""
+        if not self.is_map_style:
+            return None
+        with seeded(derive_seed(self._seed, "first")):
+            return self.dataset[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch to iterate over, as for a DistributedSampler."""
+        self._iter_epoch = epoch
+
+    def reset(self) -> None:
+        """Reset to the start of the first epoch."""
+        self._epoch, self._batches_used, self._batches, self._dataset_position = 0, 0, None, None
+        self._prefetched.clear()
+
+    def start_epoch(self, epoch: int) -> None:
+        """Start an epoch, unless the position is already inside it."""
+        if epoch != self._epoch:
+            self._epoch, self._batches_used, self._batches, self._dataset_position = epoch, 0, None, None
+            self._prefetched.clear()
+
+    def next_batch(self) -> Any | None:
+        """The next micro-batch, or None at the end of the epoch."""
+        if self.exhausted():
+            return None
+        self._batches_used += 1
+        return to_device(self._prefetched.pop(), self.device)
+
+    def exhausted(self) -> bool:
+        """Whether the epoch has ended; prefetches the next batch to find out."""
+        if not self._prefetched:
+            batches = self._open() if self._batches is None else self._batches
+            self._dataset_position = self._dataset_state()
+            self._prefetched = list(itertools.islice(batches, 1))
+        return not self._prefetched
+
+    def steps_for(self, epochs: float, accumulation: int) -> int:
+        """Number of optimizer steps in `epochs` epochs; the last step of an epoch may have fewer micro-batches."""
+        if not self.has_length:
+            raise ConfigError("expected max_steps (train.steps): the length of an iterable dataset is unknown")
+        return max(1, math.ceil(epochs * math.ceil(len(self) / accumulation)))
+
+    @property
+    def epoch(self) -> float:
+        """Completed epochs, including the fraction of the current one if the length is known."""
+        return self._epoch + (self._batches_used / len(self) if self.has_length else 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, the number of batches used, and the dataset's own state if it has one."""
+        state: dict[str, Any] = {"epoch": self._epoch, "taken": self._batches_used, "batch_size": self.batch_size}
+        state |= self._identity()
+        if self._fingerprint is not None:
+            state["fingerprint"] = self._fingerprint
+        dataset_state = self._dataset_position if self._prefetched else self._dataset_state()
+        return state if dataset_state is None else state | {"dataset": dataset_state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a position; a different batch size continues at the same example, or raises DataError."""
+        remedy = "resume with the same data and seed, or with resume_skip=('dataset',) (--resume.skip=dataset)"
+        for name, value in self._identity().items():
+            if state.get(name, value) != value:
+                raise DataError(
+                    f"expected a dataset with {name} = {state[name]} as in the checkpoint, got {value}: {remedy}"
+                )
+        saved, current = state.get("fingerprint"), self._fingerprint
+        if saved is not None and current is not None and saved != current:
+            raise DataError(f"the examples of this dataset differ from those of the checkpoint: {remedy}")
+        examples = state["taken"] * state["batch_size"]
+        if examples % self.batch_size:
+            raise DataError(
+                f"expected a batch size that divides {examples}, the examples used in this epoch, got "
+                f"{self.batch_size}: resume with {state['batch_size']}"
+            )
+        self.reset()
+        self._epoch, self._batches_used = int(state["epoch"]), examples // self.batch_size
+        if self._has_exact_state and "dataset" in state:
+            self._dataset_position = state["dataset"]
+
+    def _identity(self) -> dict[str, int]:
+        """Values that determine the order of an epoch; a saved position is valid only if they match."""
+        return {"examples": len(self.dataset), "seed": self._seed} if self.is_map_style else {"seed": self._seed}
+
+    @cached_property
+    def _fingerprint(self) -> str | None:
+        """A hash of a few evenly spaced examples; None if they cannot be read in advance or differ on every read."""
+        if not self.is_map_style:
+            return None
+        last, digests = len(self.dataset) - 1, []
+        indices = sorted({round(last * part / (SAMPLED_EXAMPLES - 1)) for part in range(SAMPLED_EXAMPLES)})
+        for _ in range(2):
+            with seeded(derive_seed(self._seed, "fingerprint")):
+                digests.append([_digest(self.dataset[index]) for index in indices])
+        if digests[0] != digests[1] or None in digests[0]:
+            return None
+        return hashlib.sha256("".join(map(str, digests[0])).encode()).hexdigest()[:16]
+
+    @property
+    def _has_exact_state(self) -> bool:
+        """Whether the dataset's state can be saved; with workers it is that of another process."""
+        stateful = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
+        return not self.is_map_style and stateful and self._loader.workers == 0 and has_exact_state(self.dataset)
+
+    def _dataset_state(self) -> dict[str, Any] | None:
+        if self._batches is None:
+            return self._dataset_position
+        return self.dataset.state_dict() if self._has_exact_state else None
+
+    def _open(self) -> Iterator[Any]:
+        """Start iterating at the current position."""
+        workers, seed = self._loader.workers, derive_seed(self._seed, "batches", self._epoch)
+        shared: dict[str, Any] = {
+            "batch_size": None, "collate_fn": _no_collate, "num_workers": workers,
+            "pin_memory": self._loader.pin_memory and self.device.type == "cuda",
+            "prefetch_factor": self._loader.prefetch_factor if workers else None,
+            "generator": torch.Generator().manual_seed(seed),
+        }  # fmt: skip
+        if self.is_map_style:
+            batches = MapStyleEpoch(self.dataset, self._order(), self._collate, seed)
+            self._batches = iter(DataLoader(batches, sampler=range(self._batches_used, len(self)), **shared))
+            return self._batches
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self._epoch)
+        first = 0
+        if self._dataset_position is not None:
+            self.dataset.load_state_dict(self._dataset_position)
+            first = self._batches_used
+        stream = IterableEpoch(self.dataset, self.batch_size, self._loader.drop_last, self._collate, seed, first)
+        self._batches = itertools.islice(iter(DataLoader(stream, **shared)), self._batches_used - first, None)
+        return self._batches
+
+    def _order(self) -> list[list[int]]:
+        """The indices of each batch in this epoch."""
+        count = len(self.dataset)
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, "epoch", str(self._epoch)))
+        order = torch.randperm(count, generator=generator).tolist() if self._shuffle else list(range(count))
+        return [order[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self))]
+
+
+class DataLoaderBatches(DatasetBatches):
+    """A user's DataLoader, or any iterable that yields the batches of one epoch each time it is iterated.
+
+    The loader decides the order. Without its own generator, it is seeded per epoch and batch, so that a resumed run
+    repeats the order; otherwise the state of its generator is part of the saved position. A resume reads and skips the
+    batches that were already used.
+    """
+
+    def __init__(self, batches: Any, device: torch.device, *, seed: int) -> None:
+        if isinstance(batches, Iterator) or not hasattr(batches, "__iter__"):
+            raise ConfigError(
+                f"expected a DataLoader, or an iterable that can be iterated once per epoch, got "
+                f"{type(batches).__name__}: return a torch.utils.data.DataLoader"
+            )
+        self._epoch_start_states: list[Tensor] = []
+        batch_size = getattr(batches, "batch_size", None) or 1
+        super().__init__(
+            batches, batch_size, device, collate=_no_collate, seed=seed, shuffle=False, loader=LoaderConfig()
+        )
+
+    @property
+    def is_map_style(self) -> bool:
+        """Always false: batches are read in the loader's order."""
+        return False
+
+    @property
+    def has_length(self) -> bool:
+        """Whether the number of batches is known."""
+        try:
+            len(self.dataset)
+        except TypeError:
+            return False
+        return True
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the state of the loader's own generators at the start of the epoch."""
+        states = self._epoch_start_states if self._batches is not None else self._generator_states()
+        return super().state_dict() | ({"generators": states} if states else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a position."""
+        super().load_state_dict(state)
+        generators, saved = self._generators(), state.get("generators", ())
+        if len(generators) != len(saved):
+            raise DataError(
+                f"expected a DataLoader with {len(saved)} generators of its own, as in the checkpoint, got "
+                f"{len(generators)}: pass the same DataLoader, or resume with resume_skip=('dataset',) "
+                "(--resume.skip=dataset)"
+            )
+        for generator, generator_state in zip(generators, saved, strict=True):
+            generator.set_state(torch.as_tensor(generator_state, dtype=torch.uint8))
+
+    def _identity(self) -> dict[str, int]:
+        return {"batches": len(self), "seed": self._seed} if self.has_length else {"seed": self._seed}
+
+    _fingerprint = None  # examples cannot be read ahead
+
+    @property
+    def _has_exact_state(self) -> bool:
+        return False
+
+    def _open(self) -> Iterator[Any]:
+        """Start iterating at the current position."""
+        self._epoch_start_states = self._generator_states()
+        for part in (self.dataset, *(getattr(self.dataset, name, None) for name in ("dataset", "sampler"))):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self._epoch)
+        self._batches = itertools.islice(self._seeded_epoch(), self._batches_used, None)
+        return self._batches
+
+    def _seeded_epoch(self) -> Iterator[Any]:
+        seed = derive_seed(self._seed, "batches", self._epoch)
+        with seeded(seed):
+            batches = iter(self.dataset)
+        for number in itertools.count():
+            with seeded(derive_seed(seed, number)):
+                batch = next(batches, END)
+            if batch is END:
+                return
+            yield batch
+
+    def _generator_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _generators(self) -> list[torch.Generator]:
+        """The generators of a DataLoader and its samplers, without duplicates."""
+        sampler = getattr(self.dataset, "sampler", None)
+        candidates = (self.dataset, sampler, getattr(self.dataset, "batch_sampler", None))
+        generators = (getattr(candidate, "generator", None) for candidate in candidates)
+        return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of Python, NumPy and torch (CPU) inside the block, and restore them afterwards."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+class MapStyleEpoch(Dataset[Any]):
+    """The batches of one epoch over a map-style dataset."""
+
+    def __init__(self, dataset: Any, order: list[list[int]], collate: Collate, seed: int) -> None:
+        self._dataset, self._order, self._collate, self._seed = dataset, order, collate, seed
+
+    def __getitem__(self, number: int) -> Any:
+        indices, fetch = self._order[number], getattr(self._dataset, "__getitems__", None)
+        with seeded(derive_seed(self._seed, number)):
+            return self._collate(fetch(indices) if fetch else [self._dataset[index] for index in indices])
+
+
+class IterableEpoch(IterableDataset[Any]):
+    """The batches of one epoch over an iterable dataset, or of a worker's shard of it, numbered from `first`."""
+
+    def __init__(self, dataset: Any, batch_size: int, drop_last: bool, collate: Collate, seed: int, first: int) -> None:
+        self._dataset, self._batch_size, self._drop_last = dataset, batch_size, drop_last
+        self._collate, self._seed, self._first = collate, seed, first
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        seed = derive_seed(self._seed, "worker", 0 if worker is None else worker.id)
+        with seeded(seed):
+            examples = iter(self._dataset)
+        for number in itertools.count(self._first):
+            with seeded(derive_seed(seed, number)):
+                batch_examples = list(itertools.islice(examples, self._batch_size))
+                if len(batch_examples) < (self._batch_size if self._drop_last else 1):
+                    return
+                batch = self._collate(batch_examples)
+            yield batch
+
+
+def has_exact_state(dataset: Any) -> bool:
+    """Whether the state of a dataset restores the exact example: no shuffle buffer, no batched map."""
+    stage = getattr(dataset, "_ex_iterable", None)
+    while stage is not None:
+        if type(stage).__name__ not in RESUMABLE_STAGES or getattr(stage, "batched", False):
+            return False
+        stage = getattr(stage, "ex_iterable", None)
+    return True
+
+
+def collate(examples: list[Any]) -> Any:
+    """Stack examples: dicts by key (`label` becomes `labels`), pairs by position; numbers and lists become tensors."""
+    first = examples[0]
+    if isinstance(first, Mapping):
+        named = {key: _stack([example[key] for example in examples], key) for key in first}
+        return {("labels" if key in ("label", "label_ids") else key): value for key, value in named.items()}
+    if isinstance(first, Sequence) and not isinstance(first, str):
+        if malformed := [example for example in examples if len(example) != 2]:
+            raise DataError(
+                f"expected examples as dicts or pairs (x, y), got {len(malformed[0])} values: pass a data_collator"
+            )
+        return tuple(_stack(list(column), name) for name, column in zip("xy", zip(*examples, strict=True), strict=True))
+    raise DataError(f"expected examples as dicts or pairs of tensors, got {type(first).__name__}: pass a data_collator")
+
+
+def _digest(value: Any) -> str | None:
+    """A hash of an example; None if it is not made of tensors, arrays, numbers, strings, lists and dicts."""
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            return None
+        value = value.detach().cpu().resolve_conj().resolve_neg()
+        if value.is_floating_point() and value.dtype not in (torch.float16, torch.float32, torch.float64):
+            value = value.float()  # NumPy has no bfloat16 and float8
+        value = value.numpy()
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        value = value.tolist()  # its bytes would be addresses, which differ in every process
+    if isinstance(value, np.ndarray | np.generic):
+        return hashlib.sha256(repr((str(value.dtype), np.shape(value))).encode() + value.tobytes()).hexdigest()
+    if isinstance(value, Mapping):
+        value = [part for key in value for part in (str(key), value[key])]
+    if isinstance(value, list | tuple):
+        if all(isinstance(part, int | float) for part in value):
+            return hashlib.sha256(repr(value).encode()).hexdigest()
+        parts = [_digest(part) for part in value]
+        return None if None in parts else hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()
+    if isinstance(value, str | int | float | bytes | None):
+        return hashlib.sha256(repr(value).encode()).hexdigest()
+    return None
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move the tensors of a batch to the device, asynchronously from pinned memory."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(to_device(value, device) for value in batch)
+    return batch
+
+
+def drop_unused_columns(dataset: Any, model: nn.Module, labels: Sequence[str] = ()) -> Any:
+    """Remove the columns of a `datasets.Dataset` that are neither arguments of the model's `forward` nor `labels`.
+
+    Returns the dataset unchanged if `forward` only has `**kwargs`, or if it is another kind of dataset.
+    """
+    names = getattr(dataset, "column_names", None)
+    parameters = inspect.signature(model.forward).parameters.values()
+    accepted = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if not isinstance(names, list) or not hasattr(dataset, "remove_columns") or not accepted:
+        return dataset
+    unused = [name for name in names if name not in accepted and name not in (*LABEL_COLUMNS, *labels)]
+    if unused and len(unused) == len(names):
+        raise DataError(
+            f"none of the columns ({', '.join(names)}) is an argument of {type(model).__name__} "
+            f"({', '.join(sorted(accepted))}): tokenize the text first"
+        )
+    if unused:
+        logging.getLogger(__name__).info("dropping columns that %s does not accept: %s", type(model).__name__, unused)
+    return dataset.remove_columns(unused) if unused else dataset
+
+
+def _no_collate(batch: Any) -> Any:
+    return batch
+
+
+def _stack(values: list[Any], name: str) -> Tensor:
+    try:
+        return torch.stack([torch.as_tensor(value) for value in values])
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"expected tensors of equal shape for '{name}' ({' '.join(str(error).split())[:120]}): pass a "
+            "data_collator that pads"
+        ) from error
+
+
 def make_batches(
     dataset: Any, batch_size: int | None, device: torch.device, *,
     collate: Collate, seed: int, shuffle: bool, loader: LoaderConfig,
@@ -134,18 +591,20 @@ def make_batches(
     if isinstance(dataset, TokenDataLoader):
         if batch_size not in (None, dataset.B):
             raise ConfigError(
-                f"expected batch size {dataset.B}, the B of the TokenDataLoader, got {batch_size}: make them equal"
+                f"expected the TokenDataLoader's B = {dataset.B} as batch size, got {batch_size}: set both to the same"
             )
-        _check_unused_settings(loader, "a TokenDataLoader")
+        _reject_loader_settings(loader, "a TokenDataLoader")
         return TokenBatches(dataset, device)
     assert batch_size is not None
     if isinstance(dataset, DataLoader):
-        own = dataset.batch_size
-        if own is not None and batch_size not in (own, DEFAULT_BATCH_SIZE):
-            raise ConfigError(f"expected batch size {own}, that of the DataLoader, got {batch_size}: make them equal")
+        loader_batch_size = dataset.batch_size
+        if loader_batch_size is not None and batch_size not in (loader_batch_size, DEFAULT_BATCH_SIZE):
+            raise ConfigError(
+                f"expected the DataLoader's batch size {loader_batch_size}, got {batch_size}: set both to the same"
+            )
         if shuffle:
-            _check_unused_settings(loader, "a DataLoader")
-        return LoaderBatches(dataset, device, seed=seed)
+            _reject_loader_settings(loader, "a DataLoader")
+        return DataLoaderBatches(dataset, device, seed=seed)
     if isinstance(dataset, Mapping) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         raise ConfigError(
             f"expected a dataset, got {type(dataset).__name__}: pass a TokenDataLoader, sequence or iterable"
@@ -153,14 +612,17 @@ def make_batches(
     return DatasetBatches(dataset, batch_size, device, collate=collate, seed=seed, shuffle=shuffle, loader=loader)
 
 
-def _check_unused_settings(loader: LoaderConfig, kind: str) -> None:
+def _reject_loader_settings(loader: LoaderConfig, dataset_type: str) -> None:
+    """Raise for settings that would be ignored."""
     for field in fields(LoaderConfig):
         if (value := getattr(loader, field.name)) != field.default:
             setting = f"loader.{field.name}"
-            raise ConfigError(f"{setting} = {value} has no effect on {kind}: leave {argument_name(setting)} out")
+            raise ConfigError(
+                f"{setting} = {value} has no effect on {dataset_type}: leave {argument_name(setting)} out"
+            )
 
 
-def held_out(batches: TokenBatches, tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+def eval_token_batches(batches: TokenBatches, tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """The first `tokens` (None: all) of a stream as batches; each sequence occurs once, for any batch size."""
     loader = batches.loader
     sequences = min(tokens or loader.total_tokens, loader.total_tokens - 1) // loader.T
@@ -179,42 +641,3 @@ def token_count(batch: Any) -> int:
         return inputs.numel()
     tensors = batch.values() if isinstance(batch, Mapping) else batch
     return next((len(value) for value in tensors if isinstance(value, Tensor) and value.ndim), 0)
-
-
-def accumulation_steps(tokens_per_step: int, micro_batch: int, sequence_length: int) -> int:
-    """Micro-batches per optimizer step; raises ConfigError with the nearest valid values if it is not an integer."""
-    tokens = micro_batch * sequence_length
-    if tokens_per_step % tokens:
-        below = tokens_per_step // tokens * tokens
-        nearest = f"{below} or {below + tokens}" if below else f"{tokens}"
-        raise ConfigError(
-            f"train.tokens_per_step = {tokens_per_step} is not a multiple of train.micro_batch x sequence length = "
-            f"{micro_batch} x {sequence_length} = {tokens}: use {nearest}"
-        )
-    return tokens_per_step // tokens
-
-
-def default_micro_batch(
-    config: GPTConfig, tokens_per_step: int, sequence_length: int, device: torch.device, *, itemsize: int, reserve: int
-) -> int:
-    """The largest micro-batch that divides the step and fits in 80% of free memory minus `reserve` bytes."""
-    sequences = tokens_per_step // sequence_length
-    if tokens_per_step % sequence_length:
-        below = sequences * sequence_length
-        raise ConfigError(
-            f"train.tokens_per_step = {tokens_per_step} is not a multiple of the sequence length {sequence_length}: "
-            f"use {below or sequence_length} or {below + sequence_length}"
-        )
-    free = free_memory(device)
-    limit = (CPU_MICRO_BATCH_TOKENS if free is None else MAX_MICRO_BATCH_TOKENS) // sequence_length
-    if free is not None:
-        budget = int(0.8 * free) - reserve
-        limit = min(limit, budget // (activation_bytes(config, itemsize) * sequence_length))
-    return max(count for count in range(1, min(sequences, max(limit, 1)) + 1) if sequences % count == 0)
-
-
-def activation_bytes(config: GPTConfig, itemsize: int) -> int:
-    """Estimated bytes of activations per token: what norms, matrix products and MLPs save for backward."""
-    attention = (2 * config.num_heads + 2 * config.kv_heads) * config.head_dim
-    mlp = config.intermediate_size * (4 if config.gated_mlp else 2)
-    return config.num_layers * (6 * config.embd_size + attention + mlp) * itemsize

@@ -35,7 +35,7 @@ from whimbrel.distributed import (
 )
 from whimbrel.model_io import load_model
 from whimbrel.model_io import load_tokenizer as load_model_tokenizer
-from whimbrel.models import GPT
+from whimbrel.models import GPT, GPTConfig
 from whimbrel.ops.compiler import check_compiler
 from whimbrel.optim import (
     BaseOptimizer,
@@ -51,8 +51,7 @@ from whimbrel.optim import (
 )
 from whimbrel.precision import MixedPrecision, QuantizedWeight, prepare, sdpa_backends, torch_flags
 from whimbrel.tokenization import Tokenizer, load_tokenizer
-from whimbrel.train.arguments import no_tokenizer_parallelism
-from whimbrel.train.batches import TokenBatches, accumulation_steps, default_micro_batch
+from whimbrel.train.batches import TokenBatches
 from whimbrel.train.callbacks import (
     DivergenceCallback,
     EarlyStoppingCallback,
@@ -64,15 +63,16 @@ from whimbrel.train.callbacks import (
 )
 from whimbrel.train.checkpointing import check_savable
 from whimbrel.train.config import RunConfig, TrainerConfig
-from whimbrel.train.device import choose_device
+from whimbrel.train.device import choose_device, free_memory
 from whimbrel.train.objectives import Objective
 from whimbrel.train.step import Scheduler
 
 __all__ = [
     "OptimizerChoice",
     "RunParts",
-    "Sampler",
+    "SampleFunction",
     "SchedulerChoice",
+    "accumulation_steps",
     "build_run",
     "check_run_directory_unchanged",
     "choose_micro_batch",
@@ -80,8 +80,10 @@ __all__ = [
     "compile_ahead",
     "create_optimizer",
     "create_scheduler",
+    "default_micro_batch",
     "flops_per_token",
     "init_model",
+    "no_tokenizer_parallelism",
     "seed_everything",
     "set_compile_cache",
     "torch_settings",
@@ -93,12 +95,16 @@ logger = logging.getLogger(__name__)
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 MAX_EPOCHS_PER_STEP = 16
 """More epochs than this in one optimizer step is treated as a configuration error."""
+MAX_MICRO_BATCH_TOKENS = 65_536
+"""Tokens per forward pass above which a GPU gets no faster."""
+CPU_MICRO_BATCH_TOKENS = 4096
+"""Tokens per forward pass on a CPU: enough to keep its cores busy, few enough for its caches."""
 ADAM_BYTES_PER_PARAMETER = 16
 """Weight, gradient and two moments in fp32."""
 
 OptimizerChoice = Optimizer | OptimConfig | str | Callable[..., Optimizer] | None
 SchedulerChoice = Scheduler | str | None
-Sampler = Callable[[GPT, Tokenizer, int], str]
+SampleFunction = Callable[[GPT, Tokenizer, int], str]
 """`(model, tokenizer, step) -> text`: generates a sample during training."""
 
 
@@ -120,8 +126,8 @@ class RunParts:
     callbacks: list[Any]
 
 
-def build_run(config: RunConfig, sampler: Sampler | None = None) -> RunParts:
-    """Build the model, data, tokenizer and callbacks; `sampler` replaces the inference engine for `[sample]`."""
+def build_run(config: RunConfig, sample_func: SampleFunction | None = None) -> RunParts:
+    """Build the model, data, tokenizer and callbacks; `sample_func` replaces the inference engine for `[sample]`."""
     device = choose_device(config.train.device)
     config = _with_recorded_micro_batch(config)
     model = _initial_model(config)
@@ -130,23 +136,23 @@ def build_run(config: RunConfig, sampler: Sampler | None = None) -> RunParts:
     recorded = replace(config, train=replace(config.train, micro_batch=micro_batch, device=str(device)))
     tokenizer = _find_tokenizer(config, loader.eot_id)
     return RunParts(
-        config=_in_steps(recorded, TokenBatches(loader, device)),
+        config=_resolve_steps(recorded, TokenBatches(loader, device)),
         recorded_config=recorded,
         model=model,
         train_loader=loader,
         eval_loader=_build_eval_loader(config, device, micro_batch),
         tokenizer=tokenizer,
-        callbacks=_build_callbacks(config, tokenizer, sampler),
+        callbacks=_build_callbacks(config, tokenizer, sample_func),
     )
 
 
 def _initial_model(config: RunConfig) -> GPT:
     """The model with the weights in `model.path`, or else with random ones."""
     path = config.model.path
-    resumes = config.resume.path is not None or (
+    will_resume = config.resume.path is not None or (
         not config.overwrite_output_dir and bool(list_checkpoints(config.output_dir))
     )
-    if path is None or (resumes and not path.exists()):  # a checkpoint replaces the weights anyway
+    if path is None or (will_resume and not path.exists()):  # a checkpoint replaces the weights anyway
         return init_model(config)
     _check_host_memory(config)
     model = load_model(path, dtype=getattr(torch, config.train.default_dtype or "float32"))
@@ -156,11 +162,11 @@ def _initial_model(config: RunConfig) -> GPT:
                 f"expected unquantized weights in model.path = {path}, got {parameter.format.name} for {name}: start "
                 "from the original model"
             )
-    _warn_of_other_tokenizer(config.data.path, path)
+    _warn_if_tokenizer_differs(config.data.path, path)
     return model
 
 
-def _warn_of_other_tokenizer(data: Path, model: Path) -> None:
+def _warn_if_tokenizer_differs(data: Path, model: Path) -> None:
     """Warn if the shards were made with another tokenizer than the model was trained with."""
     manifest = read_manifest(data)
     try:
@@ -206,6 +212,45 @@ def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device) -> i
     )
 
 
+def accumulation_steps(tokens_per_step: int, micro_batch: int, sequence_length: int) -> int:
+    """Micro-batches per optimizer step; raises ConfigError with the nearest valid values if it is not an integer."""
+    tokens = micro_batch * sequence_length
+    if tokens_per_step % tokens:
+        below = tokens_per_step // tokens * tokens
+        nearest = f"{below} or {below + tokens}" if below else f"{tokens}"
+        raise ConfigError(
+            f"train.tokens_per_step = {tokens_per_step} is not a multiple of train.micro_batch x sequence length = "
+            f"{micro_batch} x {sequence_length} = {tokens}: use {nearest}"
+        )
+    return tokens_per_step // tokens
+
+
+def default_micro_batch(
+    config: GPTConfig, tokens_per_step: int, sequence_length: int, device: torch.device, *, itemsize: int, reserve: int
+) -> int:
+    """The largest micro-batch that divides the step and fits in 80% of free memory minus `reserve` bytes."""
+    sequences = tokens_per_step // sequence_length
+    if tokens_per_step % sequence_length:
+        below = sequences * sequence_length
+        raise ConfigError(
+            f"train.tokens_per_step = {tokens_per_step} is not a multiple of the sequence length {sequence_length}: "
+            f"use {below or sequence_length} or {below + sequence_length}"
+        )
+    free = free_memory(device)
+    limit = (CPU_MICRO_BATCH_TOKENS if free is None else MAX_MICRO_BATCH_TOKENS) // sequence_length
+    if free is not None:
+        budget = int(0.8 * free) - reserve
+        limit = min(limit, budget // (activation_bytes(config, itemsize) * sequence_length))
+    return max(count for count in range(1, min(sequences, max(limit, 1)) + 1) if sequences % count == 0)
+
+
+def activation_bytes(config: GPTConfig, itemsize: int) -> int:
+    """Estimated bytes of activations per token: what norms, matrix products and MLPs save for backward."""
+    attention = (2 * config.num_heads + 2 * config.kv_heads) * config.head_dim
+    mlp = config.intermediate_size * (4 if config.gated_mlp else 2)
+    return config.num_layers * (6 * config.embd_size + attention + mlp) * itemsize
+
+
 def check_run_directory_unchanged(requested: RunConfig, micro_batch: int | None) -> None:
     """Raise ConfigError if another run has since written a checkpoint with a different micro-batch size."""
     if _with_recorded_micro_batch(requested).train.micro_batch not in (None, micro_batch):
@@ -228,7 +273,7 @@ def _with_recorded_micro_batch(config: RunConfig) -> RunConfig:
     return config
 
 
-def _in_steps(config: RunConfig, batches: TokenBatches) -> RunConfig:
+def _resolve_steps(config: RunConfig, batches: TokenBatches) -> RunConfig:
     """Convert the run length to steps and tokens_per_step to gradient accumulation."""
     train = config.train
     assert train.micro_batch is not None
@@ -281,7 +326,7 @@ def _build_eval_loader(config: RunConfig, device: torch.device, micro_batch: int
         vocab_size=config.model.vocab_size,
         verify=config.data.verify,
     )
-    _warn_of_shared_shards(config.data.path, path)
+    _warn_if_shards_overlap(config.data.path, path)
     tokens = config.validation.tokens or loader.total_tokens
     if min(tokens, loader.total_tokens - 1) < loader.T:
         raise ConfigError(
@@ -291,17 +336,17 @@ def _build_eval_loader(config: RunConfig, device: torch.device, micro_batch: int
     return loader
 
 
-def _warn_of_shared_shards(training: Path, validation: Path) -> None:
+def _warn_if_shards_overlap(training: Path, validation: Path) -> None:
     """Warn if a validation shard is identical to a training shard, by the hashes in the manifests."""
     manifests = read_manifest(training), read_manifest(validation)
     if manifests[0] is None or manifests[1] is None:
         return
-    trained = {shard.sha256: shard.file for shard in manifests[0].shards_of("train")}
+    train_files = {shard.sha256: shard.file for shard in manifests[0].shards_of("train")}
     for shard in manifests[1].shards_of("val"):
-        if shard.sha256 in trained:
+        if shard.sha256 in train_files:
             logger.warning(
                 "validation shard %s has the same content as training shard %s: the validation loss measures "
-                "memorization", validation / shard.file, training / trained[shard.sha256],
+                "memorization", validation / shard.file, training / train_files[shard.sha256],
             )  # fmt: skip
 
 
@@ -330,8 +375,8 @@ def _find_tokenizer(config: RunConfig, eot_id: int) -> Tokenizer | None:
     return tokenizer
 
 
-def _engine_sampler(config: RunConfig) -> Sampler:
-    """The default sampler: the inference engine, with the settings of `[sample]`."""
+def _engine_sample_func(config: RunConfig) -> SampleFunction:
+    """Samples from the inference engine, with the settings of `[sample]`."""
 
     def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
         from whimbrel.inference import generate, stream_text
@@ -347,33 +392,35 @@ def _engine_sampler(config: RunConfig) -> Sampler:
     return sample
 
 
-def _build_callbacks(config: RunConfig, tokenizer: Tokenizer | None, sampler: Sampler | None) -> list[Any]:
+def _build_callbacks(config: RunConfig, tokenizer: Tokenizer | None, sample_func: SampleFunction | None) -> list[Any]:
     """The callbacks that the configuration enables."""
     log, checkpoint = config.log, config.checkpoint
-    found: list[Any] = []
+    callbacks: list[Any] = []
     if config.sample.every is not None:
         if tokenizer is None:
             raise ConfigError(f"sample.every needs the tokenizer, but {config.data.path} has no tokenizer.json")
-        sample = sampler or _engine_sampler(config)
-        found.append(SampleCallback(lambda model, step: sample(cast(GPT, model), tokenizer, step), config.sample.every))
+        sample = sample_func or _engine_sample_func(config)
+        callbacks.append(
+            SampleCallback(lambda model, step: sample(cast(GPT, model), tokenizer, step), config.sample.every)
+        )
     if config.ema.decay is not None:
-        found.append(EmaCallback(config.ema.decay, config.ema.every))
+        callbacks.append(EmaCallback(config.ema.decay, config.ema.every))
     if config.divergence.action is not None:
-        found.append(DivergenceCallback(config.divergence))
+        callbacks.append(DivergenceCallback(config.divergence))
     if config.early_stopping.patience is not None:
-        found.append(
+        callbacks.append(
             EarlyStoppingCallback(
                 config.early_stopping.patience, config.early_stopping.threshold, checkpoint.metric,
                 checkpoint.greater_is_better,
             )
         )  # fmt: skip
     if log.every is not None:
-        found.append(MemoryCallback())
+        callbacks.append(MemoryCallback())
     if log.norms is not None:
-        found.append(NormsCallback(log.norms))
+        callbacks.append(NormsCallback(log.norms))
     if log.profile is not None:
-        found.append(ProfilerCallback(*log.profile))
-    return found
+        callbacks.append(ProfilerCallback(*log.profile))
+    return callbacks
 
 
 # Parts of every trainer
@@ -418,8 +465,8 @@ def _compile(model: nn.Module, config: TrainerConfig, device: torch.device) -> N
     for part in find_blocks(model) if config.train.compile_scope == "block" else [model]:
         if type(part).__module__.startswith("torch.nn."):
             raise ConfigError(
-                f"expected a module of your own to compile, got {type(part).__name__}, which torch.compile skips: put "
-                "it into one, choose another compile_scope, or turn train.compile (torch_compile) off"
+                f"torch.compile skips built-in torch.nn modules, got {type(part).__name__}: wrap it in your own "
+                "nn.Module, change compile_scope, or disable train.compile (torch_compile)"
             )
         part.compile(**settings)
 
@@ -460,13 +507,28 @@ def torch_settings(config: TrainerConfig, device: torch.device) -> Iterator[None
         yield
 
 
+@contextlib.contextmanager
+def no_tokenizer_parallelism(workers: int) -> Iterator[None]:
+    """Set TOKENIZERS_PARALLELISM=false while there are dataloader workers: forked tokenizer threads can deadlock."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    if workers:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if workers and before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        elif workers:
+            os.environ["TOKENIZERS_PARALLELISM"] = str(before)
+
+
 def create_optimizer(
     model: nn.Module, config: TrainerConfig, choice: OptimizerChoice, *, accumulation: int = 1
 ) -> Optimizer:
     """The optimizer passed in, selected by name, or built from the config; wrapped for optimizer_in_backward."""
     check_savable(model)  # before anything is trained that could not be saved
     if choice is not None and not isinstance(choice, str) and config.optim != OptimConfig(lr=config.optim.lr):
-        logger.warning("an optimizer was passed in: optimizer settings of the arguments do not apply")
+        logger.warning("ignoring the optimizer settings in the arguments, because an optimizer was passed in")
     if isinstance(choice, Optimizer):
         optimizer = choice
     elif callable(choice):
@@ -476,16 +538,17 @@ def create_optimizer(
             config.optim if choice is None else config.optim.with_name(choice) if isinstance(choice, str) else choice
         )
         if config.train.optimizer_in_backward and settings.has_option("start") and settings.start is None:
-            settings = replace(
-                settings, start="random"
-            )  # bases from the first gradients would need all of them at once
+            # Bases from the first gradients would need all gradients in memory at the same time.
+            settings = replace(settings, start="random")
         optimizer = build_optimizer(settings, classified_parameters(model), seed=config.train.seed)
         if isinstance(optimizer, BaseOptimizer):
             optimizer.skip_nonfinite = False  # the trainer checks loss and norm itself, without waiting for the device
-    return _in_backward(optimizer, model, config, accumulation) if config.train.optimizer_in_backward else optimizer
+    return (
+        _wrap_in_backward(optimizer, model, config, accumulation) if config.train.optimizer_in_backward else optimizer
+    )
 
 
-def _in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, accumulation: int) -> Optimizer:
+def _wrap_in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, accumulation: int) -> Optimizer:
     """Project gradients in backward if the optimizer needs only projections, else step there.
 
     Raises ConfigError for settings that need all gradients at once.
@@ -502,7 +565,7 @@ def _in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, 
             "train.on_nonfinite = skip": train.on_nonfinite == "skip",
             f"train.projected_linears, as {type(optimizer).__name__} needs full gradients": train.projected_linears,
         }
-    for name in (name for name, given in conflicts.items() if given):
+    for name in (name for name, is_set in conflicts.items() if is_set):
         raise ConfigError(f"{reason}, which does not work with {name}: turn one of them off")
     if isinstance(optimizer, LowRankOptimizer) and optimizer.can_project:
         return project_in_backward(
@@ -528,10 +591,10 @@ def classified_parameters(model: nn.Module) -> list[ParameterInfo]:
 def create_scheduler(optimizer: Optimizer, config: TrainerConfig, total: int, choice: SchedulerChoice) -> Scheduler:
     """The scheduler passed in, selected by name, or built from the config, for `total` steps."""
     if isinstance(choice, ReduceLROnPlateau):
-        raise ConfigError("expected a scheduler that steps by count, got ReduceLROnPlateau: pass another, or a name")
+        raise ConfigError("ReduceLROnPlateau is not supported (it needs a metric): pass another scheduler")
     if choice is not None and not isinstance(choice, str):
         if getattr(choice, "optimizer", optimizer) is not optimizer:
-            raise ConfigError("expected a scheduler of this optimizer, got one of another: pass both together")
+            raise ConfigError("the scheduler belongs to a different optimizer: pass both as optimizers=(...)")
         return choice
     schedule = config.schedule if choice is None else config.schedule.with_name(choice)
     return Schedule(optimizer, lambda step: lr_factor(schedule, step, total))

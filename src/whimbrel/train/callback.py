@@ -1,20 +1,123 @@
-"""Callbacks observe a run and request actions through `control`; they never change the computation."""
+"""The callback API: `TrainerState`, `TrainerControl`, `TrainerCallback`, and the list that dispatches events.
+
+Callbacks observe a run and request actions through `control`; they never change the computation.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from whimbrel.train.state import TrainerControl
-
-__all__ = ["Callbacks", "StopRequest", "TrainerCallback", "callback_name"]
+__all__ = [
+    "Callbacks",
+    "RunningTotals",
+    "StopRequest",
+    "TrainOutput",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "callback_name",
+]
 
 EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",
     "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_evaluate", "on_predict", "on_save", "on_log",
-    "on_prediction_step", "on_log_step", "on_train_metrics", "on_sample", "on_rewind",
+    "on_prediction_step", "on_log_step", "on_train_metrics", "on_sample", "on_rollback",
 )  # fmt: skip
 """Every event that is dispatched."""
+
+
+class TrainOutput(NamedTuple):
+    """Result of `train()`: optimizer steps done, mean training loss over them, and totals."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerControl:
+    """Flags set by callbacks to request actions. The loop clears each flag once it is handled."""
+
+    should_training_stop: bool = False
+    """Stop after this step, with the configured final log, evaluation and save."""
+    should_epoch_stop: bool = False
+    """End this epoch and continue with the next."""
+    should_save: bool = False
+    """Save after this step."""
+    should_evaluate: bool = False
+    """Evaluate after this step."""
+    should_log: bool = False
+    """Log after this step."""
+    should_abort_without_save: bool = False
+    """Stop now: no final log, evaluation or save."""
+
+    @classmethod
+    def merge(cls, old: TrainerControl, new: object) -> TrainerControl:
+        """Convert a control object returned by a callback (any class), keeping the stop flags of `old`."""
+        flags = {field.name: bool(getattr(new, field.name, False)) for field in dataclasses.fields(cls)}
+        for name in ("should_training_stop", "should_epoch_stop", "should_abort_without_save"):
+            flags[name] |= getattr(old, name)
+        return cls(**flags)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a stop of any kind was requested."""
+        return self.should_training_stop or self.should_abort_without_save
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerState:
+    """Progress of a run, with the fields of `transformers.TrainerState`."""
+
+    logging_steps: int = 0
+    eval_steps: int = 0
+    save_steps: int = 0
+    train_batch_size: int = 0
+    max_steps: int = 0
+    num_train_epochs: float = 0.0
+    max_eval_steps: int = -1
+    global_step: int = 0
+    epoch: float = 0.0
+    epoch_start_step: int = 0
+    raw_epoch: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0.0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+
+
+@dataclass(slots=True)
+class RunningTotals:
+    """Sums over the steps of a run, saved in checkpoints: means and totals include the steps before a resume."""
+
+    steps: int = 0
+    loss: float = 0.0
+    unlogged_steps: int = 0
+    unlogged_loss: float = 0.0
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, loss: float, grad_norm: float, lr: float, seconds: float) -> None:
+        """Add a finished step."""
+        self.steps, self.unlogged_steps = self.steps + 1, self.unlogged_steps + 1
+        self.loss, self.unlogged_loss = self.loss + loss, self.unlogged_loss + loss
+        self.grad_norm, self.lr, self.seconds = grad_norm, lr, self.seconds + seconds
+
+    def pop_logs(self) -> dict[str, float]:
+        """The mean loss since the last call, with the newest gradient norm and learning rate."""
+        logs = {"loss": self.unlogged_loss / self.unlogged_steps, "grad_norm": self.grad_norm, "learning_rate": self.lr}
+        self.unlogged_steps, self.unlogged_loss = 0, 0.0
+        return logs
 
 
 class TrainerCallback:
@@ -84,7 +187,7 @@ class TrainerCallback:
     def on_sample(self, **event: Any) -> TrainerControl | None:
         """A sample was generated: `text`, after `step` steps."""
 
-    def on_rewind(self, **event: Any) -> TrainerControl | None:
+    def on_rollback(self, **event: Any) -> TrainerControl | None:
         """The run rolled back to `step`: anything logged after it is obsolete."""
 
 
@@ -147,19 +250,19 @@ class Callbacks(Sequence[Any]):
         """Whether a callback handles `event`."""
         return bool(self._handlers_of(event))
 
-    def of(self, event: str) -> list[object]:
+    def handling(self, event: str) -> list[object]:
         """The callbacks that handle `event`."""
         return [callback for callback, _ in self._handlers_of(event)]
 
     @property
-    def expect_saved_model(self) -> bool:
+    def waits_for_save(self) -> bool:
         """Whether a third-party callback handles on_save; such callbacks expect `model` to be the saved one."""
-        return any(not isinstance(callback, TrainerCallback) for callback in self.of("on_save"))
+        return any(not isinstance(callback, TrainerCallback) for callback in self.handling("on_save"))
 
     def dispatch(self, event: str, control: TrainerControl, **keywords: Any) -> TrainerControl:
         """Call the handlers in order and return the resulting control.
 
-        `on_train_end` reaches every callback even if one raises, since they release files and signal handlers there;
+        `on_train_end` reaches every callback even if one raises, since they release files and sockets there;
         the first exception is raised afterwards.
         """
         errors = []
@@ -173,7 +276,7 @@ class Callbacks(Sequence[Any]):
                 errors.append(error)
                 continue
             if returned is not None and returned is not control:
-                control = TrainerControl.succeeding(control, returned)
+                control = TrainerControl.merge(control, returned)
             control.should_training_stop |= stop  # a requested stop stays requested
             control.should_abort_without_save |= abort
             if self.stopped_by is None and control.should_abort_without_save and not abort:
@@ -184,7 +287,7 @@ class Callbacks(Sequence[Any]):
             raise errors[0]
         return control
 
-    def named(self) -> dict[str, object]:
+    def by_name(self) -> dict[str, object]:
         """Callbacks by a name that does not depend on their position; duplicates get a number: `Name-2`."""
         names: dict[str, object] = {}
         for callback in self._callbacks:
@@ -196,12 +299,12 @@ class Callbacks(Sequence[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The states of callbacks that have one, by name."""
-        named = self.named().items()
+        named = self.by_name().items()
         return {name: callback.state_dict() for name, callback in named if hasattr(callback, "state_dict")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the callbacks that have a state in the checkpoint."""
-        for name, callback in self.named().items():
+        for name, callback in self.by_name().items():
             if name in state and hasattr(callback, "load_state_dict"):
                 callback.load_state_dict(state[name])
 

@@ -44,14 +44,13 @@ from whimbrel.models import GPT
 from whimbrel.optim import OptimizerInBackward, Schedule, restore_optimizer
 from whimbrel.precision import MixedPrecision, QuantizedWeight
 from whimbrel.tokenization import Tokenizer
-from whimbrel.train.callback import Callbacks
+from whimbrel.train.callback import Callbacks, RunningTotals, TrainerControl, TrainerState
 from whimbrel.train.config import RunConfig, TrainerConfig
 from whimbrel.train.hf_compat import accepted_keywords, overrides
 from whimbrel.train.run_directory import clear_directory, events_folder, record_settings
-from whimbrel.train.state import Tally, TrainerControl, TrainerState
 from whimbrel.train.step import Scheduler
 
-__all__ = ["CheckpointMethods", "check_savable", "model_state"]
+__all__ = ["CheckpointMixin", "check_savable", "model_state"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ IGNORED_SUBSTRINGS = ("drop", "token_id", "output_", "return_dict", "label2id", 
 """Substrings of the names of such entries; a different dropout rate changes the training, not the model."""
 
 
-class CheckpointMethods(ABC):
+class CheckpointMixin(ABC):
     """The methods of a trainer that save and load: `BaseTrainer` inherits them and sets the attributes below."""
 
     config: TrainerConfig
@@ -82,7 +81,7 @@ class CheckpointMethods(ABC):
     callbacks: Callbacks
     state: TrainerState
     control: TrainerControl
-    tally: Tally
+    totals: RunningTotals
     checkpoint_manager: CheckpointManager
     resumed_from: Path | None = None
     """The checkpoint that this trainer was loaded from."""
@@ -136,18 +135,20 @@ class CheckpointMethods(ABC):
         path, step = None if checkpoint_path is None else Path(checkpoint_path), self.state.global_step
         if self.state.best_global_step == step and not temporary:
             self.state.best_model_checkpoint = str(path or find_checkpoint(self.checkpoint_manager.run, step))
-        while len(self._states_being_saved) > 3:  # of saves that failed
+        while len(self._states_being_saved) > 3:  # failed saves never remove theirs
             del self._states_being_saved[min(self._states_being_saved)]
         self._states_being_saved[step] = dataclasses.replace(self.state, log_history=list(self.state.log_history))
+        settings = json.dumps(to_table(self.config), sort_keys=True)
+        metadata: dict[str, Any] = {
+            "config_hash": hashlib.sha256(settings.encode()).hexdigest(),
+            "model": model_identity(self.unwrapped_model()),
+        }
+        if isinstance(self.config, RunConfig):
+            metadata["micro_batch"] = self.config.train.micro_batch
         saved = self.checkpoint_manager.save(
-            step,
-            self.get_state_components(),
-            metric=metric,
-            metadata=self._checkpoint_metadata(),
-            path=path,
-            temporary=temporary,
+            step, self.get_state_components(), metric=metric, metadata=metadata, path=path, temporary=temporary
         )
-        if self.callbacks.expect_saved_model:
+        if self.callbacks.waits_for_save:
             self.checkpoint_manager.drain()
         return saved
 
@@ -204,7 +205,7 @@ class CheckpointMethods(ABC):
         del self._history_lines[len(history) :]
         self._history_lines += [json.dumps(entry) for entry in history[len(self._history_lines) :]]
         state["log_history"] = "\n".join(self._history_lines)  # one string: a long history does not slow down a save
-        state["tally"] = dataclasses.asdict(self.tally)
+        state["tally"] = dataclasses.asdict(self.totals)
         if self.deferred:
             state["deferred"] = sorted(self.deferred)
         if self.precision.scaler is not None:
@@ -217,17 +218,10 @@ class CheckpointMethods(ABC):
             setattr(self.state, name, state[name])
         self._history_lines = state.get("log_history", "").splitlines()
         self.state.log_history = [json.loads(line) for line in self._history_lines]
-        self.tally = Tally(**state.get("tally", {}))
+        self.totals = RunningTotals(**state.get("tally", {}))
         self.deferred = set(state.get("deferred", ()))
         if self.precision.scaler is not None and "grad_scaler" in state:
             self.precision.load_state_dict(state["grad_scaler"])
-
-    def _checkpoint_metadata(self) -> dict[str, Any]:
-        """Facts about the run for the checkpoint's manifest."""
-        settings = json.dumps(to_table(self.config), sort_keys=True)
-        digest = hashlib.sha256(settings.encode()).hexdigest()
-        metadata = {"config_hash": digest, "model": model_identity(self.unwrapped_model())}
-        return metadata | ({"micro_batch": self.config.train.micro_batch} if isinstance(self.config, RunConfig) else {})
 
     def _resume(self) -> None:
         """Load the requested checkpoint, or clear the directory for a restart; record the settings."""
@@ -247,9 +241,11 @@ class CheckpointMethods(ABC):
     def _resolve_checkpoint(self, path: Path) -> Path:
         """A checkpoint path, also by its name in `transformers`: `output_dir/checkpoint-500`."""
         run = self.config.output_dir
-        found = re.fullmatch(r"checkpoint-(\d+)", path.name)
-        ours = None if found is None else find_checkpoint(run, int(found[1]))
-        return ours if ours is not None and not path.exists() and ours.exists() and path.parent == run else path
+        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if match is None or path.exists() or path.parent != run:
+            return path
+        checkpoint = find_checkpoint(run, int(match[1]))
+        return checkpoint if checkpoint.exists() else path
 
     def _reserve_save_memory(self) -> None:
         """Allocate the pinned memory of asynchronous saves once the optimizer has its state, so that no save waits."""
@@ -286,19 +282,16 @@ def model_state(model: nn.Module, processing_class: Any = None) -> DirectoryStat
         return ModuleState(model, processing_class)
     if _has_adapters(model):
         return AdapterState(model, processing_class)
-    return (PretrainedState if _is_transformers_model(model) else SelfSavingState)(model, processing_class)
+    is_transformers_model = any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(model).__mro__
+    )
+    return (PretrainedState if is_transformers_model else ThirdPartyState)(model, processing_class)
 
 
 def _has_adapters(model: nn.Module) -> bool:
     """Whether it is a PEFT model, or a transformers model with an adapter."""
     return hasattr(model, "peft_config") and hasattr(model, "save_pretrained")
-
-
-def _is_transformers_model(model: nn.Module) -> bool:
-    return any(
-        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
-        for kind in type(model).__mro__
-    )
 
 
 def check_savable(model: nn.Module) -> None:
@@ -353,8 +346,8 @@ class GPTState:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy parameters in place."""
-        for name, own in weight_state_dict(self._model).items():
-            own.copy_(state[name])
+        for name, parameter in weight_state_dict(self._model).items():
+            parameter.copy_(state[name])
 
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Write a model directory with the weights in `state`."""
@@ -393,12 +386,12 @@ class ModuleState:
     def load_directory(self, folder: Path) -> None:
         """Load the file; raises CheckpointError if names or shapes differ."""
         stored = load_file(folder / self.FILE)
-        if odd := sorted(set(stored) ^ set(self._without_duplicates(self.state_dict()))):
-            raise CheckpointError(f"{folder} does not fit this model: '{odd[0]}' is only in one of them")
+        if mismatched := sorted(set(stored) ^ set(self._without_duplicates(self.state_dict()))):
+            raise CheckpointError(f"{folder} does not match this model: '{mismatched[0]}' is missing from one of them")
         try:
             self._model.load_state_dict(stored, strict=False)
         except RuntimeError as error:
-            raise CheckpointError(f"{folder} does not fit this model: {' '.join(str(error).split())}") from error
+            raise CheckpointError(f"{folder} does not match this model: {' '.join(str(error).split())}") from error
 
     def _without_duplicates(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`state` with each shared tensor once, under its first name."""
@@ -424,29 +417,33 @@ class PretrainedState(ModuleState):
         stored: dict[str, Tensor] = {}
         for path in sorted(folder.glob("*.safetensors")):
             stored |= load_file(path)
-        own = self._model.state_dict()
-        self._check_shape(folder, stored, own)
-        places = {name: tensor.data_ptr() for name, tensor in own.items()}
-        filled = {places[name] for name in stored if name in places}
-        if set(stored) <= set(own) and set(places.values()) == filled:
+        current = self._model.state_dict()
+        self._check_model_type_and_shapes(folder, stored, current)
+        storages = {name: tensor.data_ptr() for name, tensor in current.items()}
+        loaded_storages = {storages[name] for name in stored if name in storages}
+        if set(stored) <= set(current) and set(storages.values()) == loaded_storages:
             self._model.load_state_dict(stored, strict=False)
             return
         loaded = type(self._model).from_pretrained(str(folder), dtype="auto")  # type: ignore[attr-defined]
         self._model.load_state_dict(loaded.state_dict())
 
-    def _check_shape(self, folder: Path, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Raise CheckpointError if model_type or shapes differ, before `from_pretrained` builds a model."""
+    def _check_model_type_and_shapes(
+        self, folder: Path, stored: Mapping[str, Tensor], current: Mapping[str, Tensor]
+    ) -> None:
+        """Called before `from_pretrained`, which would build another model from the files."""
         remedy = "pass the same model, or choose another output_dir"
-        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-        ours = getattr(self._model.config, "model_type", None)
-        if theirs != ours:
-            raise CheckpointError(f"expected a checkpoint of model_type {ours}, got {theirs} in {folder}: {remedy}")
-        for name in (name for name in stored if name in own and stored[name].shape != own[name].shape):
-            shapes = f"expected {list(own[name].shape)}, got {list(stored[name].shape)}"
-            raise CheckpointError(f"{folder} has a model of another size ('{name}': {shapes}): {remedy}")
+        saved_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        model_type = getattr(self._model.config, "model_type", None)
+        if saved_type != model_type:
+            raise CheckpointError(
+                f"expected a checkpoint of model_type {model_type}, got {saved_type} in {folder}: {remedy}"
+            )
+        for name in (name for name in stored if name in current and stored[name].shape != current[name].shape):
+            shapes = f"expected {list(current[name].shape)}, got {list(stored[name].shape)}"
+            raise CheckpointError(f"{folder} has a model of a different size ('{name}': {shapes}): {remedy}")
 
 
-class SelfSavingState(ModuleState):
+class ThirdPartyState(ModuleState):
     """A model with a third-party `save_pretrained`: its files plus our safetensors file of the weights."""
 
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
@@ -489,10 +486,12 @@ class AdapterState(ModuleState):
     def load_directory(self, folder: Path) -> None:
         """Load the trained weights; raises if the adapters or the base model differ."""
         base = json.loads((folder / self.BASE).read_text(encoding="utf-8"))
-        own = self._adapters()
-        if odd := sorted(base["adapters"].keys() ^ own.keys()):
-            raise CheckpointError(f"{folder} does not fit this model: the adapter '{odd[0]}' is only in one of them")
-        for adapter, settings in own.items():
+        adapters = self._adapters()
+        if mismatched := sorted(base["adapters"].keys() ^ adapters.keys()):
+            raise CheckpointError(
+                f"{folder} does not match this model: adapter '{mismatched[0]}' exists in only one of them"
+            )
+        for adapter, settings in adapters.items():
             saved = base["adapters"][adapter]
             for name in (name for name in settings | saved if settings.get(name) != saved.get(name)):
                 raise CheckpointError(
@@ -501,8 +500,8 @@ class AdapterState(ModuleState):
                 )
         if base["fingerprint"] != self._base_fingerprint():
             raise CheckpointError(
-                f"{folder} was trained on a base model with other weights: load the same base model, in the same "
-                "dtype, or choose another output_dir"
+                f"{folder} was trained on a base model with different weights: load the same base model, in the "
+                "same dtype, or choose another output_dir"
             )
         super().load_directory(folder)
 
@@ -569,7 +568,7 @@ class SaveModelFiles:
         shutil.copytree(self._staged, folder, dirs_exist_ok=True)
 
     def load_directory(self, folder: Path) -> None:
-        """Does nothing."""
+        """Does nothing: see load_state_dict."""
 
 
 # Optimizer and learning-rate scheduler
@@ -586,11 +585,11 @@ class OptimizerState:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._started = _settings(optimizer)
+        self._initial_settings = _settings(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, groups, the class, and the optimizer's initial settings."""
-        return {"class": _class_name(self.optimizer), "started": self._started, **self.optimizer.state_dict()}
+        return {"class": _class_name(self.optimizer), "started": self._initial_settings, **self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore moments and counters; raises if the class or the parameters differ."""
@@ -602,23 +601,23 @@ class OptimizerState:
             if all("names" in group for group in self.optimizer.param_groups):
                 restore_optimizer(self.optimizer, saved)
             else:
-                self._restore_given(saved, state["started"])
+                self._restore_user_optimizer(saved, state["started"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(
-                f"the optimizer state in the checkpoint does not fit the parameters or settings of this run ({error}): "
-                f"keep the settings of optim, {remedy}"
+                f"the optimizer state in the checkpoint does not match the parameters or settings of the run "
+                f"({error}): keep the settings of optim, {remedy}"
             ) from error
 
-    def _restore_given(self, saved: dict[str, Any], started: list[dict[str, Any]]) -> None:
+    def _restore_user_optimizer(self, saved: dict[str, Any], initial_settings: list[dict[str, Any]]) -> None:
         """Restore an optimizer created by the user, except for settings that were changed since the save."""
         own_schedule = all("peak_lr" in group for group in self.optimizer.param_groups)
         self.optimizer.load_state_dict(saved)
-        for group, now, then in zip(self.optimizer.param_groups, self._started, started, strict=True):
-            changed = {name: value for name, value in now.items() if name not in then or not _same(value, then[name])}
+        for group, now, then in zip(self.optimizer.param_groups, self._initial_settings, initial_settings, strict=True):
+            changed = {name: value for name, value in now.items() if name not in then or not _equal(value, then[name])}
             if not own_schedule:
                 for name in [name for name in SCHEDULED_RATES if name in changed and name in then]:
                     logger.warning(
-                        "%s = %s of the optimizer passed in does not apply: its scheduler resumes with %s from the "
+                        "ignoring %s = %s of the optimizer passed in: its scheduler resumes with %s from the "
                         "checkpoint", name, changed.pop(name), then[name],
                     )  # fmt: skip
             group.update(changed)
@@ -629,13 +628,13 @@ class SchedulerState:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self._started = _initial_values(scheduler)
+        self._initial_values = _initial_values(scheduler)
 
     def state_dict(self) -> dict[str, Any]:
         """Its position, its class, and its initial values."""
         return {
             "class": _class_name(self.scheduler),
-            "started": self._started,
+            "started": self._initial_values,
             "state": dict(self.scheduler.state_dict()),
         }
 
@@ -650,10 +649,10 @@ class SchedulerState:
         self.scheduler.load_state_dict(state["state"])
         if isinstance(self.scheduler, Schedule):
             return
-        for name, value in self._started.items():
-            if name in state["started"] and not _same(value, state["started"][name]):
+        for name, value in self._initial_values.items():
+            if name in state["started"] and not _equal(value, state["started"][name]):
                 logger.warning(
-                    "%s = %s of the scheduler passed in does not apply: the checkpoint has %s",
+                    "ignoring %s = %s of the scheduler passed in: using %s from the checkpoint",
                     name, value, state["started"][name],
                 )  # fmt: skip
 
@@ -694,10 +693,10 @@ def _initial_values(scheduler: Scheduler) -> dict[str, Any]:
     }
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return float(one) == float(other)
-    return bool(one == other)
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return float(a) == float(b)
+    return bool(a == b)
 
 
 # Identity of the model
@@ -712,7 +711,11 @@ def model_identity(model: nn.Module) -> dict[str, Any]:
         table = dataclasses.asdict(config)
     elif hasattr(config, "to_dict"):
         table = config.to_dict()
-    kept = {name: value for name, value in table.items() if not _is_ignored(name)}
+    kept = {
+        name: value
+        for name, value in table.items()
+        if not (name.startswith("_") or name in IGNORED_ENTRIES or any(part in name for part in IGNORED_SUBSTRINGS))
+    }
     shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
     digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     return {"shapes": digest, "settings": json.loads(json.dumps(kept, default=str))}
@@ -720,16 +723,12 @@ def model_identity(model: nn.Module) -> dict[str, Any]:
 
 def check_model(model: nn.Module, path: Path, manifest: Manifest) -> None:
     """Raise if the checkpoint's model has the same shapes but a different config; loading detects other shapes."""
-    saved, own = manifest.metadata.get("model"), model_identity(model)
-    if not isinstance(saved, dict) or saved["shapes"] != own["shapes"]:
+    saved, current = manifest.metadata.get("model"), model_identity(model)
+    if not isinstance(saved, dict) or saved["shapes"] != current["shapes"]:
         return
-    there, here = saved["settings"], own["settings"]
-    for name in (name for name in sorted(there.keys() & here.keys()) if there[name] != here[name]):
+    saved_config, config = saved["settings"], current["settings"]
+    for name in (name for name in sorted(saved_config.keys() & config.keys()) if saved_config[name] != config[name]):
         raise CheckpointError(
-            f"expected a checkpoint of a model with {name} = {here[name]}, got {there[name]} in {path}: pass the same "
-            "model, or choose another output_dir"
+            f"expected a checkpoint of a model with {name} = {config[name]}, got {saved_config[name]} in {path}: pass "
+            "the same model, or choose another output_dir"
         )
-
-
-def _is_ignored(name: str) -> bool:
-    return name.startswith("_") or name in IGNORED_ENTRIES or any(part in name for part in IGNORED_SUBSTRINGS)

@@ -17,14 +17,16 @@ from whimbrel.tokenization import Tokenizer
 from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.config import TrainerConfig
 from whimbrel.train.evaluation import has_metric
-from whimbrel.train.hf_compat import TRAINER_ALTERNATIVES, overrides
+from whimbrel.train.hf_compat import HYPERPARAMETER_SEARCH, TRAINER_ALTERNATIVES, overrides
 
 __all__ = [
     "check_arguments",
     "check_collator",
     "check_datasets",
     "check_metric",
+    "check_no_trial",
     "check_single_process",
+    "check_train_dataset",
     "reject_unknown_arguments",
     "reject_wrapped_model",
     "resolve_optimizers",
@@ -45,6 +47,12 @@ def check_single_process() -> None:
         size, source = dist.get_world_size(), f"a process group of {dist.get_world_size()}"
     if size > 1:
         raise ConfigError(f"distributed training is not supported yet: expected one process, got {source}")
+
+
+def check_no_trial(trial: object) -> None:
+    """Raise for the trial of a hyperparameter search, which transformers passes to train() and model_init."""
+    if trial is not None:
+        raise ConfigError(f"expected trial=None: {HYPERPARAMETER_SEARCH}")
 
 
 def reject_wrapped_model(model: nn.Module) -> None:
@@ -117,10 +125,16 @@ def resolve_optimizers(
     return lambda parameters: kind(parameters, **keywords), scheduler
 
 
+def check_train_dataset(train_dataset: object) -> None:
+    """Raise if there is no training data."""
+    if train_dataset is None:
+        raise ConfigError("train() needs train_dataset: pass it to the trainer")
+
+
 def check_datasets(trainer: Any) -> None:
     """Raise if there is no training data, or evaluations are requested without evaluation data."""
-    if trainer.train_dataset is None and not overrides(trainer, "get_train_dataloader"):
-        raise ConfigError("train() needs train_dataset: pass it to the trainer")
+    if not overrides(trainer, "get_train_dataloader"):
+        check_train_dataset(trainer.train_dataset)
     if trainer.eval_dataset is not None or overrides(trainer, "get_eval_dataloader"):
         return
     validation, checkpoint = trainer.config.validation, trainer.config.checkpoint
@@ -141,7 +155,8 @@ def check_metric(trainer: Any) -> None:
     compared = checkpoint.best is not None or checkpoint.when_best or config.early_stopping.patience is not None
     evaluates = validation.every is not None or validation.each_epoch or checkpoint.evaluate
     are_builtin = [
-        type(callback).__module__.partition(".")[0] == "whimbrel" for callback in trainer.callbacks.of("on_evaluate")
+        type(callback).__module__.partition(".")[0] == "whimbrel"
+        for callback in trainer.callbacks.handling("on_evaluate")
     ]
     metrics_are_known = (
         not overrides(trainer, "evaluate", "_eval_loop") and trainer.compute_metrics is None and all(are_builtin)

@@ -29,8 +29,7 @@ from typing import Any, Literal
 from whimbrel.base.errors import RequestError
 from whimbrel.base.files import PARTIAL
 from whimbrel.base.lock import is_alive
-from whimbrel.train.callback import TrainerCallback
-from whimbrel.train.state import TrainerControl
+from whimbrel.train.callback import TrainerCallback, TrainerControl
 
 __all__ = [
     "ACTIONS",
@@ -259,7 +258,7 @@ class ControlCallback(TrainerCallback):
     """Serves `whimbrel control` requests from the start to the end of training."""
 
     def __init__(self) -> None:
-        self.drains = False
+        self.is_draining = False
         """Whether to save and stop without evaluating."""
         self.reason: str | None = None
         """Why the run stops, printed for the user."""
@@ -274,7 +273,7 @@ class ControlCallback(TrainerCallback):
         self._state = event["state"]
         if self._state.is_world_process_zero:
             self._requests.clear()
-            self.drains, self.reason = False, None
+            self.is_draining, self.reason = False, None
             output_dir = Path(event["trainer"].config.output_dir)
             try:
                 self._server = ControlServer(output_dir, self._answer)
@@ -322,7 +321,7 @@ class ControlCallback(TrainerCallback):
         control.should_save |= not actions.isdisjoint({"save", "save-stop"})
         control.should_training_stop |= not actions.isdisjoint({"stop", "save-stop"})
         control.should_abort_without_save |= "abort" in actions
-        self.drains |= "save-stop" in actions
+        self.is_draining |= "save-stop" in actions
         if actions - {"save"}:
             self.reason = f"whimbrel control {' '.join(sorted(actions))}"
 

@@ -18,24 +18,24 @@ from whimbrel.precision import MixedPrecision
 from whimbrel.train.objectives import ComputeLossObjective, Objective, logits_from_outputs
 
 __all__ = [
+    "EvalLoopOutput",
     "EvalPrediction",
-    "Evaluation",
-    "Prediction",
-    "compute_metrics_of",
+    "PredictionOutput",
+    "call_compute_metrics",
     "evaluate_batches",
     "find_metric",
+    "get_labels",
     "greater_is_better",
     "has_metric",
-    "label_names_of",
-    "labels_of",
+    "infer_label_names",
     "select_predictions",
 ]
 
-Step = Callable[[Any], tuple[Tensor | None, Any, Any]]
+PredictionStep = Callable[[Any], tuple[Tensor | None, Any, Any]]
 """A `prediction_step`: from a batch to its mean loss, logits and labels, each of which may be None."""
 
 
-class Prediction(NamedTuple):
+class PredictionOutput(NamedTuple):
     """Predictions and labels of a dataset in its order, and the metrics computed from them."""
 
     predictions: Any
@@ -55,11 +55,11 @@ class EvalPrediction:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.predictions, self.label_ids))
 
-    def __getitem__(self, place: int) -> Any:
-        return (self.predictions, self.label_ids)[place]
+    def __getitem__(self, index: int) -> Any:
+        return (self.predictions, self.label_ids)[index]
 
 
-class Evaluation(NamedTuple):
+class EvalLoopOutput(NamedTuple):
     """The mean loss over all targets (None if no batch has one), and predictions and labels if they were gathered."""
 
     loss: float | None
@@ -75,17 +75,19 @@ def evaluate_batches(
     *,
     on_batch: Callable[[], object],
     limit: int | None = None,
-    step: Step | None = None,
+    step: PredictionStep | None = None,
     gather: bool = False,
     preprocess: Callable[[Any, Any], Any] | None = None,
-) -> Evaluation:
+) -> EvalLoopOutput:
     """Evaluate at most `limit` batches in eval mode, calling `on_batch` after each.
 
     `step` replaces the objective. With `gather` it also returns predictions and labels, which are concatenated on the
     CPU; sequences of unequal length are padded with -100, as in transformers.
     """
     predictions, labels, total = [], [], LossAccumulator()
-    is_mean = step is not None or _may_return_mean(objective)
+    # A user's loss function may return a mean and ignore the divisor.
+    is_users = isinstance(objective, ComputeLossObjective) or getattr(objective, "loss_func", None) is not None
+    is_mean = step is not None or is_users
     with _eval_mode(model):
         for batch in itertools.islice(batches, limit):
             batch_logits = batch_labels = None
@@ -107,36 +109,38 @@ def evaluate_batches(
                 labels.append(_to_host(batch_labels))
             on_batch()
     result = total.result()
-    return Evaluation(
+    return EvalLoopOutput(
         None if result is None else result.loss,
         _concatenate(predictions) if predictions else None,
         _concatenate(labels) if labels else None,
     )
 
 
-def compute_metrics_of(compute_metrics: Callable[[Any], Mapping[str, Any]], evaluation: Evaluation) -> dict[str, Any]:
+def call_compute_metrics(
+    compute_metrics: Callable[[Any], Mapping[str, Any]], evaluation: EvalLoopOutput
+) -> dict[str, Any]:
     """Call the user's `compute_metrics` and convert one-element tensors and arrays to Python numbers."""
     arrays = EvalPrediction(_to_numpy(evaluation.predictions), _to_numpy(evaluation.label_ids))
-    found = compute_metrics(arrays)
-    if not isinstance(found, Mapping):
-        raise DataError(f"expected a dict of metrics from compute_metrics, got {type(found).__name__}: return a dict")
+    metrics = compute_metrics(arrays)
+    if not isinstance(metrics, Mapping):
+        raise DataError(f"expected a dict of metrics from compute_metrics, got {type(metrics).__name__}: return a dict")
     return {
-        key: value.item() if hasattr(value, "item") and np.size(value) == 1 else value for key, value in found.items()
+        key: value.item() if hasattr(value, "item") and np.size(value) == 1 else value for key, value in metrics.items()
     }
 
 
-def label_names_of(forward: Iterable[str], model_name: str) -> tuple[str, ...]:
-    """The arguments of `forward` that look like labels by name, as in transformers."""
+def infer_label_names(parameters: Iterable[str], model_name: str) -> tuple[str, ...]:
+    """The parameters of a model's forward that look like labels by name, as in transformers."""
     spans = ("start_positions", "end_positions") if "QuestionAnswering" in model_name else ()
-    return tuple(name for name in forward if "label" in name or name in spans) or ("labels",)
+    return tuple(name for name in parameters if "label" in name or name in spans) or ("labels",)
 
 
-def labels_of(batch: Any, names: Sequence[str]) -> Any:
+def get_labels(batch: Any, names: Sequence[str]) -> Any:
     """The labels of a batch: a tensor, a tuple if there are several, or None."""
     if not isinstance(batch, Mapping):
         return batch[1]
-    found = tuple(batch[name] for name in names if batch.get(name) is not None)
-    return found[0] if len(found) == 1 else found or None
+    labels = tuple(batch[name] for name in names if batch.get(name) is not None)
+    return labels[0] if len(labels) == 1 else labels or None
 
 
 def select_predictions(outputs: Any, ignore_keys: Sequence[str]) -> Any:
@@ -154,7 +158,7 @@ def find_metric(metrics: Mapping[str, Any], name: str) -> float:
     for key in (name, f"eval_{name}"):
         if key in metrics:
             return float(metrics[key])
-    raise ConfigError(f"expected an evaluation metric ({', '.join(sorted(metrics))}), got '{name}'")
+    raise ConfigError(f"unknown metric '{name}' (choose from: {', '.join(sorted(metrics))})")
 
 
 def has_metric(metrics: Container[str], name: str) -> bool:
@@ -165,11 +169,6 @@ def has_metric(metrics: Container[str], name: str) -> bool:
 def greater_is_better(name: str, setting: bool | None = None) -> bool:
     """`setting` if it is not None; otherwise false for names that contain loss or perplexity."""
     return setting if setting is not None else not any(part in name for part in ("loss", "perplexity"))
-
-
-def _may_return_mean(objective: Objective) -> bool:
-    """Whether a user's function computes the loss: it may return a mean and ignore `num_items`."""
-    return isinstance(objective, ComputeLossObjective) or getattr(objective, "loss_func", None) is not None
 
 
 @contextmanager
@@ -218,14 +217,14 @@ def _concatenate(parts: list[Any]) -> Any:
     if isinstance(first, Mapping):
         return {key: _concatenate([part[key] for part in parts]) for key in first}
     if isinstance(first, tuple):
-        return tuple(_concatenate([part[place] for part in parts]) for place in range(len(first)))
+        return tuple(_concatenate([part[index] for part in parts]) for index in range(len(first)))
     if not isinstance(first, Tensor):
         raise DataError(f"expected predictions and labels as tensors, got {type(first).__name__}")
-    longest = max((part.shape[1] for part in parts if part.ndim > 1), default=0)
+    max_length = max((part.shape[1] for part in parts if part.ndim > 1), default=0)
     padded = []
     for part in parts:
-        if part.ndim > 1 and part.shape[1] < longest:
-            padding = part.new_full((part.shape[0], longest - part.shape[1], *part.shape[2:]), IGNORE_INDEX)
+        if part.ndim > 1 and part.shape[1] < max_length:
+            padding = part.new_full((part.shape[0], max_length - part.shape[1], *part.shape[2:]), IGNORE_INDEX)
             part = torch.cat((part, padding), dim=1)
         padded.append(part)
     return torch.cat(padded)

@@ -18,6 +18,7 @@ from whimbrel.config import suggest
 __all__ = [
     "HF_ALTERNATIVES",
     "HF_TRANSLATED",
+    "HYPERPARAMETER_SEARCH",
     "SUPPORTED_OVERRIDES",
     "TRAINER_ALTERNATIVES",
     "UNSUPPORTED_OVERRIDES",
@@ -54,15 +55,15 @@ HF_TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "load_best_model_at_end": lambda value: {"preserve_best_model": value},
     "metric_for_best_model": lambda name: {} if name is None else {"best_model_metric": name},
     "tf32": lambda on: {} if on is None else {"float32_matmul_precision": "high" if on else "highest"},
-    "warmup_ratio": lambda share: {"warmup_steps": share} if share else {},
+    "warmup_ratio": lambda ratio: {"warmup_steps": ratio} if ratio else {},
 }
 """Other names for our arguments."""
 
-_NO_HUB = "upload the directory that save_model writes with huggingface_hub"
-_ONE_PROCESS = "leave it out: the trainer runs in one process"
+_HUB = "upload the directory that save_model writes with huggingface_hub"
+_ONE_DEVICE = "the trainer uses one device; remove it"
+_ONE_PROCESS = "the trainer runs in one process; remove it"
 _OPTIMIZER = "pass optimizers=(OptimConfig(name=NAME, ...), None) to the trainer"
 _SCRIPT = "use a flag in your own script: it decides whether to call train(), evaluate() or predict()"
-_SHARDING = "leave it out: the trainer uses one device"
 _TRACKER = "pass callbacks=[TrackerCallback('trackio', project=...)] to the trainer"
 
 HF_ALTERNATIVES: dict[str, Alternative] = {
@@ -76,9 +77,11 @@ HF_ALTERNATIVES: dict[str, Alternative] = {
     ),
     "bf16_full_eval": Alternative((False,), "use mixed_precision='bf16', or model.to(torch.bfloat16)"),
     "data_parallel": Alternative((None,), _ONE_PROCESS),
-    "dataloader_in_order": Alternative((True,), "leave it out: batches keep their order, so that a resume is exact"),
-    "dataloader_multiprocessing_context": Alternative((None,), "use a DataLoader of your own as train_dataset"),
-    "dataloader_persistent_workers": Alternative((False,), "use a DataLoader of your own as train_dataset"),
+    "dataloader_in_order": Alternative(
+        (True,), "batches always keep their order, so that a resume is exact; remove it"
+    ),
+    "dataloader_multiprocessing_context": Alternative((None,), "pass your own DataLoader as train_dataset"),
+    "dataloader_persistent_workers": Alternative((False,), "pass your own DataLoader as train_dataset"),
     "ddp_backend": Alternative((None,), _ONE_PROCESS),
     "ddp_broadcast_buffers": Alternative((None,), _ONE_PROCESS),
     "ddp_bucket_cap_mb": Alternative((None,), _ONE_PROCESS),
@@ -86,31 +89,29 @@ HF_ALTERNATIVES: dict[str, Alternative] = {
     "ddp_static_graph": Alternative((None,), _ONE_PROCESS),
     "ddp_timeout": Alternative((1800,), _ONE_PROCESS),
     "debug": Alternative(("", []), "use detect_anomaly=True to find the operation that produces a NaN"),
-    "deepspeed": Alternative((None,), _SHARDING),
+    "deepspeed": Alternative((None,), _ONE_DEVICE),
     "do_eval": Alternative((False,), _SCRIPT),
     "do_predict": Alternative((False,), _SCRIPT),
     "do_train": Alternative((False,), _SCRIPT),
-    "enable_jit_checkpoint": Alternative((False, True), "leave it out: SIGTERM always saves"),
-    "eval_accumulation_steps": Alternative(
-        (None, 1), "leave it out: predictions are moved to the CPU after each batch"
-    ),
+    "enable_jit_checkpoint": Alternative((False, True), "SIGTERM always saves; remove it"),
+    "eval_accumulation_steps": Alternative((None, 1), "predictions are moved to the CPU after each batch; remove it"),
     "eval_do_concat_batches": Alternative((True,), "override evaluate"),
     "eval_on_start": Alternative((False,), "call trainer.evaluate() before trainer.train()"),
     "eval_use_gather_object": Alternative((False,), _ONE_PROCESS),
     "evaluation_strategy": Alternative((), "use eval_strategy"),
     "fp16_full_eval": Alternative((False,), "use mixed_precision='fp16', or model.half()"),
-    "fsdp": Alternative((None, "", []), _SHARDING),
-    "fsdp_config": Alternative((None,), _SHARDING),
+    "fsdp": Alternative((None, "", []), _ONE_DEVICE),
+    "fsdp_config": Alternative((None,), _ONE_DEVICE),
     "gradient_checkpointing_kwargs": Alternative(
         (None, {}, {"use_reentrant": False}), "use recompute='full' or 'selective'; it is never reentrant"
     ),
-    "group_by_length": Alternative((False,), "use a DataLoader of your own as train_dataset, with such a sampler"),
-    "hub_always_push": Alternative((False,), _NO_HUB),
-    "hub_model_id": Alternative((None,), _NO_HUB),
-    "hub_private_repo": Alternative((None, False), _NO_HUB),
-    "hub_revision": Alternative((None,), _NO_HUB),
-    "hub_strategy": Alternative(("every_save",), _NO_HUB),
-    "hub_token": Alternative((None,), _NO_HUB),
+    "group_by_length": Alternative((False,), "pass your own DataLoader with a length-grouped sampler as train_dataset"),
+    "hub_always_push": Alternative((False,), _HUB),
+    "hub_model_id": Alternative((None,), _HUB),
+    "hub_private_repo": Alternative((None, False), _HUB),
+    "hub_revision": Alternative((None,), _HUB),
+    "hub_strategy": Alternative(("every_save",), _HUB),
+    "hub_token": Alternative((None,), _HUB),
     "include_for_metrics": Alternative(([], ()), "override prediction_step and add them to the predictions"),
     "include_inputs_for_metrics": Alternative((False,), "override prediction_step and add them to the predictions"),
     "include_num_input_tokens_seen": Alternative(
@@ -122,9 +123,9 @@ HF_ALTERNATIVES: dict[str, Alternative] = {
     "jit_mode_eval": Alternative((False,), "use torch_compile=True"),
     "label_smoothing_factor": Alternative((0.0,), "use compute_loss_func with torch's label_smoothing"),
     "length_column_name": Alternative(
-        ("length",), "use a DataLoader of your own as train_dataset, with such a sampler"
+        ("length",), "pass your own DataLoader with a length-grouped sampler as train_dataset"
     ),
-    "liger_kernel_config": Alternative((None,), "use a model to which liger_kernel was applied"),
+    "liger_kernel_config": Alternative((None,), "apply liger_kernel to the model before passing it"),
     "local_rank": Alternative((-1, 0), _ONE_PROCESS),
     "log_level": Alternative(("passive",), "use logging.getLogger('whimbrel').setLevel(...)"),
     "log_level_replica": Alternative(("warning",), _ONE_PROCESS),
@@ -138,15 +139,15 @@ HF_ALTERNATIVES: dict[str, Alternative] = {
         (None,), "pass optimizers=(OptimConfig(name=NAME, groups=(GroupConfig(...),)), None)"
     ),
     "parallelism_config": Alternative((None,), _ONE_PROCESS),
-    "prediction_loss_only": Alternative((False,), "leave compute_metrics out: evaluate() then returns only the loss"),
+    "prediction_loss_only": Alternative((False,), "pass no compute_metrics: evaluate() then returns only the loss"),
     "project": Alternative(("huggingface",), _TRACKER),
-    "push_to_hub": Alternative((False,), _NO_HUB),
+    "push_to_hub": Alternative((False,), _HUB),
     "restore_callback_states_from_checkpoint": Alternative(
-        (False, True), "leave it out: callbacks with a state_dict are restored unless resume_skip=('callbacks',)"
+        (False, True), "callbacks with a state_dict are restored unless resume_skip=('callbacks',); remove it"
     ),
     "save_on_each_node": Alternative((False, True), _ONE_PROCESS),
     "save_only_model": Alternative((False,), "use save_strategy='no' and save_model, or an on_save callback"),
-    "save_safetensors": Alternative((True,), "leave it out: weights are always written as safetensors"),
+    "save_safetensors": Alternative((True,), "weights are always written as safetensors; remove it"),
     "skip_memory_metrics": Alternative((True,), "pass callbacks=[MemoryCallback()] to the trainer"),
     "torch_empty_cache_steps": Alternative((None,), "use an on_step_end callback that calls torch.cuda.empty_cache()"),
     "trackio_bucket_id": Alternative((None,), _TRACKER),
@@ -154,19 +155,19 @@ HF_ALTERNATIVES: dict[str, Alternative] = {
     "trackio_static_space_id": Alternative((None,), _TRACKER),
     "use_cache": Alternative((False,), "use model.config.use_cache"),
     "use_ipex": Alternative((False,), "use torch_compile=True"),
-    "use_liger_kernel": Alternative((False,), "use a model to which liger_kernel was applied"),
-    "use_mps_device": Alternative((), "leave it out: the best device is chosen automatically, unless use_cpu=True"),
+    "use_liger_kernel": Alternative((False,), "apply liger_kernel to the model before passing it"),
+    "use_mps_device": Alternative((), "the best device is chosen automatically, unless use_cpu=True; remove it"),
 }
 """All other transformers arguments, including those of earlier versions."""
 
 TRAINER_ALTERNATIVES = {
-    "peft_config": "the model that get_peft_model returns as model",
+    "peft_config": "model=get_peft_model(model, peft_config)",
     "tokenizer": "processing_class",
 }
 """Arguments of other trainers, and what to pass here instead."""
 
 
-def translate_argument(owner: str, name: str, value: Any) -> dict[str, Any] | None:
+def translate_argument(name: str, value: Any) -> dict[str, Any] | None:
     """Translate a `transformers` argument into ours; empty if its value matches what the trainer does anyway.
 
     None if it is not a `transformers` argument.
@@ -175,30 +176,32 @@ def translate_argument(owner: str, name: str, value: Any) -> dict[str, Any] | No
         return HF_TRANSLATED[name](value)
     if name not in HF_ALTERNATIVES:
         return None
-    alternative, given = HF_ALTERNATIVES[name], value.value if isinstance(value, Enum) else value
-    if any(given == one and isinstance(given, bool) == isinstance(one, bool) for one in alternative.values):
-        return {}
-    raise ConfigError(f"{owner} has no argument '{name}': {alternative.hint} (got {given!r})")
+    alternative, raw_value = HF_ALTERNATIVES[name], value.value if isinstance(value, Enum) else value
+    for accepted in alternative.values:
+        if raw_value == accepted and isinstance(raw_value, bool) == isinstance(accepted, bool):
+            return {}
+    raise ConfigError(f"unsupported {name}={raw_value!r}: {alternative.hint}")
 
 
 class CheckedArguments(type):
     """Metaclass of classes that accept `transformers` arguments and reject unknown ones with a hint."""
 
-    def __call__(cls, *args: Any, **named: Any) -> Any:
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-        given = {name: value for name, value in named.items() if name in known}
-        for name in (name for name in named if name not in known):
-            found = translate_argument(cls.__name__, name, named[name])
-            if found is None or not found.keys() <= set(known):
+        arguments = {name: value for name, value in kwargs.items() if name in known}
+        for name in (name for name in kwargs if name not in known):
+            translated = translate_argument(name, kwargs[name])
+            if translated is None or not translated.keys() <= set(known):
                 close = suggest(name, known)
                 hint = f"did you mean '{close}'?" if close else "leave it out (docs/trainer.md lists all arguments)"
                 raise ConfigError(f"{cls.__name__} has no argument '{name}': {hint}")
-            for own, value in found.items():
-                if given.setdefault(own, value) != value:
+            for our_name, value in translated.items():
+                if arguments.setdefault(our_name, value) != value:
                     raise ConfigError(
-                        f"{name} = {named[name]!r} and {own} = {given[own]!r} contradict each other: leave one out"
+                        f"{name} = {kwargs[name]!r} and {our_name} = {arguments[our_name]!r} contradict each other: "
+                        "leave one out"
                     )
-        return super().__call__(*args, **given)
+        return super().__call__(*args, **arguments)
 
 
 # Overridden methods
@@ -215,15 +218,13 @@ _BATCHES = "shape the batches in data_collator, or override get_train_dataloader
 _CHECKPOINT = "override get_state_components to save more, or use an on_save callback"
 _CLIP = "set max_grad_norm, or use an on_pre_optimizer_step callback"
 _COLUMNS = "set remove_unused_columns=False, or drop columns from the dataset before passing it"
-_DEVICE = "this trainer runs on one device: leave it out"
 _EVALUATION = "override prediction_step or evaluate, or pass compute_metrics"
-_HUB = "upload the directory that save_model writes with huggingface_hub"
 _OVERRIDE_LOOP = "override training_step or compute_loss, or use a callback"
 _OVERRIDE_OPTIMIZER = "override create_optimizer, or pass optimizers=(OptimConfig(...), None)"
 _MIXED_PRECISION = "set mixed_precision"
 _PROCESS = "read the attribute is_world_process_zero"
 _RESUME = "override get_state_components, or use train(resume_from_checkpoint=...)"
-_SEARCH = "construct and train one Trainer for each trial"
+HYPERPARAMETER_SEARCH = "construct and train one Trainer for each trial"
 _STATE = "read trainer.state, or use a callback"
 _METRICS = "override log, or use an on_log or on_evaluate callback"
 _MODEL = "wrap the model before passing it, or override call_model_init"
@@ -245,7 +246,7 @@ UNSUPPORTED_OVERRIDES = {
     **dict.fromkeys(
         ("_build_accelerator_args", "_prepare_context_parallel_inputs", "_sync_replicated_trainable_parameters",
          "create_accelerator_and_postprocess", "get_cp_size", "get_sp_size", "get_tp_size"),
-        _DEVICE,
+        _ONE_DEVICE,
     ),
     **dict.fromkeys(
         ("_determine_best_metric", "_evaluate", "evaluation_loop", "prediction_loop"), _EVALUATION
@@ -274,7 +275,7 @@ UNSUPPORTED_OVERRIDES = {
     **dict.fromkeys(
         ("_get_output_dir", "_hp_search_setup", "_report_to_hp_search", "_tune_save_checkpoint",
          "hyperparameter_search"),
-        _SEARCH,
+        HYPERPARAMETER_SEARCH,
     ),
     **dict.fromkeys(
         ("_track_num_input_tokens", "floating_point_ops", "get_num_trainable_parameters", "store_flos"), _STATE

@@ -20,7 +20,7 @@ from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBack
 from whimbrel.optim.build import OPTIONS_BY_OPTIMIZER
 from whimbrel.precision import MixedPrecision, prepare, sdpa_backends
 from whimbrel.train import build
-from whimbrel.train.batches import accumulation_steps
+from whimbrel.train.build import accumulation_steps
 from whimbrel.train.config import RunConfig, TrainConfig
 from whimbrel.train.device import Stopwatch, choose_device
 from whimbrel.train.memory_tracker import MemoryTracker, simulated_device

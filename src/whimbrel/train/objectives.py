@@ -213,10 +213,11 @@ class ModelObjective(Objective):
         """The labels aligned with the logits: shifted by one for next-token prediction."""
         if labels is None:
             return None
-        shifted_here = (
-            self._shifts is None and self.loss_func is None and self._returns_loss is False and _is_sequence(labels)
-        )
-        shifts = shifted_here or (bool(self._shifts) and labels.ndim > 1)
+        if self._shifts is not None:
+            shifts = self._shifts and labels.ndim > 1
+        else:  # logits only: token ids of sequences are scored against the next token
+            is_sequence = labels.ndim == 2 and labels.shape[1] > 1 and not labels.is_floating_point()
+            shifts = self.loss_func is None and self._returns_loss is False and is_sequence
         return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX) if shifts else labels
 
 
@@ -245,12 +246,12 @@ class ComputeLossObjective(Objective):
         if not with_logits:
             mean = self.compute_loss(model, inputs, num_items_in_batch=count.clamp(min=1))
             return LossOutput(weighted_mean(scalar_loss(mean, "compute_loss"), count, num_items, model))
-        found = self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=count.clamp(min=1))
-        if not isinstance(found, tuple) or len(found) != 2:
+        result = self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=count.clamp(min=1))
+        if not isinstance(result, tuple) or len(result) != 2:
             raise DataError(
-                f"expected (loss, outputs) from compute_loss(..., return_outputs=True), got {type(found).__name__}"
+                f"expected (loss, outputs) from compute_loss(..., return_outputs=True), got {type(result).__name__}"
             )
-        return LossOutput(weighted_mean(scalar_loss(found[0], "compute_loss"), count, num_items, model), found[1])
+        return LossOutput(weighted_mean(scalar_loss(result[0], "compute_loss"), count, num_items, model), result[1])
 
 
 def weighted_mean(mean: Tensor, count: Tensor, num_items: Tensor, model: nn.Module) -> Tensor:
@@ -341,8 +342,8 @@ def loss_and_logits_from_outputs(outputs: Any) -> tuple[Tensor, Tensor]:
 
 def output_field(outputs: Any, name: str) -> Any:
     """An attribute of the outputs or, in a mapping, the value of a key; None if there is neither."""
-    found = getattr(outputs, name, None)
-    return outputs.get(name) if found is None and isinstance(outputs, Mapping) else found
+    value = getattr(outputs, name, None)
+    return outputs.get(name) if value is None and isinstance(outputs, Mapping) else value
 
 
 def _has_loss(outputs: Any) -> bool:
@@ -389,13 +390,13 @@ def _shifts_labels(model: nn.Module) -> bool | None:
     transformers derives `loss_type` from the name of the class. Names like `GPT2LMHeadModel` give None, and
     `ForConditionalGeneration` covers encoder-decoders, which do not shift, and vision-language models, which do.
     """
-    kind = getattr(model, "loss_type", None)
-    if kind in (None, "ForConditionalGeneration"):
+    loss_type = getattr(model, "loss_type", None)
+    if loss_type in (None, "ForConditionalGeneration"):
         can_generate = getattr(model, "can_generate", None)
-        encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", None)
-        if can_generate is not None and encoder is not None and can_generate():
-            return not encoder
-    return None if kind is None else kind == "ForCausalLM"
+        is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", None)
+        if can_generate is not None and is_encoder_decoder is not None and can_generate():
+            return not is_encoder_decoder
+    return None if loss_type is None else loss_type == "ForCausalLM"
 
 
 def _count_targets(targets: Tensor | None, batch: Batch, model: nn.Module) -> Tensor:
@@ -408,14 +409,10 @@ def _count_targets(targets: Tensor | None, batch: Batch, model: nn.Module) -> Te
     return (targets != IGNORE_INDEX).sum()
 
 
-def _is_sequence(labels: Tensor) -> bool:
-    return labels.ndim == 2 and labels.shape[1] > 1 and not labels.is_floating_point()
-
-
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     parts = f" of {len(batch)} parts" if isinstance(batch, tuple | list) else ""
     raise DataError(
-        f"expected batches of dicts or pairs (x, y), got a {type(batch).__name__}{parts}: use a data_collator"
+        f"expected a batch as a dict or a pair (x, y), got a {type(batch).__name__}{parts}: pass a data_collator"
     )

@@ -19,18 +19,27 @@ from whimbrel.optim import OptimizerInBackward
 from whimbrel.precision import MixedPrecision, torch_flags
 from whimbrel.train import build
 from whimbrel.train.arguments import MinimalTrainingArguments
-from whimbrel.train.batches import TokenBatches, held_out, make_batches
-from whimbrel.train.checks import reject_wrapped_model
+from whimbrel.train.batches import (
+    Batches,
+    DataLoaderBatches,
+    DatasetBatches,
+    TokenBatches,
+    drop_unused_columns,
+    eval_token_batches,
+    make_batches,
+    to_device,
+)
+from whimbrel.train.callback import TrainerControl
+from whimbrel.train.checks import check_no_trial, check_train_dataset, reject_wrapped_model
 from whimbrel.train.config import TrainerConfig
-from whimbrel.train.dataset_batches import DatasetBatches, LoaderBatches, drop_unused_columns, to_device
 from whimbrel.train.evaluation import (
+    EvalLoopOutput,
     EvalPrediction,
-    Evaluation,
-    Prediction,
-    compute_metrics_of,
+    PredictionOutput,
+    call_compute_metrics,
     evaluate_batches,
-    label_names_of,
-    labels_of,
+    get_labels,
+    infer_label_names,
     select_predictions,
 )
 from whimbrel.train.hf_compat import accepted_keywords, overrides
@@ -42,12 +51,9 @@ from whimbrel.train.objectives import (
     scalar_loss,
     shallow_copy,
 )
-from whimbrel.train.state import TrainerControl
 from whimbrel.train.step import Scheduler
 
-__all__ = ["Accelerator", "OverridableMethods"]
-
-Batches = TokenBatches | DatasetBatches
+__all__ = ["Accelerator", "OverridableMethodsMixin"]
 
 
 class Accelerator:
@@ -63,7 +69,7 @@ class Accelerator:
         self._precision.scale(loss).backward()
 
 
-class OverridableMethods(ABC):
+class OverridableMethodsMixin(ABC):
     """Methods that a subclass of the trainer may override, with the signatures of `transformers.Trainer`.
 
     `BaseTrainer` sets the attributes below, and calls the methods.
@@ -112,7 +118,7 @@ class OverridableMethods(ABC):
         """Log metrics; see BaseTrainer."""
 
     @abstractmethod
-    def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None: ...
+    def _prepare_model(self) -> None: ...
 
     @abstractmethod
     def _torch_settings(self) -> contextlib.AbstractContextManager[None]: ...
@@ -135,8 +141,8 @@ class OverridableMethods(ABC):
         objective = self._model_objective()
         count = objective.count(model, inputs)
         total = count.clamp(min=1) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).to(count)
-        found = objective(model, inputs, total, with_logits=return_outputs)
-        return (found.loss, found.outputs) if return_outputs else found.loss
+        output = objective(model, inputs, total, with_logits=return_outputs)
+        return (output.loss, output.outputs) if return_outputs else output.loss
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Forward and backward pass of a micro-batch; returns its share of the step's loss.
@@ -145,7 +151,7 @@ class OverridableMethods(ABC):
         `self.accelerator.backward(loss)`, which scales the loss under fp16.
         """
         del num_items_in_batch  # an override may not pass it on, so it is taken from the current step
-        inputs = _on_device(inputs, self.device)
+        inputs = _move_to_device(inputs, self.device)
         objective = self._current_objective()
         with self.precision.autocast():
             count = objective.count(model, inputs)
@@ -159,21 +165,21 @@ class OverridableMethods(ABC):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """The mean loss of a batch, its predictions (all outputs but the loss and `ignore_keys`) and its labels."""
-        inputs = _on_device(inputs, self.device)
+        inputs = _move_to_device(inputs, self.device)
         objective = self._current_objective()
-        labels = labels_of(inputs, self.label_names)
+        labels = get_labels(inputs, self.label_names)
         with torch.no_grad():
             num_items = objective.count(model, inputs).clamp(min=1)
             if labels is None and self.objective is None:
-                found = self._model_objective().predict(model, inputs, num_items)
+                output = self._model_objective().predict(model, inputs, num_items)
             else:
-                found = objective(model, inputs, num_items, with_logits=True)
+                output = objective(model, inputs, num_items, with_logits=True)
         if prediction_loss_only:
-            return found.loss, None, None
+            return output.loss, None, None
         if ignore_keys is None:
             model_config = getattr(self.unwrapped_model(), "config", None)
             ignore_keys = getattr(model_config, "keys_to_ignore_at_inference", None) or ["past_key_values"]
-        return found.loss, select_predictions(found.outputs, ignore_keys), labels
+        return output.loss, select_predictions(output.outputs, ignore_keys), labels
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -182,7 +188,7 @@ class OverridableMethods(ABC):
             return self.config.loader.label_names
         model = self.unwrapped_model()
         model = getattr(model, "get_base_model", lambda: model)()  # under an adapter
-        return label_names_of(inspect.signature(model.forward).parameters, type(model).__name__)
+        return infer_label_names(inspect.signature(model.forward).parameters, type(model).__name__)
 
     def _objective_for(self, batches: Any) -> Objective:
         """The objective for `batches`: the one passed in, an overridden `compute_loss`, or the default."""
@@ -209,7 +215,7 @@ class OverridableMethods(ABC):
 
         return ComputeLossObjective(compute_loss)
 
-    def _counter(self, objective: Objective, method: str) -> Objective:
+    def _counting_objective(self, objective: Objective, method: str) -> Objective:
         """`objective`, changed to count targets without a forward pass if a subclass overrides `method`."""
         if overrides(self, method) and isinstance(objective, ModelObjective):
             return replace(objective, counts_without_forward=True)
@@ -227,7 +233,7 @@ class OverridableMethods(ABC):
             self._num_items = None
             if self.precision.scaler is not None and not self.accelerator.called:
                 raise TrainingError(
-                    "training_step under mixed_precision='fp16' must use self.accelerator.backward(loss)"
+                    "training_step must call self.accelerator.backward(loss) under mixed_precision='fp16'"
                 )
             return scalar_loss(loss, "training_step").detach()
 
@@ -243,16 +249,19 @@ class OverridableMethods(ABC):
         Each dataset of a dict is evaluated separately, with its name in the metrics: `eval_NAME_loss`. A string selects
         one of the trainer's datasets by name. `ignore_keys`: model outputs to exclude from the predictions.
         """
-        dataset = self._eval_dataset(eval_dataset)
+        dataset = self._resolve_eval_dataset(eval_dataset)
         if dataset is None and not overrides(self, "get_eval_dataloader"):
             raise ConfigError("evaluate() needs eval_dataset: pass it here or to the trainer")
         if isinstance(dataset, Mapping):
-            found: dict[str, float] = {}
-            for name, one in dataset.items():
-                part = name if eval_dataset is None else one
-                found |= self.evaluate(part, ignore_keys=ignore_keys, metric_key_prefix=f"{metric_key_prefix}_{name}")
-            return found
-        with self._eval_batches(dataset, eval_dataset, ignore_keys):
+            metrics: dict[str, float] = {}
+            for name, subset in dataset.items():
+                metrics |= self.evaluate(
+                    name if eval_dataset is None else subset,
+                    ignore_keys=ignore_keys,
+                    metric_key_prefix=f"{metric_key_prefix}_{name}",
+                )
+            return metrics
+        with self._eval_dataloader(dataset, eval_dataset, ignore_keys):
             measured = self._eval_loop()
         metrics = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in measured.items()}
         self._log_kind = "evaluation"
@@ -264,39 +273,41 @@ class OverridableMethods(ABC):
         return metrics
 
     @contextlib.contextmanager
-    def _eval_batches(self, dataset: Any, given: Any, ignore_keys: list[str] | None) -> Iterator[None]:
+    def _eval_dataloader(self, dataset: Any, eval_dataset: Any, ignore_keys: list[str] | None) -> Iterator[None]:
         """Set `eval_dataloader` to the batches of `dataset`; restore the trainer's own afterwards."""
-        own, ignored = self.eval_dataloader, self._ignore_keys
-        ready = dataset is self.eval_dataset and own is not None
+        previous_dataloader, previous_ignore_keys = self.eval_dataloader, self._ignore_keys
+        already_prepared = dataset is self.eval_dataset and previous_dataloader is not None
         with self._torch_settings():
-            self._prepare(None, None)
+            self._prepare_model()
             if overrides(self, "get_eval_dataloader"):
-                self.eval_dataloader = self._as_batches(self.get_eval_dataloader(given))
-            elif not ready:
-                self._prepare(None, dataset)
-            self._ignore_keys = ignored if ignore_keys is None else ignore_keys
+                self.eval_dataloader = self._as_batches(self.get_eval_dataloader(eval_dataset))
+            elif not already_prepared:
+                self.eval_dataloader = self._make_batches(dataset, self.config.validation.micro_batch, shuffle=False)
+            self._ignore_keys = previous_ignore_keys if ignore_keys is None else ignore_keys
             try:
                 yield
             finally:
-                self._ignore_keys = ignored
+                self._ignore_keys = previous_ignore_keys
                 if dataset is not self.eval_dataset:
-                    self.eval_dataloader = own
+                    self.eval_dataloader = previous_dataloader
 
     def _eval_loop(self) -> dict[str, float]:
         """Loss and metrics of `eval_dataloader`, with the prefix `eval_`."""
         batches, config = self.eval_dataloader, self.config.validation
         assert batches is not None
-        limited = held_out(batches, config.tokens) if isinstance(batches, TokenBatches) else batches
-        found = self._evaluate_batches(limited, batches, gather=self.compute_metrics is not None, limit=config.batches)
-        metrics = {} if found.loss is None else {"eval_loss": found.loss}
+        limited = eval_token_batches(batches, config.tokens) if isinstance(batches, TokenBatches) else batches
+        result = self._evaluate_batches(limited, batches, gather=self.compute_metrics is not None, limit=config.batches)
+        metrics = {} if result.loss is None else {"eval_loss": result.loss}
         if self.compute_metrics is not None:
-            if found.predictions is None or found.label_ids is None:
-                missing = "predictions" if found.predictions is None else f"labels ({', '.join(self.label_names)})"
+            if result.predictions is None or result.label_ids is None:
+                missing = "predictions" if result.predictions is None else f"labels ({', '.join(self.label_names)})"
                 raise DataError(f"compute_metrics needs predictions and labels, but the batches have no {missing}")
-            metrics |= compute_metrics_of(self.compute_metrics, found)
+            metrics |= call_compute_metrics(self.compute_metrics, result)
         return metrics
 
-    def _evaluate_batches(self, limited: Any, batches: Any, *, gather: bool, limit: int | None = None) -> Evaluation:
+    def _evaluate_batches(
+        self, limited: Any, batches: Any, *, gather: bool, limit: int | None = None
+    ) -> EvalLoopOutput:
         """Evaluate `limited`, some or all of `batches`, with prediction_step if predictions are needed."""
         assert self.model is not None
         training_objective = self._default_objective
@@ -307,7 +318,7 @@ class OverridableMethods(ABC):
 
         try:
             return evaluate_batches(
-                self._counter(objective, "prediction_step"), model, limited, self.precision,
+                self._counting_objective(objective, "prediction_step"), model, limited, self.precision,
                 on_batch=lambda: self.dispatch("on_prediction_step"), limit=limit, gather=gather,
                 step=step if gather or overrides(self, "prediction_step") else None,
                 preprocess=self.preprocess_logits_for_metrics,
@@ -317,35 +328,34 @@ class OverridableMethods(ABC):
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> Prediction:
+    ) -> PredictionOutput:
         """Logits and labels of a dataset, in its order, and loss and metrics if it has labels."""
         if isinstance(test_dataset, TokenDataLoader):
             raise ConfigError(
                 "expected a dataset in predict(), got a TokenDataLoader: the logits of a token stream would not fit in "
                 "memory"
             )
-        own, ignored = self.eval_dataloader, self._ignore_keys
+        previous_dataloader, previous_ignore_keys = self.eval_dataloader, self._ignore_keys
         with self._torch_settings():
-            self._prepare(None, None)
+            self._prepare_model()
             try:
                 self.eval_dataloader = self._as_batches(self.get_test_dataloader(test_dataset))
                 self._ignore_keys = ignore_keys
-                found = self._evaluate_batches(self.eval_dataloader, self.eval_dataloader, gather=True)
+                result = self._evaluate_batches(self.eval_dataloader, self.eval_dataloader, gather=True)
             finally:
-                self.eval_dataloader, self._ignore_keys = own, ignored
-        metrics = {} if found.loss is None else {"loss": found.loss}
-        if self.compute_metrics is not None and found.predictions is not None and found.label_ids is not None:
-            metrics |= compute_metrics_of(self.compute_metrics, found)
+                self.eval_dataloader, self._ignore_keys = previous_dataloader, previous_ignore_keys
+        metrics = {} if result.loss is None else {"loss": result.loss}
+        if self.compute_metrics is not None and result.predictions is not None and result.label_ids is not None:
+            metrics |= call_compute_metrics(self.compute_metrics, result)
         metrics = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in metrics.items()}
         self.dispatch("on_predict", metrics=metrics)
-        return Prediction(found.predictions, found.label_ids, metrics)
+        return PredictionOutput(result.predictions, result.label_ids, metrics)
 
     # Model, optimizer and scheduler
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model from `model_init`, initialized with the seed and dtype of the arguments."""
-        if trial is not None:
-            raise ConfigError("expected trial=None: construct and train one Trainer for each trial")
+        check_no_trial(trial)
         assert self.model_init is not None
         build.seed_everything(self.config.train.seed)
         with torch_flags(default_dtype=self.config.train.default_dtype):
@@ -406,13 +416,12 @@ class OverridableMethods(ABC):
 
     def get_train_dataloader(self) -> Any:
         """The batches to train on; an override returns a DataLoader."""
-        if self.train_dataset is None:
-            raise ConfigError("train() needs train_dataset: pass it to the trainer")
+        check_train_dataset(self.train_dataset)
         return self._make_batches(self.train_dataset, self.config.train.micro_batch, shuffle=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The batches of `eval_dataset`, or of the trainer's own; an override returns a DataLoader."""
-        dataset = self._eval_dataset(eval_dataset)
+        dataset = self._resolve_eval_dataset(eval_dataset)
         if dataset is None or isinstance(dataset, Mapping):
             raise ConfigError("get_eval_dataloader() needs one eval_dataset: pass it here or to the trainer")
         return self._make_batches(dataset, self.config.validation.micro_batch, shuffle=False)
@@ -421,26 +430,27 @@ class OverridableMethods(ABC):
         """The batches to predict; an override returns a DataLoader."""
         return self._make_batches(test_dataset, self.config.validation.micro_batch, shuffle=False)
 
-    def _eval_dataset(self, given: Any = None) -> Any:
-        """The dataset to evaluate on: by name, as passed in, or the trainer's `eval_dataset` if None."""
-        if given is None:
+    def _resolve_eval_dataset(self, eval_dataset: Any = None) -> Any:
+        """The dataset to evaluate on: as passed in, by name, or (None) the trainer's own."""
+        if eval_dataset is None:
             return self.eval_dataset
-        if isinstance(given, str):
+        if isinstance(eval_dataset, str):
             known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
-            if given not in known:
+            if eval_dataset not in known:
                 raise ConfigError(
-                    f"expected one of the eval datasets ({', '.join(known) or 'none is named'}), got {given!r}"
+                    f"expected one of the eval datasets ({', '.join(known) or 'no named datasets'}), got "
+                    f"{eval_dataset!r}"
                 )
-            return known[given]
-        return given
+            return known[eval_dataset]
+        return eval_dataset
 
-    def _as_batches(self, found: Any) -> Batches:
+    def _as_batches(self, dataloader: Any) -> Batches:
         """Wrap the dataloader that an override returned."""
-        if isinstance(found, TokenBatches | DatasetBatches):
-            return found
-        if isinstance(found, TokenDataLoader):
-            return TokenBatches(found, self.device)
-        return LoaderBatches(found, self.device, seed=self._data_seed)
+        if isinstance(dataloader, TokenBatches | DatasetBatches):
+            return dataloader
+        if isinstance(dataloader, TokenDataLoader):
+            return TokenBatches(dataloader, self.device)
+        return DataLoaderBatches(dataloader, self.device, seed=self._data_seed)
 
     @property
     def _data_seed(self) -> int:
@@ -466,7 +476,7 @@ class OverridableMethods(ABC):
         )
 
 
-def _on_device(inputs: Any, device: torch.device) -> Any:
+def _move_to_device(inputs: Any, device: torch.device) -> Any:
     """Returns the same object if it is already on the device: the objective recognizes a batch by identity."""
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
     placed = all(value.device.type == device.type for value in values if isinstance(value, Tensor))

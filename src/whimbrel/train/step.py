@@ -28,11 +28,9 @@ class Scheduler(Protocol):
     def get_last_lr(self) -> list[float]:
         """The current learning rates, one per parameter group."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict()`."""
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class NonFiniteError(Exception):
@@ -108,9 +106,15 @@ class TrainStep:
         loss = torch.zeros((), device=num_items.device)
         extra: dict[str, Tensor] = {}
         for index, batch in enumerate(micro_batches, start=1):
-            output = self._forward_backward(batch, num_items)
+            if self.training_step is not None:
+                output = LossOutput(self.training_step(batch, num_items))  # runs its own backward pass
+            else:
+                with self.precision.autocast():
+                    output = self.objective(self.model, batch, num_items)
             assert output.loss is not None
-            loss += output.loss
+            if self.training_step is None:
+                self.precision.scale(output.loss).backward()
+            loss += output.loss.detach()
             for name, value in output.metrics.items():
                 extra[name] = extra.get(name, 0.0) + value.detach()
             if index < len(micro_batches):
@@ -141,28 +145,18 @@ class TrainStep:
         Raises NonFiniteError for a non-finite step that was not skipped.
         """
         while len(self._pending) > keep:
-            done = self._pending.pop(0)
-            seconds = self.stopwatch.seconds(done.start, done.end)
-            loss, norm, *extra = done.values.tolist()
-            if not done.skipped and not (math.isfinite(loss) and math.isfinite(norm)):
+            pending = self._pending.pop(0)
+            seconds = self.stopwatch.seconds(pending.start, pending.end)
+            loss, norm, *extra = pending.values.tolist()
+            if not pending.skipped and not (math.isfinite(loss) and math.isfinite(norm)):
                 self._pending.clear()
-                raise NonFiniteError(done.step, loss, norm)
-            metrics = StepMetrics(done.step, loss, norm, done.lr, done.tokens, seconds, done.skipped)
-            report(metrics, dict(zip(done.names, extra, strict=True)))
+                raise NonFiniteError(pending.step, loss, norm)
+            metrics = StepMetrics(pending.step, loss, norm, pending.lr, pending.tokens, seconds, pending.skipped)
+            report(metrics, dict(zip(pending.names, extra, strict=True)))
 
     def reset_timer(self) -> None:
         """Do not count time since the last step toward the next one; call it before an evaluation or a save."""
         self._step_end = None
-
-    def _forward_backward(self, batch: Any, num_items: Tensor) -> LossOutput:
-        """Forward and backward pass of a micro-batch; the loss is detached."""
-        if self.training_step is not None:
-            return LossOutput(self.training_step(batch, num_items))
-        with self.precision.autocast():
-            output = self.objective(self.model, batch, num_items)
-        assert output.loss is not None
-        self.precision.scale(output.loss).backward()
-        return output._replace(loss=output.loss.detach())
 
     def _clip_gradients(self) -> Tensor:
         """Unscale and clip the gradients; returns their norm before clipping."""

@@ -24,22 +24,20 @@ from whimbrel.optim import parameter_table, resolve_steps
 from whimbrel.precision import MixedPrecision
 from whimbrel.train import build, checks
 from whimbrel.train.arguments import MinimalTrainingArguments, from_config, to_config
-from whimbrel.train.batches import TokenBatches
-from whimbrel.train.callback import Callbacks, StopRequest
+from whimbrel.train.batches import Batches, DatasetBatches, TokenBatches, collate
+from whimbrel.train.callback import Callbacks, RunningTotals, StopRequest, TrainerControl, TrainerState, TrainOutput
 from whimbrel.train.callbacks import ControlCallback, ProgressCallback, TensorBoardCallback, TrackerCallback
 from whimbrel.train.callbacks.loggers import JsonlLogger
 from whimbrel.train.callbacks.progress import RunSummary, estimate_memory, features
-from whimbrel.train.checkpointing import CheckpointMethods
+from whimbrel.train.checkpointing import CheckpointMixin
 from whimbrel.train.config import LogConfig, RunConfig, TrainerConfig
 from whimbrel.train.control import SignalHandler
-from whimbrel.train.dataset_batches import DatasetBatches, collate
 from whimbrel.train.device import Stopwatch, choose_device, device_name, peak_flops, peak_memory
 from whimbrel.train.evaluation import EvalPrediction, find_metric, greater_is_better, has_metric
 from whimbrel.train.hf_compat import check_overrides, missing_attribute, overrides
 from whimbrel.train.objectives import LossFunction, Objective
-from whimbrel.train.overridable import Accelerator, OverridableMethods
+from whimbrel.train.overridable import Accelerator, OverridableMethodsMixin
 from whimbrel.train.run_directory import check_directory, to_json
-from whimbrel.train.state import Tally, TrainerControl, TrainerState, TrainOutput
 from whimbrel.train.step import NonFiniteError, StepMetrics, TrainStep
 
 __all__ = ["BaseTrainer", "Trainer", "train"]
@@ -51,9 +49,6 @@ MAX_ROLLBACKS = 3
 MAX_SKIPS = 100
 """Maximum number of consecutive skipped steps before the run fails."""
 REMEDY = "lower the learning rate (optim.lr, learning_rate) or clip the gradient (train.clip, max_grad_norm)"
-
-_OVERRIDDEN_DATALOADER = object()
-"""Placeholder for train_dataset in a trainer whose class overrides get_train_dataloader."""
 
 
 class EvaluationInterruptedError(Exception):
@@ -72,7 +67,7 @@ class _Session:
     skips: int = 0
     """Skipped steps in a row."""
     has_stepped: bool = False
-    has_rewound: bool = False
+    has_rolled_back: bool = False
     """Whether the run rolled back and has not stepped since."""
     is_evaluating: bool = False
     save_is_due: bool = False
@@ -82,7 +77,7 @@ class _Session:
     """Extra metrics from the objective for the last reported step."""
 
 
-class BaseTrainer(CheckpointMethods, OverridableMethods):
+class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
     """Trains a model: the interface of `transformers.Trainer`, with complete state in every checkpoint.
 
     `args` may also be a `TrainerConfig`, which TOML files are parsed to; `from_config` builds model and data as well.
@@ -135,7 +130,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         self.data_collator = data_collator or collate
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class, self.loss_fn, self.objective = processing_class, compute_loss_func, objective
-        self.state, self.control, self.tally = TrainerState(), TrainerControl(), Tally()
+        self.state, self.control, self.totals = TrainerState(), TrainerControl(), RunningTotals()
         self.callbacks = Callbacks.with_defaults(self.default_callbacks(), callbacks or ())
         for callback in _log_callbacks(self.config.log):
             self.callbacks.add(callback)
@@ -170,15 +165,19 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
 
     @classmethod
     def from_config(
-        cls, config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: build.Sampler | None = None
+        cls,
+        config: RunConfig,
+        *,
+        callbacks: Iterable[Any] | None = None,
+        sample_func: build.SampleFunction | None = None,
     ) -> Self:
         """Build a trainer for a GPT on token shards; an existing run in the output directory is resumed.
 
-        `callbacks` and those that the configuration enables are added to the defaults. `sampler` generates the text
+        `callbacks` and those that the configuration enables are added to the defaults. `sample_func` generates the text
         for `[sample]` instead of the inference engine.
         """
         checks.check_single_process()
-        parts = build.build_run(config, sampler)
+        parts = build.build_run(config, sample_func)
         trainer = cls(
             parts.config,
             parts.model,
@@ -242,10 +241,10 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         return self._signals.received
 
     @property
-    def drains(self) -> bool:
+    def is_draining(self) -> bool:
         """Whether the run must save and stop immediately without evaluating, to be resumed later."""
         return self.received_signal is not None or any(
-            getattr(callback, "drains", False) for callback in self.callbacks
+            getattr(callback, "is_draining", False) for callback in self.callbacks
         )
 
     # Training
@@ -260,55 +259,63 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
 
         `ignore_keys_for_eval`: model outputs to exclude from the predictions in evaluations during training.
         """
-        if trial is not None:
-            raise ConfigError("expected trial=None: construct and train one Trainer for each trial")
+        checks.check_no_trial(trial)
         check_overrides(self)
         checks.check_datasets(self)
-        own_config, self._ignore_keys = self.config, ignore_keys_for_eval
+        original_config, self._ignore_keys = self.config, ignore_keys_for_eval
         if resume_from_checkpoint is not None:
             latest = resume_from_checkpoint in (True, "latest")
             path = None if latest or isinstance(resume_from_checkpoint, bool) else Path(resume_from_checkpoint)
-            self.config = replace(own_config, resume=replace(own_config.resume, latest=latest, path=path))
-        dataset = _OVERRIDDEN_DATALOADER if self.train_dataset is None else self.train_dataset
+            self.config = replace(original_config, resume=replace(original_config.resume, latest=latest, path=path))
         try:
             with self.checkpoint_manager.lock:  # before anything in the directory is read, changed or removed
                 check_directory(self.config, explicit=not self._from_config)
                 with self._torch_settings():
-                    self._prepare(dataset, self.eval_dataset)
+                    self._prepare_model()
+                    self._prepare_training()
                     with self._signals:
                         return self._train_loop()
         finally:
-            self.config, self._ignore_keys = own_config, None
+            self.config, self._ignore_keys = original_config, None
 
-    def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Create dataloaders, optimizer and scheduler for the datasets (None: skip); an existing model is kept."""
-        config = self.config
-        if config.train.compile:
+    def _prepare_model(self) -> None:
+        """Create the model if there is none, and wrap it; does nothing the second time."""
+        if self.config.train.compile:
             build.set_compile_cache()
         if self.model is None:
             self.model = self.call_model_init()
         if not self._is_wrapped:
-            build.wrap_model(self.model, config, self.device)
+            build.wrap_model(self.model, self.config, self.device)
             self._is_wrapped = True
-        if eval_dataset is not None and not isinstance(eval_dataset, Mapping):
-            self.eval_dataloader = self._make_batches(eval_dataset, config.validation.micro_batch, shuffle=False)
-        if train_dataset is None:
-            return
+
+    def _prepare_training(self) -> None:
+        """Create dataloaders, optimizer and scheduler, reset the state, and load a checkpoint to resume from."""
+        assert self.model is not None
+        config = self.config
+        if self.eval_dataset is not None and not isinstance(self.eval_dataset, Mapping):
+            self.eval_dataloader = self._make_batches(self.eval_dataset, config.validation.micro_batch, shuffle=False)
         if overrides(self, "get_train_dataloader"):
             self.train_dataloader = self._as_batches(self.get_train_dataloader())
         else:
-            self.train_dataloader = self._make_batches(train_dataset, config.train.micro_batch, shuffle=True)
-        total = self._total_steps(self.train_dataloader)
+            self.train_dataloader = self._make_batches(self.train_dataset, config.train.micro_batch, shuffle=True)
+        total = config.train.steps
+        if total is None:
+            total = self.train_dataloader.steps_for(config.train.epochs or 0.0, config.train.accumulation or 1)
         self._create_optimizer_and_scheduler(total)
         self._optimizer_states = None
         self._optimizer_components()  # they record initial settings, before a checkpoint or a step changes them
-        self.state, self.control, self.tally = self._initial_state(total), TrainerControl(), Tally()
+        self.state, self.control, self.totals = self._initial_state(total), TrainerControl(), RunningTotals()
         self.callbacks.stopped_by, self._last_metric, self.deferred = None, None, set()
         self.model.train()
-        self._compile_ahead()
+        if self._from_config and config.train.compile and isinstance(self.train_dataset, TokenDataLoader):
+            # Before the first step, to keep compilation out of step times; token shards have known shapes.
+            start = time.perf_counter()
+            objective = self._objective_for(self.train_dataset)
+            build.compile_ahead(self.model, objective, self.train_dataset, self.precision, self.device)
+            self.compile_seconds = time.perf_counter() - start
         build.seed_everything(config.train.seed)
         if self._requested_config is not None:
-            build.check_run_directory_unchanged(self._requested_config, self.config.train.micro_batch)
+            build.check_run_directory_unchanged(self._requested_config, config.train.micro_batch)
         self._resume()
 
     def _train_loop(self) -> TrainOutput:
@@ -321,10 +328,18 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
             self._run_epochs(self._session)
             self.checkpoint_manager.wait()
             self._dispatch_finished_saves()
-            interrupted = self.drains and not self._is_last_step
+            interrupted = self.is_draining and not self._is_last_step
             if self.config.checkpoint.best is not None and not (interrupted or self.control.should_abort_without_save):
                 self._load_best()
-            output = self._output(time.perf_counter() - start)
+            totals = self.totals
+            loss = totals.loss / totals.steps if totals.steps else math.nan
+            metrics: dict[str, Any] = {
+                "train_runtime": time.perf_counter() - start, "train_seconds": totals.seconds, "train_loss": loss,
+                "epoch": self.state.epoch, "num_input_tokens_seen": self.state.num_input_tokens_seen,
+                "total_flos": self.state.total_flos, "compile_seconds": self.compile_seconds,
+                "peak_memory": peak_memory(self.device),
+            }  # fmt: skip
+            output = TrainOutput(self.state.global_step, loss, metrics)
         finally:
             self.checkpoint_manager.close()
             if output is None:
@@ -348,7 +363,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
             optimizer=self.optimizer,
             scheduler=scheduler,
             batches=self.train_dataloader,
-            objective=self._counter(self._objective_for(self.train_dataloader), "training_step"),
+            objective=self._counting_objective(self._objective_for(self.train_dataloader), "training_step"),
             training_step=self._overridden_training_step(self.model),
             precision=self.precision,
             accumulation=config.train.accumulation or 1,
@@ -367,25 +382,25 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         if self.deferred:
             self._run_deferred(session)
         while self._should_continue():
-            batches.begin(state.raw_epoch)
+            batches.start_epoch(state.raw_epoch)
             self.control.should_epoch_stop = False
             self.dispatch("on_epoch_begin")
             while self._should_continue():
                 try:
                     epoch_ended = self._step(session, batches)
-                except NonFiniteError as fault:
-                    self._recover(session, fault)
+                except NonFiniteError as error:
+                    self._recover(session, error)
                     break
                 if epoch_ended:
                     break
         if session.has_stepped and not self.control.should_abort_without_save:
-            interrupted = self.drains and not self._is_last_step
+            interrupted = self.is_draining and not self._is_last_step
             if state.global_step > state.epoch_start_step and not interrupted:
                 self.dispatch("on_epoch_end")  # the run ends within an epoch
             try:
                 self._handle_control(session, final=True)
-            except NonFiniteError as fault:
-                self._recover(session, fault, final=True)
+            except NonFiniteError as error:
+                self._recover(session, error, final=True)
 
     def _should_continue(self) -> bool:
         """Whether to run another step."""
@@ -398,7 +413,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
             and train.on_nonfinite != "rollback"
             and self.state.raw_epoch >= math.ceil(train.epochs)
         )
-        return not (self._is_last_step or all_epochs_done or self.control.ends_training)
+        return not (self._is_last_step or all_epochs_done or self.control.should_stop)
 
     @property
     def _is_last_step(self) -> bool:
@@ -414,14 +429,14 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
             self.callbacks.stopped_by = StopRequest(received.name, event, "stop")
             logger.info("Interrupted (%s): finishing this step, then saving", received.name)
 
-    def _step(self, session: _Session, batches: TokenBatches | DatasetBatches) -> bool:
+    def _step(self, session: _Session, batches: Batches) -> bool:
         """Run one optimizer step and the actions due after it; returns whether the epoch ended."""
         state = self.state
         self.dispatch("on_step_begin")
         tokens = session.step.run(state.global_step + 1)
         if tokens is not None:
             state.global_step += 1
-            session.has_rewound = False
+            session.has_rolled_back = False
             if not session.has_stepped:
                 session.has_stepped = True
                 self._reserve_save_memory()
@@ -437,19 +452,19 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         self._handle_control(session, final=self._is_last_step or self.control.should_training_stop)
         return epoch_ended
 
-    def _end_epoch(self, session: _Session, batches: TokenBatches | DatasetBatches, tokens: int | None) -> None:
+    def _end_epoch(self, session: _Session, batches: Batches, tokens: int | None) -> None:
         state, config = self.state, self.config
-        if tokens is None and state.global_step == state.epoch_start_step and not session.has_rewound:
+        if tokens is None and state.global_step == state.epoch_start_step and not session.has_rolled_back:
             raise TrainingError(
                 f"expected batches in epoch {state.raw_epoch}, got none: the dataset is empty, or an iterable that can "
                 "be read only once"
             )
         state.raw_epoch += 1
         state.epoch_start_step = state.global_step
-        batches.begin(state.raw_epoch)
+        batches.start_epoch(state.raw_epoch)
         state.epoch = batches.epoch
         self.control.should_log |= config.log.each_epoch
-        self.control.should_evaluate |= config.validation.each_epoch and self._may_evaluate()
+        self.control.should_evaluate |= config.validation.each_epoch and self.can_evaluate and self._past_eval_delay()
         self._request_save(session, config.checkpoint.each_epoch)
         self.dispatch("on_epoch_end")
 
@@ -461,37 +476,34 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
             return every is not None and step % resolve_steps(every, self.state.max_steps) == 0
 
         control.should_log |= is_due(config.log.every) or (step == 1 and config.log.first)
-        control.should_evaluate |= is_due(config.validation.every) and self._may_evaluate()
+        control.should_evaluate |= is_due(config.validation.every) and self.can_evaluate and self._past_eval_delay()
         self._request_save(session, is_due(config.checkpoint.every))
 
     def _request_save(self, session: _Session, is_due: bool) -> None:
         """Request a save, preceded by an evaluation if checkpoints are evaluated."""
         self.control.should_save |= is_due
         session.save_is_due |= is_due
-        self.control.should_evaluate |= is_due and self._evaluates_saves and self.can_evaluate
+        self.control.should_evaluate |= is_due and self._evaluates_before_save and self.can_evaluate
 
     @property
-    def _evaluates_saves(self) -> bool:
+    def _evaluates_before_save(self) -> bool:
         return self.config.checkpoint.evaluate or self.config.checkpoint.best is not None
 
-    def _may_evaluate(self) -> bool:
-        passed = self.state.epoch if self.config.validation.each_epoch else self.state.global_step
-        return self.can_evaluate and passed >= self.config.validation.delay
+    def _past_eval_delay(self) -> bool:
+        progress = self.state.epoch if self.config.validation.each_epoch else self.state.global_step
+        return progress >= self.config.validation.delay
 
     @property
     def can_evaluate(self) -> bool:
         """Whether there is data to evaluate on."""
-        return self.eval_dataloader is not None or self._has_eval_data
-
-    @property
-    def _has_eval_data(self) -> bool:
-        return self.eval_dataset is not None or overrides(self, "get_eval_dataloader")
+        has_data = self.eval_dataloader is not None or self.eval_dataset is not None
+        return has_data or overrides(self, "get_eval_dataloader")
 
     def _handle_control(self, session: _Session, *, final: bool) -> None:
         """Log, evaluate and save as requested in `control`, each once per step."""
         control, config = self.control, self.config
         if final and not control.should_abort_without_save:
-            if not (self.drains and not self._is_last_step):  # an interrupted run is resumed later
+            if not (self.is_draining and not self._is_last_step):  # an interrupted run is resumed later
                 control.should_log |= config.log.every is not None or config.log.each_epoch
                 control.should_evaluate |= config.validation.at_end and self.can_evaluate
                 session.save_is_due |= config.checkpoint.at_end
@@ -517,27 +529,29 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         """Called with the metrics of each step, once the device has computed them."""
         session.extra_metrics = extra
         if not metrics.skipped:
-            self.tally.add(metrics.loss, metrics.grad_norm, metrics.lr, metrics.seconds)
+            self.totals.add(metrics.loss, metrics.grad_norm, metrics.lr, metrics.seconds)
             session.skips = 0
         else:
             session.skips += 1
-            fault = NonFiniteError(metrics.step, metrics.loss, metrics.grad_norm)
-            logger.warning("%s: step skipped", fault)
+            error = NonFiniteError(metrics.step, metrics.loss, metrics.grad_norm)
+            logger.warning("%s: step skipped", error)
             if session.skips == MAX_SKIPS:
-                raise TrainingError(f"{fault}, {MAX_SKIPS} skipped steps in a row: {REMEDY}")
+                raise TrainingError(f"{error}, {MAX_SKIPS} skipped steps in a row: {REMEDY}")
         self.dispatch("on_train_metrics", metrics={**metrics._asdict(), **extra})
 
     def _log_step(self, session: _Session) -> None:
-        if self.control.should_log and self.tally.unlogged_steps:
-            logs: dict[str, Any] = {**self.tally.take_logs(), **session.extra_metrics}
+        if self.control.should_log and self.totals.unlogged_steps:
+            logs: dict[str, Any] = {**self.totals.pop_logs(), **session.extra_metrics}
             self.dispatch("on_log_step", logs=logs)
             self.log(logs)
         self.control.should_log = False
 
     def _evaluate_step(self, session: _Session) -> None:
-        measures_save = self._evaluates_saves and (session.save_is_due if self.drains else self.control.should_save)
-        requested = (self.control.should_evaluate or measures_save) and self.can_evaluate
-        if requested and self._is_first(session, "evaluate"):
+        evaluate_before_save = self._evaluates_before_save and (
+            session.save_is_due if self.is_draining else self.control.should_save
+        )
+        requested = (self.control.should_evaluate or evaluate_before_save) and self.can_evaluate
+        if requested and self._claim(session, "evaluate"):
             self._evaluate_or_defer(session)
         self.control.should_evaluate = False
 
@@ -550,7 +564,7 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         before, session.is_evaluating = rng.state_dict(), True
         try:
             self._check_interrupted()
-            self._compare(self.evaluate())
+            self._update_best_metric(self.evaluate())
         except EvaluationInterruptedError:
             rng.load_state_dict(before)
             if not self.control.should_abort_without_save:
@@ -565,10 +579,10 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
     def _check_interrupted(self) -> None:
         """Raise EvaluationInterruptedError if the training loop is evaluating and the run must stop immediately."""
         evaluating = self._session is not None and self._session.is_evaluating
-        if evaluating and (self.drains or self.control.should_abort_without_save):
+        if evaluating and (self.is_draining or self.control.should_abort_without_save):
             raise EvaluationInterruptedError
 
-    def _compare(self, metrics: dict[str, float]) -> None:
+    def _update_best_metric(self, metrics: dict[str, float]) -> None:
         """Record the best-model metric of an evaluation, and whether it is the best so far."""
         checkpoint = self.config.checkpoint
         if not has_metric(metrics, checkpoint.metric) and checkpoint.best is None and not checkpoint.when_best:
@@ -598,32 +612,33 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         if (
             (requested or self._save_is_overdue(session))
             and self.state.global_step > 0
-            and self._is_first(session, "save")
+            and self._claim(session, "save")
         ):
             with contextlib.suppress(OSError):  # logged when it fails; raised at the end if it was the last save
                 self.save_checkpoint() if requested else self.save_checkpoint(temporary=True)
             session.saved_at = time.monotonic()
         self.control.should_save = session.save_is_due = False
 
-    def _is_first(self, session: _Session, action: str) -> bool:
-        """Whether `action` has not been done at this step yet."""
+    def _claim(self, session: _Session, action: str) -> bool:
+        """Mark `action` as done at this step; False if it already was."""
         step = self.state.global_step
-        again, session.last_done[action] = session.last_done.get(action) == step, step
-        return not again
+        already_done = session.last_done.get(action) == step
+        session.last_done[action] = step
+        return not already_done
 
-    def _recover(self, session: _Session, fault: NonFiniteError, *, final: bool = False) -> None:
+    def _recover(self, session: _Session, error: NonFiniteError, *, final: bool = False) -> None:
         """Fail, or roll back to the newest checkpoint and continue with the next data."""
         manager = self.checkpoint_manager
         if self.config.train.on_nonfinite != "rollback":
-            raise TrainingError(f"{fault}: {REMEDY}; nothing was saved since") from fault
+            raise TrainingError(f"{error}: {REMEDY}; nothing has been saved since the last checkpoint") from error
         manager.wait()
         if manager.current() is None and self.resumed_from is None:
             raise TrainingError(
-                f"{fault}, and there is no checkpoint to roll back to: save more often (checkpoint.every, save_steps)"
-            ) from fault
+                f"{error}, and there is no checkpoint to roll back to: save more often (checkpoint.every, save_steps)"
+            ) from error
         if session.rollbacks == MAX_ROLLBACKS or final:
-            raise TrainingError(f"{fault}, after {session.rollbacks} rollbacks: {REMEDY}") from fault
-        session.rollbacks, session.has_rewound = session.rollbacks + 1, True
+            raise TrainingError(f"{error}, after {session.rollbacks} rollbacks: {REMEDY}") from error
+        session.rollbacks, session.has_rolled_back = session.rollbacks + 1, True
         components = [part for part in self.get_state_components() if part.key not in ("dataset", "rng")]
         epoch = self.state.raw_epoch
         manager.load(components, manager.current() or self.resumed_from)
@@ -634,18 +649,8 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         session.last_done.clear()
         session.step.reset_timer()
         step = self.state.global_step
-        logger.warning("%s: rolled back to step %d, continuing with the next data", fault, step)
-        self.dispatch("on_rewind", step=step)
-
-    def _output(self, seconds: float) -> TrainOutput:
-        state, tally = self.state, self.tally
-        loss = tally.loss / tally.steps if tally.steps else math.nan
-        metrics: dict[str, Any] = {
-            "train_runtime": seconds, "train_seconds": tally.seconds, "train_loss": loss, "epoch": state.epoch,
-            "num_input_tokens_seen": state.num_input_tokens_seen, "total_flos": state.total_flos,
-            "compile_seconds": self.compile_seconds, "peak_memory": peak_memory(self.device),
-        }  # fmt: skip
-        return TrainOutput(state.global_step, loss, metrics)
+        logger.warning("%s: rolled back to step %d, continuing with the next data", error, step)
+        self.dispatch("on_rollback", step=step)
 
     # Preparation
 
@@ -653,10 +658,13 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
         return build.torch_settings(self.config, self.device)
 
     def _initial_state(self, total: int) -> TrainerState:
-        config = self.config
+        config, batches = self.config, self.train_dataloader
+        epochs = config.train.epochs or 0.0  # 0 if the length of an epoch is unknown
+        if not epochs and (isinstance(batches, TokenBatches) or batches.has_length):
+            epochs = float(math.ceil(total / batches.steps_for(1.0, config.train.accumulation or 1)))
         return TrainerState(
             max_steps=total,
-            num_train_epochs=config.train.epochs or self._epochs_in(total),
+            num_train_epochs=epochs,
             logging_steps=resolve_steps(config.log.every, total) if config.log.every else 0,
             eval_steps=resolve_steps(config.validation.every, total) if config.validation.every else 0,
             save_steps=resolve_steps(config.checkpoint.every, total) if config.checkpoint.every else 0,
@@ -665,28 +673,6 @@ class BaseTrainer(CheckpointMethods, OverridableMethods):
             is_local_process_zero=bool(self.is_local_process_zero),
             is_world_process_zero=bool(self.is_world_process_zero),
         )
-
-    def _total_steps(self, batches: TokenBatches | DatasetBatches) -> int:
-        train = self.config.train
-        if train.steps is not None:
-            return train.steps
-        return batches.steps_for(train.epochs or 0.0, train.accumulation or 1)
-
-    def _epochs_in(self, steps: int) -> float:
-        """The number of epochs that `steps` steps reach into, rounded up; 0 if the epoch length is unknown."""
-        batches = self.train_dataloader
-        if batches is None or (isinstance(batches, DatasetBatches) and not batches.sized):
-            return 0.0
-        return float(math.ceil(steps / batches.steps_for(1.0, self.config.train.accumulation or 1)))
-
-    def _compile_ahead(self) -> None:
-        """Compile before the first step, to keep it out of step times; only for token shards (known shapes)."""
-        if self._from_config and self.config.train.compile and isinstance(self.train_dataset, TokenDataLoader):
-            assert self.model is not None
-            start = time.perf_counter()
-            objective = self._objective_for(self.train_dataset)
-            build.compile_ahead(self.model, objective, self.train_dataset, self.precision, self.device)
-            self.compile_seconds = time.perf_counter() - start
 
     @property
     def _greater_is_better(self) -> bool:
@@ -756,10 +742,10 @@ class ProcessFlag(int):
 
 
 def train(
-    config: RunConfig, *, callbacks: Iterable[Any] | None = None, sampler: build.Sampler | None = None
+    config: RunConfig, *, callbacks: Iterable[Any] | None = None, sample_func: build.SampleFunction | None = None
 ) -> TrainOutput:
     """Train as described by `config`; an existing run in its output directory is resumed exactly."""
-    return Trainer.from_config(config, callbacks=callbacks, sampler=sampler).train()
+    return Trainer.from_config(config, callbacks=callbacks, sample_func=sample_func).train()
 
 
 def _log_callbacks(log: LogConfig) -> list[Any]:

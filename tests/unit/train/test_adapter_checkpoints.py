@@ -95,7 +95,7 @@ def test_peft_loads_the_model_of_a_checkpoint(settings: Make, fit: Make, rows: A
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: adapted(seed=5), "base model with other weights"),
+        (lambda: adapted(seed=5), "base model with different weights"),
         (lambda: adapted(lora_alpha=16), "has an adapter with lora_alpha = 8, but this model has 16"),
         (lambda: adapted(r=2), "has an adapter with r = 4, but this model has 2"),
         (prompted, "has an adapter with "),

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader
 from whimbrel.checkpoint import list_checkpoints
 from whimbrel.train import BaseTrainer, TrainerCallback
 from whimbrel.train.arguments import to_config
-from whimbrel.train.batches import make_batches
-from whimbrel.train.dataset_batches import collate
+from whimbrel.train.batches import collate, make_batches
 
 Make = Callable[..., Any]
 

@@ -25,9 +25,8 @@ from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.train import TrainerCallback
-from whimbrel.train.batches import TokenBatches, make_batches, token_count
+from whimbrel.train.batches import DatasetBatches, TokenBatches, collate, make_batches, token_count
 from whimbrel.train.config import LoaderConfig
-from whimbrel.train.dataset_batches import DatasetBatches, collate
 
 Make = Callable[..., Any]
 
@@ -140,12 +139,12 @@ def rng_states() -> tuple[Any, ...]:
 def take(batches: DatasetBatches, count: int, epoch: int = 0) -> list[tuple[int, list[int]]]:
     """(epoch, values) of the next batches, over as many epochs as needed."""
     found = []
-    batches.begin(epoch)
+    batches.start_epoch(epoch)
     while len(found) < count:
         batch = batches.next_batch()
         if batch is None:
             epoch += 1
-            batches.begin(epoch)
+            batches.start_epoch(epoch)
         else:
             found.append((epoch, batch["x"].tolist()))
     return found
@@ -273,18 +272,18 @@ def test_a_token_stream_ends_its_epochs(shards: Path) -> None:
     loader = TokenDataLoader(shards, B=4, T=32, split="val")
     batches = TokenBatches(loader, CPU)
     steps, ends = -(-2 * loader.total_tokens // 128), []
-    batches.begin(0)
+    batches.start_epoch(0)
     for step in range(1, steps + 1):
         batches.next_batch()
         if batches.exhausted():
             ends.append(step)
-            batches.begin(len(ends))
+            batches.start_epoch(len(ends))
             assert not batches.exhausted()
     assert ends == [-(-n * loader.total_tokens // 128) for n in (1, 2)]
     state = batches.state_dict()
     again = TokenBatches(TokenDataLoader(shards, B=4, T=32, split="val"), CPU)
     again.load_state_dict(state)
-    again.begin(1)
+    again.start_epoch(1)
     assert not again.exhausted()
     assert again.epoch == batches.epoch == loader.position / loader.total_tokens
 
@@ -317,7 +316,7 @@ def test_loader_settings_without_effect_on_token_loaders_raise_an_error(shards: 
 
     assert isinstance(make_loader(None), TokenBatches)
     assert isinstance(make_loader(4), TokenBatches)
-    with pytest.raises(ConfigError, match="expected batch size 4.* got 2"):
+    with pytest.raises(ConfigError, match="B = 4 as batch size, got 2"):
         make_loader(2)
     for name, value in (("workers", 1), ("drop_last", True), ("pin_memory", False)):
         with pytest.raises(ConfigError, match=f"loader.{name} = {value} has no effect on a TokenDataLoader"):
@@ -362,17 +361,17 @@ def test_a_different_batch_size_continues_at_the_same_example() -> None:
 
 
 def test_invalid_datasets_and_examples_raise_an_error() -> None:
-    with pytest.raises(DataError, match="at least one batch of 4"):
+    with pytest.raises(DataError, match="at least 4 examples"):
         make(listed(3), drop_last=True)
-    with pytest.raises(ConfigError, match="expected batch size 1.* got 4"):
+    with pytest.raises(ConfigError, match="batch size 1, got 4"):
         make_batches(torch.utils.data.DataLoader(listed(4)), 4, CPU, **KEYWORDS)
-    with pytest.raises(DataError, match="at least one batch of 4 examples, got 0"):
+    with pytest.raises(DataError, match="at least one example, got an empty"):
         make_batches([], 4, CPU, **KEYWORDS)
     with pytest.raises(ConfigError, match="expected a dataset, got int"):
         make_batches(3, 1, CPU, collate=collate, seed=0, shuffle=False, loader=LoaderConfig())
     with pytest.raises(ConfigError, match="num_shards for 2 workers"):
         make(Counting(3), workers=2)
-    with pytest.raises(DataError, match="one shape for 'x' .* data_collator"):
+    with pytest.raises(DataError, match="equal shape for 'x' .* data_collator"):
         collate([{"x": [1, 2]}, {"x": [1]}])
     with pytest.raises(DataError, match="got str"):
         collate(["a"])

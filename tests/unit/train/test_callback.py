@@ -7,8 +7,7 @@ from typing import Any
 from transformers import TrainerCallback as TheirCallback
 from transformers import TrainerControl as TheirControl
 
-from whimbrel.train.callback import EVENTS, Callbacks, TrainerCallback
-from whimbrel.train.state import TrainerControl
+from whimbrel.train.callback import EVENTS, Callbacks, TrainerCallback, TrainerControl
 
 
 class SetsFlags(TrainerCallback):

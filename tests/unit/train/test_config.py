@@ -12,8 +12,7 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.config import list_settings
 from whimbrel.models import GPT, GPTConfig, preset
 from whimbrel.train import RunConfig, load_run_config
-from whimbrel.train.batches import accumulation_steps, default_micro_batch
-from whimbrel.train.build import classified_parameters
+from whimbrel.train.build import accumulation_steps, classified_parameters, default_micro_batch
 from whimbrel.train.device import choose_device
 
 MakeRun = Callable[..., RunConfig]
@@ -140,10 +139,10 @@ def test_tokens_per_step_must_be_a_multiple_of_the_micro_batch() -> None:
 
 
 def test_the_default_micro_batch_divides_the_step_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from whimbrel.train import batches
+    from whimbrel.train import build
 
     def chosen(free: int | None, tokens: int = 524_288) -> int:
-        monkeypatch.setattr(batches, "free_memory", lambda device: free)
+        monkeypatch.setattr(build, "free_memory", lambda device: free)
         return default_micro_batch(GPTConfig(), tokens, 1024, torch.device("cpu"), itemsize=2, reserve=3 * 2**30)
 
     assert chosen(None) == 4

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from whimbrel.base.errors import RequestError
-from whimbrel.train.callback import Callbacks
+from whimbrel.train.callback import Callbacks, TrainerControl, TrainerState
 from whimbrel.train.control import (
     ACTIONS,
     MAX_CLIENTS,
@@ -30,7 +30,6 @@ from whimbrel.train.control import (
     run_status,
     send_request,
 )
-from whimbrel.train.state import TrainerControl, TrainerState
 
 
 class Run:
@@ -102,7 +101,7 @@ def test_status_reports_the_latest_metrics(run: Run) -> None:
         "pid": os.getpid(), "step": 20, "max_steps": 100, "loss": 2.5, "lr": 1e-3, "tokens_per_second": 1024.0,
         "eta_seconds": pytest.approx(40.0), "checkpoint": "run/checkpoints/step-00000020",
     }  # fmt: skip
-    assert not run.control.ends_training
+    assert not run.control.should_stop
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_actions_are_applied_after_the_step(
     assert run.control == TrainerControl()  # not in the middle of a step
     run.step()
     assert run.control == TrainerControl(should_save=save, should_training_stop=stop, should_abort_without_save=abort)
-    assert run.callback.drains is hurry
+    assert run.callback.is_draining is hurry
     kind = "abort" if abort else "stop"
     stopped_by = ("ControlCallback", "on_step_end", kind) if stop or abort else None
     assert run.callbacks.stopped_by == stopped_by
@@ -142,7 +141,7 @@ def test_several_requests_are_combined(run: Run) -> None:
     send_request(run.folder, "stop")
     run.step()
     assert run.control == TrainerControl(should_save=True, should_training_stop=True)
-    assert not run.callback.drains
+    assert not run.callback.is_draining
 
 
 def send_raw(run: Run, data: bytes, wait: bool = True) -> bytes:
@@ -238,7 +237,7 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from whimbrel.train.control import ControlCallback
-from whimbrel.train.state import TrainerState
+from whimbrel.train.callback import TrainerState
 trainer = SimpleNamespace(config=SimpleNamespace(output_dir=Path(sys.argv[1])))
 ControlCallback().on_train_begin(state=TrainerState(max_steps=9), trainer=trainer)
 print("ready", flush=True)

@@ -95,11 +95,11 @@ class Pause(TrainerCallback):
     """Requests a save and a stop after a step, as a signal does."""
 
     def __init__(self, step: int) -> None:
-        self.step, self.drains = step, False
+        self.step, self.is_draining = step, False
 
     def on_step_end(self, **event: Any) -> None:
         if event["state"].global_step == self.step:
-            event["control"].should_save = event["control"].should_training_stop = self.drains = True
+            event["control"].should_save = event["control"].should_training_stop = self.is_draining = True
 
 
 @pytest.mark.parametrize("step", [3, 4, 6])  # nothing else due, a save due, the last one

@@ -21,11 +21,11 @@ class Stop(TrainerCallback):
     """Stops a run with a save, as a signal does."""
 
     def __init__(self, after: int) -> None:
-        self.after, self.drains = after, False
+        self.after, self.is_draining = after, False
 
     def on_step_end(self, **event: Any) -> None:
         if event["state"].global_step == self.after:
-            self.drains = True
+            self.is_draining = True
             event["control"].should_training_stop = event["control"].should_save = True
 
 

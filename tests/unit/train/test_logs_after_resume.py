@@ -28,7 +28,7 @@ class StopAt(TrainerCallback):
 
 
 def run_session(config: RunConfig, *own: TrainerCallback) -> None:
-    train(config, callbacks=own, sampler=lambda model, tokenizer, step: f"after {step}: {model.training}")
+    train(config, callbacks=own, sample_func=lambda model, tokenizer, step: f"after {step}: {model.training}")
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

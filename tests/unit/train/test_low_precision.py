@@ -119,7 +119,7 @@ def test_callbacks_see_unquantized_values(make_run: Make, tmp_path: Path, name: 
         texts.append(tokenizer.decode(list(ids)))
         return texts[-1]
 
-    trainer = Trainer.from_config(make_run(**SIZE | RECIPES[name] | watched), callbacks=[], sampler=sampler)
+    trainer = Trainer.from_config(make_run(**SIZE | RECIPES[name] | watched), callbacks=[], sample_func=sampler)
     trainer.train()
     assert len(texts) == 2
     norms = [line for line in trainer.state.log_history if "weight_norm/transformer.h.0.mlp.c_fc.weight" in line]

@@ -96,7 +96,7 @@ def test_optimizer_by_config(fit: Any, args: Any) -> None:
     assert {group["seed"] for group in trainer.optimizer.param_groups} == {7}
     with pytest.raises(ConfigError, match="optim.name = 'galore_wam' is not one of .*: did you mean 'galore_warm'"):
         fit(args(), optimizers=("galore_wam", None))
-    with pytest.raises(ConfigError, match=r"no argument 'optim_args': pass optimizers=\(OptimConfig\(name=NAME"):
+    with pytest.raises(ConfigError, match=r"unsupported optim_args='rank=8': pass optimizers=\(OptimConfig\(name=NAME"):
         args(optim_args="rank=8")
 
 

@@ -220,7 +220,7 @@ def test_training_step_that_bypasses_the_loss_scale_raises(args: Make, net: Make
     trainer = Child(args(mixed_precision="fp16"), net(), train_dataset=data())
     if trainer.precision.scaler is None:
         pytest.skip("no loss scaling on this device")
-    with pytest.raises(TrainingError, match=r"must use self.accelerator.backward\(loss\)"):
+    with pytest.raises(TrainingError, match=r"must call self.accelerator.backward\(loss\)"):
         trainer.train()
 
 

@@ -232,7 +232,7 @@ def test_samples_come_from_the_model_in_training(make_run: MakeRun) -> None:
         assert isinstance(model, GPT)
         return f"{tokenizer.vocab_size} after {step}"
 
-    seen = run(make_run(sample__every=3), sampler=sampler)
+    seen = run(make_run(sample__every=3), sample_func=sampler)
     assert seen.samples == [(3, "300 after 3"), (6, "300 after 6")]
 
 
@@ -333,7 +333,7 @@ def test_a_resumed_run_keeps_its_automatic_micro_batch(make_run: MakeRun, monkey
     for path in list_checkpoints(make_run().output_dir).values():
         shutil.copytree(path, path.with_name("step-00000007"))
         (path.with_name("step-00000007") / "manifest.json").write_text("damaged")
-    monkeypatch.setattr("whimbrel.train.batches.CPU_MICRO_BATCH_TOKENS", 32)
+    monkeypatch.setattr("whimbrel.train.build.CPU_MICRO_BATCH_TOKENS", 32)
     second = run(free(8)).summary
     assert first is not None
     assert second is not None
@@ -347,7 +347,8 @@ def test_compiling_ahead_does_not_change_the_weights(make_run: MakeRun) -> None:
                       train__tokens_per_step=128)  # fmt: skip
     trainer = Trainer.from_config(config, callbacks=[])
     before = {name: weight.clone() for name, weight in trainer.unwrapped_model().state_dict().items()}
-    trainer._prepare(trainer.train_dataset, None)
+    trainer._prepare_model()
+    trainer._prepare_training()
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.unwrapped_model().state_dict().items())
     assert trainer.optimizer is not None
     assert len(trainer.optimizer.state) == 0

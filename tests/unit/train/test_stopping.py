@@ -88,15 +88,15 @@ def test_nonfinite_skip_keeps_the_weights(args: Make, fit: Make) -> None:
 
 
 def test_nonfinite_rollback_restores_a_checkpoint_and_continues_with_new_data(args: Make, fit: Make) -> None:
-    rewound_to: list[int] = []
+    rolled_back_to: list[int] = []
 
     class Rewound(TrainerCallback):
-        def on_rewind(self, **event: Any) -> None:
-            rewound_to.append(event["step"])
+        def on_rollback(self, **event: Any) -> None:
+            rolled_back_to.append(event["step"])
 
     settings = args(on_nonfinite="rollback", save_strategy="steps", save_steps=3)
     trainer, losses = fit(settings, compute_loss_func=nan_loss_at(5), callbacks=[Rewound()])
-    assert rewound_to == [3]
+    assert rolled_back_to == [3]
     assert trainer.state.global_step == 8
     assert torch.tensor(losses.values).isfinite().all()
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [3, 6, 8]
@@ -233,11 +233,11 @@ def test_evaluations_without_eval_data_raise(args: Make, fit: Make) -> None:
 
 
 def test_a_rollback_without_new_checkpoints_loads_the_resumed_one(args: Make, fit: Make) -> None:
-    rewound_to: list[int] = []
+    rolled_back_to: list[int] = []
 
     class Rewound(TrainerCallback):
-        def on_rewind(self, **event: Any) -> None:
-            rewound_to.append(event["step"])
+        def on_rollback(self, **event: Any) -> None:
+            rolled_back_to.append(event["step"])
 
     settings = {"save_strategy": "steps", "save_steps": 2, "on_nonfinite": "rollback"}
     fit(args(**settings, max_steps=12))
@@ -245,7 +245,7 @@ def test_a_rollback_without_new_checkpoints_loads_the_resumed_one(args: Make, fi
     trainer, _ = fit(
         args(**settings, max_steps=9), resume=first, compute_loss_func=nan_loss_at(4), callbacks=[Rewound()]
     )
-    assert rewound_to == [6]
+    assert rolled_back_to == [6]
     assert trainer.state.global_step == 9
 
 

@@ -130,7 +130,7 @@ def test_rollback_prefers_the_regular_checkpoint(args: Make, fit: Make) -> None:
         return value * float("nan") if calls[0] == 6 else value
 
     class Rewound(TrainerCallback):
-        def on_rewind(self, **event: Any) -> None:
+        def on_rollback(self, **event: Any) -> None:
             went.append(event["step"])
 
     settings = args(on_nonfinite="rollback", save_strategy="steps", save_steps=3, save_minutes=ALWAYS)

@@ -150,7 +150,7 @@ def test_every_event_is_dispatched_with_its_keywords(args: Make, fit: Make, data
         "args", "state", "control", "model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader",
         "eval_dataloader", "trainer",
     }  # fmt: skip
-    assert set(heard) == set(EVENTS) - {"on_rewind", "on_sample"}
+    assert set(heard) == set(EVENTS) - {"on_rollback", "on_sample"}
     assert all(shared <= keywords for keywords in heard.values())
     assert "logs" in heard["on_log"] & heard["on_log_step"]
     assert "metrics" in heard["on_evaluate"] & heard["on_train_metrics"] & heard["on_predict"]
@@ -270,7 +270,7 @@ def test_default_dtype_applies_only_to_model_init(args: Make, net: Make, fit: Ma
 
 def test_a_scheduler_of_another_optimizer_raises(args: Make, fit: Make, net: Make) -> None:
     other = torch.optim.SGD(net().parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="expected a scheduler of this optimizer"):
+    with pytest.raises(ConfigError, match="belongs to a different optimizer"):
         fit(args(), optimizers=(None, torch.optim.lr_scheduler.StepLR(other, 2)))
 
 
@@ -278,12 +278,12 @@ def test_reduce_lr_on_plateau_raises(args: Make, fit: Make, net: Make) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(ConfigError, match="expected .* got ReduceLROnPlateau"):
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau is not supported"):
         fit(args(), model, optimizers=(optimizer, plateau))
 
 
 def test_compiling_a_torch_nn_class_raises(args: Make, fit: Make) -> None:
-    with pytest.raises(ConfigError, match="expected a module of your own .* got Sequential"):
+    with pytest.raises(ConfigError, match="torch.compile skips .* got Sequential"):
         fit(
             args(torch_compile=True, compile_scope="model", torch_compile_backend="eager"),
             nn.Sequential(nn.Linear(4, 3)),

@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from whimbrel.base.errors import DataError
-from whimbrel.train.dataset_batches import drop_unused_columns
+from whimbrel.train.batches import drop_unused_columns
 
 
 class Named(nn.Module):

@@ -88,7 +88,7 @@ class JsonlLogger(LogWriter):
             self._path = Path(event["trainer"].config.output_dir) / LOG_FILE
             self._truncate_after(event["state"].global_step)
 
-    def on_rewind(self, **event: Any) -> None:
+    def on_rollback(self, **event: Any) -> None:
         """Discard lines past the restored step."""
         if self._path is not None:
             self._truncate_after(event["step"])
@@ -208,7 +208,7 @@ class TensorBoardCallback(LogWriter):
             with self._guarded():
                 self._open_after(event["state"].global_step)
 
-    def on_rewind(self, **event: Any) -> None:
+    def on_rollback(self, **event: Any) -> None:
         """Discard events past the restored step."""
         if self._writer is not None:
             with self._guarded():

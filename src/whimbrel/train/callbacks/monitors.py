@@ -18,11 +18,10 @@ from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.files import PARTIAL, remove_stale
 from whimbrel.config import build
 from whimbrel.precision import QuantizedWeight
-from whimbrel.train.callback import TrainerCallback
+from whimbrel.train.callback import TrainerCallback, TrainerControl
 from whimbrel.train.config import DivergenceConfig
 from whimbrel.train.device import peak_memory
 from whimbrel.train.evaluation import find_metric, greater_is_better
-from whimbrel.train.state import TrainerControl
 
 __all__ = [
     "DivergenceCallback",
@@ -278,7 +277,7 @@ class EmaCallback(TrainerCallback):
             )
         self._average = {name: self._average[name].to(weight.device) for name, weight in weights.items()}
 
-    def on_rewind(self, **event: Any) -> None:
+    def on_rollback(self, **event: Any) -> None:
         """Use the average of the restored checkpoint."""
         self.on_train_begin(**event)
 

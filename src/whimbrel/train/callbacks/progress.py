@@ -177,7 +177,7 @@ class ProgressCallback(TrainerCallback):
     def on_save(self, **event: Any) -> None:
         self._print(f"checkpoint after step {event['step']}: {event['checkpoint']}")
 
-    def on_rewind(self, **event: Any) -> None:
+    def on_rollback(self, **event: Any) -> None:
         self._print(f"rolled back to step {event['step']}")
 
     def on_train_end(self, **event: Any) -> None:
@@ -192,7 +192,7 @@ class ProgressCallback(TrainerCallback):
         for line in _total_lines(output.metrics):
             self._print(line)
         if stop is not None and output.global_step < self._summary.total_steps:
-            callback = event["trainer"].callbacks.named().get(stop.callback)
+            callback = event["trainer"].callbacks.by_name().get(stop.callback)
             reason, overwrites = getattr(callback, "reason", None), event["trainer"].config.overwrite_output_dir
             for line in _stop_lines(stop, reason, output.global_step, event["checkpoint"], overwrites=overwrites):
                 self._print(line)

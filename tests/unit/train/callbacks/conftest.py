@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from whimbrel.train.callback import Callbacks
+from whimbrel.train.callback import Callbacks, TrainerControl, TrainerState, TrainOutput
 from whimbrel.train.callbacks.progress import RunSummary, estimate_memory
 from whimbrel.train.config import LogConfig, TrainConfig, TrainerConfig
-from whimbrel.train.state import TrainerControl, TrainerState, TrainOutput
 
 
 class Run:

@@ -42,7 +42,7 @@ def step_of_detection(make_run: Any, callback: DivergenceCallback, losses: list[
     run = make_run(callback, steps=len(losses)).begin()
     for step, loss in enumerate(losses):
         run.step(loss=loss)
-        if run.control.ends_training:
+        if run.control.should_stop:
             return step
     return None
 

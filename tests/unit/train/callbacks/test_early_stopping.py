@@ -64,5 +64,5 @@ def test_the_reason_names_nan_metrics(make_run: Any) -> None:
 
 
 def test_an_unknown_metric_raises_an_error(make_run: Any) -> None:
-    with pytest.raises(ConfigError, match="eval_loss.*got 'bleu'"):
+    with pytest.raises(ConfigError, match="unknown metric 'bleu'.*eval_loss"):
         evaluations_until_stop(make_run, EarlyStoppingCallback(patience=1, metric="bleu"), "loss", [1.0])

@@ -132,5 +132,5 @@ def test_a_rollback_restores_the_average(make_run: Any) -> None:
     then, state = means(callback), {"mean": means(callback)}
     run.step()
     callback.load_state_dict(state)
-    run.dispatch("on_rewind", step=1)
+    run.dispatch("on_rollback", step=1)
     assert equal(means(callback), then)

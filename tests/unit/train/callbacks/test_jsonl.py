@@ -70,7 +70,7 @@ def test_a_rollback_removes_later_lines(make_run: Any, tmp_path: Path) -> None:
     for loss in (3.0, 2.0, 9.0):
         run.step(loss=loss)
     run.state.global_step = 2
-    run.dispatch("on_rewind", step=2)
+    run.dispatch("on_rollback", step=2)
     run.step(loss=1.5)
     run.end()
     assert [line["loss"] for line in read_log(tmp_path / "run" / "log.jsonl")] == [3.0, 2.0, 1.5]

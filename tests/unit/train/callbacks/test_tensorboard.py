@@ -86,7 +86,7 @@ def test_a_rollback_discards_later_events(make_run: Any, tmp_path: Path) -> None
     for loss in (3.0, 2.0, 9.0):
         run.step(loss=loss)
     run.state.global_step = 2
-    run.dispatch("on_rewind", step=2)
+    run.dispatch("on_rollback", step=2)
     run.step(loss=1.5)
     run.end()
     assert curves(tmp_path / "run" / "runs" / "1_host")["train/loss"] == [(1, 3.0), (2, 2.0), (3, 1.5)]
@@ -105,7 +105,7 @@ def test_sessions_started_within_a_second_are_read_in_order(make_run: Any, tmp_p
     run = make_run(TensorBoardCallback(), steps=9).begin()
     for session in range(3):
         run.state.global_step = 1
-        run.dispatch("on_rewind", step=1)
+        run.dispatch("on_rollback", step=1)
         run.step(loss=float(session))
     run.end()
     folder = tmp_path / "run" / "runs" / "1_host"

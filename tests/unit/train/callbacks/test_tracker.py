@@ -57,7 +57,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from whimbrel.train.callbacks import TrackerCallback
 from whimbrel.train.config import TrainConfig, TrainerConfig
-from whimbrel.train.state import TrainerState
+from whimbrel.train.callback import TrainerState
 
 kind, folder, first, last = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 callback = TrackerCallback(kind)
