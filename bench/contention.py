@@ -19,7 +19,7 @@ from pathlib import Path
 
 from record import record
 from whimbrel.data.prepare import prepare
-from whimbrel.data.sources import documents
+from whimbrel.data.sources import iter_documents
 from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import read_log
 
@@ -64,7 +64,7 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {policy: {} for policy in POLICIES}
     with tempfile.TemporaryDirectory() as folder:
         corpus, data = str(ROOT / "corpora/tinyshakespeare.txt.gz"), Path(folder) / "data"
-        tokenizer = train_tokenizer(list(documents([corpus], separator="\n\n")), 4096)
+        tokenizer = train_tokenizer(list(iter_documents([corpus], separator="\n\n")), 4096)
         prepare([corpus], data, tokenizer, name="demo", separator="\n\n", val_tokens=20_000)
         for num_busy in (0, 1, 2):
             busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_busy)]

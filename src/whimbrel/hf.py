@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
 from whimbrel.cache import Cache, DynamicLayer
 from whimbrel.config import build, to_table
-from whimbrel.model_io.quantized import CODES, METHOD, QUANTIZATION, SCALES, WEIGHTS_FILE, stored_format
+from whimbrel.model_io.weights import CODES, METHOD, QUANTIZATION, SCALES, TRANSFORMERS_WEIGHTS, stored_format
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.layers import padded_positions
 from whimbrel.precision import QuantizedWeight, WeightFormat, keep_quantized
@@ -55,8 +55,8 @@ class CrossAttentionCache(EncoderDecoderCache):
     """
 
     def __init__(self, self_attention_cache: Cache, cross_attention_cache: Cache) -> None:
-        make = cross_attention_cache.layer_class_to_replicate
-        for layer in [*cross_attention_cache.layers, *(() if make is None else (make(),))]:
+        layer_class = cross_attention_cache.layer_class_to_replicate
+        for layer in [*cross_attention_cache.layers, *(() if layer_class is None else (layer_class(),))]:
             if not isinstance(layer, DynamicLayer) or layer.codec is not None:
                 raise ConfigError(
                     f"cross_attention_cache: expected layers of type DynamicLayer without a codec, got {layer!r}"
@@ -143,14 +143,14 @@ class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):
         tokens, stored = input_ids.size(1), 0 if past_key_values is None else past_key_values.get_seq_length()
         consecutive = torch.arange(stored, stored + tokens, device=input_ids.device)
         expected = consecutive if attention_mask is None else padded_positions(attention_mask)[:, -tokens:]
-        for name, given, positions in (
+        for name, actual, positions in (
             ("position_ids", position_ids, expected),
             ("cache_position", cache_position, consecutive),
         ):
-            if given is not None and not _equal_positions(given, positions):
+            if actual is not None and not _equal_positions(actual, positions):
                 raise RequestError(
-                    f"expected {name} to count {stored}, {stored + 1}, ... over {tokens} tokens without padding: "
-                    "packed sequences are not supported, omit it"
+                    f"expected {name} = {stored}, {stored + 1}, ... for the {tokens} non-padding tokens: packed "
+                    "sequences are not supported, omit it"
                 )
         loss, logits = self._decoder[0](
             input_ids,
@@ -165,9 +165,9 @@ class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):
         return output.to_tuple() if as_tuple else output
 
 
-def _equal_positions(given: Tensor, expected: Tensor) -> bool:
+def _equal_positions(actual: Tensor, expected: Tensor) -> bool:
     """Whether positions are equal, ignoring padding (-1 in `expected`)."""
-    return given.shape[-1] == expected.shape[-1] and bool(((given == expected) | (expected < 0)).all())
+    return actual.shape[-1] == expected.shape[-1] and bool(((actual == expected) | (expected < 0)).all())
 
 
 @register_quantization_config(METHOD)
@@ -204,8 +204,8 @@ class WhimbrelQuantizer(HfQuantizer):
 
         Of all quantizer methods, this is the one that transformers calls with the config before it locates the files.
         """
-        if getattr(config, WEIGHTS_FILE, None) is not None:
-            setattr(config, WEIGHTS_FILE, None)
+        if getattr(config, TRANSFORMERS_WEIGHTS, None) is not None:
+            setattr(config, TRANSFORMERS_WEIGHTS, None)
         return config
 
     def update_tp_plan(self, config: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import whimbrel
-from whimbrel.tokenization.llama2c import load_llama2c_tokenizer
+from whimbrel.model_io.llama2c import load_llama2c_tokenizer
 
 
 def interleave_rotary_rows(weight: torch.Tensor, head_size: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 WhimbrelError
 ├── ConfigError(ValueError)          an invalid setting, flag or argument
-│   └── MissingExtraError(ImportError)   a missing optional package
+│   └── MissingExtraError(ImportError)   a missing optional dependency
 ├── DataError(ValueError)            an invalid source, shard or manifest
 ├── CacheError(ValueError)           keys and values, or an operation, that a cache does not support
 │   └── CacheIndexError(IndexError)      a layer or sequence that a cache does not have
@@ -47,7 +47,7 @@ class ConfigError(WhimbrelError, ValueError):
 
 
 class MissingExtraError(ConfigError, ImportError):
-    """A package of an optional extra is not installed."""
+    """An optional dependency is not installed."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs the package '{package}': pip install 'whimbrel[{extra}]'")

@@ -22,6 +22,7 @@ __all__ = [
     "atomic_directory",
     "atomic_file",
     "check_empty",
+    "format_bytes",
     "parse_json",
     "remove_stale",
     "restore_replaced",
@@ -166,6 +167,13 @@ def _process_name() -> str:
 def _host() -> str:
     """A hash of the host name for temporary names: on a shared disk, the pids of other hosts mean nothing here."""
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def format_bytes(size: int) -> str:
+    """`size` in KiB, MiB or GiB, as in "1.50 GiB"."""
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Exclusive use of a directory by one process."""
+"""Lock a directory for exclusive use by one process."""
 
 from __future__ import annotations
 
@@ -104,7 +104,10 @@ class DirectoryLock:
                 raise OSError(errno.ENOTSUP, "this system has no flock")
             flock.flock(file, flock.LOCK_EX | flock.LOCK_NB)
         except BlockingIOError as error:
-            raise self._in_use_error(_wait_for_owner(self.path)) from error
+            deadline = time.monotonic() + OWNER_WAIT_SECONDS
+            while (owner := lock_owner(self.directory)) is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise self._in_use_error(owner) from error
         except OSError as error:
             self._check_owner_file(
                 f"{self.directory} cannot be locked ({error.strerror}): make sure that no other run uses it"
@@ -146,19 +149,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def lock_owner(directory: Path) -> dict[str, Any] | None:
-    """The process (`pid`, `host`, `since`) that holds a directory or was killed holding it; None after a clean exit."""
+    """The process (`pid`, `host`, `since`) that holds the lock, or was killed while holding it; None after a clean
+    exit.
+    """
     try:
         owner = json.loads((directory / LOCK_FILE).read_bytes())
     except (OSError, ValueError):
         return None
     return owner if isinstance(owner, dict) else None
-
-
-def _wait_for_owner(path: Path) -> dict[str, Any] | None:
-    deadline = time.monotonic() + OWNER_WAIT_SECONDS
-    while (owner := lock_owner(path.parent)) is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return owner
 
 
 def _write(file: int, owner: dict[str, Any] | None) -> None:
@@ -190,12 +188,12 @@ def _locks_are_local(directory: Path) -> bool:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
-    found, options = "", set[str]()
+    mount_point, options = "", set[str]()
     resolved = str(directory.resolve())
     for line in lines:
         fields = line.split()
-        point = fields[4].replace("\\040", " ")
-        inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(found):
-            found, options = point, {*fields[5].split(","), *fields[-1].split(",")}
+        candidate = fields[4].replace("\\040", " ")
+        inside = resolved == candidate or resolved.startswith(candidate.rstrip("/") + "/")
+        if inside and len(candidate) >= len(mount_point):
+            mount_point, options = candidate, {*fields[5].split(","), *fields[-1].split(",")}
     return not options.isdisjoint(LOCAL_LOCKS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["NoProgress", "Progress", "format_bytes"]
+__all__ = ["NoProgress", "Progress"]
 
 
 class Progress(Protocol):
@@ -43,10 +43,3 @@ class NoProgress:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def format_bytes(size: int) -> str:
-    """`size` in KiB, MiB or GiB, as in "1.50 GiB"."""
-    if size >= 2**30:
-        return f"{size / 2**30:.2f} GiB"
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -7,22 +7,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from whimbrel.base.lazy import lazy_exports
+from whimbrel.base import lazy_exports
 
 if TYPE_CHECKING:
-    from whimbrel.checkpoint.component import DirectoryStateful, Ranks, SharingPattern, StateComponent, Stateful
+    from whimbrel.checkpoint.component import (
+        DirectoryStateful,
+        Ranks,
+        RNGState,
+        SharingPattern,
+        StateComponent,
+        Stateful,
+    )
     from whimbrel.checkpoint.manager import CheckpointManager, SavedCheckpoint, rank_by_metric
     from whimbrel.checkpoint.manifest import (
         Manifest,
         checkpoint_path,
         latest_checkpoint,
         list_checkpoints,
+        missing_components,
         read_manifest,
         step_directories,
+        verify_checkpoint,
+        verify_component,
     )
-    from whimbrel.checkpoint.reader import missing_components, read_component, verify_checkpoint, verify_component
-    from whimbrel.checkpoint.rng import RNGState
-    from whimbrel.checkpoint.serialization import pack, read_tensors, unpack, write_tensors
+    from whimbrel.checkpoint.serialization import pack, read_component, read_tensors, unpack, write_tensors
 
 __all__ = [
     "CheckpointManager",
@@ -53,18 +61,19 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "component": ["DirectoryStateful", "Ranks", "SharingPattern", "StateComponent", "Stateful"],
+        "component": ["DirectoryStateful", "RNGState", "Ranks", "SharingPattern", "StateComponent", "Stateful"],
         "manager": ["CheckpointManager", "SavedCheckpoint", "rank_by_metric"],
         "manifest": [
             "Manifest",
             "checkpoint_path",
             "latest_checkpoint",
             "list_checkpoints",
+            "missing_components",
             "read_manifest",
             "step_directories",
+            "verify_checkpoint",
+            "verify_component",
         ],
-        "reader": ["missing_components", "read_component", "verify_checkpoint", "verify_component"],
-        "rng": ["RNGState"],
-        "serialization": ["pack", "read_tensors", "unpack", "write_tensors"],
+        "serialization": ["pack", "read_component", "read_tensors", "unpack", "write_tensors"],
     },
 )

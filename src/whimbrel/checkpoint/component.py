@@ -1,8 +1,10 @@
-"""The components of a checkpoint, and which ranks write and read which of their files."""
+"""The components of a checkpoint: `StateComponent`, which ranks write and read its files, and `RNGState`."""
 
 from __future__ import annotations
 
+import logging
 import os
+import random
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from whimbrel.base.errors import CheckpointError, ConfigError, WriteError
@@ -18,6 +22,7 @@ from whimbrel.config import did_you_mean
 __all__ = [
     "DirectoryStateful",
     "Location",
+    "RNGState",
     "Ranks",
     "SharingPattern",
     "StateComponent",
@@ -28,7 +33,10 @@ __all__ = [
 ]
 
 VALIDATION_LEVELS = ("none", "quick", "tensor", "full")
+NUMPY_GENERATOR = "MT19937"
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
@@ -37,19 +45,18 @@ class Stateful(Protocol):
     def state_dict(self) -> Any:
         """Nested dicts, lists and tuples of numbers, strings, bytes and tensors."""
 
-    def load_state_dict(self, state: Any) -> Any:
-        """Restore a state."""
+    def load_state_dict(self, state: Any) -> Any: ...
 
 
 @runtime_checkable
 class DirectoryStateful(Stateful, Protocol):
     """A stateful object with its own file format: a directory `KEY/` instead of `KEY.json` and `KEY.safetensors`."""
 
-    def save_directory(self, state: Any, folder: Path) -> None:
-        """Write `state`, a copy of `state_dict()` in host memory, to `folder`. May run on another thread."""
+    def save_directory(self, state: Any, directory: Path) -> None:
+        """Write `state`, a copy of `state_dict()` in host memory, to `directory`. May run on another thread."""
 
-    def load_directory(self, folder: Path) -> None:
-        """Restore the state in `folder`."""
+    def load_directory(self, directory: Path) -> None:
+        """Restore the state in `directory`."""
 
 
 class SharingPattern(Enum):
@@ -195,3 +202,45 @@ class Ranks:
     def lowest_rank(self, group: Any) -> int:
         """The lowest global rank of a process group."""
         return 0 if self.world_size == 1 else min(dist.get_process_group_ranks(group))
+
+
+class RNGState:
+    """The global RNGs of Python, NumPy and torch (CPU and all CUDA devices in use), as a checkpoint component."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all generators, as tensors and numbers."""
+        version, words, gauss = random.getstate()
+        numpy = np.random.get_state(legacy=False)
+        if numpy["bit_generator"] != NUMPY_GENERATOR:
+            raise CheckpointError(
+                f"expected NumPy's global generator to be {NUMPY_GENERATOR}, got {numpy['bit_generator']}"
+            )
+        return {
+            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+            "numpy": {
+                "key": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
+                "pos": int(numpy["state"]["pos"]),
+                "has_gauss": int(numpy["has_gauss"]),
+                "gauss": float(numpy["gauss"]),
+            },
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore all generators. Warns if the number of CUDA devices differs."""
+        python, numpy = state["python"], state["numpy"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        key = numpy["key"].numpy().astype(np.uint32)
+        np.random.set_state((NUMPY_GENERATOR, key, numpy["pos"], numpy["has_gauss"], numpy["gauss"]))
+        torch.set_rng_state(state["torch"])
+        devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        if devices != len(state["cuda"]):
+            logger.warning(
+                "the checkpoint has the RNG state of %d CUDA devices, but %d are in use: random numbers on the "
+                "remaining devices will differ",
+                len(state["cuda"]),
+                devices,
+            )
+        for device, saved in enumerate(state["cuda"][:devices]):
+            torch.cuda.set_rng_state(saved, device)

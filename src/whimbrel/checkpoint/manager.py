@@ -1,7 +1,8 @@
-"""`CheckpointManager`: saves checkpoints, in the background if asked, loads the newest valid one, removes old ones."""
+"""`CheckpointManager`: saves checkpoints, optionally in the background, loads the newest valid one, prunes old ones."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -30,12 +31,15 @@ from whimbrel.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
     checkpoint_path,
+    has_all_files,
     list_checkpoints,
+    missing_on_this_rank,
     read_manifest,
     remove_checkpoint,
     step_directories,
+    verify_checkpoint,
 )
-from whimbrel.checkpoint.reader import has_all_files, missing_on_this_rank, read_component, verify_checkpoint
+from whimbrel.checkpoint.serialization import read_component
 from whimbrel.checkpoint.writer import ComponentSnapshot, HostBuffers, check_replication, write_checkpoint
 
 __all__ = ["CheckpointManager", "SavedCheckpoint", "rank_by_metric"]
@@ -93,7 +97,7 @@ class CheckpointManager:
         self._pruning: Future[None] | None = None
         self._error: Exception | None = None
         self._finished: deque[SavedCheckpoint] = deque()
-        self._own_steps: set[int] = set()
+        self._known_steps: set[int] = set()
         """Steps that this manager saved or loaded, unlike those left over from before the run was rolled back."""
         self._damaged: set[Path] = set()
         self._temporary: set[Path] = set()
@@ -137,7 +141,8 @@ class CheckpointManager:
         self._acquire()
         thread_releases = False
         try:
-            saved = step in self._own_steps and has_all_files(target) and (temporary or target not in self._temporary)
+            is_temporary = target in self._temporary
+            saved = step in self._known_steps and has_all_files(target) and (temporary or not is_temporary)
             if not self._ranks.broadcast(saved):
                 thread_releases = self._save(target, step, components, metric, stored)
         finally:
@@ -207,7 +212,7 @@ class CheckpointManager:
         else:
             attempt()
         if in_run:
-            self._own_steps.add(step)
+            self._known_steps.add(step)
             self._damaged.discard(target)
             (self._temporary.add if TEMPORARY in metadata else self._temporary.discard)(target)
         self._finished.append(SavedCheckpoint(step, target))
@@ -225,7 +230,7 @@ class CheckpointManager:
         the save, which is complete.
         """
         try:
-            if step in self._own_steps:
+            if step in self._known_steps:
                 self._prune(step)
         except Exception as error:
             logger.warning("could not remove old checkpoints: %s", error)
@@ -294,15 +299,15 @@ class CheckpointManager:
         check_components(components, self._groups)
         check_skipped(skip, components)
         self.drain()
-        wanted = [component for component in components if component.key not in skip]
+        selected = [component for component in components if component.key not in skip]
         optional = [component.key for component in components if not component.required]
         while True:
-            choose = partial(self._choose, path, wanted, optional)
+            choose = partial(self._choose, path, selected, optional)
             chosen, manifest = self._ranks.run(lambda: choose() if self._ranks.is_main else None)[0]  # type: ignore[misc] # noqa: B023
             try:
                 if check is not None:
                     check(chosen, manifest)
-                self._restore(chosen, manifest, wanted)
+                self._restore(chosen, manifest, selected)
                 break
             except CheckpointError as error:
                 vanished = not (chosen / MANIFEST_FILE).is_file()
@@ -311,7 +316,7 @@ class CheckpointManager:
                 self._damaged.add(chosen)
                 logger.warning("skipped %s, which was removed while it was loaded (%s)", chosen, error)
         if chosen.parent == checkpoint_path(self.run, 0).parent:
-            self._own_steps = {step for step in self._own_steps if step < manifest.step} | {manifest.step}
+            self._known_steps = {step for step in self._known_steps if step < manifest.step} | {manifest.step}
         return manifest
 
     def load_component(self, component: StateComponent, path: Path) -> None:
@@ -321,15 +326,15 @@ class CheckpointManager:
         _restore(component, path, locate(component, self._ranks, self._groups).stem)
 
     def _choose(
-        self, path: Path | None, wanted: Sequence[StateComponent], optional: Collection[str]
+        self, path: Path | None, selected: Sequence[StateComponent], optional: Collection[str]
     ) -> tuple[Path, Manifest]:
         """The checkpoint to load: the one at `path`, or the newest valid one."""
         if path is not None:
-            return Path(path), _verify(Path(path), wanted, optional)
+            return Path(path), _verify(Path(path), selected, optional)
         errors = []
         for candidate in reversed(step_directories(self.run).values()):
             try:
-                return candidate, _verify(candidate, wanted, optional)
+                return candidate, _verify(candidate, selected, optional)
             except CheckpointError as error:
                 errors.append(str(error))
                 self._damaged.add(candidate)
@@ -339,18 +344,24 @@ class CheckpointManager:
             f"{self.run} has no valid checkpoint{damaged}: start over with --overwrite_output_dir=true"
         )
 
-    def _restore(self, chosen: Path, manifest: Manifest, wanted: Sequence[StateComponent]) -> None:
-        stems = {component.key: locate(component, self._ranks, self._groups).stem for component in wanted}
-        absent = missing_on_this_rank(chosen, manifest, stems)
-        self._ranks.run(partial(_check_absent, chosen, manifest, wanted, absent))
+    def _restore(self, chosen: Path, manifest: Manifest, selected: Sequence[StateComponent]) -> None:
+        stems = {component.key: locate(component, self._ranks, self._groups).stem for component in selected}
+        missing = missing_on_this_rank(chosen, manifest, stems)
+
+        def check_required() -> None:
+            for component in selected:
+                if component.required and component.key in missing:
+                    count = len(manifest.components[component.key].ranks)
+                    raise CheckpointError(f"{chosen} has no '{component.key}' for this rank: {count} ranks wrote it")
 
         def restore() -> None:
-            for component in wanted:
-                if component.key in absent:
+            for component in selected:
+                if component.key in missing:
                     logger.warning("%s has no '%s': continuing without its state", chosen, component.key)
                 else:
                     _restore(component, chosen, stems[component.key])
 
+        self._ranks.run(check_required)
         self._ranks.run(restore)
 
     # Queries
@@ -358,38 +369,44 @@ class CheckpointManager:
     def best(self) -> Path | None:
         """The checkpoint with the best metric; None if none has a metric."""
         self.drain()
-        found = rank_by_metric(self.run, greater_is_better=self._greater_is_better)
-        return found[0][1] if found else None
+        ranked = rank_by_metric(self.run, greater_is_better=self._greater_is_better)
+        return ranked[0][1] if ranked else None
 
     def newest(self) -> Path | None:
         """The complete checkpoint of the highest step that is not known to be damaged."""
-        found = [path for path in list_checkpoints(self.run).values() if path not in self._damaged]
-        return found[-1] if found else None
+        intact = [path for path in list_checkpoints(self.run).values() if path not in self._damaged]
+        return intact[-1] if intact else None
 
     def current(self) -> Path | None:
         """The newest checkpoint that this manager saved or loaded, whatever else is in the run directory.
 
         A temporary one only if there is no other: when those are written depends on the clock.
         """
-        own = [checkpoint_path(self.run, step) for step in sorted(self._own_steps)]
-        complete = [path for path in own if has_all_files(path)]
+        paths = [checkpoint_path(self.run, step) for step in sorted(self._known_steps)]
+        complete = [path for path in paths if has_all_files(path)]
         permanent = [path for path in complete if path not in self._temporary]
         return next(reversed(permanent or complete), None)
 
     def invalidate(self, step: int) -> None:
         """Make the next save of `step` overwrite the existing checkpoint instead of skipping it."""
         self.drain()
-        self._own_steps.discard(step)
+        self._known_steps.discard(step)
 
     # Removing
 
     def clean_up(self, step: int) -> None:
-        """Remove what a killed process left: partial writes, and checkpoints that its save of `step` would prune."""
+        """Remove what a killed process left behind: partial writes, and old checkpoints that saving `step` would have
+        pruned.
+        """
         self.drain()
         self._acquire()
         try:
             if self._ranks.is_main:
-                self._temporary = _temporary_checkpoints(self.run)
+                self._temporary.clear()
+                for path in list_checkpoints(self.run).values():
+                    with contextlib.suppress(CheckpointError):  # reported when it is loaded
+                        if read_manifest(path).metadata.get(TEMPORARY):
+                            self._temporary.add(path)
                 self._remove_stale(self.run)
                 self._remove_stale(self.run / "checkpoints")
             self._prune(step)
@@ -436,26 +453,15 @@ class CheckpointManager:
 
 def rank_by_metric(run: Path, *, greater_is_better: bool) -> list[tuple[float, Path]]:
     """The checkpoints of a run with a metric that is not NaN, best first; among equals the older first."""
-    found = []
+    ranked = []
     for step, path in list_checkpoints(run).items():
         try:
             metric = read_manifest(path).metric
         except CheckpointError:  # reported when it is loaded
             continue
         if metric is not None and not math.isnan(metric):
-            found.append((-metric if greater_is_better else metric, step, metric, path))
-    return [(metric, path) for _, _, metric, path in sorted(found)]
-
-
-def _temporary_checkpoints(run: Path) -> set[Path]:
-    found = set()
-    for path in list_checkpoints(run).values():
-        try:
-            if read_manifest(path).metadata.get(TEMPORARY):
-                found.add(path)
-        except CheckpointError:  # reported when it is loaded
-            continue
-    return found
+            ranked.append((-metric if greater_is_better else metric, step, metric, path))
+    return [(metric, path) for _, _, metric, path in sorted(ranked)]
 
 
 def _check_free_space(target: Path, parts: Sequence[ComponentSnapshot]) -> None:
@@ -471,20 +477,12 @@ def _check_free_space(target: Path, parts: Sequence[ComponentSnapshot]) -> None:
         raise WriteError(f"cannot write {target}: it needs {needed:,} bytes, but only {free:,} are free on the disk")
 
 
-def _verify(path: Path, wanted: Sequence[StateComponent], optional: Collection[str]) -> Manifest:
+def _verify(path: Path, selected: Sequence[StateComponent], optional: Collection[str]) -> Manifest:
     manifest = verify_checkpoint(path, optional)
-    for component in wanted:
+    for component in selected:
         if component.required and component.key not in manifest.components:
             raise CheckpointError(f"{path} was written without the component '{component.key}'")
     return manifest
-
-
-def _check_absent(path: Path, manifest: Manifest, wanted: Sequence[StateComponent], absent: Collection[str]) -> None:
-    """Raise if this rank lacks its files of a required component."""
-    for component in wanted:
-        if component.required and component.key in absent:
-            count = len(manifest.components[component.key].ranks)
-            raise CheckpointError(f"{path} has no '{component.key}' for this rank: {count} ranks wrote it")
 
 
 def _restore(component: StateComponent, path: Path, stem: str) -> None:

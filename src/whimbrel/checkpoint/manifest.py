@@ -1,6 +1,7 @@
 """The directory of a checkpoint, `RUN/checkpoints/step-00000500/`, and its `manifest.json` with a digest of every file.
 
-A checkpoint is complete if it has a manifest: the manifest is written last and removed first. Needs no torch.
+A checkpoint is complete if it has a manifest: the manifest is written last and removed first. Listing and verifying
+checkpoints needs no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from types import NoneType
@@ -25,12 +26,17 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "checkpoint_path",
+    "has_all_files",
     "latest_checkpoint",
     "list_checkpoints",
+    "missing_components",
+    "missing_on_this_rank",
     "parse_step",
     "read_manifest",
     "remove_checkpoint",
     "step_directories",
+    "verify_checkpoint",
+    "verify_component",
 ]
 
 FORMAT_VERSION = 2
@@ -186,3 +192,78 @@ def _expect(value: Any, kind: type | tuple[type, ...], name: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{name} is {value!r}")
     return value
+
+
+# Verification
+
+
+def verify_checkpoint(path: Path, optional: Collection[str] | None = None) -> Manifest:
+    """Check that all files of a checkpoint exist and are unchanged. Raises CheckpointError for the first that is not.
+
+    Files of `optional` components (default: those that were optional when it was written) may be absent, but not
+    changed.
+    """
+    manifest = read_manifest(path)
+    expected_step = parse_step(path)
+    if expected_step is not None and expected_step != manifest.step:
+        raise CheckpointError(f"{path} is damaged: expected step {expected_step} from its name, got {manifest.step}")
+    if optional is None:
+        optional = [key for key, entry in manifest.components.items() if not entry.required]
+    may_be_absent = {name for key in optional if key in manifest.components for name in manifest.components[key].files}
+    for name, expected in manifest.files.items():
+        if name not in may_be_absent or (path / name).is_file():
+            _check_file(path, name, expected)
+    # Files in the directory of a component that are not in the manifest would be loaded unchecked.
+    for directory in sorted({name.partition("/")[0] for name in manifest.files if "/" in name}):
+        for file in sorted((path / directory).rglob("*")):
+            name = file.relative_to(path).as_posix()
+            if file.is_file() and name not in manifest.files:
+                raise CheckpointError(f"{path} is damaged: {name} is not in its manifest")
+    return manifest
+
+
+def verify_component(path: Path, key: str) -> None:
+    """Check that the files of one component are unchanged. Raises CheckpointError for the first that is not."""
+    manifest = read_manifest(path)
+    for name in manifest.components[key].files:
+        _check_file(path, name, manifest.files[name])
+
+
+def has_all_files(path: Path) -> bool:
+    """Whether a checkpoint has a valid manifest and files of the right sizes. Does not read the files."""
+    try:
+        manifest = read_manifest(path)
+        return all((path / name).stat().st_size == entry.size for name, entry in manifest.files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def missing_components(path: Path, manifest: Manifest) -> list[str]:
+    """The components with at least one missing file; a valid checkpoint may lack optional ones."""
+    missing = {name for name in manifest.files if not (path / name).is_file()}
+    return [key for key, entry in manifest.components.items() if missing.intersection(entry.files)]
+
+
+def missing_on_this_rank(path: Path, manifest: Manifest, stems: Mapping[str, str]) -> set[str]:
+    """Components whose files for one rank are missing; `stems` maps each key to the stem of that rank's files."""
+    missing = set()
+    for key, stem in stems.items():
+        files = manifest.components[key].files if key in manifest.components else []
+        rank_files = [name for name in files if name.startswith((f"{stem}.json", f"{stem}.safetensors", f"{stem}/"))]
+        if not rank_files or not all((path / name).is_file() for name in rank_files):
+            missing.add(key)
+    return missing
+
+
+def _check_file(path: Path, name: str, expected: FileEntry) -> None:
+    file = path / name
+    if not file.is_file():
+        raise CheckpointError(f"{path} is damaged: {name} is missing")
+    try:
+        actual = FileEntry(file.stat().st_size, "")
+        if actual.size == expected.size:  # a file of the wrong size need not be hashed
+            actual = FileEntry.from_file(file)
+    except OSError as error:
+        raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error.strerror})") from error
+    if actual != expected:
+        raise CheckpointError(f"{path} is damaged: {name} has changed since it was written")

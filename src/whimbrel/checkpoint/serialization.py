@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from whimbrel.base.errors import CheckpointError
+from whimbrel.base.files import parse_json
 
-__all__ = ["pack", "read_tensors", "sorted_by_alignment", "tensor_bytes", "unpack", "write_tensors"]
+__all__ = ["pack", "read_component", "read_tensors", "sorted_by_alignment", "tensor_bytes", "unpack", "write_tensors"]
 
 DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
@@ -38,7 +39,8 @@ def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
     names: dict[tuple[Any, ...], str] = {}
 
     def add(tensor: Tensor, path: str) -> dict[str, str]:
-        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or not _is_storable(tensor):
+        storable = tensor.layout is torch.strided and not tensor.is_meta and _dtype_name(tensor) in DTYPES
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or not storable:
             raise _unsupported(path, f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}")
         memory = tensor.untyped_storage().data_ptr()
         identity = (memory, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
@@ -134,6 +136,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
 
 
+def read_component(path: Path, stem: str) -> Any:
+    """The state of one component of a verified checkpoint; as `KEY.rank-00001`, the state of one rank."""
+    try:
+        tree = parse_json((path / f"{stem}.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot read the component '{stem}' ({error})") from error
+    file = path / f"{stem}.safetensors"
+    tensors = read_tensors(file) if file.exists() else {}
+    try:
+        return unpack(tensors, tree)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the component '{stem}' is malformed ({error})") from error
+
+
 def sorted_by_alignment(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names in an order in which every tensor starts at a multiple of its item size, without gaps."""
     return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
@@ -167,13 +183,9 @@ def write_tensor_file(
 
 
 def _write_all(handle: int, content: bytes | memoryview) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[os.write(handle, left[:WRITE_CHUNK]) :]
-
-
-def _is_storable(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and _dtype_name(tensor) in DTYPES
+    remaining = memoryview(content)
+    while remaining:
+        remaining = remaining[os.write(handle, remaining[:WRITE_CHUNK]) :]
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -120,24 +120,23 @@ def write_checkpoint(
         def create() -> Path | None:
             return stack.enter_context(atomic_directory(target, replace=True)) if ranks.is_main else None
 
+        def write_components() -> FilesByComponent:
+            return {
+                part.component.key: _write_component(directory, part.location.stem, part.component, part.snapshot)
+                for part in parts
+                if part.location.is_writer and part.snapshot is not None
+            }
+
         def write_manifest() -> None:
             if ranks.is_main:
                 (directory / MANIFEST_FILE).write_bytes(manifest.render())
 
         directory = ranks.run(create)[0] or target
-        written = ranks.run(lambda: _write_components(directory, parts))
+        written = ranks.run(write_components)
         manifest = _manifest(step, [part.component for part in parts], written, metric, metadata)
         ranks.run(write_manifest)
         rename = stack.pop_all()
     ranks.run(rename.close)
-
-
-def _write_components(directory: Path, parts: Sequence[ComponentSnapshot]) -> FilesByComponent:
-    return {
-        part.component.key: _write_component(directory, part.location.stem, part.component, part.snapshot)
-        for part in parts
-        if part.location.is_writer and part.snapshot is not None
-    }
 
 
 def _write_component(directory: Path, stem: str, component: StateComponent, snapshot: Snapshot) -> dict[str, FileEntry]:
@@ -182,22 +181,18 @@ def check_replication(component: StateComponent, snapshot: Snapshot, ranks: Rank
     """Raise ParallelError if a component differs between ranks, compared at its `validation_level`."""
     if component.validation_level == "none":
         return
-    found = ranks.gather(_fingerprints(snapshot, component.validation_level))
-    for rank, other in enumerate(found):
-        different = sorted(name for name in found[0].keys() | other.keys() if found[0].get(name) != other.get(name))
+    own = {}
+    for name, tensor in snapshot.tensors.items():
+        own[name] = f"{tensor.dtype} {list(tensor.shape)}"
+        if component.validation_level in ("tensor", "full"):
+            own[name] += f" {hashlib.sha256(tensor_bytes(tensor)).hexdigest()}"
+    if component.validation_level == "full":
+        own["values"] = hashlib.sha256(json.dumps(snapshot.tree).encode()).hexdigest()
+    first, *others = ranks.gather(own)
+    for rank, other in enumerate(others, 1):
+        different = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
         if different:
             raise ParallelError(
                 f"component '{component.key}' must be equal on all ranks, but '{different[0]}' differs between rank 0 "
                 f"and rank {rank}: resume from the last checkpoint"
             )
-
-
-def _fingerprints(snapshot: Snapshot, level: str) -> dict[str, str]:
-    found = {}
-    for name, tensor in snapshot.tensors.items():
-        found[name] = f"{tensor.dtype} {list(tensor.shape)}"
-        if level in ("tensor", "full"):
-            found[name] += f" {hashlib.sha256(tensor_bytes(tensor)).hexdigest()}"
-    if level == "full":
-        found["values"] = hashlib.sha256(json.dumps(snapshot.tree).encode()).hexdigest()
-    return found

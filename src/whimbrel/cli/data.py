@@ -101,10 +101,10 @@ def train_tokenizer_command(
     separator: Separator = None,
 ) -> None:
     """Train a byte-level BPE tokenizer and save it in Hugging Face format, which `transformers` loads too."""
-    from whimbrel.data.sources import documents
+    from whimbrel.data.sources import iter_documents
     from whimbrel.tokenization import train_tokenizer
 
-    tokenizer = train_tokenizer(documents(source, text_key, separator), vocab_size, min_frequency=min_frequency)
+    tokenizer = train_tokenizer(iter_documents(source, text_key, separator), vocab_size, min_frequency=min_frequency)
     tokenizer.save(out_dir)
     print(f"wrote {out_dir / 'tokenizer.json'}: {tokenizer.vocab_size:,} ids")
 
@@ -156,7 +156,7 @@ def _is_run(path: Path) -> bool:
 
 def _verify_shards(path: Path) -> int:
     """Print a line per shard. Returns the number of errors."""
-    from whimbrel.data.verify import verify_shards
+    from whimbrel.data.shards import verify_shards
 
     findings = []
     for finding in verify_shards(path):

@@ -90,12 +90,12 @@ def evaluate(
 def _score_text(
     scorer: Scorer, source: str, text_key: str, limit: int | None, batch_size: int | None, progress: ProgressBar
 ) -> TextResult:
-    from whimbrel.data.sources import documents
+    from whimbrel.data.sources import iter_documents
     from whimbrel.evaluate import is_shard_directory, perplexity, shard_perplexity
 
     if is_shard_directory(source):
         return shard_perplexity(scorer, Path(source), limit=limit, batch_size=batch_size, progress=progress)
-    texts = documents([source], text_key)
+    texts = iter_documents([source], text_key)
     return perplexity(scorer, texts, limit=limit, batch_size=batch_size, progress=progress)
 
 

@@ -99,7 +99,7 @@ def finalize(
 
 
 def _choose_recipe(quantize: str | None, qat_recipe: str | None, *, ignore_qat_recipe: bool) -> str | None:
-    from whimbrel.model_io.quantized import weight_recipe
+    from whimbrel.model_io.weights import weight_recipe
 
     if quantize is None:
         return qat_recipe
@@ -123,7 +123,7 @@ def _generation_fields(
 ) -> dict[str, Any]:
     """Fields of `generation_config.json`; null means unset."""
     from whimbrel.inference import SamplingParams
-    from whimbrel.model_io.files import read_json
+    from whimbrel.model_io.weights import read_json
 
     if file is not None and not file.is_file():
         raise ConfigError(f"no generation config at {file}: expected a JSON file like generation_config.json")
@@ -176,7 +176,7 @@ def _held_out_evaluation(
 
 
 def _print_result(out: Path, result: FinalizeResult) -> None:
-    from whimbrel.base.progress import format_bytes
+    from whimbrel.base.files import format_bytes
 
     before, after = result.before, result.after
     sizes = f"{format_bytes(before.num_bytes)} -> {format_bytes(after.num_bytes)}"
@@ -209,7 +209,7 @@ def export(
         )
     import torch
 
-    from whimbrel.base.progress import format_bytes
+    from whimbrel.base.files import format_bytes
 
     torch_dtype = {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     if out.suffix == GGUF:

@@ -116,7 +116,7 @@ def memory(
 
 
 def _print_predictions(config: RunConfig, predictions: Sequence[MemoryPrediction], *, parameters: bool) -> None:
-    from whimbrel.base.progress import format_bytes
+    from whimbrel.base.files import format_bytes
     from whimbrel.train.callbacks.progress import features
 
     current = predictions[0]
@@ -150,7 +150,7 @@ def _print_predictions(config: RunConfig, predictions: Sequence[MemoryPrediction
 
 
 def _notes(config: RunConfig, current: MemoryPrediction) -> Iterator[str]:
-    from whimbrel.base.progress import format_bytes
+    from whimbrel.base.files import format_bytes
 
     parts = ", ".join(f"{format_bytes(size)} {name}" for name, size in current.at_peak.items())
     yield f"Peak with {current.optimizer}: {parts}."
@@ -162,7 +162,7 @@ def _notes(config: RunConfig, current: MemoryPrediction) -> Iterator[str]:
 
 
 def _parameter_row(row: ParameterRow) -> tuple[str, ...]:
-    from whimbrel.base.progress import format_bytes
+    from whimbrel.base.files import format_bytes
 
     shape = " x ".join(map(str, row.shape))
     state = "unknown" if row.state_bytes is None else format_bytes(row.state_bytes)

@@ -48,8 +48,8 @@ class TokenDataLoader:
 
     `seed` shuffles each epoch in blocks of `block` tokens (default T), each block once; None reads in order.
     `documents`: "join" lets sequences cross document boundaries; "mask" reads the same sequences, and `document_ids`
-    returns the document ids for the attention mask; "pack" starts sequences at documents and splits none that fits into
-    T tokens; the rest of a sequence is padding that the loss ignores.
+    returns the document ids for the attention mask; "pack" starts sequences at document boundaries and never splits a
+    document that fits into T tokens; the rest of a sequence is padding that the loss ignores.
 
     `eot_id` is the token that starts a document. Default: the manifest's, or without a manifest GPT-2's (uint16 shards)
     or Llama 3's (uint32). `verify` compares each shard with the sha256 in the manifest when it is first read.
@@ -74,18 +74,18 @@ class TokenDataLoader:
     ) -> None:
         for name, value in (("B", B), ("T", T), ("block", 1 if block is None else block)):
             if value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
+                raise ConfigError(f"expected {name} >= 1, got {value}")
         if not 0 <= rank < world_size:
-            raise ConfigError(f"rank={rank} must be in 0..{world_size - 1} for world_size={world_size}")
+            raise ConfigError(f"expected rank from 0 to {world_size - 1} for world_size={world_size}, got {rank}")
         if documents not in ("join", "mask", "pack"):
-            raise ConfigError(f"documents='{documents}' is not one of join, mask, pack")
+            raise ConfigError(f"expected documents of join, mask or pack, got '{documents}'")
         if documents == "pack" and block is not None:
             raise ConfigError(f"block={block} has no effect with documents='pack', which shuffles sequences: omit it")
         self.B, self.T, self.rank, self.world_size, self.documents = B, T, rank, world_size, documents
         stream, self.eot_id = open_stream(data_root, split, vocab_size, eot_id, verify=verify)
         self.root, self.stream, self.total_tokens = Path(data_root), stream, len(stream)
         if documents == "mask":
-            _warn_without_documents(stream, self.eot_id)
+            _warn_if_no_boundary(stream, self.eot_id)
         self.position = 0
         self._sequences: Sequences = (
             PackedSequences(stream, T, self.eot_id, seed)
@@ -152,7 +152,7 @@ def document_ids(x_BT: Tensor, eot_id: int) -> Tensor:
     return (x_BT == eot_id).cumsum(dim=-1)
 
 
-def _warn_without_documents(stream: TokenStream, eot_id: int) -> None:
+def _warn_if_no_boundary(stream: TokenStream, eot_id: int) -> None:
     """Warn if the first tokens contain no end-of-text token: document masking would then have no effect."""
     first = stream.shard(0)[:MASK_CHECK_TOKENS]
     if not (first == eot_id).any():
@@ -356,18 +356,18 @@ class PrefetchingFetcher:
         self._copied = [torch.cuda.Event() for _ in self._buffers]
         self._next = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._ahead: tuple[int, Future[tuple[Batch, torch.cuda.Event]]] | None = None
+        self._prefetched: tuple[int, Future[tuple[Batch, torch.cuda.Event]]] | None = None
 
     def fetch(self, position: int, next_position: int) -> Batch:
         """The batch at `position`, usually prefetched; starts to prefetch the one at `next_position`."""
-        if self._ahead is None or self._ahead[0] != position:
-            self._ahead = position, self._thread.submit(self._prefetch, position)
-        batch, copied = self._ahead[1].result()
-        self._ahead = next_position, self._thread.submit(self._prefetch, next_position)
-        user = torch.cuda.current_stream(self._device)
-        user.wait_event(copied)
-        for tensor in batch:
-            tensor.record_stream(user)  # allocated on the copy stream: do not reuse its memory while `user` reads it
+        if self._prefetched is None or self._prefetched[0] != position:
+            self._prefetched = position, self._thread.submit(self._prefetch, position)
+        batch, copied = self._prefetched[1].result()
+        self._prefetched = next_position, self._thread.submit(self._prefetch, next_position)
+        compute_stream = torch.cuda.current_stream(self._device)
+        compute_stream.wait_event(copied)
+        for tensor in batch:  # allocated on the copy stream: its memory must not be reused while it is being read
+            tensor.record_stream(compute_stream)
         return batch
 
     def _prefetch(self, position: int) -> tuple[Batch, torch.cuda.Event]:

@@ -55,7 +55,7 @@ class SourceRecord:
     size: int
     """Bytes; 0 for a Hub dataset."""
     sha256: str
-    """Hash of the first and last 64 KiB, to detect another file under the same name."""
+    """Hash of the first and last 64 KiB only, to detect a different file with the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,9 @@ __all__ = ["Backend", "available_cores", "default_directory", "encode_on_ray", "
 BYTES_PER_TOKEN = 4
 """Estimate for plain text, used only to choose the share of documents to hold out."""
 HELD_OUT_FACTOR = 4.0
-"""How much more text than requested is considered for validation, so that enough is found; the rest is trained on."""
+"""Oversampling factor of validation candidates, so that enough documents are found; unused candidates become training
+data.
+"""
 HELD_OUT_SHARE = 0.01
 """Share of documents considered for validation if the size of the source is unknown."""
 RAY_BATCHES_AHEAD = 8
@@ -86,16 +88,18 @@ def prepare(
     """
     directory = Path(out_dir)
     _check_arguments(name, shard_size, total_tokens, val, val_tokens)
-    _check_directory(directory)
-    held_out = [one for source in val for one in resolve_source(source)]
-    training = [one for source in sources for one in resolve_source(source)]
-    check_separator(separator, held_out + training)
+    parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not parent.is_dir():
+        raise ConfigError(f"expected a directory for --out-dir, got {directory}: {parent} is a file")
+    val_sources = [source for path in val for source in resolve_source(path)]
+    train_sources = [source for path in sources for source in resolve_source(path)]
+    check_separator(separator, val_sources + train_sources)
     settings = ShardSettings(
         name=name,
         shard_size=shard_size,
         total_tokens=total_tokens,
         val_tokens=val_tokens,
-        val_share=_val_share(training, total_tokens, val_tokens),
+        val_share=_val_share(train_sources, total_tokens, val_tokens),
         text_key=text_key,
         separator=separator,
     )
@@ -104,7 +108,10 @@ def prepare(
         tokenizer=TokenizerRecord(
             fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id
         ),
-        sources=tuple(o.record("val") for o in held_out) + tuple(o.record("train") for o in training),
+        sources=(
+            *(source.record("val") for source in val_sources),
+            *(source.record("train") for source in train_sources),
+        ),
         settings=settings,
         resume=ResumePoint(source=0, batch=0),
     )
@@ -114,11 +121,12 @@ def prepare(
     if manifest.resume is None:
         logger.info("%s is already prepared", directory)
         return manifest
-    job = _Job(directory, manifest, tokenizer, len(held_out), [source.text_bytes() for source in training])
+    train_bytes = [source.text_bytes() for source in train_sources]
+    collector = _ShardCollector(directory, manifest, tokenizer, len(val_sources), train_bytes)
     batches = (backend or encode_on_threads(available_cores()))(
-        held_out + training, manifest.resume, BatchEncoder(tokenizer, settings.val_share), settings
+        val_sources + train_sources, manifest.resume, BatchEncoder(tokenizer, settings.val_share), settings
     )
-    return job.run(batches, progress or NoProgress())
+    return collector.run(batches, progress or NoProgress())
 
 
 def default_directory(name: str, sources: Sequence[str], total_tokens: int | None) -> Path:
@@ -131,7 +139,7 @@ def default_directory(name: str, sources: Sequence[str], total_tokens: int | Non
     return Path("data") / f"{name}{total_tokens}"
 
 
-class _Job:
+class _ShardCollector:
     """Collects encoded batches: assigns tokens to splits, and writes shards and the manifest as shards fill up."""
 
     def __init__(
@@ -139,11 +147,11 @@ class _Job:
         directory: Path,
         manifest: Manifest,
         tokenizer: Tokenizer,
-        val_sources: int,
-        training_bytes: Sequence[int | None],
+        num_val_sources: int,
+        train_bytes: Sequence[int | None],
     ) -> None:
-        self._directory, self._manifest, self._val_sources = directory, manifest, val_sources
-        self._training_bytes = training_bytes
+        self._directory, self._manifest, self._num_val_sources = directory, manifest, num_val_sources
+        self._train_bytes = train_bytes
         self._created_directory, self._written = not directory.exists(), set[Path]()
         self._settings, self._tokenizer = manifest.settings, tokenizer
         self._train, self._val = (
@@ -183,7 +191,7 @@ class _Job:
 
     def _add(self, point: ResumePoint, encoded: EncodedBatch) -> None:
         self._documents += encoded.documents
-        if point.source < self._val_sources:
+        if point.source < self._num_val_sources:
             self._val.add(encoded.tokens)
             return
         self._add_training(encoded.tokens)
@@ -206,21 +214,21 @@ class _Job:
 
     def _estimate(self, point: ResumePoint, progress: float | None) -> int | None:
         """Estimated number of training tokens, from the share of the training text read so far; None if unknown."""
-        sizes = [size for size in self._training_bytes if size is not None]
-        source = point.source - self._val_sources
-        if self._settings.total_tokens is not None or source < 0 or progress is None or None in self._training_bytes:
+        sizes = [size for size in self._train_bytes if size is not None]
+        source = point.source - self._num_val_sources
+        if self._settings.total_tokens is not None or source < 0 or progress is None or None in self._train_bytes:
             return None
         return round(self._train.tokens * sum(sizes) / (sum(sizes[:source]) + progress * sizes[source]))
 
     def _check_result(self) -> None:
         if not self._train.tokens and self._val.tokens and self._settings.val_tokens:
             raise DataError(
-                "--val-tokens held out all documents: give a smaller number, split text files into more documents with "
+                "--val-tokens held out all documents: pass a smaller number, split text files into more documents with "
                 "--separator, or use --val"
             )
         if not self._train.tokens:
             raise DataError("the training source has no text: all files were read and no document was found")
-        if self._val_sources and not self._val.tokens:
+        if self._num_val_sources and not self._val.tokens:
             raise DataError("the validation source has no text: all files were read and no document was found")
         total, val_tokens = self._settings.total_tokens, self._settings.val_tokens
         if total is not None and self._train.tokens < total:
@@ -242,7 +250,7 @@ class _Job:
 
     def _save_first(self) -> None:
         """Write the manifest and the tokenizer before the first shard. An existing tokenizer is the same one
-        (`_check_tokenizer`) and is left as it is.
+        (`_check_tokenizer`) and is kept.
         """
         existing = {path for path in self._directory.glob("*") if path.is_file()}
         self._written = {
@@ -326,11 +334,11 @@ def encode_on_threads(workers: int) -> Backend:
         sources: Sequence[Source], start: ResumePoint, encoder: BatchEncoder, settings: ShardSettings
     ) -> Iterator[tuple[ResumePoint, EncodedBatch]]:
         def batches() -> Iterator[tuple[ResumePoint, DocumentBatch]]:
-            for source in range(start.source, len(sources)):
-                skip = start.batch if source == start.source else 0
-                found = sources[source].batches(settings.text_key, settings.separator, skip)
-                for number, batch in enumerate(found, skip + 1):
-                    yield ResumePoint(source=source, batch=number), batch
+            for index in range(start.source, len(sources)):
+                skip = start.batch if index == start.source else 0
+                source_batches = sources[index].batches(settings.text_key, settings.separator, skip)
+                for number, batch in enumerate(source_batches, skip + 1):
+                    yield ResumePoint(source=index, batch=number), batch
 
         def encode(item: tuple[ResumePoint, DocumentBatch]) -> tuple[ResumePoint, EncodedBatch]:
             return item[0], encoder(item[1])
@@ -373,22 +381,22 @@ def encode_on_ray(
     )
     tokenizer = ray.put((encoder.tokenizer.to_json(), encoder.tokenizer.eot_token))
 
-    def submit(source: int) -> tuple[int, int, Any]:
-        skip = start.batch if source == start.source else 0
-        return source, skip, task.remote(sources[source], tokenizer, settings, skip)
+    def submit(index: int) -> tuple[int, int, Any]:
+        skip = start.batch if index == start.source else 0
+        return index, skip, task.remote(sources[index], tokenizer, settings, skip)
 
     waiting = iter(range(start.source, len(sources)))
     cores = int(ray.cluster_resources().get("CPU", 1))
-    running = deque(submit(source) for source in itertools.islice(waiting, cores))
+    running = deque(submit(index) for index in itertools.islice(waiting, cores))
     while running:
-        source, skip, results = running.popleft()
+        index, skip, results = running.popleft()
         for number, reference in enumerate(results, skip + 1):
             try:
                 encoded = ray.get(reference)
             except ray.exceptions.RayTaskError as error:
                 raise (error.cause if isinstance(error.cause, WhimbrelError) else error) from error
-            yield ResumePoint(source=source, batch=number), encoded
-        running.extend(submit(source) for source in itertools.islice(waiting, 1))
+            yield ResumePoint(source=index, batch=number), encoded
+        running.extend(submit(index) for index in itertools.islice(waiting, 1))
 
 
 def _encode_source(
@@ -410,18 +418,11 @@ def _check_arguments(name: str, shard_size: int, total_tokens: int | None, val: 
     if not 1 <= shard_size <= MAX_TOKENS:
         raise ConfigError(f"expected --shard-size of 1 to {MAX_TOKENS:,} tokens, got {shard_size}")
     if total_tokens is not None and total_tokens < 1:
-        raise ConfigError(f"expected --total-tokens of at least 1, got {total_tokens}; omit it to use all tokens")
+        raise ConfigError(f"expected --total-tokens >= 1, got {total_tokens}; omit it to use all tokens")
     if val_tokens < 0:
-        raise ConfigError(f"expected --val-tokens of at least 0, got {val_tokens}")
+        raise ConfigError(f"expected --val-tokens >= 0, got {val_tokens}")
     if val and val_tokens:
-        raise ConfigError("--val and --val-tokens both define the validation split: give one of them")
-
-
-def _check_directory(directory: Path) -> None:
-    """Raise early for a path that cannot be a directory."""
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"expected a directory for --out-dir, got {directory}: {existing} is a file")
+        raise ConfigError("--val and --val-tokens both define the validation split: pass only one of them")
 
 
 def _check_disjoint(manifest: Manifest) -> None:
@@ -438,18 +439,18 @@ def _check_disjoint(manifest: Manifest) -> None:
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     file = directory / TOKENIZER_FILE
     if file.exists() and load_tokenizer(directory).fingerprint != tokenizer.fingerprint:
-        raise DataError(f"{file} is another tokenizer: choose another --out-dir, or use --tokenizer {directory}")
+        raise DataError(f"{file} is a different tokenizer: choose another --out-dir, or use --tokenizer {directory}")
 
 
 def _resumed_manifest(directory: Path, planned: Manifest) -> Manifest:
     """The manifest of an earlier run with the same arguments, or `planned` in a new directory."""
-    found = read_manifest(directory)
-    if found is None:
+    existing = read_manifest(directory)
+    if existing is None:
         if any(directory.glob("[!.]*.bin")):
             raise DataError(f"{directory} has shards without a {MANIFEST_FILE}: choose another --out-dir")
         return planned
     for part in ("tokenizer", "sources", "settings"):
-        before, now = getattr(found, part), getattr(planned, part)
+        before, now = getattr(existing, part), getattr(planned, part)
         if before != now:
             difference = part
             if part == "settings":
@@ -458,22 +459,22 @@ def _resumed_manifest(directory: Path, planned: Manifest) -> Manifest:
                 ]
                 difference = f"settings ({', '.join(f'{name}={getattr(before, name)}' for name in changed)})"
             raise DataError(
-                f"{directory} has shards prepared with other {difference}: choose another --out-dir or remove it"
+                f"{directory} has shards prepared with different {difference}: choose another --out-dir or remove it"
             )
-    for shard in found.shards:
+    for shard in existing.shards:
         if not (directory / shard.file).is_file():
             raise DataError(
                 f"{directory / shard.file} is missing but listed in {MANIFEST_FILE}: remove the directory and restart"
             )
     remove_stale(directory)
-    return found
+    return existing
 
 
-def _val_share(training: Sequence[Source], total_tokens: int | None, val_tokens: int) -> float:
+def _val_share(sources: Sequence[Source], total_tokens: int | None, val_tokens: int) -> float:
     """The share of documents considered for validation. Depends on the arguments only, so that a resume repeats it."""
     if not val_tokens:
         return 0.0
-    sizes = [source.text_bytes() for source in training]
+    sizes = [source.text_bytes() for source in sources]
     known = None if None in sizes else sum(size or 0 for size in sizes) // BYTES_PER_TOKEN
     available = min((n for n in (known, total_tokens and total_tokens + val_tokens) if n is not None), default=None)
     if available is None:

@@ -1,4 +1,4 @@
-"""Token shards: the file format, writing a split as shards of equal size, and reading a split as one stream.
+"""Token shards: the file format, writing a split as shards of equal size, reading a split as one stream, verification.
 
 A shard is 256 int32 of header `[magic, version, num_tokens, 0...]` followed by the tokens, the format that llm.c and
 modded-nanogpt read.
@@ -12,9 +12,11 @@ import itertools
 import logging
 import os
 import re
-import resource
 import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +25,19 @@ from numpy.typing import NDArray
 from whimbrel.base.errors import DataError
 from whimbrel.base.files import atomic_file, sha256_file
 from whimbrel.data.manifest import MANIFEST_FILE, SPLITS, Manifest, ShardRecord, ShardSettings, read_manifest
+from whimbrel.tokenization import load_tokenizer
+from whimbrel.tokenization.tokenizer import TOKENIZER_FILE
+
+resource: ModuleType | None
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 __all__ = [
     "HEADER_BYTES",
     "MAX_TOKENS",
+    "FileCheck",
     "Header",
     "ShardWriter",
     "TokenStream",
@@ -35,6 +46,7 @@ __all__ = [
     "read_header",
     "read_shard",
     "split_files",
+    "verify_shards",
     "write_shard",
 ]
 
@@ -98,9 +110,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     if count < 1:
         raise DataError(f"{path} is an empty shard: its header counts {count} tokens; remove it or prepare it again")
     if size != HEADER_BYTES + count * dtype.itemsize:
-        found = (size - HEADER_BYTES) / dtype.itemsize
-        fault = "truncated" if found < count else "longer than its header says"
-        raise DataError(f"{path} is {fault}: the header counts {count:,} tokens, the file has {found:,g}")
+        num_tokens = (size - HEADER_BYTES) / dtype.itemsize
+        fault = "truncated" if num_tokens < count else "longer than its header says"
+        raise DataError(f"{path} is {fault}: the header counts {count:,} tokens, the file has {num_tokens:,g}")
     return Header(dtype.newbyteorder("<"), count)
 
 
@@ -150,7 +162,10 @@ class ShardWriter:
         """Files that this run created, including partly written ones."""
         self._full_shards = [record for record in records if record.tokens == self._shard_size]
         for record in records[len(self._full_shards) :]:
-            self.add(self._reopen(record))
+            tokens = read_shard(directory / record.file)
+            if len(tokens) < record.tokens:
+                raise DataError(f"{directory / record.file} is shorter than its manifest says: remove the directory")
+            self.add(tokens[: record.tokens])
 
     @property
     def tokens(self) -> int:
@@ -194,12 +209,6 @@ class ShardWriter:
         write_shard(path, tokens)
         return ShardRecord(file=path.name, split=self._split, tokens=len(tokens), sha256=sha256_file(path))
 
-    def _reopen(self, record: ShardRecord) -> NDArray[Any]:
-        tokens = read_shard(self._directory / record.file)
-        if len(tokens) < record.tokens:
-            raise DataError(f"{self._directory / record.file} is shorter than its manifest says: remove the directory")
-        return tokens[: record.tokens]
-
 
 class TokenStream:
     """The shards of a split as one endless, memory-mapped array of tokens; `len(stream)` is one epoch.
@@ -221,8 +230,11 @@ class TokenStream:
         self.lengths = [header.tokens for header in headers]
         self._ends = list(itertools.accumulate(self.lengths))
         self._unverified = dict(enumerate(digests or ()))
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        max_mapped = MAX_MAPPED if soft == resource.RLIM_INFINITY else max(1, min(MAX_MAPPED, soft // 4))
+        max_mapped = MAX_MAPPED
+        if resource is not None:
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if soft != resource.RLIM_INFINITY:
+                max_mapped = max(1, min(MAX_MAPPED, soft // 4))
         self.shard = functools.lru_cache(max_mapped)(self._open_shard)
         """`shard(i)`: the memory-mapped tokens of shard i; least recently used maps are closed."""
 
@@ -247,12 +259,9 @@ class TokenStream:
         tokens = read_shard(path).view(np.ndarray)
         if len(tokens) != self.lengths[index]:
             raise DataError(f"{path} changed while it was read: {len(tokens):,} tokens, before {self.lengths[index]:,}")
-        expected = self._unverified.get(index)
-        if expected is not None and sha256_file(path) != expected:
-            raise DataError(
-                f"{path} was changed since it was written (sha256 differs from {MANIFEST_FILE}): prepare it again"
-            )
-        self._unverified.pop(index, None)
+        if index in self._unverified:
+            _check_sha256(path, self._unverified[index])
+            del self._unverified[index]
         return tokens
 
 
@@ -272,24 +281,20 @@ def open_stream(
     paths, manifest = split_files(root, split), read_manifest(root)
     if manifest is None:
         if verify:
-            raise DataError(f"cannot verify {root}: it has no {MANIFEST_FILE} with hashes; turn data.verify off")
+            raise DataError(f"cannot verify {root}: it has no {MANIFEST_FILE} with hashes; set data.verify=false")
         _warn_unchecked(root)
         stream = TokenStream(paths, vocab_size)
         return stream, DEFAULT_EOT[stream.dtype.itemsize] if eot_id is None else eot_id
     _check_files(manifest, root, split, paths)
-    known, records = manifest.tokenizer, manifest.shards_of(split)
-    if eot_id is not None and eot_id != known.eot_id:
-        raise DataError(f"expected eot_id={known.eot_id} as in {root / MANIFEST_FILE}, got {eot_id}: omit it")
-    vocab_size = known.vocab_size if vocab_size is None else vocab_size
+    recorded, records = manifest.tokenizer, manifest.shards_of(split)
+    if eot_id is not None and eot_id != recorded.eot_id:
+        raise DataError(f"expected eot_id={recorded.eot_id} as in {root / MANIFEST_FILE}, got {eot_id}: omit it")
+    vocab_size = recorded.vocab_size if vocab_size is None else vocab_size
     stream = TokenStream(paths, vocab_size, [record.sha256 for record in records] if verify else None)
     for record, tokens in zip(records, stream.lengths, strict=True):
-        if record.tokens != tokens:
-            raise DataError(
-                f"{root / record.file} has {tokens:,} tokens, {MANIFEST_FILE} says {record.tokens:,}: prepare it again"
-            )
-    if (first := stream.shard(0)[0]) != known.eot_id:
-        raise DataError(f"{paths[0]} starts with token {first}, expected end-of-text ({known.eot_id})")
-    return stream, known.eot_id
+        _check_count(root / record.file, tokens, record)
+    _check_first_token(paths[0], stream.shard(0), recorded.eot_id)
+    return stream, recorded.eot_id
 
 
 @functools.cache
@@ -300,7 +305,7 @@ def _warn_unchecked(root: Path) -> None:
 
 def has_split(root: Path, split: str) -> bool:
     """Whether a directory contains shards with `split` in their names."""
-    return root.is_dir() and any(_split_of(path) == split for path in root.glob("[!.]*.bin"))
+    return root.is_dir() and any(_parse_split(path) == split for path in root.glob("[!.]*.bin"))
 
 
 def split_files(root: Path, split: str) -> list[Path]:
@@ -313,7 +318,7 @@ def split_files(root: Path, split: str) -> list[Path]:
         raise DataError(f"expected a split of {', '.join(SPLITS)}, got '{split}'")
     if not root.is_dir():
         raise DataError(f"no such directory: {root}; create token shards with `whimbrel prepare`")
-    splits = {path: _split_of(path) for path in sorted(root.glob("[!.]*.bin"))}
+    splits = {path: _parse_split(path) for path in sorted(root.glob("[!.]*.bin"))}
     unnamed = [path for path, found in splits.items() if found is None]
     if unnamed and len(unnamed) < len(splits):
         raise DataError(
@@ -326,9 +331,9 @@ def split_files(root: Path, split: str) -> list[Path]:
     return chosen
 
 
-def _split_of(path: Path) -> str | None:
-    found = SPLIT_NAME.search(path.name)
-    return None if found is None else "train" if found.group(1).lower() == "train" else "val"
+def _parse_split(path: Path) -> str | None:
+    match = SPLIT_NAME.search(path.name)
+    return None if match is None else "train" if match[1].lower() == "train" else "val"
 
 
 def _check_files(manifest: Manifest, root: Path, split: str, paths: list[Path]) -> None:
@@ -342,3 +347,89 @@ def _check_files(manifest: Manifest, root: Path, split: str, paths: list[Path]) 
     for name in found:
         if name not in listed:
             raise DataError(f"{root / name} is not listed in {MANIFEST_FILE}: move it to another directory")
+
+
+# Verification: header, token ids, sha256 from the manifest, and the tokenizer next to the shards.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileCheck:
+    """The result for one file."""
+
+    file: str
+    """Name within the directory."""
+    tokens: int = 0
+    """Number of tokens, if the file is a valid shard."""
+    error: str | None = None
+    """What is wrong with the file; None if it is valid."""
+
+
+def verify_shards(directory: str | os.PathLike[str]) -> Iterator[FileCheck]:
+    """Read all shards of a directory completely. Yields one result per shard, and one per problem of other files."""
+    root = Path(directory)
+    manifest = read_manifest(root)
+    files = sorted(path.name for path in root.glob("[!.]*.bin"))
+    listed = [] if manifest is None else [shard.file for shard in manifest.shards]
+    if not files and not listed:
+        raise DataError(f"{root} has no token shards (*.bin): create them with `whimbrel prepare`")
+    if manifest is not None and manifest.resume is not None:
+        unfinished = f"{root} is not fully prepared: rerun the same `whimbrel prepare` command to finish it"
+        yield FileCheck(file=MANIFEST_FILE, error=unfinished)
+    if manifest is not None and (message := _check_tokenizer(root, manifest)) is not None:
+        yield FileCheck(file=TOKENIZER_FILE, error=message)
+    for name in sorted({*files, *listed}):
+        try:
+            yield FileCheck(file=name, tokens=_verify_shard(root / name, manifest))
+        except DataError as error:
+            yield FileCheck(file=name, error=str(error))
+
+
+def _check_tokenizer(root: Path, manifest: Manifest) -> str | None:
+    """The error message if `tokenizer.json` is not the tokenizer that the shards were prepared with."""
+    file = root / TOKENIZER_FILE
+    if not file.is_file():
+        return f"{file} is missing: restore the tokenizer that the shards were prepared with"
+    try:
+        fingerprint = load_tokenizer(file).fingerprint
+    except DataError as error:
+        return str(error)
+    if fingerprint == manifest.tokenizer.fingerprint:
+        return None
+    return f"{file} is not the tokenizer of these shards (its fingerprint differs from {MANIFEST_FILE}): restore it"
+
+
+def _verify_shard(path: Path, manifest: Manifest | None) -> int:
+    """The number of tokens. Raises DataError if the shard is damaged or differs from the manifest."""
+    if manifest is None:
+        return len(read_shard(path))
+    record = next((shard for shard in manifest.shards if shard.file == path.name), None)
+    if record is None:
+        raise DataError(f"{path} is not listed in {MANIFEST_FILE}: move it to another directory")
+    tokens = read_shard(path, manifest.tokenizer.vocab_size)
+    _check_count(path, len(tokens), record)
+    if record == manifest.shards_of(record.split)[0]:
+        _check_first_token(path, tokens, manifest.tokenizer.eot_id)
+    _check_sha256(path, record.sha256)
+    return len(tokens)
+
+
+# Checks of a shard against its manifest
+
+
+def _check_count(path: Path, tokens: int, record: ShardRecord) -> None:
+    if tokens != record.tokens:
+        raise DataError(
+            f"{path} has {tokens:,} tokens, expected {record.tokens:,} from {MANIFEST_FILE}: prepare it again"
+        )
+
+
+def _check_first_token(path: Path, tokens: NDArray[Any], eot_id: int) -> None:
+    if tokens[0] != eot_id:
+        raise DataError(f"{path} starts with token {tokens[0]}, expected end-of-text ({eot_id})")
+
+
+def _check_sha256(path: Path, expected: str) -> None:
+    if sha256_file(path) != expected:
+        raise DataError(
+            f"{path} was changed since it was written (sha256 differs from {MANIFEST_FILE}): prepare it again"
+        )

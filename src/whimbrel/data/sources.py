@@ -29,7 +29,7 @@ __all__ = [
     "LocalFile",
     "Source",
     "check_separator",
-    "documents",
+    "iter_documents",
     "resolve_source",
     "source_name",
 ]
@@ -94,49 +94,47 @@ def resolve_source(source: str) -> Sequence[Source]:
     Directories are searched recursively, except for names that start with a dot.
     """
     if not source:
-        raise ConfigError(f"a source is empty: {_expected_source()}")
+        raise ConfigError(f"got an empty source: {_expected_source()}")
     path = Path(source)
     if path.is_dir():
-        found = [_local_file(file, file.relative_to(path).as_posix()) for file in _visible_files(path)]
+        files = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
+        visible = [file for file in files if not any(part.startswith(".") for part in file.parts)]
+        found = [_local_file(path / file, file.as_posix()) for file in visible]
         sources = [file for file in found if file is not None]
         if not sources:
             raise DataError(f"directory {source} has no text files: expected {_known_suffixes()} files")
         return sources
     matches = [path] if path.is_file() else sorted(file for file in _expand_glob(source) if file.is_file())
     if matches:
-        files = [(file, _local_file(file, file.name)) for file in matches]
-        for file, local in files:
-            if local is None:
-                raise ConfigError(f"expected a {_known_suffixes()} file, got {file}")
-        return [local for _, local in files if local is not None]
+        return [_known_file(file) for file in matches]
     if HUB_NAME.fullmatch(source) and _file_type(path)[0] is None:
         dataset, _, config = source.partition(":")
         return [HubDataset(dataset, config or None)]
     raise DataError(f"no such file: {source}; {_expected_source()}")
 
 
-def documents(sources: Sequence[str], text_key: str = "text", separator: str | None = None) -> Iterator[str]:
+def iter_documents(sources: Sequence[str], text_key: str = "text", separator: str | None = None) -> Iterator[str]:
     """The texts of all documents of `sources`, in order."""
-    opened = [one for source in sources for one in resolve_source(source)]
-    check_separator(separator, opened)
-    for one in opened:
-        for batch in one.batches(text_key, separator, skip=0):
+    resolved = [source for path in sources for source in resolve_source(path)]
+    check_separator(separator, resolved)
+    for source in resolved:
+        for batch in source.batches(text_key, separator, skip=0):
             for _, text in batch.parse():
                 yield text
 
 
 def check_separator(separator: str | None, sources: Sequence[Source]) -> None:
     """Raise for a separator without effect, and for a text file that is too long to be one document."""
-    texts = [source for source in sources if isinstance(source, LocalFile) and source.kind == "text"]
+    text_files = [source for source in sources if isinstance(source, LocalFile) and source.kind == "text"]
     if separator is None:
-        for file in texts:
+        for file in text_files:
             if not file.codec:
                 _check_length(file.path, file.text_bytes())
     elif not separator:
-        raise ConfigError("--separator is empty: give the text between documents, or omit it")
+        raise ConfigError("--separator is empty: pass the text between documents, or omit it")
     elif len(separator.encode()) + separator.count("\n") > MAX_SEPARATOR:
         raise ConfigError(f"expected a separator of at most {MAX_SEPARATOR} bytes, got {len(separator.encode())}")
-    elif not texts:
+    elif not text_files:
         raise ConfigError(f"--separator {separator!r} applies to text files, but no source is one: omit it")
 
 
@@ -388,18 +386,20 @@ def _data_errors(message: str) -> Iterator[None]:
         raise DataError(f"{message}: {_one_line(error)}") from error
 
 
-# Finding files.
-
-
-def _visible_files(directory: Path) -> list[Path]:
-    found = sorted(file for file in directory.rglob("*") if file.is_file())
-    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(directory).parts)]
+# Finding files
 
 
 def _expand_glob(pattern: str) -> Iterator[Path]:
     """Files that match a glob as in a shell: `**` alone is any depth, next to other characters it is `*`."""
     found = glob.iglob(pattern, recursive=True)  # noqa: PTH207 (pathlib rejects `**.txt`)
     return map(Path, found if glob.has_magic(pattern) else ())
+
+
+def _known_file(path: Path) -> LocalFile:
+    file = _local_file(path, path.name)
+    if file is None:
+        raise ConfigError(f"expected a {_known_suffixes()} file, got {path}")
+    return file
 
 
 def _local_file(path: Path, name: str) -> LocalFile | None:

@@ -17,7 +17,7 @@ from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.progress import NoProgress, Progress
 from whimbrel.data import document_ids, read_manifest
 from whimbrel.data.shards import TokenStream, open_stream
-from whimbrel.data.sources import documents
+from whimbrel.data.sources import iter_documents
 from whimbrel.evaluate.scoring import Pair, Scorer
 from whimbrel.model_io import HeldOutResult, load_tokenizer
 from whimbrel.model_io.load import read_config
@@ -242,7 +242,7 @@ def _read_text(source: str, tokenizer: Tokenizer | None, max_tokens: int) -> _He
     if tokenizer is None:
         raise ConfigError(f"the model has no tokenizer for {source}: pass token shards with --data")
     pieces, count = [], 0
-    for text in documents([source]):
+    for text in iter_documents([source]):
         pieces += tokenizer.encode_documents([text])
         count += len(pieces[-1])
         if count > max_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,7 +23,6 @@ from whimbrel.inference.speculative import Draft
 from whimbrel.model_io import ModelSource, load_tokenizer, open_model, read_generation_config, resolve_model
 from whimbrel.models import GPT
 from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Message, Tokenizer, load_chat_template
-from whimbrel.tokenization.chat_template import encode_up_to
 from whimbrel.tokenization.tokenizer import EncodedPrompt
 
 __all__ = ["LLM", "Completion", "RequestOutput", "encode_prompt", "generate"]
@@ -334,9 +333,8 @@ def encode_prompt(
     is `bos_id`, by default the tokenizer's. Of a text with far more than `max_tokens` tokens only the beginning is
     encoded, which already exceeds the limit.
     """
-    encode = partial(tokenizer.encode_prompt, parse_special=parse_special)
     try:
-        encoded = encode_up_to(encode, text, max_tokens)
+        encoded = tokenizer.encode_prompt(text, parse_special=parse_special, max_tokens=max_tokens)
     except DataError as error:  # a lone surrogate, which is also how Python represents invalid bytes of a command line
         raise RequestError(f"prompt: {error}", field="prompt") from error
     return encoded if encoded.ids else EncodedPrompt([tokenizer.bos_id if bos_id is None else bos_id], [0])

@@ -14,8 +14,8 @@ from whimbrel.model_io.load import (
     read_generation_config,
     resolve_model,
 )
-from whimbrel.model_io.quantized import weight_state_dict
 from whimbrel.model_io.save import export_hf, save_model
+from whimbrel.model_io.weights import weight_state_dict
 
 __all__ = [
     "FinalizeResult",

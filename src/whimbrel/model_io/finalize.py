@@ -13,20 +13,18 @@ from torch import nn
 
 from whimbrel import __version__
 from whimbrel.base.errors import ConfigError
-from whimbrel.base.files import atomic_directory
-from whimbrel.base.progress import format_bytes
+from whimbrel.base.files import atomic_directory, format_bytes
 from whimbrel.config import dump_toml
-from whimbrel.model_io.files import CONFIG, GENERATION_CONFIG, read_json, write_json
 from whimbrel.model_io.load import load_model, read_config, resolve_model
-from whimbrel.model_io.quantized import format_of, weight_recipe
 from whimbrel.model_io.save import copy_model
+from whimbrel.model_io.weights import CONFIG, GENERATION_CONFIG, format_of, read_json, weight_recipe, write_json
 from whimbrel.models import GPT
 from whimbrel.models.held_out_loss import perplexity
 from whimbrel.precision import QuantizedWeight, finalize
 
 __all__ = ["FinalizeResult", "HeldOutResult", "WeightsInfo", "finalize_model"]
 
-MODEL_CARD, RECORD, CHAT_TEMPLATE = "README.md", "finalize.json", "chat_template.jinja"
+MODEL_CARD, SUMMARY, CHAT_TEMPLATE = "README.md", "finalize.json", "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,36 +108,40 @@ def finalize_model(
         settings: The config of the training run, for the model card.
         evaluate: Computes the held-out loss; called with the source model and with the result reloaded from disk.
     """
-    chosen = None if recipe is None else weight_recipe("quantize", recipe, embeddings=embeddings)
-    if embeddings and chosen is None:
-        raise ConfigError("--quantize-embeddings uses the format of --quantize: set it too, such as --quantize int8")
-    directory = resolve_model(source)
-    if directory.is_file():
-        raise ConfigError(f"expected a run, a checkpoint or a model directory, got the file {directory}")
-    stored = read_config(directory).weight_format
-    if chosen is not None and stored not in (None, chosen.finalize):
+    quantization = None if recipe is None else weight_recipe("quantize", recipe, embeddings=embeddings)
+    if embeddings and quantization is None:
+        raise ConfigError("embeddings needs a recipe (--quantize-embeddings needs --quantize), such as int8")
+    source_directory = resolve_model(source)
+    if source_directory.is_file():
+        raise ConfigError(f"expected a run, a checkpoint or a model directory, got the file {source_directory}")
+    stored_format = read_config(source_directory).weight_format
+    if quantization is not None and stored_format not in (None, quantization.finalize):
         raise ConfigError(
-            f"{directory} is already quantized as {stored.name}: quantize the original model, or dequantize it first "
-            "with `whimbrel export`"
+            f"{source_directory} is already quantized as {stored_format.name}: quantize the original model, or "
+            "dequantize it first with `whimbrel export`"
         )
-    with atomic_directory(out) as folder:
-        model = load_model(directory, device=device)
-        before = _weights_info(directory, model, evaluate)
+    with atomic_directory(out) as directory:
+        model = load_model(source_directory, device=device)
+        before = _weights_info(source_directory, model, evaluate)
         if dtype is not None:
             model.to(dtype)
-        if chosen is not None:
-            finalize(model, chosen)
-        copy_model(directory, model, folder)
-        _write_generation_config(folder, chat_template, generation or {})
+        if quantization is not None:
+            finalize(model, quantization)
+        copy_model(source_directory, model, directory)
+        if chat_template is not None:
+            (directory / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
+        if generation:
+            file = directory / GENERATION_CONFIG
+            write_json(file, (read_json(file) if file.is_file() else {}) | dict(generation))
         weight_format, num_parameters = format_of(model), model.num_parameters()
         unquantized = () if weight_format is None else _unquantized_linears(model)
         del model
-        after = _weights_info(folder, load_model(folder, device=device), evaluate)
+        after = _weights_info(directory, load_model(directory, device=device), evaluate)
         name = None if weight_format is None else recipe or weight_format.name
         result = FinalizeResult(name, num_parameters, before, after, unquantized)
-        write_json(folder / RECORD, {"whimbrel": __version__, **result.to_json()})
-        card = model_card(Path(out).name, str(read_json(folder / CONFIG).get("model_type")), result, settings)
-        (folder / MODEL_CARD).write_text(card, encoding="utf-8")
+        write_json(directory / SUMMARY, {"whimbrel": __version__, **result.to_json()})
+        card = model_card(Path(out).name, str(read_json(directory / CONFIG).get("model_type")), result, settings)
+        (directory / MODEL_CARD).write_text(card, encoding="utf-8")
     return result
 
 
@@ -152,17 +154,9 @@ def _weights_info(directory: Path, model: GPT, evaluate: Callable[[GPT], HeldOut
     )
 
 
-def _write_generation_config(folder: Path, chat_template: str | None, generation: Mapping[str, Any]) -> None:
-    if chat_template is not None:
-        (folder / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
-    if generation:
-        file = folder / GENERATION_CONFIG
-        write_json(file, (read_json(file) if file.is_file() else {}) | dict(generation))
-
-
 def _unquantized_linears(model: GPT) -> tuple[str, ...]:
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return tuple(name for name, linear in linears.items() if not isinstance(linear.weight, QuantizedWeight))
+    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return tuple(name for name, linear in linears if not isinstance(linear.weight, QuantizedWeight))
 
 
 FRONT_MATTER = """---

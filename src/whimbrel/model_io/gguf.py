@@ -17,11 +17,9 @@ from torch import Tensor
 
 from whimbrel.base.errors import CheckpointError, ConfigError, MissingExtraError, PrecisionError, WriteError
 from whimbrel.base.files import atomic_file
-from whimbrel.model_io.files import TensorFiles, read_json
 from whimbrel.model_io.load import load_tokenizer, read_config, read_generation_config
-from whimbrel.model_io.quantized import CODES, SCALES
 from whimbrel.model_io.save import exportable_directory
-from whimbrel.model_io.weights import StoredTensor, match_tensors, stored_dtype
+from whimbrel.model_io.weights import CODES, SCALES, StoredTensor, TensorFiles, match_tensors, read_json, stored_dtype
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.families import tensor_mappings
 from whimbrel.models.layers import rope_frequencies
@@ -94,8 +92,8 @@ def export_gguf(
     model_type, config, weight_format = read_config(directory)
     arch = _architecture(model_type, config)
     files = TensorFiles(directory)
-    found = match_tensors(files, tensor_mappings(model_type, config), weight_format)
-    dtype = dtype or stored_dtype(files, found)
+    matches = match_tensors(files, tensor_mappings(model_type, config), weight_format)
+    dtype = dtype or stored_dtype(files, matches)
     if dtype not in DTYPES:
         raise ConfigError(f"expected one of {', '.join(map(str, DTYPES))} for GGUF, got {dtype}: pass --dtype")
     writer = GGUFWriter(None, arch)
@@ -104,7 +102,7 @@ def export_gguf(
     writer.add_file_type(DTYPES[dtype].file)
     _add_hyperparameters(writer, config)
     _add_tokenizer(writer, directory, load_tokenizer(directory), config.vocab_size)
-    entries = list(_tensor_entries(arch, config, found, weight_format, dtype))
+    entries = list(_tensor_entries(arch, config, matches, weight_format, dtype))
     _write_file(writer, target, entries, files, _rope_factors(config))
     if ignored := list(_ignored_by_transformers(arch, config)):
         logging.getLogger(__name__).warning(
@@ -189,12 +187,12 @@ def _rope_factors(config: GPTConfig) -> Tensor | None:
 
 
 def _tensor_entries(
-    arch: str, config: GPTConfig, found: list[StoredTensor], weight_format: WeightFormat | None, dtype: torch.dtype
+    arch: str, config: GPTConfig, matches: list[StoredTensor], weight_format: WeightFormat | None, dtype: torch.dtype
 ) -> Iterator[TensorEntry]:
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.num_layers)
     with torch.device("meta"):
         parameters = dict(GPT(config).named_parameters())
-    for mapping, stored_name, quantized in found:
+    for mapping, stored_name, quantized in matches:
         name = names.get_name(mapping.hf_name, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise ConfigError(f"GGUF architecture '{arch}' has no tensor for '{mapping.hf_name}'")
@@ -262,9 +260,9 @@ def _interleave_rope_rows(rows: Tensor, head_size: int) -> Tensor:
 
 # Tokenizer
 
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+CONTRACTIONS_AND_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3, QWEN2 = rf"{CONTRACTIONS}\p{{N}}{{1,3}}{REST}", rf"{CONTRACTIONS}\p{{N}}{REST}"
+LLAMA3, QWEN2 = rf"{CONTRACTIONS_AND_WORDS}\p{{N}}{{1,3}}{REST}", rf"{CONTRACTIONS_AND_WORDS}\p{{N}}{REST}"
 
 PRE_TOKENIZERS = {
     (None, "gpt2", False): "gpt-2",
@@ -294,8 +292,10 @@ def _add_tokenizer(writer: GGUFWriter, directory: Path, tokenizer: Tokenizer, vo
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in content["model"]["merges"])
     writer.add_token_merges([" ".join(pair) for pair in pairs])
     _add_special_tokens(writer, directory, tokenizer, vocab_size)
-    template = _chat_template(directory)
-    if template is not None:
+    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if file.is_file():
+        writer.add_chat_template(file.read_text(encoding="utf-8"))
+    elif config.is_file() and (template := read_json(config).get("chat_template")) is not None:
         writer.add_chat_template(template)
 
 
@@ -310,7 +310,7 @@ def _pre_tokenizer_name(content: Mapping[str, Any]) -> str:
     if kind not in PRE_TOKENIZERS:
         raise ConfigError(
             f"unknown pre-tokenizer for llama.cpp (normalizer {json.dumps(content['normalizer'])}, pre_tokenizer "
-            f"{json.dumps(content['pre_tokenizer'])}, ignore_merges {json.dumps(kind[2])}): expected that of "
+            f"{json.dumps(content['pre_tokenizer'])}, ignore_merges {json.dumps(kind[2])}): expected the one of "
             f"{', '.join(sorted(set(PRE_TOKENIZERS.values())))}"
         )
     return PRE_TOKENIZERS[kind]
@@ -380,10 +380,3 @@ def _added_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...
     ids = tokenizer.pipeline.encode("a").ids
     start = next(index for index in range(len(ids)) if ids[index : index + len(text)] == text)
     return tuple(ids[:start]), tuple(ids[start + len(text) :])
-
-
-def _chat_template(directory: Path) -> Any:
-    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    return read_json(config).get("chat_template") if config.is_file() else None

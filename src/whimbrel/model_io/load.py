@@ -21,15 +21,24 @@ from whimbrel import tokenization
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.checkpoint import list_checkpoints, rank_by_metric, verify_component
 from whimbrel.config import to_table
-from whimbrel.model_io.files import CONFIG, GENERATION_CONFIG, TensorFiles, read_json
-from whimbrel.model_io.llama2c import load_llama2c, read_llama2c_config
-from whimbrel.model_io.quantized import QUANTIZATION, stored_format, weight_recipe
-from whimbrel.model_io.weights import dense_linears, load_tensors, match_tensors, stored_dtype
+from whimbrel.model_io.llama2c import load_llama2c, load_llama2c_tokenizer, read_llama2c_config
+from whimbrel.model_io.weights import (
+    CONFIG,
+    GENERATION_CONFIG,
+    QUANTIZATION,
+    TensorFiles,
+    dense_linears,
+    load_tensors,
+    match_tensors,
+    read_json,
+    stored_dtype,
+    stored_format,
+    weight_recipe,
+)
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.families import canonical, config_from_hf, tensor_mappings
 from whimbrel.precision import RECIPES, WeightFormat, finalize, load_into, materialize_
 from whimbrel.tokenization import ChatTemplate, Tokenizer, load_chat_template
-from whimbrel.tokenization.llama2c import load_llama2c_tokenizer
 
 __all__ = [
     "GenerationConfig",
@@ -50,15 +59,15 @@ __all__ = [
 ]
 
 EMBEDDING = "transformer.wte.weight"
-EXPECTED = "expected a run, a checkpoint, a model directory or a llama2.c .bin file"
+EXPECTED_PATH = "expected a run, a checkpoint, a model directory or a llama2.c .bin file"
 
 GENERATION_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("0 or a positive number", lambda value: value >= 0),
-    "top_k": ("a non-negative integer, 0 to turn it off", lambda value: 0 <= value < 2**31),
+    "top_k": ("an integer >= 0 (0 disables it)", lambda value: 0 <= value < 2**31),
     "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
     "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
     "repetition_penalty": ("a positive number", lambda value: value > 0),
-    "max_new_tokens": ("an integer of at least 1", lambda value: 1 <= value < 2**31),
+    "max_new_tokens": ("an integer >= 1", lambda value: 1 <= value < 2**31),
 }
 """Supported fields of `generation_config.json`: a description of valid values, and the check."""
 
@@ -139,11 +148,11 @@ def open_model(path: str | os.PathLike[str], tokenizer: str | os.PathLike[str] |
     if source.is_file():
         _reject_gguf(source)
     if tokenizer is None and not (source / "tokenizer.json").is_file():
-        raise ConfigError(f"{source} has no tokenizer: pass the one that it was trained with (--tokenizer)")
+        raise ConfigError(f"{source} has no tokenizer: pass the one it was trained with (--tokenizer)")
     config = read_llama2c_config(source) if source.is_file() else read_config(source).config
-    own = load_tokenizer(source if tokenizer is None else tokenizer)
-    check_tokenizer(own, config)
-    return ModelSource(source, own, read_generation_config(source, own, config.vocab_size))
+    loaded_tokenizer = load_tokenizer(source if tokenizer is None else tokenizer)
+    check_tokenizer(loaded_tokenizer, config)
+    return ModelSource(source, loaded_tokenizer, read_generation_config(source, loaded_tokenizer, config.vocab_size))
 
 
 def load_model(
@@ -173,24 +182,26 @@ def load_model(
         return model
     model_type, config, stored = read_config(source)
     if recipe is not None and stored not in (None, recipe.load):
-        raise CheckpointError(f"{source} is already quantized as {stored.name}, not {recipe.name}: omit --weights")
+        raise CheckpointError(
+            f"{source} is already quantized as {stored.name}, not {recipe.name}: omit quantize (--weights)"
+        )
     files = TensorFiles(source)
     _check_size(source, config, files)
-    found = match_tensors(files, tensor_mappings(model_type, config), stored)
+    matches = match_tensors(files, tensor_mappings(model_type, config), stored)
     with torch.device("meta"):
         model = GPT(config)
-    model.to(dtype or stored_dtype(files, found))
+    model.to(dtype or stored_dtype(files, matches))
     if stored is not None:
-        has_quantized_embedding = any(each.quantized and each.mapping.name == EMBEDDING for each in found)
+        has_quantized_embedding = any(each.quantized and each.mapping.name == EMBEDDING for each in matches)
         if quantize_embeddings and not has_quantized_embedding:
             raise CheckpointError(f"the embedding in {source} is not quantized: omit quantize_embeddings")
         recipe = replace(
-            RECIPES[stored.name], skip=dense_linears(model, files, found), embeddings=has_quantized_embedding
+            RECIPES[stored.name], skip=dense_linears(model, files, matches), embeddings=has_quantized_embedding
         )
 
     def read(_: nn.Module) -> None:
         model.zero_padding()
-        load_tensors(model, files, found, stored)
+        load_tensors(model, files, matches, stored)
 
     if recipe is None:
         materialize_(model, device or "cpu")
@@ -203,16 +214,16 @@ def load_model(
 def load_weights(model: GPT, path: str | os.PathLike[str]) -> None:
     """Load the weights of a model directory into a model of the same architecture, keeping its dtype and format."""
     model_type, config, weight_format = read_config(Path(path))
-    ours, theirs = to_table(canonical(model.config)), to_table(canonical(config))
-    for name in ours | theirs:
-        if ours.get(name) != theirs.get(name):
+    expected, got = to_table(canonical(model.config)), to_table(canonical(config))
+    for name in expected | got:
+        if expected.get(name) != got.get(name):
             raise CheckpointError(
-                f"{path}: expected a model with {name} = {ours.get(name)}, got {theirs.get(name)}: change the config "
-                "or the directory"
+                f"{path}: expected a model with {name} = {expected.get(name)}, got {got.get(name)}: change the config "
+                "or the path"
             )
     files = TensorFiles(Path(path))
-    found = match_tensors(files, tensor_mappings(model_type, model.config), weight_format)
-    load_tensors(model, files, found, weight_format)
+    matches = match_tensors(files, tensor_mappings(model_type, model.config), weight_format)
+    load_tensors(model, files, matches, weight_format)
 
 
 def load_tokenizer(path_or_name: str | os.PathLike[str] = "gpt2") -> Tokenizer:
@@ -240,7 +251,7 @@ def resolve_model(path: str | os.PathLike[str]) -> Path:
     """The model directory of a run or checkpoint, or the path itself; raises CheckpointError if there is none."""
     source = _model_path(path)
     if source.is_dir() and not (source / CONFIG).is_file():
-        raise CheckpointError(f"{source} has no {CONFIG}: {EXPECTED}")
+        raise CheckpointError(f"{source} has no {CONFIG}: {EXPECTED_PATH}")
     return source
 
 
@@ -248,7 +259,7 @@ def _model_path(path: str | os.PathLike[str]) -> Path:
     """As `resolve_model`, but a directory may contain only a tokenizer."""
     source = Path(path)
     if not source.exists():
-        raise CheckpointError(f"no run or model at {source}: {EXPECTED}")
+        raise CheckpointError(f"no run or model at {source}: {EXPECTED_PATH}")
     if _is_run(source):
         source = _newest_checkpoint(source)
     elif (source / "manifest.json").is_file() and (source / "model").is_dir():
@@ -261,7 +272,7 @@ def _model_path(path: str | os.PathLike[str]) -> Path:
 def find_run(path: str | os.PathLike[str]) -> Path | None:
     """The run directory at `path`, or the run that contains this checkpoint or its model; None for other models."""
     source = Path(path)
-    return next((folder for folder in (source, *source.absolute().parents[1:3]) if _is_run(folder)), None)
+    return next((directory for directory in (source, *source.absolute().parents[1:3]) if _is_run(directory)), None)
 
 
 def choose_checkpoint(run: Path, which: str, *, greater_is_better: bool = False) -> Path:
@@ -275,11 +286,11 @@ def choose_checkpoint(run: Path, which: str, *, greater_is_better: bool = False)
         if not ranked:
             raise CheckpointError(f"no checkpoint of {run} was saved with a metric: choose 'latest' or a step")
         return ranked[0][1]
-    found = list_checkpoints(run)
-    if not which.isdecimal() or int(which) not in found:
-        steps = ", ".join(map(str, found)) or "none yet"
+    checkpoints = list_checkpoints(run)
+    if not which.isdecimal() or int(which) not in checkpoints:
+        steps = ", ".join(map(str, checkpoints)) or "none yet"
         raise CheckpointError(f"expected latest, best or a saved step of {run} ({steps}), got {which}")
-    return found[int(which)]
+    return checkpoints[int(which)]
 
 
 def _is_run(path: Path) -> bool:
@@ -295,20 +306,20 @@ def _newest_checkpoint(run: Path) -> Path:
             logging.getLogger(__name__).warning("skipping damaged checkpoint: %s", error)
         else:
             return path
-    raise CheckpointError(f"run {run} has no complete checkpoint yet: train it further")
+    raise CheckpointError(f"run {run} has no complete checkpoint yet: train it until it saves one")
 
 
 def _reject_gguf(file: Path) -> None:
-    with file.open("rb") as opened:
-        if opened.read(4) == b"GGUF":
-            raise CheckpointError(f"{file} is a GGUF file, which can only be exported: pass the model directory")
+    with file.open("rb") as stream:
+        if stream.read(4) == b"GGUF":
+            raise CheckpointError(f"{file} is a GGUF file, which cannot be loaded: pass the model directory")
 
 
 # config.json and generation_config.json
 
 
 class ModelConfig(NamedTuple):
-    """The content of a `config.json`."""
+    """Parsed `config.json`: model type, architecture, weight format."""
 
     model_type: str
     config: GPTConfig

@@ -12,17 +12,21 @@ from torch import Tensor
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_directory
-from whimbrel.model_io.files import CONFIG, GENERATION_CONFIG, read_json, write_json, write_tensor_files
 from whimbrel.model_io.load import EMBEDDING, check_tokenizer, load_model, resolve_model
-from whimbrel.model_io.quantized import (
+from whimbrel.model_io.weights import (
+    CONFIG,
+    GENERATION_CONFIG,
     QUANTIZATION,
     SCALES,
-    WEIGHTS_FILE,
+    TRANSFORMERS_WEIGHTS,
     format_of,
     quantization_entries,
+    read_json,
+    stored_tensors,
     weight_state_dict,
+    write_json,
+    write_tensor_files,
 )
-from whimbrel.model_io.weights import stored_tensors
 from whimbrel.models import GPT
 from whimbrel.models.families import config_to_hf, tensor_mappings
 from whimbrel.precision import dequantize_
@@ -63,44 +67,44 @@ def save_model(
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
     end_of_text = None if tokenizer is None else tokenizer.eot_id
-    special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    token_ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     parameters = weight_state_dict(model) if state is None else state
     dtype = parameters[EMBEDDING if EMBEDDING in parameters else EMBEDDING + SCALES].dtype
-    table = config_to_hf(config) | special | {"dtype": str(dtype).removeprefix("torch.")}
+    table = config_to_hf(config) | token_ids | {"dtype": str(dtype).removeprefix("torch.")}
     table |= quantization_entries(format_of(model))
     tensors = stored_tensors(tensor_mappings(table["model_type"], config), parameters)
-    with atomic_directory(path) as folder:
-        write_json(folder / CONFIG, table)
-        write_json(folder / GENERATION_CONFIG, special)
-        write_tensor_files(folder, tensors, max_shard_size=max_shard_size)
+    with atomic_directory(path) as directory:
+        write_json(directory / CONFIG, table)
+        write_json(directory / GENERATION_CONFIG, token_ids)
+        write_tensor_files(directory, tensors, max_shard_size=max_shard_size)
         if tokenizer is not None:
-            tokenizer.save(folder)
+            tokenizer.save(directory)
 
 
-def copy_model(source: Path, model: GPT, folder: Path) -> None:
-    """Write the current weights of `model` into `folder`, and copy all other files from its directory `source`."""
+def copy_model(source: Path, model: GPT, directory: Path) -> None:
+    """Write the current weights of `model` into `directory`, and copy all other files from `source`."""
     dtype = model.token_embedding.weight.dtype
     table = read_json(source / CONFIG) | {"dtype": str(dtype).removeprefix("torch.")}
-    for key in (QUANTIZATION, WEIGHTS_FILE, "torch_dtype"):
+    for key in (QUANTIZATION, TRANSFORMERS_WEIGHTS, "torch_dtype"):
         table.pop(key, None)
     table |= quantization_entries(format_of(model))
-    write_json(folder / CONFIG, table)
+    write_json(directory / CONFIG, table)
     for name in COPIED_FILES:
         if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            shutil.copyfile(source / name, directory / name)
     tensors = stored_tensors(tensor_mappings(table["model_type"], model.config), weight_state_dict(model))
-    write_tensor_files(folder, tensors, max_shard_size=MAX_SHARD_SIZE)
+    write_tensor_files(directory, tensors, max_shard_size=MAX_SHARD_SIZE)
 
 
 def export_hf(
     source: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
 ) -> None:
     """Write an unquantized copy of a run, checkpoint or model directory atomically, in `dtype` or the stored dtype."""
-    directory = exportable_directory(source)
-    with atomic_directory(path) as folder:
-        model = load_model(directory, dtype=dtype)
+    model_directory = exportable_directory(source)
+    with atomic_directory(path) as directory:
+        model = load_model(model_directory, dtype=dtype)
         dequantize_(model)
-        copy_model(directory, model, folder)
+        copy_model(model_directory, model, directory)
 
 
 def exportable_directory(source: str | os.PathLike[str]) -> Path:

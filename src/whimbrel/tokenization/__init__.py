@@ -5,9 +5,8 @@ from whimbrel.tokenization.chat_template import (
     ChatTemplate,
     Message,
     load_chat_template,
-    read_special_tokens,
 )
-from whimbrel.tokenization.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from whimbrel.tokenization.tokenizer import Tokenizer, load_tokenizer, read_special_tokens, train_tokenizer
 
 __all__ = [
     "DEFAULT_CHAT_TEMPLATE",

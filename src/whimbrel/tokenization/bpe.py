@@ -49,9 +49,9 @@ def gpt2_pipeline() -> Pipeline:
 
     Ids 0 to 255 are the bytes, then there is one id for each merge in order, then end-of-text (50256).
     """
-    packed = resources.files("whimbrel.tokenization").joinpath("gpt2_merges.txt.gz").read_bytes()
+    compressed = resources.files("whimbrel.tokenization").joinpath("gpt2_merges.txt.gz").read_bytes()
     merges = [
-        (left, right) for left, right in (line.split(" ") for line in gzip.decompress(packed).decode().splitlines())
+        (left, right) for left, right in (line.split(" ") for line in gzip.decompress(compressed).decode().splitlines())
     ]
     tokens = [*BYTE_DECODER, *(left + right for left, right in merges)]
     pipeline = _byte_level_pipeline(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
@@ -63,12 +63,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, min_frequency: int) -> Pipe
     """Train a byte-level BPE with the layout of GPT-2's: bytes, merges in the order learned, end-of-text."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
-            f"expected vocab_size of at least {MIN_VOCAB_SIZE} (256 bytes and end-of-text), got {vocab_size}"
+            f"vocab_size: expected at least {MIN_VOCAB_SIZE} (256 bytes and end-of-text), got {vocab_size}"
         )
     if vocab_size > MAX_VOCAB_SIZE:
-        raise ConfigError(f"expected vocab_size of at most {MAX_VOCAB_SIZE:,}, got {vocab_size}")
+        raise ConfigError(f"vocab_size: expected at most {MAX_VOCAB_SIZE:,}, got {vocab_size}")
     if not 1 <= min_frequency <= MAX_FREQUENCY:
-        raise ConfigError(f"expected min_frequency from 1 to {MAX_FREQUENCY:,}, got {min_frequency}")
+        raise ConfigError(f"min_frequency: expected 1 to {MAX_FREQUENCY:,}, got {min_frequency}")
     pipeline = _byte_level_pipeline(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
@@ -78,13 +78,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, min_frequency: int) -> Pipe
     )
     characters = 0
 
-    def counted() -> Iterable[str]:
+    def counting_iterator() -> Iterable[str]:
         nonlocal characters
         for text in texts:
             characters += len(text)
             yield text
 
-    pipeline.train_from_iterator(counted(), trainer)
+    pipeline.train_from_iterator(counting_iterator(), trainer)
     if not characters:
         raise DataError("no text to train a tokenizer on: the source is empty")
     pipeline.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,39 +21,30 @@ from whimbrel.tokenization.template_sandbox import (
     Markers,
     RenderError,
     compile_in_process,
+    map_strings,
     render_in_process,
     sandbox,
 )
-from whimbrel.tokenization.tokenizer import EncodedPrompt, Tokenizer
+from whimbrel.tokenization.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer, read_json_object, read_special_tokens
 
 __all__ = [
     "DEFAULT_CHAT_TEMPLATE",
     "ChatTemplate",
     "Message",
-    "encode_up_to",
     "load_chat_template",
-    "read_special_tokens",
     "read_template",
 ]
 
 Message = Mapping[str, Any]
 """A message of a conversation: `role` (system, user, assistant), `content`, and any other fields a template uses."""
 
-TOKENIZER_CONFIG_FILE, TOKENS_FILE = "tokenizer_config.json", "special_tokens_map.json"
-TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
-SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+TEMPLATE_FILE, TEMPLATE_DIRECTORY = "chat_template.jinja", "additional_chat_templates"
 
 SURROGATES = range(0xD800, 0xE000)
 """Code points that never occur in valid text; used as markers."""
 
 MAX_DEPTH = 64
 """Maximum nesting depth of messages."""
-
-CHARACTERS_PER_TOKEN = 16
-"""Upper bound for ordinary text, which has about 4. Text with more is still encoded correctly, just in two passes."""
-
-MARGIN_TOKENS = 256
-"""Safety margin: cutting a text in the middle of a word can add tokens."""
 
 
 class ChatTemplate:
@@ -83,21 +73,21 @@ class ChatTemplate:
         except InvalidTemplateError as error:
             raise DataError(f"the chat template is not valid Jinja {error}") from error
         except LimitExceededError as error:
-            raise DataError(f"the chat template takes more than {error} to compile: use another") from error
+            raise DataError(f"the chat template takes more than {error} to compile: change it") from error
 
     def check(self) -> None:
         """Render one short message; DataError if that exceeds a limit, a warning if the template rejects it."""
         try:
             self._render([{"role": "user", "content": "Hello"}], add_generation_prompt=True, markers=None)
         except LimitExceededError as error:
-            raise DataError(f"the chat template takes more than {error} for one short message: use another") from error
+            raise DataError(f"the chat template takes more than {error} for one short message: change it") from error
         except RenderError as error:
             logging.getLogger(__name__).warning("the chat template rejects a single user message: %r", str(error))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, by default up to the start of the assistant's response."""
         _check_messages(messages)
-        return self._render_or_raise(_map_strings(list(messages), str), add_generation_prompt, None)
+        return self._render_or_raise(_map_strings(messages, str), add_generation_prompt, None)
 
     def encode(
         self,
@@ -121,7 +111,7 @@ class ChatTemplate:
         special = _special_tokens(tokenizer)
         to_character = special.markers.to_character
         try:
-            valid = _map_strings(list(messages), _check_unicode)
+            valid = _map_strings(messages, _check_unicode)
             marked = self._render_or_raise(valid, add_generation_prompt, special.markers)
             text = marked.translate(to_character)
             text.encode()
@@ -131,15 +121,14 @@ class ChatTemplate:
         forged = [(start, end) for start, end in spans if to_character.keys() & set(map(ord, marked[start:end]))]
         ids: list[int] = []
         # Boundaries of segments that alternate between ordinary text (even) and forged special tokens (odd).
-        for number, (start, end) in enumerate(itertools.pairwise((0, *itertools.chain(*forged), len(text)))):
+        for segment, (start, end) in enumerate(itertools.pairwise((0, *itertools.chain(*forged), len(text)))):
             if max_tokens is not None and len(ids) > max_tokens:
                 break
-            if number % 2:
+            if segment % 2:
                 ids += tokenizer.encode(text[start:end])
             else:
-                add_bos = number == 0 and not self.writes_bos
-                encode = functools.partial(tokenizer.encode_prompt, add_special_tokens=add_bos)
-                ids += encode_up_to(encode, text[start:end], max_tokens).ids
+                add_bos = segment == 0 and not self.writes_bos
+                ids += tokenizer.encode_prompt(text[start:end], add_special_tokens=add_bos, max_tokens=max_tokens).ids
         return ids
 
     def _render_or_raise(self, messages: Any, add_generation_prompt: bool, markers: Markers | None) -> str:
@@ -162,37 +151,24 @@ class ChatTemplate:
         return (render_in_process if self._trusted else sandbox.render)(self.source, variables, markers)
 
 
-def encode_up_to(encode: Callable[[str], EncodedPrompt], text: str, max_tokens: int | None) -> EncodedPrompt:
-    """Encode a text; if it is far longer than `max_tokens`, encode only a prefix that already exceeds the limit.
-
-    Encoding takes up to a thousand times the memory of the text, so a text that will be rejected is not fully encoded.
-    """
-    part = text if max_tokens is None else text[: CHARACTERS_PER_TOKEN * max(1, max_tokens)]
-    if max_tokens is not None and len(part) < len(text):
-        encoded = encode(part)
-        if len(encoded.ids) > max_tokens + MARGIN_TOKENS:
-            return encoded
-    return encode(text)
-
-
 def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemplate | None:
     """The chat template of a model directory, or one of its other named templates; None if it has no template."""
-    folder = Path(directory)
-    settings = _read_json_object(folder / TOKENIZER_CONFIG_FILE)
-    templates = _templates_by_name(settings.get("chat_template"), folder / TOKENIZER_CONFIG_FILE)
-    for file in [*folder.glob(f"{TEMPLATE_FOLDER}/*.jinja"), *folder.glob(TEMPLATE_FILE)]:
+    directory = Path(directory)
+    settings = read_json_object(directory / TOKENIZER_CONFIG_FILE)
+    templates = _templates_by_name(settings.get("chat_template"), directory / TOKENIZER_CONFIG_FILE)
+    for file in [*directory.glob(f"{TEMPLATE_DIRECTORY}/*.jinja"), *directory.glob(TEMPLATE_FILE)]:
         templates["default" if file.name == TEMPLATE_FILE else file.stem] = read_template(file)
     if name not in templates:
         if name == "default" and not templates:
             return None
         available = ", ".join(sorted(templates)) or "none"
-        raise ConfigError(f"{folder} has no chat template '{name}' (available: {available})")
+        raise ConfigError(f"{directory} has no chat template '{name}' (available: {available})")
     try:
-        template = ChatTemplate(templates[name], read_special_tokens(folder))
+        template = ChatTemplate(templates[name], read_special_tokens(directory))
         template.check()
         return template
     except DataError as error:
-        raise DataError(f"{folder}: {error}") from error
+        raise DataError(f"{directory}: {error}") from error
 
 
 def read_template(file: Path) -> str:
@@ -215,34 +191,6 @@ def _templates_by_name(value: object, file: Path) -> dict[str, str]:
         raise DataError(
             f"{file}: expected chat_template to be a string or a list of objects with name and template"
         ) from error
-
-
-def read_special_tokens(directory: str | Path) -> dict[str, str]:
-    """The text of `bos_token`, `eos_token` etc. in a model directory."""
-    texts = {}
-    for file in (Path(directory) / TOKENS_FILE, Path(directory) / TOKENIZER_CONFIG_FILE):
-        settings = _read_json_object(file)
-        for name in SPECIAL_TOKENS:
-            token = settings.get(name)
-            text = token.get("content") if isinstance(token, dict) else token
-            if token is not None and not isinstance(text, str):
-                raise DataError(f"{file}: expected {name} to be a token's text or null, got {str(token)[:60]}")
-            if text:
-                texts[name] = text
-    return texts
-
-
-def _read_json_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{file}: expected a JSON object, got a {type(value).__name__}")
-    return value
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
@@ -288,18 +236,11 @@ def _check_unicode(text: str) -> str:
     return text
 
 
-def _map_strings(value: Any, function: Callable[[str], str], levels: int = MAX_DEPTH) -> Any:
-    """`template_sandbox.map_strings` for input of unknown depth."""
-    if isinstance(value, str):
-        return function(value)
-    if not isinstance(value, Mapping | list | tuple):
-        return value
-    if levels == 0:
-        raise _request_error(f"messages are nested too deep: expected fewer than {MAX_DEPTH} levels")
-    inner = functools.partial(_map_strings, function=function, levels=levels - 1)
-    if isinstance(value, Mapping):
-        return {inner(key): inner(entry) for key, entry in value.items()}
-    return type(value)(inner(entry) for entry in value)
+def _map_strings(messages: Sequence[Message], function: Callable[[str], str]) -> Any:
+    try:
+        return map_strings(list(messages), function, max_depth=MAX_DEPTH)
+    except RecursionError:
+        raise _request_error(f"messages: expected fewer than {MAX_DEPTH} levels of nesting") from None
 
 
 DEFAULT_CHAT_TEMPLATE = ChatTemplate(

@@ -53,7 +53,7 @@ MAX_CHARACTERS = 16 * 1024**2
 WALL_SECONDS = 120.0
 """Wall-clock limit, for systems that cannot limit CPU time."""
 
-PASSED_ENVIRONMENT = ("DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TZ")
+INHERITED_VARIABLES = ("DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TZ")
 """Environment variables passed to the child process; API keys are not among them."""
 
 NON_ASCII = re.compile("[\x80-\ud7ff\ue000-\U0010ffff]+")
@@ -87,15 +87,21 @@ class Markers(NamedTuple):
         return text if marked == text else _MarkedText.of(marked, self)
 
 
-def map_strings(value: Any, function: Callable[[str], str]) -> Any:
-    """Apply `function` to every string in nested lists and mappings, keys included."""
+def map_strings(value: Any, function: Callable[[str], str], max_depth: int | None = None) -> Any:
+    """Apply `function` to every string in nested lists and mappings, keys included.
+
+    Raises RecursionError for more than `max_depth` levels.
+    """
     if isinstance(value, str):
         return function(value)
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if max_depth == 0:
+        raise RecursionError
+    inner = functools.partial(map_strings, function=function, max_depth=None if max_depth is None else max_depth - 1)
     if isinstance(value, Mapping):
-        return {map_strings(key, function): map_strings(entry, function) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map_strings(entry, function) for entry in value)
-    return value
+        return {inner(key): inner(entry) for key, entry in value.items()}
+    return type(value)(inner(entry) for entry in value)
 
 
 def compile_in_process(source: str) -> Template:
@@ -103,7 +109,7 @@ def compile_in_process(source: str) -> Template:
     try:
         return _environment().from_string(source)
     except TemplateSyntaxError as error:
-        raise InvalidTemplateError(f"in line {error.lineno}: {error.message}") from error
+        raise InvalidTemplateError(f"on line {error.lineno}: {error.message}") from error
     except (RecursionError, SyntaxError, ValueError, OverflowError) as error:
         raise InvalidTemplateError(f"({type(error).__name__}: {error})") from error
 
@@ -177,7 +183,7 @@ class TemplateSandbox:
                     self._process = None
                     _kill(process)
         if result is None:
-            raise LimitExceededError(f"{CPU_SECONDS} s of CPU time, or crashes (exit code {process.returncode})")
+            raise LimitExceededError(f"{CPU_SECONDS} s of CPU time (or crashed: exit code {process.returncode})")
         kind, text = result
         if kind != "text":
             raise {"invalid": InvalidTemplateError, "error": RenderError, "limit": LimitExceededError}[kind](text)
@@ -219,7 +225,7 @@ def _handle(request: Mapping[str, Any]) -> str:
 
 def _start() -> subprocess.Popen[bytes]:
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    environment = {name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ} | {"PYTHONPATH": path}
+    environment = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ} | {"PYTHONPATH": path}
     command = [sys.executable, "-c", f"from {__name__} import child_main; child_main()"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
@@ -280,9 +286,9 @@ class _MarkedText(str):
     """The text of a message with markers in it, which a template can search as if there were none.
 
     Templates search in messages (`'</think>' in content`, `content.split('<tool>')`). They search for characters, which
-    the message no longer has, so every method in `_SEARCH_METHODS` first marks what it searches for; and its results
-    are marked text too, so that the template can search those again. All other operations (slicing, joining, changing
-    case) are those of `str` and move markers like any other character.
+    the message no longer has, so every method in `_WRAPPED_METHODS` first marks what it searches for; and its results,
+    like those of slicing and case changes, are marked text too, so that the template can search those again. All other
+    operations are those of `str` and move markers like any other character.
     """
 
     _markers: Markers
@@ -302,26 +308,26 @@ class _MarkedText(str):
         return hash(self.translate(self._markers.to_character))
 
 
-_SEARCH_METHODS = (
+_WRAPPED_METHODS = (
     *("__contains__", "__eq__", "__getitem__", "__ne__", "count", "endswith", "find", "index", "lower", "lstrip"),
     *("partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip"),
     *("split", "splitlines", "startswith", "strip", "upper"),
 )
 
 
-def _search_method(name: str) -> Callable[..., Any]:
+def _wrapped_method(name: str) -> Callable[..., Any]:
     method = getattr(str, name)
 
-    def search(self: _MarkedText, *arguments: Any, **named: Any) -> Any:
-        target = map_strings(arguments[:1], lambda text: text.translate(self._markers.to_marker))
-        result = method(self, *target, *arguments[1:], **named)
+    def wrapper(self: _MarkedText, *args: Any, **kwargs: Any) -> Any:
+        target = map_strings(args[:1], lambda text: text.translate(self._markers.to_marker))
+        result = method(self, *target, *args[1:], **kwargs)
         return map_strings(result, lambda text: _MarkedText.of(text, self._markers))
 
-    return search
+    return wrapper
 
 
-for _name in _SEARCH_METHODS:
-    setattr(_MarkedText, _name, _search_method(_name))
+for _name in _WRAPPED_METHODS:
+    setattr(_MarkedText, _name, _wrapped_method(_name))
 
 
 def _concat(parts: Iterable[str]) -> str:
@@ -368,12 +374,12 @@ def _to_json(
 ) -> str:
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     # json's own ensure_ascii would also escape the markers, which could then not be replaced.
-    return NON_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
+    return NON_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _strftime_now(format_string: str) -> str:
+    return datetime.now().strftime(format_string)

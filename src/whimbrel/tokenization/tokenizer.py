@@ -21,14 +21,28 @@ from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.files import atomic_file
 from whimbrel.tokenization.bpe import END_OF_TEXT, MAX_VOCAB_SIZE, gpt2_pipeline, tiktoken_encoder, train_bpe
 
-__all__ = ["EncodedPrompt", "Tokenizer", "load_tokenizer", "train_tokenizer"]
+__all__ = [
+    "EncodedPrompt",
+    "Tokenizer",
+    "load_tokenizer",
+    "read_json_object",
+    "read_special_tokens",
+    "train_tokenizer",
+]
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+TOKENS_FILE = "special_tokens_map.json"
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 END_OF_TEXT_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "<s>")
 """Candidates for the end-of-text token if tokenizer_config.json does not set one, in order of preference."""
 
 IGNORED_BY_FINGERPRINT = ("decoder", "padding", "post_processor", "truncation", "version")
 """Parts of a tokenizer file that do not affect the ids of a document."""
+
+CHARACTERS_PER_TOKEN = 16
+"""Upper bound for ordinary text, which has about 4. Text with more is still encoded correctly, just in two passes."""
+MARGIN_TOKENS = 256
+"""Safety margin: cutting a text in the middle of a word can add tokens."""
 
 
 class EncodedPrompt(NamedTuple):
@@ -90,13 +104,29 @@ class Tokenizer:
         ids: list[int] = self._encode(text).tolist()
         return ids
 
-    def encode_prompt(self, text: str, *, parse_special: bool = True, add_special_tokens: bool = True) -> EncodedPrompt:
+    def encode_prompt(
+        self,
+        text: str,
+        *,
+        parse_special: bool = True,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+    ) -> EncodedPrompt:
         """Token ids of a raw prompt, the same as from transformers' `tokenizer(text)`.
 
         `parse_special=False` treats special tokens in the text as plain text; `add_special_tokens=False` leaves out
-        the tokens that the tokenizer's post-processor adds to every text (such as BOS). Thread-safe.
+        the tokens that the tokenizer's post-processor adds to every text (such as BOS). Of a text far longer than
+        `max_tokens`, only a prefix is encoded that already exceeds the limit: encoding takes up to a thousand times the
+        memory of the text, and the caller rejects it anyway. Thread-safe.
         """
-        [encoded] = self.encode_prompts([text], parse_special=parse_special, add_special_tokens=add_special_tokens)
+        encode = functools.partial(
+            self.encode_prompts, parse_special=parse_special, add_special_tokens=add_special_tokens
+        )
+        if max_tokens is not None and len(text) > CHARACTERS_PER_TOKEN * max(1, max_tokens):
+            [prefix] = encode([text[: CHARACTERS_PER_TOKEN * max(1, max_tokens)]])
+            if len(prefix.ids) > max_tokens + MARGIN_TOKENS:
+                return prefix
+        [encoded] = encode([text])
         return encoded
 
     def encode_prompts(
@@ -122,11 +152,11 @@ class Tokenizer:
         if parse_special or not self._plain_ids:
             return EncodedPrompt(encoding.ids, starts)
         pairs = [
-            (index, start)
+            (token_id, start)
             for token, start, added in zip(encoding.ids, starts, encoding.special_tokens_mask, strict=True)
-            for index in ((token,) if added else self._plain_ids.get(token, (token,)))
+            for token_id in ((token,) if added else self._plain_ids.get(token, (token,)))
         ]
-        return EncodedPrompt([index for index, _ in pairs], [start for _, start in pairs])
+        return EncodedPrompt([token_id for token_id, _ in pairs], [start for _, start in pairs])
 
     @functools.cached_property
     def _parsing_pipeline(self) -> Pipeline:
@@ -143,12 +173,12 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """The text of `ids`, special tokens included; incomplete UTF-8 sequences become U+FFFD."""
-        numbers = [int(index) for index in ids]
-        invalid = next((index for index in numbers if not 0 <= index < self.vocab_size), None)
+        token_ids = [int(token_id) for token_id in ids]
+        invalid = next((token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size), None)
         if invalid is not None:
             raise DataError(f"expected token ids from 0 to {self.vocab_size - 1}, got {invalid}")
         with _library_errors("the tokenizer cannot decode these ids"):
-            return str(self.pipeline.decode(numbers, skip_special_tokens=False))
+            return str(self.pipeline.decode(token_ids, skip_special_tokens=False))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, for `transformers.AutoTokenizer`."""
@@ -172,7 +202,7 @@ class Tokenizer:
                 [encoding] = self.pipeline.encode_batch_fast([text], add_special_tokens=False)
         except UnicodeEncodeError as error:
             raise DataError(f"expected valid Unicode, got a lone surrogate at character {error.start}") from error
-        ids = [index for token in encoding.ids for index in self._plain_ids.get(token, (token,))]
+        ids = [token_id for token in encoding.ids for token_id in self._plain_ids.get(token, (token,))]
         return np.array(ids, dtype=np.uint32)
 
 
@@ -188,9 +218,9 @@ def load_tokenizer(path_or_name: str | os.PathLike[str] = "gpt2") -> Tokenizer:
         pipeline = _parse_pipeline(file.read_text(encoding="utf-8"))
     except (DataError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is not a Hugging Face {TOKENIZER_FILE}: {error}") from error
-    eos_token, bos_token = _read_eos_and_bos(file.with_name(TOKENIZER_CONFIG_FILE))
+    tokens = _read_tokens(file.with_name(TOKENIZER_CONFIG_FILE), ("bos_token", "eos_token"))
     try:
-        return Tokenizer(pipeline, eos_token, bos_token)
+        return Tokenizer(pipeline, tokens.get("eos_token"), tokens.get("bos_token"))
     except DataError as error:
         raise DataError(f"{file}: {error}") from error
 
@@ -208,7 +238,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, min_frequency: int
     tokenizer = Tokenizer(train_bpe(texts, vocab_size, min_frequency), END_OF_TEXT)
     if tokenizer.vocab_size < vocab_size:
         logging.getLogger(__name__).warning(
-            "the text has only %d of the requested %d tokens: too few pairs are frequent enough",
+            "trained %d of the requested %d tokens: too few pairs occur at least min_frequency times",
             tokenizer.vocab_size,
             vocab_size,
         )
@@ -242,8 +272,8 @@ def _plain_ids_of_special_tokens(pipeline: Pipeline, content: dict[str, Any]) ->
         with _library_errors("the tokenizer cannot encode its own tokens"):
             if not token["special"] or _model_ids(pipeline, text) != [token["id"]]:
                 continue
-            ids = [index for part in (text[:1], text[1:]) for index in _model_ids(pipeline, part)]
-        plain_ids[token["id"]] = tuple(index for index in ids if index != token["id"])
+            ids = [token_id for part in (text[:1], text[1:]) for token_id in _model_ids(pipeline, part)]
+        plain_ids[token["id"]] = tuple(token_id for token_id in ids if token_id != token["id"])
     return plain_ids
 
 
@@ -286,8 +316,8 @@ def _parse_pipeline(text: str) -> Pipeline:
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     if isinstance(added, list):
         ids |= {str(token.get("content")): token.get("id") for token in added if isinstance(token, dict)}
-    _check_ids({token: index for token, index in ids.items() if isinstance(index, int)})
-    with _library_errors("the tokenizers library rejects it"):
+    _check_ids({token: token_id for token, token_id in ids.items() if isinstance(token_id, int)})
+    with _library_errors("the tokenizers library cannot parse it"):
         return Pipeline.from_str(text)
 
 
@@ -299,25 +329,35 @@ def _check_ids(vocabulary: dict[str, int]) -> None:
         )
 
 
-def _read_eos_and_bos(file: Path) -> tuple[str | None, str | None]:
-    """The `eos_token` and `bos_token` of a `tokenizer_config.json`; None if the file or the setting does not exist."""
+def read_special_tokens(directory: str | os.PathLike[str]) -> dict[str, str]:
+    """The text of `bos_token`, `eos_token` etc. in a model directory."""
+    files = (Path(directory) / TOKENS_FILE, Path(directory) / TOKENIZER_CONFIG_FILE)
+    return {name: text for file in files for name, text in _read_tokens(file, SPECIAL_TOKENS).items()}
+
+
+def _read_tokens(file: Path, names: Sequence[str]) -> dict[str, str]:
+    settings, tokens = read_json_object(file), {}
+    for name in names:
+        value = settings.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if value is not None and not isinstance(text, str):
+            raise DataError(f"{file}: expected {name} to be a token's text or null, got {json.dumps(value)[:80]}")
+        if text:
+            tokens[name] = text
+    return tokens
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no file."""
     if not file.is_file():
-        return None, None
+        return {}
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise DataError(f"{file}: expected a JSON object, got a {type(settings).__name__}")
-    return _token_setting(file, settings, "eos_token"), _token_setting(file, settings, "bos_token")
-
-
-def _token_setting(file: Path, settings: dict[str, Any], name: str) -> str | None:
-    value = settings.get(name)
-    token = value.get("content", value) if isinstance(value, dict) else value
-    if token is not None and not isinstance(token, str):
-        raise DataError(f"{file}: expected {name} to be a token's text or null, got {json.dumps(token)[:80]}")
-    return token
+    if not isinstance(value, dict):
+        raise DataError(f"{file}: expected a JSON object, got a {type(value).__name__}")
+    return value
 
 
 def _end_of_text_token(added: list[dict[str, Any]], vocabulary: dict[str, int], name: str | None) -> str:
@@ -328,10 +368,7 @@ def _end_of_text_token(added: list[dict[str, Any]], vocabulary: dict[str, int], 
             return token
     if name in vocabulary:
         available = ", ".join(sorted(special)) or "none"
-        raise DataError(
-            f"expected the end-of-text token '{name}' to be a special token, which no text contains (available: "
-            f"{available})"
-        )
+        raise DataError(f"expected the end-of-text token '{name}' to be a special token (available: {available})")
     candidates = " or ".join(END_OF_TEXT_TOKENS) if name is None else name
     raise DataError(f"the tokenizer has no end-of-text token ({candidates}): add it as a special token")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from whimbrel.base.lazy import lazy_exports
+from whimbrel.base import lazy_exports
 
 if TYPE_CHECKING:
     from whimbrel.train.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from whimbrel.base.errors import CheckpointError, ConfigError, DataError, WhimbrelError
-from whimbrel.base.progress import format_bytes
+from whimbrel.base.files import format_bytes
 from whimbrel.checkpoint import list_checkpoints
 from whimbrel.checkpoint import read_manifest as read_checkpoint_manifest
 from whimbrel.data import TokenDataLoader, read_manifest

@@ -171,7 +171,7 @@ def test_document_ids_increase_at_end_of_text() -> None:
     assert document_ids(x, EOT).tolist() == [[0, 1, 1, 2, 3, 3], [1, 1, 1, 1, 1, 1]]
 
 
-def test_documents_of_returns_ids_for_the_attention_mask(folder: Path) -> None:
+def test_document_ids_for_the_attention_mask(folder: Path) -> None:
     joined, masked = TokenDataLoader(folder, 2, 64), TokenDataLoader(folder, 2, 64, documents="mask")
     x, _ = masked.next_batch()
     assert torch.equal(x, joined.next_batch()[0])

@@ -20,8 +20,8 @@ from whimbrel.base.files import sha256_file
 from whimbrel.data import TokenDataLoader, read_manifest, read_shard
 from whimbrel.data import manifest as manifest_module
 from whimbrel.data.prepare import default_directory, document_hash, encode_on_threads, map_in_order, prepare
+from whimbrel.data.shards import verify_shards
 from whimbrel.data.sources import FINEWEB, source_name
-from whimbrel.data.verify import verify_shards
 from whimbrel.tokenization import Tokenizer, load_tokenizer, train_tokenizer
 
 GPT2 = load_tokenizer("gpt2")

@@ -11,8 +11,7 @@ import pytest
 from whimbrel.base.errors import DataError, MissingExtraError
 from whimbrel.data import read_shard
 from whimbrel.data.prepare import prepare
-from whimbrel.data.sources import HubDataset, resolve_source
-from whimbrel.data.sources import documents as read_documents
+from whimbrel.data.sources import HubDataset, iter_documents, resolve_source
 from whimbrel.tokenization import load_tokenizer
 
 FORMS = ("a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt", "a.txt.gz", "a.txt.zst")
@@ -24,9 +23,9 @@ def test_directories_and_globs_are_read_in_name_order(corpus, texts: list[str], 
     corpus.write(folder / "b" / "2.jsonl", texts[20:30])
     corpus.write(folder / "a.parquet", texts[:20])
     (folder / "ignored.png").write_bytes(b"\x89PNG")
-    assert list(read_documents([str(folder)])) == texts[:30]
-    assert list(read_documents([str(folder / "**" / "*.jsonl")])) == texts[20:30]
-    assert list(read_documents([str(folder / "**.parquet")])) == texts[:20]
+    assert list(iter_documents([str(folder)])) == texts[:30]
+    assert list(iter_documents([str(folder / "**" / "*.jsonl")])) == texts[20:30]
+    assert list(iter_documents([str(folder / "**.parquet")])) == texts[:20]
     assert [source.name for source in resolve_source(str(folder))] == ["a.parquet", "b/2.jsonl"]
 
 
@@ -34,7 +33,7 @@ def test_hidden_files_of_a_directory_are_skipped(corpus, texts: list[str], tmp_p
     for name in ("seen.txt", ".hidden.txt", ".git/in.txt", "deep/.cache/in.txt"):
         (tmp_path / ".data" / name).parent.mkdir(parents=True, exist_ok=True)
         corpus.write(tmp_path / ".data" / name, [name])
-    assert list(read_documents([str(tmp_path / ".data")])) == ["seen.txt"]
+    assert list(iter_documents([str(tmp_path / ".data")])) == ["seen.txt"]
 
 
 @pytest.mark.parametrize("form", ["a.txt", "a.txt.gz", "a.jsonl"])
@@ -44,10 +43,10 @@ def test_documents_over_the_size_limit_are_refused(
     source = str(corpus.write(tmp_path / form, ["word " * 800_000, "more " * 800_000]))
     monkeypatch.setattr("whimbrel.data.sources.MAX_DOCUMENT_BYTES", 1 << 21)
     with pytest.raises(DataError, match=rf"{form} has a document of more than 2 MiB.*--separator"):
-        list(read_documents([source]))
+        list(iter_documents([source]))
     monkeypatch.setattr("whimbrel.data.sources.MAX_DOCUMENT_BYTES", 5_000_000)
     separator = "<|doc|>" if ".txt" in form else None
-    assert len(list(read_documents([source], separator=separator))) == 2
+    assert len(list(iter_documents([source], separator=separator))) == 2
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -65,9 +64,9 @@ def test_long_lines_and_a_missing_final_newline_are_read(corpus, tmp_path: Path)
     texts = ["x" * 3_000_000, "short", "y" * 1_500_000]
     source = corpus.write(tmp_path / "a.jsonl", texts)
     source.write_bytes(source.read_bytes().rstrip() + b"")
-    assert list(read_documents([str(source)])) == texts
+    assert list(iter_documents([str(source)])) == texts
     (tmp_path / "a.txt").write_text("<|doc|>".join(texts))
-    assert list(read_documents([str(tmp_path / "a.txt")], separator="<|doc|>")) == texts
+    assert list(iter_documents([str(tmp_path / "a.txt")], separator="<|doc|>")) == texts
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
@@ -77,12 +76,12 @@ def test_newlines_in_a_separator_match_lf_and_crlf(tmp_path: Path, newline: str,
     raw = "\n\n".join(texts).replace("\n", newline).encode()
     (tmp_path / "a.txt").write_bytes(raw)
     expected = [text.replace("\n", newline) for text in texts]
-    assert list(read_documents([str(tmp_path / "a.txt")], separator=separator)) == expected
+    assert list(iter_documents([str(tmp_path / "a.txt")], separator=separator)) == expected
 
 
 def test_unused_separator_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
-    assert len(list(read_documents([str(tmp_path / "a.txt")], separator="\n\n"))) == 1
+    assert len(list(iter_documents([str(tmp_path / "a.txt")], separator="\n\n"))) == 1
     assert "does not contain the separator" in caplog.text
 
 

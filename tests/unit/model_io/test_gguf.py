@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from whimbrel.base.errors import CheckpointError, ConfigError, WriteError
 from whimbrel.model_io import export_hf, load_model, save_model
-from whimbrel.model_io.files import TensorFiles
+from whimbrel.model_io.weights import TensorFiles
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.config import RopeScaling
 from whimbrel.precision import quantize_

@@ -40,7 +40,7 @@ def test_saving_is_atomic_and_does_not_overwrite(model, saved, tmp_path, monkeyp
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("whimbrel.model_io.files.write_tensors", full)
+    monkeypatch.setattr("whimbrel.model_io.weights.write_tensors", full)
     with pytest.raises(WriteError, match="No space left on device"):
         save_model(model, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

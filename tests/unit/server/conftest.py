@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from whimbrel.inference import Engine, EngineConfig
+from whimbrel.model_io.llama2c import load_llama2c_tokenizer
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.tokenization import Tokenizer, load_tokenizer
-from whimbrel.tokenization.llama2c import load_llama2c_tokenizer
 
 if TYPE_CHECKING:
     from whimbrel.server.served_model import ServedModel

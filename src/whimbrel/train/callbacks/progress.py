@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whimbrel.base.progress import format_bytes
+from whimbrel.base.files import format_bytes
 from whimbrel.optim import ParameterRow, ProjectInBackward, StepInBackward, state_bytes
 from whimbrel.train.callback import StopRequest, TrainerCallback
 from whimbrel.train.callbacks.loggers import WriteWarnings

@@ -10,8 +10,8 @@ from random import Random
 import pytest
 
 from whimbrel.base.errors import DataError
+from whimbrel.model_io.llama2c import load_llama2c_tokenizer
 from whimbrel.tokenization import load_tokenizer
-from whimbrel.tokenization.llama2c import load_llama2c_tokenizer
 
 LETTERS = [" ", "a", "b", "c", "d"]
 MERGED = ["ab", " a", "abc", " ab", "cd", "abcd"]
