@@ -88,11 +88,11 @@ def test_return_dict_false_returns_a_tuple(model, ids):
     [
         (
             {"position_ids": torch.arange(40).remainder(20)[None]},
-            "position_ids to count 0, 1, ... over 40 tokens",
+            "position_ids = 0, 1, ... for the 40 non-padding tokens",
         ),
-        ({"position_ids": torch.arange(1, 41)[None]}, "position_ids to count"),
-        ({"position_ids": torch.arange(39)[None]}, "position_ids to count"),
-        ({"cache_position": torch.arange(1, 41)}, "cache_position to count"),
+        ({"position_ids": torch.arange(1, 41)[None]}, "expected position_ids = 0"),
+        ({"position_ids": torch.arange(39)[None]}, "expected position_ids = 0"),
+        ({"cache_position": torch.arange(1, 41)}, "expected cache_position = 0"),
         ({"output_attentions": True}, "output_attentions and output_hidden_states are not supported"),
         ({"output_hidden_states": True}, "output_attentions and output_hidden_states are not supported"),
     ],

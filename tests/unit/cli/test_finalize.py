@@ -150,7 +150,7 @@ def test_generate_quantizes_on_load(work, capsys):
     loaded, stored = capsys.readouterr().out.split("ROMEO")[1:]
     assert loaded == stored
     assert run("generate", "out", "ROMEO", "--weights", "int8") == 2
-    assert "already quantized as int4, not int8: omit --weights" in capsys.readouterr().err
+    assert "already quantized as int4, not int8: omit quantize" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def test_bad_source_is_a_one_line_error_and_leaves_no_files(case: str, whimbrel,
 def test_missing_source_is_a_one_line_error(whimbrel, workdir: Path) -> None:
     Path("empty").mkdir()
     Path("birds.txt").write_text("a bird")
-    assert "a source is empty: expected a file" in whimbrel("prepare", "").err
+    assert "got an empty source: expected a file" in whimbrel("prepare", "").err
     assert "no such file: empty/**.txt" in whimbrel("prepare", "empty/**.txt").err
     assert "no such file: absent.txt" in whimbrel("prepare", "absent.txt").err
     assert "no such file: ../absent" in whimbrel("prepare", "../absent").err
@@ -201,7 +201,7 @@ def test_prepare_does_not_overwrite_another_tokenizer(whimbrel, workdir: Path) -
     before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
     done = whimbrel("prepare", "birds.txt", "--out-dir", "out")
     assert done.code == 2
-    assert done.err.startswith("whimbrel: out/tokenizer.json is another tokenizer")
+    assert done.err.startswith("whimbrel: out/tokenizer.json is a different tokenizer")
     assert "--out-dir" in done.err
     assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
     assert whimbrel("prepare", "birds.txt", "--tokenizer", "out", "--out-dir", "out").code == 0
@@ -213,7 +213,7 @@ def test_out_dir_that_is_a_file_is_refused_before_any_work(
     path: str, whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("birds.txt").write_text("a bird")
-    monkeypatch.setattr("whimbrel.data.prepare._Job", lambda *_: pytest.fail("work began"))
+    monkeypatch.setattr("whimbrel.data.prepare._ShardCollector", lambda *_: pytest.fail("work began"))
     done = whimbrel("prepare", "birds.txt", "--out_dir", path)
     assert (done.code, len(done.err.splitlines())) == (2, 1)
     assert f"expected a directory for --out-dir, got {path}" in done.err
@@ -259,7 +259,7 @@ def test_verify_reports_every_error(whimbrel, workdir: Path) -> None:
     for name, fault in (
         ("birds_train_000001.bin", "is truncated: the header counts 60 tokens, the file has 59"),
         ("birds_train_000002.bin", "has token id 60000 at token 2"),
-        ("birds_train_000003.bin", "has 10 tokens, manifest.json says 60"),
+        ("birds_train_000003.bin", "has 10 tokens, expected 60"),
         ("birds_train_000004.bin", "was changed since it was written"),
         ("birds_train_000005.bin", "No such file"),
         ("foreign.bin", "is not listed in manifest.json"),

@@ -212,10 +212,10 @@ def test_directory_with_other_shards_is_refused(corpus, texts: list[str], tmp_pa
     prepare([source], out, GPT2, name="a")
     before = corpus.bytes_of(out)
     for match, sources, tokenizer, options in (
-        ("other sources", [other], GPT2, {}),
-        ("other tokenizer", [source], train_tokenizer(texts, 300), {}),
-        (r"other settings \(shard_size=100000000\)", [source], GPT2, {"shard_size": 500}),
-        (r"other settings \(total_tokens=None\)", [source], GPT2, {"total_tokens": 500}),
+        ("different sources", [other], GPT2, {}),
+        ("different tokenizer", [source], train_tokenizer(texts, 300), {}),
+        (r"different settings \(shard_size=100000000\)", [source], GPT2, {"shard_size": 500}),
+        (r"different settings \(total_tokens=None\)", [source], GPT2, {"total_tokens": 500}),
     ):
         with pytest.raises(DataError, match=match):
             prepare(sources, out, tokenizer, name="a", **options)
@@ -231,12 +231,12 @@ def test_directory_with_other_shards_is_refused(corpus, texts: list[str], tmp_pa
         ({"shard_size": 0}, "shard-size .*got 0"),
         ({"total_tokens": 0}, "total-tokens .*got 0"),
         ({"val_tokens": -1}, "val-tokens .*got -1"),
-        ({"val_tokens": 5, "val": ["a.jsonl"]}, "give one of them"),
+        ({"val_tokens": 5, "val": ["a.jsonl"]}, "only one of them"),
         ({"name": "x_val"}, "expected --name"),
         ({"name": "a/b"}, "expected --name of letters, digits, '_'"),
         ({"separator": "|"}, "no source is one"),
         ({"separator": ""}, "--separator is empty"),
-        ({"val": [""]}, "a source is empty"),
+        ({"val": [""]}, "empty source"),
     ],
 )
 def test_invalid_arguments_are_refused(corpus, options: dict, match: str, workdir: Path) -> None:

@@ -29,10 +29,10 @@ def test_training_rejects_invalid_arguments(caplog: pytest.LogCaptureFixture) ->
     with pytest.raises(ConfigError, match="257"):
         train_tokenizer(["text"], 256)
     for absurd in (10**9, 10**30):
-        with pytest.raises(ConfigError, match=f"vocab_size of at most 16,777,216, got {absurd}"):
+        with pytest.raises(ConfigError, match=f"vocab_size: expected at most 16,777,216, got {absurd}"):
             train_tokenizer(["text"], absurd)
     for absurd in (-1, 0, 10**30):
-        with pytest.raises(ConfigError, match=f"min_frequency from 1 .* got {absurd}"):
+        with pytest.raises(ConfigError, match=f"min_frequency: expected 1 .* got {absurd}"):
             train_tokenizer(["text"], 300, min_frequency=absurd)
     with pytest.raises(DataError, match="no text"):
         train_tokenizer(iter(()), 300)

@@ -338,7 +338,7 @@ def test_the_tokenizer_adds_bos_if_the_template_does_not(tokenizer):
         ("{{ messages.append(1) }}", CONVERSATIONS[0], "attribute 'append' of 'list' object is unsafe"),
         ("{{ messages.__class__.__mro__ }}", CONVERSATIONS[0], "unsafe"),
         ("{{ messages[0].content }}", [{"role": "user", "content": "\ud800"}], "lone surrogate"),
-        ("x", [{"role": "user", "content": json.loads("[" * 63 + "]" * 63)}], "nested too deep"),
+        ("x", [{"role": "user", "content": json.loads("[" * 63 + "]" * 63)}], "levels of nesting"),
     ],
 )
 def test_messages_that_the_template_rejects_raise_request_error(source, messages, message, tokenizer):
@@ -349,7 +349,7 @@ def test_messages_that_the_template_rejects_raise_request_error(source, messages
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ('{"chat_template": "{% if %}"}', "not valid Jinja in line 1"),
+        ('{"chat_template": "{% if %}"}', "not valid Jinja on line 1"),
         ('{"chat_template": ["a"]}', "expected chat_template to be a string or a list"),
         ('{"chat_template": 3}', "expected chat_template to be a string"),
         ("[]", "expected a JSON object, got a list"),
