@@ -100,6 +100,13 @@ def build_report() -> Report:
 def _machine(problem: str | None) -> dict[str, str]:
     from whimbrel.data.prepare import available_cores
 
+    if problem is None:
+        from whimbrel.ops.compiler import find_compiler
+
+        name = find_compiler()
+        compiler = "not found" if name is None else shutil.which(name) or name
+    else:
+        compiler = "unknown without torch"
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     return {
         "python": platform.python_version(),
@@ -107,15 +114,8 @@ def _machine(problem: str | None) -> dict[str, str]:
         "cores": str(available_cores()),
         "memory": f"{memory:.1f} GiB",
         "free disk": f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB",
-        "C++ compiler": _compiler() if problem is None else "unknown without torch",
+        "C++ compiler": compiler,
     }
-
-
-def _compiler() -> str:
-    from whimbrel.ops.compiler import find_compiler
-
-    compiler = find_compiler()
-    return "not found" if compiler is None else shutil.which(compiler) or compiler
 
 
 def _version(package: str) -> str | None:

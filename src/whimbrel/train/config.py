@@ -115,7 +115,13 @@ class TrainConfig:
             "train", self, "steps", "tokens", "epochs", "tokens_per_step", "accumulation", "micro_batch", "clip"
         )
         check_positive("train", self, "recompile_limit", "fp8_dim_alignment")
-        self._check_linears()
+        recipes = ("fp8_recipe", "qat_recipe", "weight_dtype", "projected_linears")
+        enabled = [f"train.{name} = {getattr(self, name)}" for name in recipes if getattr(self, name)]
+        combined = self.weight_dtype is not None and self.projected_linears  # these two work together
+        if len(enabled) > (2 if combined else 1):
+            raise ConfigError(f"{' and '.join(enabled)} are mutually exclusive: set only one")
+        if self.fp8_recipe is None:
+            check_unused("train", self, ("fp8_dim_alignment",), "train.fp8_recipe")
         if self.accumulation is not None and self.tokens_per_step is not None:
             raise ConfigError("train.accumulation and train.tokens_per_step are mutually exclusive: set only one")
         if isinstance(self.recompute, float) and not 0 <= self.recompute <= 1:
@@ -136,15 +142,6 @@ class TrainConfig:
     def linear_recipe(self) -> str | None:
         """The recipe for converting linear layers before training, if any."""
         return self.fp8_recipe or self.qat_recipe or self.weight_dtype
-
-    def _check_linears(self) -> None:
-        names = ("fp8_recipe", "qat_recipe", "weight_dtype", "projected_linears")
-        enabled = [f"train.{name} = {getattr(self, name)}" for name in names if getattr(self, name)]
-        combined = self.weight_dtype is not None and self.projected_linears  # these two work together
-        if len(enabled) > (2 if combined else 1):
-            raise ConfigError(f"{' and '.join(enabled)} are mutually exclusive: set only one")
-        if self.fp8_recipe is None:
-            check_unused("train", self, ("fp8_dim_alignment",), "train.fp8_recipe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,7 +168,10 @@ class ProgressCallback(TrainerCallback):
                 self._bar.update(self._bar.task_ids[0], completed=metrics["step"], description=text)
 
     def on_evaluate(self, **event: Any) -> None:
-        metrics = [f"{key.removeprefix('eval_')} {_format_metric(value)}" for key, value in event["metrics"].items()]
+        metrics = []
+        for key, value in event["metrics"].items():
+            number = as_number(value)
+            metrics.append(f"{key.removeprefix('eval_')} {value if number is None else f'{number:.4f}'}")
         self._print(f"validation after step {event['state'].global_step}: {'  '.join(metrics)}")
 
     def on_sample(self, **event: Any) -> None:
@@ -280,11 +283,6 @@ def _bar_text(metrics: dict[str, Any], summary: RunSummary) -> str:
         if summary.peak_flops is not None and summary.flops_per_token is not None:
             fields.append(f"MFU {rate * summary.flops_per_token / summary.peak_flops:.1%}")
     return "  ".join(fields)
-
-
-def _format_metric(value: Any) -> str:
-    scalar = as_number(value)
-    return str(value) if scalar is None else f"{scalar:.4f}"
 
 
 def _total_lines(metrics: dict[str, Any]) -> Iterator[str]:
