@@ -318,7 +318,7 @@ class TrainingArguments(BaseTrainingArguments):
         super()._check_values()
         if self.gradient_checkpointing and self.recompute not in ("none", "full"):
             raise ConfigError(
-                f"gradient_checkpointing = True means recompute='full', got recompute = {self.recompute!r}: set one"
+                f"gradient_checkpointing = True means recompute='full', got {self.recompute!r}: set only one"
             )
         if self.save_strategy == "no" and self.save_minutes not in (None, DEFAULTS["save_minutes"]):
             logger.warning("save_minutes = %s has no effect with save_strategy='no'", self.save_minutes)

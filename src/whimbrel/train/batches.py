@@ -411,9 +411,9 @@ class DataLoaderBatches(DatasetBatches):
     def _open(self) -> Iterator[Any]:
         """Start iterating at the current position."""
         self._epoch_start_states = self._generator_states()
-        for part in (self.dataset, *(getattr(self.dataset, name, None) for name in ("dataset", "sampler"))):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(self._epoch)
+        for candidate in (self.dataset, *(getattr(self.dataset, name, None) for name in ("dataset", "sampler"))):
+            if hasattr(candidate, "set_epoch"):
+                candidate.set_epoch(self._epoch)
         self._batches = itertools.islice(self._seeded_epoch(), self._batches_used, None)
         return self._batches
 

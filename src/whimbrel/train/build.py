@@ -436,7 +436,7 @@ def seed_everything(seed: int) -> None:
 def set_compile_cache() -> None:
     """Keep compiled code in ~/.cache/whimbrel for the next run, instead of /tmp.
 
-    Call it before any other part of a run: torch reads the variable once, and building an optimizer is enough for that.
+    Call it first: torch reads the variable once, and building an optimizer already triggers that.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "whimbrel" / "compiled"
     os.environ.setdefault(COMPILE_CACHE, str(cache))
@@ -462,13 +462,13 @@ def _compile(model: nn.Module, config: TrainerConfig, device: torch.device) -> N
     settings = {"backend": config.train.compile_backend, "mode": config.train.compile_mode}
     if settings["mode"] == "default":
         del settings["mode"]  # torch refuses a mode for backends other than inductor
-    for part in find_blocks(model) if config.train.compile_scope == "block" else [model]:
-        if type(part).__module__.startswith("torch.nn."):
+    for module in find_blocks(model) if config.train.compile_scope == "block" else [model]:
+        if type(module).__module__.startswith("torch.nn."):
             raise ConfigError(
-                f"torch.compile skips built-in torch.nn modules, got {type(part).__name__}: wrap it in your own "
+                f"torch.compile skips built-in torch.nn modules, got {type(module).__name__}: wrap it in your own "
                 "nn.Module, change compile_scope, or disable train.compile (torch_compile)"
             )
-        part.compile(**settings)
+        module.compile(**settings)
 
 
 def compile_ahead(
@@ -566,7 +566,7 @@ def _wrap_in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerCon
             f"train.projected_linears, as {type(optimizer).__name__} needs full gradients": train.projected_linears,
         }
     for name in (name for name, is_set in conflicts.items() if is_set):
-        raise ConfigError(f"{reason}, which does not work with {name}: turn one of them off")
+        raise ConfigError(f"{reason}, which does not work with {name}: disable one of them")
     if isinstance(optimizer, LowRankOptimizer) and optimizer.can_project:
         return project_in_backward(
             optimizer, accumulation=accumulation, model=model if train.projected_linears else None

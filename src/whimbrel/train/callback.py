@@ -219,8 +219,8 @@ class Callbacks(Sequence[Any]):
     def with_defaults(cls, defaults: Iterable[object], added: Iterable[object]) -> Callbacks:
         """The defaults followed by `added`; an added callback of the same class as a default replaces it."""
         added = list(cls(added))
-        kinds = {type(callback) for callback in added}
-        return cls([*(callback for callback in defaults if type(callback) not in kinds), *added])
+        added_types = {type(callback) for callback in added}
+        return cls([*(callback for callback in defaults if type(callback) not in added_types), *added])
 
     def __getitem__(self, index: Any) -> Any:
         return self._callbacks[index]
@@ -299,8 +299,9 @@ class Callbacks(Sequence[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The states of callbacks that have one, by name."""
-        named = self.by_name().items()
-        return {name: callback.state_dict() for name, callback in named if hasattr(callback, "state_dict")}
+        return {
+            name: callback.state_dict() for name, callback in self.by_name().items() if hasattr(callback, "state_dict")
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the callbacks that have a state in the checkpoint."""

@@ -165,22 +165,22 @@ class CheckpointMixin(ABC):
     def get_state_components(self) -> list[StateComponent]:
         """All components of a checkpoint, in order. Files from an overridden `save_model` go to their own folder."""
         shared, per_rank = SharingPattern.GLOBAL, SharingPattern.PER_RANK
-        parts = [StateComponent("model", model_state(self.unwrapped_model(), self.processing_class), shared)]
+        components = [StateComponent("model", model_state(self.unwrapped_model(), self.processing_class), shared)]
         if self.optimizer is not None and self.lr_scheduler is not None:
             optimizer, scheduler = self._optimizer_components()
-            parts.append(StateComponent("optimizer", optimizer, shared, required=False))
-            parts.append(StateComponent("scheduler", scheduler, shared, required=False))
-        parts.append(StateComponent("trainer", self, shared))
+            components.append(StateComponent("optimizer", optimizer, shared, required=False))
+            components.append(StateComponent("scheduler", scheduler, shared, required=False))
+        components.append(StateComponent("trainer", self, shared))
         if self.train_dataloader is not None:
             pattern = self._get_dataset_sharing_pattern()
-            parts.append(StateComponent("dataset", self.train_dataloader, pattern, required=False))
-        parts.append(StateComponent("rng", RNGState(), per_rank, required=False))
-        parts.append(StateComponent("callbacks", self.callbacks, shared, required=False))
+            components.append(StateComponent("dataset", self.train_dataloader, pattern, required=False))
+        components.append(StateComponent("rng", RNGState(), per_rank, required=False))
+        components.append(StateComponent("callbacks", self.callbacks, shared, required=False))
         if overrides(self, "save_model"):
             save = partial(self.save_model, **accepted_keywords(self.save_model, {"_internal_call": True}))
             files = SaveModelFiles(save, self.config.output_dir)
-            parts.append(StateComponent("save_model", files, shared, required=False))
-        return parts
+            components.append(StateComponent("save_model", files, shared, required=False))
+        return components
 
     def _optimizer_components(self) -> tuple[OptimizerState, SchedulerState]:
         """The components of optimizer and scheduler, which record their initial settings when they are created."""
@@ -250,8 +250,7 @@ class CheckpointMixin(ABC):
     def _reserve_save_memory(self) -> None:
         """Allocate the pinned memory of asynchronous saves once the optimizer has its state, so that no save waits."""
         if self.config.checkpoint.asynchronous and self.device.type == "cuda":
-            parts = [part for part in self.get_state_components() if part.key != "save_model"]
-            self.checkpoint_manager.reserve(parts)
+            self.checkpoint_manager.reserve([c for c in self.get_state_components() if c.key != "save_model"])
 
     def _dispatch_finished_saves(self) -> bool:
         """Dispatch `on_save` for completed saves, with the state of the saved step; returns whether there were any."""
@@ -266,7 +265,7 @@ class CheckpointMixin(ABC):
         best = self.checkpoint_manager.best()
         if best is not None and best != find_checkpoint(self.checkpoint_manager.run, self.state.global_step):
             logger.info("Loading the best model from %s", best)
-            (model,) = (part for part in self.get_state_components() if part.key == "model")
+            (model,) = (component for component in self.get_state_components() if component.key == "model")
             self.checkpoint_manager.load_component(model, best)
 
 
@@ -610,15 +609,21 @@ class OptimizerState:
 
     def _restore_user_optimizer(self, saved: dict[str, Any], initial_settings: list[dict[str, Any]]) -> None:
         """Restore an optimizer created by the user, except for settings that were changed since the save."""
-        own_schedule = all("peak_lr" in group for group in self.optimizer.param_groups)
+        has_own_schedule = all("peak_lr" in group for group in self.optimizer.param_groups)
         self.optimizer.load_state_dict(saved)
-        for group, now, then in zip(self.optimizer.param_groups, self._initial_settings, initial_settings, strict=True):
-            changed = {name: value for name, value in now.items() if name not in then or not _equal(value, then[name])}
-            if not own_schedule:
-                for name in [name for name in SCHEDULED_RATES if name in changed and name in then]:
+        for group, current, saved_initial in zip(
+            self.optimizer.param_groups, self._initial_settings, initial_settings, strict=True
+        ):
+            changed = {
+                name: value
+                for name, value in current.items()
+                if name not in saved_initial or not _equal(value, saved_initial[name])
+            }
+            if not has_own_schedule:
+                for name in [name for name in SCHEDULED_RATES if name in changed and name in saved_initial]:
                     logger.warning(
                         "ignoring %s = %s of the optimizer passed in: its scheduler resumes with %s from the "
-                        "checkpoint", name, changed.pop(name), then[name],
+                        "checkpoint", name, changed.pop(name), saved_initial[name],
                     )  # fmt: skip
             group.update(changed)
 
@@ -657,18 +662,20 @@ class SchedulerState:
                 )  # fmt: skip
 
 
-def _check_class(what: str, saved: str, own: str, remedy: str) -> None:
+def _check_class(component: str, saved: str, current: str, remedy: str) -> None:
     # A class defined in a script is in __main__, or in a named module if the script is imported.
-    script = ":" not in saved or ":" not in own
-    if saved != own and not (script and saved.rpartition(":")[2] == own.rpartition(":")[2]):
-        raise CheckpointError(f"expected the state of the {what} {own}, got {saved} in the checkpoint: {remedy}")
+    from_script = ":" not in saved or ":" not in current
+    if saved != current and not (from_script and saved.rpartition(":")[2] == current.rpartition(":")[2]):
+        raise CheckpointError(
+            f"expected the state of the {component} {current}, got {saved} in the checkpoint: {remedy}"
+        )
 
 
-def _class_name(part: object) -> str:
-    """The class name; for a step-in-backward wrapper, that of the wrapped optimizer."""
-    kind = type(part.optimizer if isinstance(part, OptimizerInBackward) else part)
-    package = kind.__module__.partition(".")[0]
-    return kind.__qualname__ if package == "__main__" else f"{package}:{kind.__qualname__}"
+def _class_name(component: object) -> str:
+    """The class name; for a wrapper that steps in backward, that of the wrapped optimizer."""
+    cls = type(component.optimizer if isinstance(component, OptimizerInBackward) else component)
+    package = cls.__module__.partition(".")[0]
+    return cls.__qualname__ if package == "__main__" else f"{package}:{cls.__qualname__}"
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:

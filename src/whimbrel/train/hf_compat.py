@@ -43,13 +43,9 @@ class Alternative(NamedTuple):
     hint: str
 
 
-def _precision(kind: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda on: {"mixed_precision": kind} if on else {}
-
-
 HF_TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "bf16": _precision("bf16"),
-    "fp16": _precision("fp16"),
+    "bf16": lambda on: {"mixed_precision": "bf16"} if on else {},
+    "fp16": lambda on: {"mixed_precision": "fp16"} if on else {},
     "greater_is_better": lambda value: {"best_model_greater_is_better": value},
     "ignore_data_skip": lambda on: {"resume_skip": ("dataset",)} if on else {},
     "load_best_model_at_end": lambda value: {"preserve_best_model": value},
@@ -63,7 +59,7 @@ _HUB = "upload the directory that save_model writes with huggingface_hub"
 _ONE_DEVICE = "the trainer uses one device; remove it"
 _ONE_PROCESS = "the trainer runs in one process; remove it"
 _OPTIMIZER = "pass optimizers=(OptimConfig(name=NAME, ...), None) to the trainer"
-_SCRIPT = "use a flag in your own script: it decides whether to call train(), evaluate() or predict()"
+_SCRIPT = "your script decides whether to call train(), evaluate() or predict(); use your own flag"
 _TRACKER = "pass callbacks=[TrackerCallback('trackio', project=...)] to the trainer"
 
 HF_ALTERNATIVES: dict[str, Alternative] = {
@@ -199,7 +195,7 @@ class CheckedArguments(type):
                 if arguments.setdefault(our_name, value) != value:
                     raise ConfigError(
                         f"{name} = {kwargs[name]!r} and {our_name} = {arguments[our_name]!r} contradict each other: "
-                        "leave one out"
+                        "pass only one"
                     )
         return super().__call__(*args, **arguments)
 

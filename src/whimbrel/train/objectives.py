@@ -257,9 +257,9 @@ class ComputeLossObjective(Objective):
 def weighted_mean(mean: Tensor, count: Tensor, num_items: Tensor, model: nn.Module) -> Tensor:
     """Rescale a mean over `count` targets to its contribution to a mean over `num_items`.
 
-    The mean over no targets is 0/0 = NaN, and so are the gradients of the loss that computed it, even if a
-    `torch.where` drops its value. The loss of such a batch is therefore a zero with its own graph: its backward pass
-    gives every trainable parameter a zero gradient. To know `count`, training waits for the device.
+    The mean over zero targets is 0/0 = NaN, and its backward pass gives NaN gradients even if `torch.where` masks the
+    value. So the loss of a batch without targets is a zero that does not depend on the model's outputs, and whose
+    backward pass gives every trainable parameter a zero gradient. Training waits for the device here, to know `count`.
     """
     if not torch.is_grad_enabled():
         return torch.where(count > 0, mean, 0.0) * (count / num_items)
@@ -289,8 +289,8 @@ def scalar_loss(loss: Any, method: str) -> Tensor:
     """The loss reshaped to (); raises DataError if `method` returned anything but a scalar tensor."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
-    kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise DataError(f"expected a scalar loss tensor from {method}, got {kind}")
+    got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise DataError(f"expected a scalar loss tensor from {method}, got {got}")
 
 
 def shallow_copy(batch: Any) -> Any:
@@ -332,8 +332,8 @@ def loss_from_outputs(outputs: Any) -> Tensor:
 
 def loss_and_logits_from_outputs(outputs: Any) -> tuple[Tensor, Tensor]:
     """Loss and logits, from a pair `(loss, logits)` or from `.loss` and `.logits`."""
-    named = output_field(outputs, "loss") is not None and output_field(outputs, "logits") is not None
-    if named or (isinstance(outputs, tuple) and len(outputs) == 2):
+    has_fields = output_field(outputs, "loss") is not None and output_field(outputs, "logits") is not None
+    if has_fields or (isinstance(outputs, tuple) and len(outputs) == 2):
         return loss_from_outputs(outputs), logits_from_outputs(outputs)
     raise DataError(
         f"expected loss and logits in the model outputs (a pair, or .loss and .logits), got {type(outputs).__name__}"

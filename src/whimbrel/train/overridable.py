@@ -409,8 +409,8 @@ class OverridableMethodsMixin(ABC):
         if created is not None:
             setattr(self, name, created)
         if getattr(self, name) is None:
-            kind = "scheduler" if name == "lr_scheduler" else name
-            raise ConfigError(f"create_{kind} must return the {kind} or set self.{name}, got None")
+            suffix = name.removeprefix("lr_")
+            raise ConfigError(f"create_{suffix} must return the {suffix} or set self.{name}, got None")
 
     # Data
 

@@ -115,7 +115,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         checks.check_arguments(args, model, model_init, processing_class)
         checks.check_collator(data_collator, train_dataset, eval_dataset)
         if objective is not None and compute_loss_func is not None:
-            raise ConfigError("expected objective or compute_loss_func, got both: leave one out")
+            raise ConfigError("expected objective or compute_loss_func, got both: pass only one")
         self._from_config = isinstance(args, TrainerConfig)
         self.config = args if isinstance(args, TrainerConfig) else to_config(args)
         self._recorded_config = self.config
@@ -639,7 +639,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         if session.rollbacks == MAX_ROLLBACKS or final:
             raise TrainingError(f"{error}, after {session.rollbacks} rollbacks: {REMEDY}") from error
         session.rollbacks, session.has_rolled_back = session.rollbacks + 1, True
-        components = [part for part in self.get_state_components() if part.key not in ("dataset", "rng")]
+        components = [c for c in self.get_state_components() if c.key not in ("dataset", "rng")]
         epoch = self.state.raw_epoch
         manager.load(components, manager.current() or self.resumed_from)
         self.state.raw_epoch = epoch
@@ -750,5 +750,5 @@ def train(
 
 def _log_callbacks(log: LogConfig) -> list[Any]:
     """The logging callbacks that the settings enable."""
-    trackers: list[Any] = [TrackerCallback(kind) for kind in ("wandb", "trackio") if getattr(log, kind)]
+    trackers: list[Any] = [TrackerCallback(name) for name in ("wandb", "trackio") if getattr(log, name)]
     return [TensorBoardCallback(), *trackers] if log.tensorboard else trackers
