@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -174,7 +175,7 @@ class _HeldOutTokens(NamedTuple):
 
 
 def held_out_evaluation(
-    directory: Path,
+    directory: str | os.PathLike[str],
     data: str,
     *,
     max_tokens: int,
@@ -187,6 +188,7 @@ def held_out_evaluation(
     context length, at most 1024), and `mask_documents` restricts attention to each document. `directory` has the
     config and the tokenizer of the model.
     """
+    directory = Path(directory)
     config = read_config(directory).config
     tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
     if is_shard_directory(data):

@@ -9,7 +9,8 @@ import torch
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data.prepare import prepare
-from whimbrel.evaluate import Scorer, perplexity, shard_perplexity, text_perplexity
+from whimbrel.evaluate import Scorer, held_out_evaluation, perplexity, shard_perplexity, text_perplexity
+from whimbrel.model_io import save_model
 from whimbrel.tokenization import train_tokenizer
 
 TEXTS = ["To be, or not to be", "naïve café: 日本語", "", "That is the question. " * 40]
@@ -95,3 +96,15 @@ def test_token_shards_equal_their_text(scorer, tmp_path, monkeypatch):
     other = train_tokenizer(["another text"], 260)
     with pytest.raises(DataError, match="different tokenizer"):
         shard_perplexity(Scorer(scorer.model, other, other.eot_id), shards)
+
+
+def test_held_out_loss_is_the_mean_over_sequences_of_equal_length(scorer, tmp_path):
+    save_model(scorer.model, tmp_path / "model", scorer.tokenizer)
+    (tmp_path / "text.txt").write_text(TEXTS[3])
+    ids = torch.tensor([scorer.tokenizer.eot_id, *scorer.tokenizer.encode(TEXTS[3])])[:65]
+    with torch.no_grad():
+        losses = [float(scorer.model(x[None, :-1], targets=x[None, 1:]).loss) for x in (ids[:33], ids[32:])]
+    evaluate = held_out_evaluation(tmp_path / "model", str(tmp_path / "text.txt"), max_tokens=64, sequence_length=32)
+    result = evaluate(scorer.model)
+    assert (result.num_tokens, result.sequence_length, result.dataset) == (64, 32, "text.txt")
+    assert result.loss == pytest.approx(sum(losses) / 2, rel=1e-5)
