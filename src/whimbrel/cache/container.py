@@ -59,8 +59,8 @@ class Cache:
         padding: Tensor | Sequence[int] | None = None,
     ) -> None:
         if (layers is None) == (layer_class_to_replicate is None):
-            given = "neither" if layers is None else "both"
-            raise ConfigError(f"expected exactly one of layers and layer_class_to_replicate, got {given}")
+            got = "neither" if layers is None else "both"
+            raise ConfigError(f"expected exactly one of layers and layer_class_to_replicate, got {got}")
         self.layers: list[CacheLayerMixin] = [] if layers is None else layers
         self.layer_class_to_replicate = layer_class_to_replicate
         self.layout = _checked_layout("layout", layout)
@@ -108,7 +108,7 @@ class Cache:
         self._check_padding(keys)
         if layer.needs_padding and self.padding is None and keys.dim() == 4:
             raise CacheError(
-                f"{layer!r} must know the left padding of the {keys.size(0)} sequences: "
+                f"padding: expected {keys.size(0)} counts ({layer!r} requires them), got none: "
                 "pass padding=[...] to the cache, one count per sequence (0 without padding)"
             )
         if not layer.is_initialized:

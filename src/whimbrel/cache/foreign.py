@@ -80,7 +80,8 @@ def _find_converter(value: Any) -> Converter | None:
     if isinstance(value, Tensor):
         return None
     if isinstance(value, np.ndarray):
-        return _numpy_converter(value)
+        cls, dtype = type(value), value.dtype
+        return Converter(_read_numpy, lambda tensor: _write_numpy(tensor, dtype).view(cls))
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
         return Converter(_read_dlpack, _from_torch(value))
     if callable(getattr(value, "to_torch", None)):
@@ -132,11 +133,6 @@ def _write_dlpack(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
         return read(tensor)
     except (BufferError, RuntimeError):
         return read(tensor.contiguous())  # raises again if strides were not the reason
-
-
-def _numpy_converter(value: np.ndarray[Any, Any]) -> Converter:
-    cls, dtype = type(value), value.dtype
-    return Converter(_read_numpy, lambda tensor: _write_numpy(tensor, dtype).view(cls))
 
 
 def _read_numpy(array: np.ndarray[Any, Any]) -> Tensor:

@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ import whimbrel
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_file, sha256_file
 from whimbrel.base.progress import NoProgress, Progress
-from whimbrel.evaluate.scoring import Score, Scorer, is_truncated
+from whimbrel.evaluate.scoring import Scorer, is_truncated
 from whimbrel.evaluate.tasks import Estimate, Item, Task, find_file, find_task, read_items
 from whimbrel.evaluate.text_perplexity import TextResult
 
 __all__ = ["TaskResult", "evaluate_items", "evaluate_tasks", "results_to_dict", "write_results"]
+
+TEXT_METRICS = ("bits_per_byte", "bits_per_token", "perplexity", "documents", "tokens", "bytes", "loglikelihood")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,17 +86,12 @@ def evaluate_items(
         progress.finish()
     finally:
         progress.close()
-    scored = list(_scores_of_items(items, scores))
+    scored = [(item, list(islice(scores, len(item.pairs)))) for item in items]
     metrics = {
         name: metric.aggregate([metric.evaluate(item, item_scores) for item, item_scores in scored])
         for name, metric in task.metrics.items()
     }
     return metrics, sum(is_truncated(pair, length) for pair in pairs)
-
-
-def _scores_of_items(items: Sequence[Item], scores: Iterator[Score]) -> Iterator[tuple[Item, list[Score]]]:
-    for item in items:
-        yield item, [next(scores) for _ in item.pairs]
 
 
 def _digest(items: Sequence[Item]) -> str:
@@ -120,7 +118,7 @@ def results_to_dict(
         },
         "settings": dict(settings) | {"device": str(model.token_embedding.weight.device)},
         "tasks": {name: _task_to_dict(result) for name, result in tasks.items()},
-        "texts": {name: _text_to_dict(result) for name, result in texts.items()},
+        "texts": {name: {metric: getattr(result, metric) for metric in TEXT_METRICS} for name, result in texts.items()},
         "versions": {
             "whimbrel": whimbrel.__version__,
             "torch": str(torch.__version__),
@@ -146,8 +144,3 @@ def _task_to_dict(result: TaskResult) -> dict[str, Any]:
         "file": result.file,
         "file_sha256": result.file_sha256,
     }
-
-
-def _text_to_dict(result: TextResult) -> dict[str, Any]:
-    names = ("bits_per_byte", "bits_per_token", "perplexity", "documents", "tokens", "bytes", "loglikelihood")
-    return {name: getattr(result, name) for name in names}

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.evaluate.scoring import Score
@@ -78,16 +78,12 @@ def _argmax(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
 
-def _is_correct(item: Item, scores: Sequence[Score]) -> float:
-    return float(_argmax([each.loglikelihood for each in scores]) == item.gold)
-
-
 def _is_correct_by_length(item: Item, scores: Sequence[Score]) -> float:
     per_character = [each.loglikelihood / length for each, length in zip(scores, item.lengths, strict=True)]
     return float(_argmax(per_character) == item.gold)
 
 
-ACCURACY = Metric(_is_correct, _mean)
+ACCURACY = Metric(lambda item, scores: float(_argmax([each.loglikelihood for each in scores]) == item.gold), _mean)
 """The most likely choice is correct."""
 NORMALIZED_ACCURACY = Metric(_is_correct_by_length, _mean)
 """The choice with the highest log-likelihood per character is correct; does not favor short answers."""
@@ -184,19 +180,11 @@ def _clean_wikihow(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def _short(record: Record) -> Item:
-    return _shared_context(record["query"], record["choices"], record["gold"])
-
-
 def _arc(record: Record) -> Item:
     labels, answer = record["choices"]["label"], record["answerKey"]
     if answer not in labels:
         raise DataError(f"expected one of the labels {', '.join(labels):.60} in 'answerKey', got {answer!r:.60}")
     return _shared_context(f"Question: {record['question']}\nAnswer:", record["choices"]["text"], labels.index(answer))
-
-
-def _piqa_short(record: Record) -> Item:
-    return _shared_context(f"{record['query']}Answer:", record["choices"], record["gold"])
 
 
 def _piqa(record: Record) -> Item:
@@ -208,19 +196,11 @@ def _shared_continuation(contexts: Sequence[str], rest: str, gold: int) -> Item:
     return Item(tuple((context, f" {rest}") for context in contexts), gold, (len(rest),) * len(contexts))
 
 
-def _winogrande_short(record: Record) -> Item:
-    return _shared_continuation(record["context_options"], record["continuation"], record["gold"])
-
-
 def _winogrande(record: Record) -> Item:
     before, _, rest = record["sentence"].partition("_")
     return _shared_continuation(
         [before + record["option1"], before + record["option2"]], rest.strip(), int(record["answer"]) - 1
     )
-
-
-def _lambada_short(record: Record) -> Item:
-    return _shared_context(record["context"], [record["continuation"]], 0)
 
 
 def _lambada(record: Record) -> Item:
@@ -230,22 +210,31 @@ def _lambada(record: Record) -> Item:
 
 
 SHORT = {"query": TEXT, "choices": TEXTS, "gold": NUMBER}
-ARC = (RecordFormat(SHORT, _short), RecordFormat({"question": TEXT, "choices": LABELED, "answerKey": TEXT}, _arc))
+ARC = (
+    RecordFormat(SHORT, lambda record: _shared_context(record["query"], record["choices"], record["gold"])),
+    RecordFormat({"question": TEXT, "choices": LABELED, "answerKey": TEXT}, _arc),
+)
 HELLASWAG = (
     RecordFormat(
         {"activity_label": TEXT, "ctx_a": TEXT, "ctx_b": TEXT, "endings": TEXTS, "label": NUMBER_OR_DIGITS}, _hellaswag
     ),
 )
 LAMBADA = (
-    RecordFormat({"context": TEXT, "continuation": TEXT}, _lambada_short),
+    RecordFormat(
+        {"context": TEXT, "continuation": TEXT},
+        lambda record: _shared_context(record["context"], [record["continuation"]], 0),
+    ),
     RecordFormat({"text": TEXT}, _lambada),
 )
 PIQA = (
-    RecordFormat(SHORT, _piqa_short),
+    RecordFormat(SHORT, lambda record: _shared_context(f"{record['query']}Answer:", record["choices"], record["gold"])),
     RecordFormat({"goal": TEXT, "sol1": TEXT, "sol2": TEXT, "label": NUMBER}, _piqa),
 )
 WINOGRANDE = (
-    RecordFormat({"context_options": TEXTS, "continuation": TEXT, "gold": NUMBER}, _winogrande_short),
+    RecordFormat(
+        {"context_options": TEXTS, "continuation": TEXT, "gold": NUMBER},
+        lambda record: _shared_continuation(record["context_options"], record["continuation"], record["gold"]),
+    ),
     RecordFormat({"sentence": SENTENCE, "option1": TEXT, "option2": TEXT, "answer": ONE_OR_TWO}, _winogrande),
 )
 
@@ -304,7 +293,9 @@ def _read_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The objects in a JSON Lines file, with their line numbers."""
     number = 0
     try:
-        with _open_text(path) as file:
+        open_text = gzip.open if path.suffix == ".gz" else open
+        # utf-8-sig accepts the byte-order mark that Windows editors add.
+        with open_text(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, _parse_record(line, f"{path} line {number}")
@@ -322,8 +313,3 @@ def _parse_record(line: str, where: str) -> Mapping[str, Any]:
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object, got {type(record).__name__}")
     return record
-
-
-def _open_text(path: Path) -> TextIO:
-    encoding = "utf-8-sig"  # accepts the byte-order mark that Windows editors add
-    return gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding)

@@ -52,7 +52,10 @@ class Conversation:
         # Raise on invalid arguments before the first turn.
         StopStrings(self._stop)
         SampleRNG(seed)
-        self._check_system_prompt()
+        if self._system:
+            ids = self._template.encode(self._tokenizer, [*self._system, {"role": "user", "content": "?"}])
+            if len(ids) > self._max_prompt:
+                raise self._too_long_error("the system prompt with a message of one character", ids)
         self._num_turns = 0
         self.messages: list[Message] = []
         """The messages that were not dropped, without the system prompt."""
@@ -89,13 +92,6 @@ class Conversation:
         piece = text.flush()
         answer["content"] += piece
         yield piece
-
-    def _check_system_prompt(self) -> None:
-        """Raise if the system prompt leaves no space for a message, or the template does not accept it."""
-        if self._system:
-            ids = self._template.encode(self._tokenizer, [*self._system, {"role": "user", "content": "?"}])
-            if len(ids) > self._max_prompt:
-                raise self._too_long_error("the system prompt with a message of one character", ids)
 
     @property
     def _context_length(self) -> int:

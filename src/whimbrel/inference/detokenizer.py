@@ -44,7 +44,9 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._last: list[int] = []  # the previous token with text
         self._token_bytes: dict[tuple[int, ...], bytes] = {}  # by previous token and token
-        for token in self._last_text_tokens(before):
+        # A character has at most MAX_UTF8_BYTES tokens.
+        text_tokens = (token for token in reversed(before) if self._has_text(token))
+        for token in reversed([*itertools.islice(text_tokens, MAX_UTF8_BYTES)]):
             self._utf8.decode(self.token_bytes(token))
             self._last = [token]
         self._started_before = self._is_incomplete
@@ -98,11 +100,6 @@ class Detokenizer:
     def _is_incomplete(self) -> bool:
         """Whether the bytes so far end within a character."""
         return bool(self._utf8.getstate()[0])
-
-    def _last_text_tokens(self, ids: Sequence[int]) -> list[int]:
-        """The last `MAX_UTF8_BYTES` tokens with text: a character has at most that many."""
-        tokens = (token for token in reversed(ids) if self._has_text(token))
-        return [*itertools.islice(tokens, MAX_UTF8_BYTES)][::-1]
 
     def _has_text(self, token: int) -> bool:
         return token not in self._skipped and self._pipeline.id_to_token(token) is not None

@@ -205,7 +205,10 @@ class Engine:
         chunk_logits = self.runner.prefill(chunks, offsets)
         for seq, tokens, scored_count, logits_KV in zip(sequences, counts, num_scored, chunk_logits, strict=True):
             if scored_count:
-                _score_prompt(seq, logits_KV[:scored_count])
+                first = len(seq.logprobs)
+                targets = torch.tensor(seq.request.prompt_ids[first : first + scored_count], device=logits_KV.device)
+                results = log_probabilities(logits_KV[:scored_count], targets, seq.request.prompt_logprobs or 0)
+                seq.logprobs += [Logprob(logprob, tuple(top)) for logprob, top in results]
             last_logits = logits_KV[scored_count:]
             if seq.proposal is not None:
                 events += self._verify(seq, last_logits)
@@ -356,13 +359,6 @@ def _score(sequences: abc.Sequence[Sequence], logits: Tensor, tokens: Tensor) ->
         for (index, num_top), (logprob, top) in zip(requested.items(), results, strict=True):
             scores[index] = Logprob(logprob, tuple(top[:num_top]))
     return scores
-
-
-def _score_prompt(seq: Sequence, logits: Tensor) -> None:
-    first = len(seq.logprobs)
-    tokens = torch.tensor(seq.request.prompt_ids[first : first + len(logits)], device=logits.device)
-    results = log_probabilities(logits, tokens, seq.request.prompt_logprobs or 0)
-    seq.logprobs += [Logprob(logprob, tuple(top)) for logprob, top in results]
 
 
 def _build_pool(model: GPT, config: EngineConfig) -> BlockPool:

@@ -99,17 +99,14 @@ class Scheduler:
             tokens = seq.pending + seq.num_proposed
             needed = seq.block_table.blocks_needed(tokens)
             if needed > self._manager.available:
-                self._preempt()
+                latest = self.running.pop()
+                latest.block_table.release()
+                self.waiting.appendleft(latest)
+                self.preemptions += 1
                 continue  # with the same sequence, unless it was the one preempted
             if needed:
                 seq.block_table.reserve(tokens)
             done += 1
-
-    def _preempt(self) -> None:
-        seq = self.running.pop()
-        seq.block_table.release()
-        self.waiting.appendleft(seq)
-        self.preemptions += 1
 
     def _admit(self, seq: Sequence) -> bool:
         """Reserve blocks for a waiting sequence, plus one per running sequence (else it would soon be preempted)."""

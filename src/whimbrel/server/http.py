@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -129,13 +130,13 @@ class Server(uvicorn.Server):
         if self.lifespan.should_exit:
             raise RuntimeError("the service failed to start: see the log")
         connections = self.server_state.connections
-        self.servers = [Acceptor(sock, self._new_connection, connections, limit) for sock in sockets]  # type: ignore[arg-type, misc]
+        make_connection = functools.partial(
+            Connection, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        self.servers = [Acceptor(sock, make_connection, connections, limit) for sock in sockets]  # type: ignore[arg-type, misc]
         self.started = True
         if self._on_ready is not None:
             self._on_ready()
-
-    def _new_connection(self) -> Connection:
-        return Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Signal handler; runs in the thread of the event loop."""
