@@ -22,7 +22,7 @@ test: $(VENV)/test.stamp $(VENV)/llama.stamp $(VENV)/chromium.stamp  ## check fo
 test-gpu:  ## tests that need a CUDA device, in the active environment
 	scripts/check-gpu
 
-soak: $(VENV)/test.stamp  ## thousands of kills, write errors, full disks and corrupted checkpoints
+soak: $(VENV)/test.stamp  ## run the fault tests at full size: kills, I/O errors, full disks and corrupted checkpoints
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/soak
 
 # torch is installed first, so that no later package pulls in another build. If pip would choose a CUDA build, point it

@@ -32,7 +32,7 @@ MACHINE_PATH = re.compile(
 )
 BINARY = {".gz", ".png", ".parquet", ".bin"}
 # Imported packages that come with a declared dependency.
-BROUGHT_BY = {
+TRANSITIVE_DEPENDENCIES = {
     "jinja2": "torch",
     "pydantic": "fastapi",
     "pydantic_core": "fastapi",
@@ -163,7 +163,7 @@ def check_declared_packages(file: File) -> Iterator[str]:
     requirements = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
     declared = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in requirements}
     imported = {name.partition(".")[0] for name in imported_modules(file.tree)}
-    if undeclared := imported - declared - BROUGHT_BY.keys() - sys.stdlib_module_names - {"whimbrel"}:
+    if undeclared := imported - declared - TRANSITIVE_DEPENDENCIES.keys() - sys.stdlib_module_names - {"whimbrel"}:
         yield f"imports undeclared packages: {', '.join(sorted(undeclared))}"
 
 
@@ -174,7 +174,7 @@ def check_small_files(files: list[File]) -> Iterator[str]:
         lines = len(file.text.splitlines())
         is_package = file.path.name in ("__init__.py", "__main__.py")
         if lines < MIN_SINGLE_IMPORTER_LINES and importers[file.module] == 1 and not is_package:
-            yield f"{file.path.relative_to(ROOT)}: {lines} lines and one importer: merge it into that"
+            yield f"{file.path.relative_to(ROOT)}: {lines} lines and one importer: merge it into the importer"
 
 
 def check_packages(folder: Path) -> Iterator[str]:
@@ -213,7 +213,7 @@ def check_machine_paths() -> Iterator[str]:
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
             if MACHINE_PATH.search(line):
-                yield f"{path.relative_to(ROOT)}:{number}: path of one machine: {line.strip()[:80]}"
+                yield f"{path.relative_to(ROOT)}:{number}: machine-specific path: {line.strip()[:80]}"
 
 
 def check_links() -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.e2e.serving import Running
+    from tests.e2e.serving import ServerProcess
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tiny: Path) -> Iterator[Running]:
+def server(tiny: Path) -> Iterator[ServerProcess]:
     """One server for many tests; it requires an API key."""
     from tests.e2e.serving import serving
 

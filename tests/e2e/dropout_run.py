@@ -1,4 +1,4 @@
-"""A run of the Python API with dropout and gradient accumulation, for killing.py: its forward pass uses the RNG."""
+"""A run of the Python API for random_kills.py, with gradient accumulation and dropout, which uses the RNG."""
 
 from __future__ import annotations
 

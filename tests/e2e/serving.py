@@ -22,7 +22,7 @@ KEY = "a-key-for-tests"
 
 
 @dataclass(frozen=True)
-class Running:
+class ServerProcess:
     """A running server."""
 
     url: str
@@ -37,33 +37,33 @@ class Running:
     def client(self, **options) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=60, **options)
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The values of /metrics by name with labels."""
         text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=30).text
         return {name: float(value) for name, value in re.findall(r"^(whimbrel_\S+) (\S+)$", text, flags=re.MULTILINE)}
 
     def wait_until(self, condition, seconds: float = 20.0) -> dict[str, float]:
-        """Poll the metrics until `condition(metrics)` is true; returns them."""
+        """Poll the metrics until `condition(metrics)` is true or the time is up; returns them."""
         deadline = time.monotonic() + seconds
-        while not condition(gauges := self.gauges()) and time.monotonic() < deadline:
+        while not condition(metrics := self.metrics()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return gauges
+        return metrics
 
     def wait_until_idle(self) -> None:
         """Wait until no sequence is active and the KV cache is free."""
-        gauges = self.wait_until(lambda seen: is_idle(seen))
-        assert is_idle(gauges), gauges
+        metrics = self.wait_until(is_idle)
+        assert is_idle(metrics), metrics
 
 
-def is_idle(gauges: dict[str, float]) -> bool:
-    free = gauges["whimbrel_kv_cache_free_blocks"] == gauges["whimbrel_kv_cache_blocks"]
-    return free and gauges["whimbrel_engine_running"] == gauges["whimbrel_engine_waiting"] == 0
+def is_idle(metrics: dict[str, float]) -> bool:
+    free = metrics["whimbrel_kv_cache_free_blocks"] == metrics["whimbrel_kv_cache_blocks"]
+    return free and metrics["whimbrel_engine_running"] == metrics["whimbrel_engine_waiting"] == 0
 
 
 @contextmanager
 def serving(
     model: Path, *options: str, key: str | None = KEY, files: int | None = None, log: IO[str] | None = None
-) -> Iterator[Running]:
+) -> Iterator[ServerProcess]:
     """Run `whimbrel serve` on a free port until the block ends.
 
     `files` is its open-file limit; `log` receives its standard error.
@@ -85,9 +85,9 @@ def serving(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     try:
         first_line = process.stdout.readline()
-        found = re.search(r"http://\S+", first_line)
-        assert found, f"no address in {first_line!r}"
-        yield Running(found.group(), process, key)
+        match = re.search(r"http://\S+", first_line)
+        assert match, f"no address in {first_line!r}"
+        yield ServerProcess(match.group(), process, key)
     finally:
         process.send_signal(signal.SIGTERM)
         try:

@@ -142,7 +142,7 @@ def test_run_killed_at_random_times_ends_with_the_same_files(
     write_recipe(shards, (RECIPES | SOAK_RECIPES)[name])
     script = [Path(__file__).with_name("dropout_run.py")] if name == "dropout" else []
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("killing.py"), str(KILLS), name, *script],
+        [sys.executable, Path(__file__).with_name("random_kills.py"), str(KILLS), name, *script],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -7,7 +7,7 @@ import random
 import socket
 
 import pytest
-from tests.e2e.serving import Running, httpx
+from tests.e2e.serving import ServerProcess, httpx
 
 LONG = {
     "model": "tiny",
@@ -19,7 +19,7 @@ LONG = {
 """Runs much longer than the tests."""
 
 
-def send(server: Running, body: str) -> socket.socket:
+def send(server: ServerProcess, body: str) -> socket.socket:
     """Send a request over a raw socket, which the test can close."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {server.key}\r\n"
@@ -30,20 +30,20 @@ def send(server: Running, body: str) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "complete"])
 @pytest.mark.parametrize("n", [1, 4])
-def test_a_disconnect_frees_the_kv_cache(server: Running, stream: bool, n: int):
+def test_a_disconnect_frees_the_kv_cache(server: ServerProcess, stream: bool, n: int):
     import json
 
     conn = send(server, json.dumps(LONG | {"stream": stream, "n": n}))
     if stream:
         assert conn.recv(64).startswith(b"HTTP/1.1 200")
-    gauges = server.wait_until(lambda seen: seen["whimbrel_engine_running"] == n)
-    assert gauges["whimbrel_engine_running"] == n
-    assert gauges["whimbrel_kv_cache_free_blocks"] < gauges["whimbrel_kv_cache_blocks"]
+    metrics = server.wait_until(lambda seen: seen["whimbrel_engine_running"] == n)
+    assert metrics["whimbrel_engine_running"] == n
+    assert metrics["whimbrel_kv_cache_free_blocks"] < metrics["whimbrel_kv_cache_blocks"]
     conn.close()
     server.wait_until_idle()
 
 
-def test_a_disconnect_before_the_end_of_the_body_leaves_the_server_idle(server: Running):
+def test_a_disconnect_before_the_end_of_the_body_leaves_the_server_idle(server: ServerProcess):
     conn = send(server, "{" + " " * 100)
     conn.close()
     half = send(server, "{}")
@@ -52,7 +52,7 @@ def test_a_disconnect_before_the_end_of_the_body_leaves_the_server_idle(server: 
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_disconnecting_clients_do_not_affect_others(server: Running):
+def test_disconnecting_clients_do_not_affect_others(server: ServerProcess):
     """64 at once: none fails, all blocks are freed, and each text equals that of a single request."""
     lengths = [8 + number % 5 for number in range(64)]
     disconnecting = set(random.Random(0).sample(range(64), 20))

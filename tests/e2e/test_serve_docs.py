@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.e2e.serving import Running
+from tests.e2e.serving import ServerProcess
 
 pytest.importorskip("openai", reason="needs the package 'openai'")
 
 
-def test_the_python_example_prints_text(server: Running, root: Path):
+def test_the_python_example_prints_text(server: ServerProcess, root: Path):
     page = (root / "docs" / "serving.md").read_text(encoding="utf-8")
     code = re.search(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE).group(1)
     replacements = {

@@ -6,7 +6,7 @@ import json
 import socket
 
 import pytest
-from tests.e2e.serving import Running, httpx
+from tests.e2e.serving import ServerProcess, httpx
 
 PUBLIC_PATHS = {"/", "/docs", "/health", "/page/chat.css", "/page/chat.js", "/page/docs.js", "/page/icon.svg"}
 COMPLETIONS = "/v1/completions"
@@ -22,12 +22,12 @@ def check_error(response: httpx.Response, status: int, code: str | None = None) 
     return error["message"]
 
 
-def routes(server: Running) -> list[tuple[str, str]]:
+def routes(server: ServerProcess) -> list[tuple[str, str]]:
     paths = httpx.get(f"{server.url}/openapi.json", headers=server.headers).json()["paths"]
     return [(method.upper(), path) for path, methods in paths.items() for method in methods]
 
 
-def test_every_route_except_health_and_static_files_requires_the_key(server: Running):
+def test_every_route_except_health_and_static_files_requires_the_key(server: ServerProcess):
     documented = routes(server)
     assert len(documented) == 6
     others = [("GET", "/openapi.json"), ("POST", "/docs"), ("GET", "/v1/nothing"), ("POST", "/"), ("POST", "/health")]
@@ -53,13 +53,13 @@ def test_every_route_except_health_and_static_files_requires_the_key(server: Run
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[", "localhost@evil.example:80x"])
-def test_an_unknown_host_name_gets_421(server: Running, host: str):
+def test_an_unknown_host_name_gets_421(server: ServerProcess, host: str):
     for path in ("/health", "/"):
         check_error(httpx.get(f"{server.url}{path}", headers={"Host": host}), 421, "unknown_host")
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1234", "127.0.0.1", "127.0.0.2:80", "[::1]:8000"])
-def test_loopback_host_names_are_accepted(server: Running, host: str):
+def test_loopback_host_names_are_accepted(server: ServerProcess, host: str):
     assert httpx.get(f"{server.url}/health", headers={"Host": host}).status_code == 200
 
 
@@ -104,7 +104,7 @@ def test_loopback_host_names_are_accepted(server: Running, host: str):
     ],
     ids=lambda value: value[:48].decode(errors="replace") if isinstance(value, bytes) else "",
 )
-def test_an_invalid_body_gets_400(server: Running, body: bytes, code: str | None):
+def test_an_invalid_body_gets_400(server: ServerProcess, body: bytes, code: str | None):
     headers = server.headers | {"Content-Type": "application/json"}
     response = httpx.post(f"{server.url}{COMPLETIONS}", content=body, headers=headers, timeout=30)
     check_error(response, 404 if code == "model_not_found" else 400, code)
@@ -122,7 +122,7 @@ def test_an_invalid_body_gets_400(server: Running, body: bytes, code: str | None
         "a",
     ],
 )
-def test_an_invalid_message_gets_400(server: Running, message):
+def test_an_invalid_message_gets_400(server: ServerProcess, message):
     body = json.dumps({"model": "tiny", "messages": [message]})
     headers = server.headers | {"Content-Type": "application/json"}
     check_error(httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers), 400)
@@ -131,12 +131,12 @@ def test_an_invalid_message_gets_400(server: Running, message):
 @pytest.mark.parametrize(
     "content_type", [None, "text/plain", "multipart/form-data", "application/xml", "application/jsonx"]
 )
-def test_another_content_type_gets_415(server: Running, content_type: str | None):
+def test_another_content_type_gets_415(server: ServerProcess, content_type: str | None):
     headers = server.headers | ({"Content-Type": content_type} if content_type else {})
     check_error(httpx.post(f"{server.url}{COMPLETIONS}", content=b"{}", headers=headers), 415, "unsupported_media_type")
 
 
-def test_unknown_methods_and_paths(server: Running):
+def test_unknown_methods_and_paths(server: ServerProcess):
     with server.client() as client:
         response = client.get(COMPLETIONS)
         check_error(response, 405)
@@ -148,7 +148,7 @@ def test_unknown_methods_and_paths(server: Running):
             assert client.head(path).status_code == 200
 
 
-def test_a_body_that_is_too_large_gets_413(server: Running):
+def test_a_body_that_is_too_large_gets_413(server: ServerProcess):
     body = b'{"model": "tiny", "prompt": "' + b"a" * 20_000_000 + b'"}'
     headers = server.headers | {"Content-Type": "application/json"}
 
@@ -161,7 +161,7 @@ def test_a_body_that_is_too_large_gets_413(server: Running):
         assert "4194304 bytes" in check_error(response, 413, "too_large")
 
 
-def test_a_large_content_length_gets_413_before_the_body_arrives(server: Running):
+def test_a_large_content_length_gets_413_before_the_body_arrives(server: ServerProcess):
     host, _, port = server.url.removeprefix("http://").partition(":")
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {server.key}\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as line:
@@ -172,11 +172,11 @@ def test_a_large_content_length_gets_413_before_the_body_arrives(server: Running
         assert line.recv(4096).startswith(b"HTTP/1.1 401")
 
 
-def test_the_server_is_healthy_after_all_errors(server: Running):
+def test_the_server_is_healthy_after_all_errors(server: ServerProcess):
     server.wait_until_idle()
     with server.client() as client:
         assert client.get("/health").json() == {"status": "ok"}
         assert client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a"}).status_code == 200
-    statuses = {name: count for name, count in server.gauges().items() if name.startswith("whimbrel_requests_total")}
+    statuses = {name: count for name, count in server.metrics().items() if name.startswith("whimbrel_requests_total")}
     assert statuses
     assert [name for name in statuses if 'status="5' in name] == []

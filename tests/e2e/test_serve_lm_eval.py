@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.e2e.serving import Running
+from tests.e2e.serving import ServerProcess
 
 pytest.importorskip("lm_eval", reason="needs the package 'lm-eval'")
 pytest.importorskip("transformers", reason="lm-eval reads the tokenizer with transformers")
@@ -40,7 +40,7 @@ def expected(tiny: Path) -> list[tuple[float, bool]]:
 
 
 @pytest.fixture
-def api(server: Running, tiny: Path, monkeypatch: pytest.MonkeyPatch):
+def api(server: ServerProcess, tiny: Path, monkeypatch: pytest.MonkeyPatch):
     """Creates lm-eval's model for the server, which sends token ids or text."""
     monkeypatch.setenv("OPENAI_API_KEY", server.key)
     with warnings.catch_warnings():
@@ -79,7 +79,7 @@ def test_log_likelihoods_agree(api, expected, tokenized: bool, concurrent: int):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_generation_stops_at_a_stop_string(api, server: Running):
+def test_generation_stops_at_a_stop_string(api, server: ServerProcess):
     from lm_eval.api.instance import Instance
 
     with server.client() as client:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.serving import Running
+from tests.e2e.serving import ServerProcess
 
 openai = pytest.importorskip("openai", reason="needs the package 'openai'")
 
@@ -17,7 +17,7 @@ PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> Iterator:
+def client(server: ServerProcess) -> Iterator:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0) as made:
         yield made
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from tests.e2e.serving import Running
+from tests.e2e.serving import ServerProcess
 
 pytest.importorskip("selenium", reason="needs the package 'selenium'")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
@@ -35,7 +35,7 @@ def browser() -> Iterator[webdriver.Chrome]:
 class Page:
     """Page object: reads and operates the chat page."""
 
-    def __init__(self, browser: webdriver.Chrome, server: Running) -> None:
+    def __init__(self, browser: webdriver.Chrome, server: ServerProcess) -> None:
         self.browser = browser
         browser.get(server.url)
         browser.execute_script("sessionStorage.clear()")
@@ -73,11 +73,11 @@ class Page:
 
 
 @pytest.fixture
-def page(browser: webdriver.Chrome, server: Running) -> Page:
+def page(browser: webdriver.Chrome, server: ServerProcess) -> Page:
     return Page(browser, server)
 
 
-def test_the_page_asks_for_the_key_and_then_shows_the_model(page: Page, server: Running):
+def test_the_page_asks_for_the_key_and_then_shows_the_model(page: Page, server: ServerProcess):
     page.until(lambda: "API key" in page.find("status").text)
     page.enter(server.key)
     assert page.find("status").text == ""
@@ -85,7 +85,7 @@ def test_the_page_asks_for_the_key_and_then_shows_the_model(page: Page, server: 
     assert page.browser.execute_script("return localStorage.length") == 0
 
 
-def test_a_conversation_streams_and_survives_a_reload(page: Page, server: Running):
+def test_a_conversation_streams_and_survives_a_reload(page: Page, server: ServerProcess):
     page.enter(server.key)
     page.set("temperature", "0")
     page.set("tokens", "12")
@@ -116,7 +116,7 @@ def test_a_conversation_streams_and_survives_a_reload(page: Page, server: Runnin
     assert page.turns() == []
 
 
-def test_the_stop_button_stops_generation(page: Page, server: Running):
+def test_the_stop_button_stops_generation(page: Page, server: ServerProcess):
     page.enter(server.key)
     page.send("Tell me everything")
     page.until(lambda: len(page.turns()) == 2 and len(page.turns()[1][1]) > 20)
@@ -130,7 +130,7 @@ def test_the_stop_button_stops_generation(page: Page, server: Running):
     assert len(page.turns()) == 2
 
 
-def test_markup_is_shown_as_text(page: Page, server: Running):
+def test_markup_is_shown_as_text(page: Page, server: ServerProcess):
     page.enter(server.key)
     page.set("tokens", "2")
     text = "<img src=x onerror=\"document.title='caught'\"><b>bold</b> &amp; done"
@@ -141,7 +141,7 @@ def test_markup_is_shown_as_text(page: Page, server: Running):
     assert page.browser.title == "Whimbrel"
 
 
-def test_an_error_is_shown_and_the_message_restored(page: Page, server: Running):
+def test_an_error_is_shown_and_the_message_restored(page: Page, server: ServerProcess):
     page.enter(server.key)
     page.set("temperature", "9")
     page.send("Hello")
@@ -150,7 +150,7 @@ def test_an_error_is_shown_and_the_message_restored(page: Page, server: Running)
     assert page.find("text").get_attribute("value") == "Hello"
 
 
-def test_no_external_resources_and_all_fields_are_labelled(page: Page, server: Running):
+def test_no_external_resources_and_all_fields_are_labelled(page: Page, server: ServerProcess):
     loaded = page.browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert loaded
     assert [name for name in loaded if not name.startswith(server.url)] == []
@@ -170,7 +170,7 @@ def test_no_external_resources_and_all_fields_are_labelled(page: Page, server: R
     assert [entry for entry in severe if " 40" not in entry["message"]] == []
 
 
-def test_the_docs_page_shows_every_route_and_field(page: Page, server: Running):
+def test_the_docs_page_shows_every_route_and_field(page: Page, server: ServerProcess):
     page.enter(server.key)
     page.browser.get(f"{server.url}/docs")
     page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "section h2"))
@@ -181,12 +181,12 @@ def test_the_docs_page_shows_every_route_and_field(page: Page, server: Running):
     assert "number (> 0, ≤ 1)" in page.find("routes").text  # top_p
 
 
-def test_the_docs_page_says_where_to_enter_the_key(page: Page, server: Running):
+def test_the_docs_page_says_where_to_enter_the_key(page: Page, server: ServerProcess):
     page.browser.get(f"{server.url}/docs")
     page.until(lambda: "API key" in page.find("routes").text)
 
 
-def test_a_conversation_longer_than_the_context_drops_its_oldest_messages(page: Page, server: Running):
+def test_a_conversation_longer_than_the_context_drops_its_oldest_messages(page: Page, server: ServerProcess):
     page.enter(server.key)
     page.set("tokens", "2")
     page.browser.execute_script(

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.e2e.serving import Running
+from tests.e2e.serving import ServerProcess
 
 pytest.importorskip("schemathesis", reason="needs the package 'schemathesis'")
 
 
-def test_responses_conform_to_the_openapi_document(server: Running, tmp_path: Path):
+def test_responses_conform_to_the_openapi_document(server: ServerProcess, tmp_path: Path):
     options = ["--max-examples=5", "--generation-deterministic", "--phases=coverage,fuzzing", "--no-color"]
     done = subprocess.run(
         [

@@ -154,7 +154,7 @@ def test_transformers_loads_our_tokenizer_with_equal_ids(fixtures, directory):
     tokenizer = whimbrel.load_tokenizer("gpt2")
     whimbrel.save_model(GPT(replace(preset("gpt2-baseline"), **shape)), directory, tokenizer)
     hf_tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    cases = json.loads((fixtures / "fixture_260.json").read_text(encoding="utf-8"))
+    cases = json.loads((fixtures / "gpt2_token_ids.json").read_text(encoding="utf-8"))
     texts = [case["text"] for case in cases if "<|endoftext|>" not in case["text"]]
     assert len(texts) > 200
     assert hf_tokenizer(texts).input_ids == [tokenizer.encode(text) for text in texts]

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
 import httpx
 import torch
-from tests.unit.server.running import running, wait_for
+from tests.unit.server.running_server import running, wait_for
 
 from whimbrel.server.app import ENCODER_THREADS
 from whimbrel.server.served_model import ServedModel

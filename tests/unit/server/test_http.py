@@ -11,7 +11,7 @@ pytest.importorskip("fastapi", reason="needs the extra `serve`")
 import asyncio
 
 import uvicorn
-from tests.unit.server.running import running, wait_for
+from tests.unit.server.running_server import running, wait_for
 from uvicorn.server import ServerState
 
 from whimbrel.base.errors import ConfigError

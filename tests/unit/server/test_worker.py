@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
-from tests.unit.server.running import FaultyEngine
+from tests.unit.server.running_server import FaultyEngine
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import Engine, Event, Request, SamplingParams

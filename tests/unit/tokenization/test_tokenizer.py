@@ -30,7 +30,7 @@ def general() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def cases(fixtures: Path) -> list[dict[str, object]]:
-    return json.loads((fixtures / "fixture_260.json").read_text(encoding="utf-8"))
+    return json.loads((fixtures / "gpt2_token_ids.json").read_text(encoding="utf-8"))
 
 
 def test_gpt2_vocabulary(gpt2: Tokenizer) -> None:

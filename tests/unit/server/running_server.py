@@ -61,7 +61,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningServer:
     """A running server and its parts."""
 
     client: httpx.Client
@@ -72,7 +72,7 @@ class Running:
 
 
 @contextmanager
-def running(served: ServedModel, num_blocks: int = 256, **settings) -> Iterator[Running]:
+def running(served: ServedModel, num_blocks: int = 256, **settings) -> Iterator[RunningServer]:
     config = ServeConfig(**({"port": 0} | settings))
     engine = FaultyEngine(Engine(served.model, EngineConfig(num_blocks=num_blocks, max_batch=16)))
     service = Service(served, engine, config)
@@ -85,7 +85,7 @@ def running(served: ServedModel, num_blocks: int = 256, **settings) -> Iterator[
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         try:
             with httpx.Client(base_url=server_url(sock), headers=headers, timeout=30) as client:
-                yield Running(client, engine, service, server, thread)
+                yield RunningServer(client, engine, service, server, thread)
         finally:
             engine.unblock.set()
             server.should_exit = True

@@ -1,9 +1,10 @@
 """Kill a training run at random times until it has finished, and print a JSON report.
 
-Usage: `python killing.py KILLS SEED [SCRIPT]`. Runs `whimbrel train recipe.toml` in the current directory, or SCRIPT,
-which defines STEPS, EVERY and main(); both write to `run`. The first run is not killed and becomes `uninterrupted`. The
-next is killed at random times, 40% of them during a save (its temporary directory exists), checked, and restarted with
-the same command; when it finishes, it becomes `killed-0`. If there are kills left, another run starts.
+Usage: `python random_kills.py KILLS SEED [SCRIPT]`. Runs `whimbrel train recipe.toml` in the current directory, or
+SCRIPT, which defines STEPS, EVERY and main(); both write to `run`. The first run is not killed and becomes
+`uninterrupted`. The next is killed at random times, 40% of them during a save (its temporary directory exists), is
+checked, and restarts with the same command; when it finishes, it becomes `killed-0`. If there are kills left, another
+run starts.
 
 This process has imported torch and has no other threads, so most attempts are forked from it: 300 of them take minutes,
 not hours. Some start as `python -m whimbrel`.
@@ -45,8 +46,8 @@ FRESH = 0.1
 """Fraction of the kills of new processes, which are not forks of this one."""
 MAX_SAVES = 3
 """Maximum number of saves of an attempt before it is killed."""
-ATTEMPT_SECONDS = 120.0
-"""Time limit of an attempt."""
+ATTEMPT_SECONDS = 600.0
+"""Time limit of an attempt: ends a hang, never a slow machine."""
 
 
 class Attempt:
@@ -227,7 +228,7 @@ class Report:
     faults: list[str] = field(default_factory=list)
 
     def check_after_kill(self, before: int, steps: list[int], at_risk: int) -> int:
-        """Check that all checkpoints are valid, none was lost, and the run is listed as dead.
+        """Check that all checkpoints are valid, that none was lost, and that the run is listed as dead.
 
         The attempt must have resumed from the newest checkpoint and have lost at most `at_risk` steps.
         """
