@@ -69,7 +69,7 @@ def test_replicas_stay_bit_identical(results: Results, name: str) -> None:
 
 def test_basis_that_differs_between_ranks_is_reported(results: Results) -> None:
     for result in results:
-        assert "ParallelError: the basis of 2.weight on rank 1 differs" in result["replicas"]["nudged"]
+        assert "the basis of 2.weight on rank 1" in result["replicas"]["nudged"]
 
 
 @pytest.mark.parametrize("kind", ["hooks", "linears", "ddp"])
@@ -108,7 +108,7 @@ def test_parameter_without_gradient_on_one_rank_is_updated(results: Results) -> 
 def test_settings_that_would_diverge_between_ranks_are_rejected(results: Results) -> None:
     for result in results:
         found = result["projections"]
-        assert "a gradient after those of the step were averaged" in found["late"]
+        assert "a gradient after" in found["late"]
         assert "process_group=torch.distributed.group.WORLD" in found["no group"]
         assert "before gradients are averaged over ranks" in found["steps"]
 

@@ -462,9 +462,7 @@ def test_encoder_decoder_generation_matches_transformers(beams: int):
     assert torch.equal(model.generate(input_ids, past_key_values=past, **options), expected)
     assert past.self_attention_cache.get_seq_length() == 10
     assert past.cross_attention_cache.get_seq_length() == 9
-    with pytest.raises(
-        ConfigError, match="cross_attention_cache: expected layers of type DynamicLayer without a codec"
-    ):
+    with pytest.raises(ConfigError, match="cross_attention_cache: .*without a codec"):
         CrossAttentionCache(DynamicCache(), DynamicCache(codec="int8"))
 
 
@@ -473,7 +471,7 @@ def test_layer_types_without_keys_and_values_are_rejected(kind: str):
     config = transformers.LlamaConfig(**SHAPE)
     config.layer_types = ["full_attention", kind] * 2
     for make in (DynamicCache, partial(StaticCache, max_cache_len=9)):
-        with pytest.raises(ConfigError, match=f"got '{kind}', whose state is not keys and values: use transformers"):
+        with pytest.raises(ConfigError, match=f"got '{kind}'.* use transformers"):
             make(config)
 
 

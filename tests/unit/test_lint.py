@@ -1,4 +1,4 @@
-"""scripts/lint.py finds the violations it is there for."""
+"""scripts/lint.py detects each kind of violation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The top-level package: cheap to import, with the public API offered lazily."""
+"""The top-level package: cheap to import, with a lazily imported public API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_import_loads_no_heavy_package() -> None:
     assert loaded.stdout.split() == []
 
 
-def test_dir_offers_the_public_api() -> None:
+def test_dir_lists_the_public_api() -> None:
     expected = {
         "GPT",
         "GPTConfig",

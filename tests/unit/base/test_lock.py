@@ -48,7 +48,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_second_process_is_refused_with_pid_and_host(tmp_path: Path) -> None:
+def test_second_process_is_rejected_with_pid_and_host(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with start(HOLDER, folder) as holder:
         try:

@@ -185,7 +185,7 @@ def test_compiled_code_advances_the_length_of_a_static_layer(codec: str):
         assert torch.equal(got, expected)
     positions = append(tokens[:, :, 11:]).key_positions
     assert positions.tolist() == [*range(9), *[-1] * 7]
-    with pytest.raises(CacheError, match="at most 7 more tokens .9 of 16 used., got 8"):
+    with pytest.raises(CacheError, match="at most 7 .*got 8"):
         layer.update(states(8), states(8))
     layer.reset()
     assert layer.get_seq_length() == 0

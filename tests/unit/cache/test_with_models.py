@@ -103,7 +103,7 @@ def test_the_sinks_of_a_padded_sequence_are_its_first_real_tokens(model: GPT, to
 
 def test_padding_for_another_batch_size_is_rejected(model: GPT, tokens: Tensor):
     cache = DynamicCache(model.config, padding=[0, 2])
-    with pytest.raises(ConfigError, match="padding of 2 sequences, got a batch of 1"):
+    with pytest.raises(ConfigError, match="padding of 2 .*batch of 1"):
         read(model, tokens[:1], cache, [tokens.size(1)])
     assert cache.get_seq_length() == 0
 

@@ -23,13 +23,13 @@ from whimbrel.checkpoint.component import Ranks, locate
         ({"process_group_name": "tensor"}, "PER_GROUP and process_group_name"),
     ],
 )
-def test_invalid_component_is_refused(settings: dict, message: str) -> None:
+def test_invalid_component_is_rejected(settings: dict, message: str) -> None:
     given = {"key": "x", "stateful": RNGState(), "sharing_pattern": SharingPattern.GLOBAL} | settings
     with pytest.raises(ConfigError, match=message):
         StateComponent(**given)
 
 
-def test_duplicate_keys_and_unknown_groups_are_refused(tmp_path: Path) -> None:
+def test_duplicate_keys_and_unknown_groups_are_rejected(tmp_path: Path) -> None:
     one = StateComponent("rng", RNGState(), SharingPattern.PER_RANK)
     group = StateComponent("model", RNGState(), SharingPattern.PER_GROUP, process_group_name="tensr")
     manager = CheckpointManager(tmp_path, process_groups={"tensor": None, "pipe": None})

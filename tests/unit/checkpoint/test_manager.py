@@ -218,7 +218,7 @@ def test_failed_pruning_is_not_the_error_of_the_save(tmp_path: Path, parts, monk
     monkeypatch.setattr(manager_module, "step_directories", lambda _: 1 / 0)
     manager.save(1, parts(1.0))
     manager.wait()
-    assert "could not remove old checkpoints: division by zero" in caplog.text
+    assert "could not remove old checkpoints" in caplog.text
     assert [step for step, _ in manager.finished()] == [1]
     with manager.lock:
         pass
@@ -276,7 +276,7 @@ def test_optional_component_can_be_skipped(tmp_path: Path, parts) -> None:
     fresh = parts(0.0)
     manager.load(fresh, skip=["optimizer"])
     assert values(fresh) == [1.0, 0.0, 1.0]
-    with pytest.raises(ConfigError, match="unknown component 'optimiser' to skip: did you mean 'optimizer'"):
+    with pytest.raises(ConfigError, match="'optimiser'.* did you mean 'optimizer'"):
         manager.load(fresh, skip=["optimiser"])
     with pytest.raises(ConfigError, match="'model' is required .*optimizer"):
         manager.load(fresh, skip=["model"])
@@ -306,7 +306,7 @@ def test_failed_save_is_retried(tmp_path: Path, parts, monkeypatch, caplog, asyn
     manager.wait()
     assert len(manager.finished()) == 1
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-    assert "saving step 1 failed: cannot write: No space left on device; retrying" in caplog.text
+    assert "saving step 1 failed" in caplog.text
 
 
 @pytest.mark.usefixtures("no_retry_delay")
@@ -348,7 +348,7 @@ def test_save_larger_than_the_free_disk_space_is_not_started(tmp_path: Path, par
         patch.setattr(manager_module, "write_checkpoint", lambda *args: pytest.fail("began to write"))
         patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=383))
         manager.save(2, parts(2.0))  # 64 + 32 numbers of fp32
-        with pytest.raises(WriteError, match=r"step-00000002: it needs 384 bytes, but only 383 are free"):
+        with pytest.raises(WriteError, match=r"384 bytes.* 383"):
             manager.wait()
     path = checkpoint_path(tmp_path, 2)
     assert f"saving step 2 failed: cannot write {path}: it needs 384 bytes" in caplog.text
@@ -372,3 +372,25 @@ def test_unsupported_state_raises_immediately(tmp_path: Path, parts) -> None:
 def test_keep_and_best_must_be_positive(tmp_path: Path, settings: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="at least 1, or None"):
         CheckpointManager(tmp_path, **settings)
+
+
+@pytest.mark.gpu
+def test_async_save_from_cuda_is_a_snapshot(tmp_path: Path) -> None:
+    """Copies wait for work queued before them, and work queued after waits for the copies."""
+    module = torch.nn.Linear(2048, 2048, bias=False, device="cuda")
+    components = [StateComponent("model", module, SharingPattern.GLOBAL)]
+    manager = CheckpointManager(tmp_path, asynchronous=True)
+    manager.reserve(components)
+    assert manager._buffers._buffers["model"].is_pinned()
+    with torch.no_grad():
+        for step in range(1, 6):
+            for _ in range(50):
+                module.weight @ module.weight
+            module.weight.fill_(float(step))
+            manager.save(step, components)
+            module.weight.fill_(-1.0)
+    manager.wait()
+    for step in range(1, 6):
+        manager.load(components, tmp_path / "checkpoints" / f"step-{step:08d}")
+        assert bool((module.weight == step).all())
+    manager.close()

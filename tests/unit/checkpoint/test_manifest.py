@@ -113,14 +113,14 @@ def test_wrong_manifest_fields_are_detected_despite_a_valid_digest(path: Path, h
     assert CheckpointManager(path.parent.parent).newest() is not None
 
 
-def test_deeply_nested_manifest_is_refused(path: Path) -> None:
+def test_deeply_nested_manifest_is_rejected(path: Path) -> None:
     (path / "manifest.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="nested too deeply"):
         read_manifest(path)
 
 
 @pytest.mark.parametrize("tree", ['{"tensor": "absent"}', '{"dict": 1}', '{"a": 1, "b": 2}', '{"bytes": "xyz"}'])
-def test_malformed_component_is_refused(path: Path, tree: str) -> None:
+def test_malformed_component_is_rejected(path: Path, tree: str) -> None:
     (path / "trainer.json").write_text(tree)
     with pytest.raises(CheckpointError, match="component 'trainer' is malformed"):
         read_component(path, "trainer")

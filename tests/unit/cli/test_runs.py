@@ -81,7 +81,7 @@ def test_run_of_another_user_is_listed(
     with pytest.raises(SystemExit) as ended:
         main(["control", "runs/theirs", "status"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "whimbrel: runs/theirs belongs to another user: only its owner can control it\n"
+    assert "runs/theirs belongs to another user" in capsys.readouterr().err
 
 
 def test_accepts_directories_and_runs(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def test_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path):
             serve(tmp_path, port=taken.getsockname()[1])
 
 
-def test_connections_are_refused_until_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_connections_are_rejected_until_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("fastapi", reason="needs the extra `serve`")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -171,7 +171,9 @@ def test_unexpected_error_is_one_line(
 
     monkeypatch.setattr("whimbrel.train.Trainer.train", fail)
     assert whimbrel("train", "recipe.toml") == 1
-    assert capsys.readouterr().err == "whimbrel: unexpected TypeError: two lines (--trace prints the traceback)\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "TypeError: two lines" in line
+    assert "--trace" in line
     with pytest.raises(TypeError, match="two"):
         main(["train", "recipe.toml", "--trace"])
 
@@ -247,7 +249,7 @@ def test_full_standard_output_does_not_end_a_run(folder: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("cannot write to <stdout>: [Errno 28] No space left on device; training continues") == 1
+    assert done.stderr.count("No space left on device") == 1
     assert "Exception ignored" not in done.stderr
     assert list(list_checkpoints(Path("run"))) == [6]
 

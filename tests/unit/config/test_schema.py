@@ -134,14 +134,14 @@ def test_override_is_parsed_by_the_type_of_its_setting(override: str, expected: 
     assert build(Outer, apply_overrides({"path": "p"}, [override])) == expected
 
 
-def test_override_of_the_wrong_type_is_refused() -> None:
+def test_override_of_the_wrong_type_is_rejected() -> None:
     with pytest.raises(ConfigError, match="steps = 'many' must be an integer"):
         build(Outer, apply_overrides({"path": "p"}, ["--steps=many"]))
     with pytest.raises(ConfigError, match=r"inner.pair\[1\] = 'x' must be a number"):
         build(Outer, apply_overrides({"path": "p"}, ["--inner.pair=1,x"]))
-    with pytest.raises(ConfigError, match="kinds = 'cosin' is not one of linear, cosine: did you mean 'cosine'"):
+    with pytest.raises(ConfigError, match="kinds = 'cosin' .*did you mean 'cosine'"):
         build(Outer, apply_overrides({"path": "p"}, ["--kinds=cosin"]))
-    with pytest.raises(ConfigError, match=r"kinds\[1\] = 'cosin' is not one of linear, cosine: did you mean 'cosine'"):
+    with pytest.raises(ConfigError, match=r"kinds\[1\] = 'cosin' .*did you mean 'cosine'"):
         build(Outer, apply_overrides({"path": "p"}, ["--kinds=linear,cosin"]))
 
 
@@ -176,17 +176,17 @@ def test_none_survives_a_file() -> None:
 
 
 @pytest.mark.parametrize("override", ["inner.rate=1", "--=1", "--a..b=1", "-x=1"])
-def test_malformed_override_is_refused(override: str) -> None:
+def test_malformed_override_is_rejected(override: str) -> None:
     with pytest.raises(ConfigError, match="expected --section.name=value"):
         apply_overrides({}, [override])
 
 
-def test_override_without_a_value_is_refused() -> None:
+def test_override_without_a_value_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"expected a value for --inner\.rate"):
         apply_overrides({}, ["--inner.rate"])
 
 
-def test_override_below_a_scalar_is_refused() -> None:
+def test_override_below_a_scalar_is_rejected() -> None:
     with pytest.raises(ConfigError, match="'steps' is a single value"):
         apply_overrides({"steps": 3}, ["--steps.x=1"])
 
@@ -225,6 +225,6 @@ def test_unreadable_toml_is_a_config_error(tmp_path: Path, text: str | bytes) ->
         load_toml(file)
 
 
-def test_path_with_a_null_character_is_refused() -> None:
+def test_path_with_a_null_character_is_rejected() -> None:
     with pytest.raises(ConfigError, match="must be a path"):
         convert(Path, "a\0b", "output_dir")

@@ -203,12 +203,12 @@ def test_val_split_is_a_separate_stream(folder: Path) -> None:
         {"documents": "pack", "block": 8},
     ],
 )
-def test_invalid_arguments_are_refused(folder: Path, options: dict) -> None:
+def test_invalid_arguments_are_rejected(folder: Path, options: dict) -> None:
     with pytest.raises(ConfigError):
         TokenDataLoader(folder, **{"B": 1, "T": 4, **options})
 
 
-def test_position_of_another_order_is_refused(folder: Path) -> None:
+def test_position_of_another_order_is_rejected(folder: Path) -> None:
     state = TokenDataLoader(folder, 1, 16, seed=1).state_dict()
     for other in ({}, {"seed": 2}, {"seed": 1, "block": 32}, {"split": "val", "seed": 1}, {"documents": "pack"}):
         with pytest.raises(DataError, match="saved position has"):

@@ -58,7 +58,7 @@ def test_text_file_without_separator_is_one_document(tmp_path: Path) -> None:
     assert tokens_of(tmp_path / "out") == expected_tokens(["One.\n\nTwo.\n"])
 
 
-def test_long_text_file_is_refused_before_reading(
+def test_long_text_file_is_rejected_before_reading(
     corpus, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (str(corpus.write(tmp_path / name, texts)) for name in ("a.jsonl", "b.txt"))
@@ -205,7 +205,7 @@ def test_preparing_twice_changes_nothing(corpus, texts: list[str], tmp_path: Pat
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
-def test_directory_with_other_shards_is_refused(corpus, texts: list[str], tmp_path: Path) -> None:
+def test_directory_with_other_shards_is_rejected(corpus, texts: list[str], tmp_path: Path) -> None:
     source = str(corpus.write(tmp_path / "a.jsonl", texts))
     other = str(corpus.write(tmp_path / "b.jsonl", texts[1:]))
     out = tmp_path / "out"
@@ -239,7 +239,7 @@ def test_directory_with_other_shards_is_refused(corpus, texts: list[str], tmp_pa
         ({"val": [""]}, "empty source"),
     ],
 )
-def test_invalid_arguments_are_refused(corpus, options: dict, match: str, workdir: Path) -> None:
+def test_invalid_arguments_are_rejected(corpus, options: dict, match: str, workdir: Path) -> None:
     corpus.write(workdir / "a.jsonl", ["text"])
     with pytest.raises(ConfigError, match=match):
         prepare(["a.jsonl"], "out", GPT2, **{"name": "a", **options})
@@ -316,7 +316,7 @@ def test_validation_documents_are_unique(corpus, texts: list[str], tmp_path: Pat
     assert len(pieces) == len(set(pieces)) > 0
 
 
-def test_file_used_for_both_splits_is_refused(corpus, texts: list[str], tmp_path: Path) -> None:
+def test_file_used_for_both_splits_is_rejected(corpus, texts: list[str], tmp_path: Path) -> None:
     source = corpus.write(tmp_path / "a.jsonl", texts)
     copy = shutil.copy(source, tmp_path / "b.jsonl")
     with pytest.raises(DataError, match=r"b\.jsonl.*a\.jsonl have the same content"):

@@ -44,7 +44,7 @@ def test_file_is_header_followed_by_tokens(dtype: type, magic: int, version: int
     ],
     ids=["2-D", "int64", "float32", "empty"],
 )
-def test_write_shard_refuses_invalid_arrays(tokens: np.ndarray, tmp_path: Path) -> None:
+def test_write_shard_rejects_invalid_arrays(tokens: np.ndarray, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.bin"):
         write_shard(tmp_path / "a.bin", tokens)
     assert not list(tmp_path.iterdir())
@@ -101,7 +101,7 @@ def test_damaged_shard_is_reported_with_path_and_reason(change: str, fault: str,
 def test_token_id_outside_the_vocabulary_is_reported_with_its_offset(tmp_path: Path) -> None:
     write_shard(tmp_path / "a.bin", TOKENS)
     assert len(read_shard(tmp_path / "a.bin", vocab_size=50257)) == 4
-    with pytest.raises(DataError, match=r"a\.bin has token id 50256 at token 0, but the vocabulary has"):
+    with pytest.raises(DataError, match=r"a\.bin .*token id 50256 at token 0"):
         read_shard(tmp_path / "a.bin", vocab_size=50256)
 
 
@@ -129,7 +129,7 @@ def test_split_names_of_other_tools_are_recognized(tmp_path: Path, train: list[s
     assert TokenDataLoader(tmp_path, 1, 2).total_tokens == 3 * len(train)
 
 
-def test_mixing_names_with_and_without_split_is_refused(tmp_path: Path) -> None:
+def test_mixing_names_with_and_without_split_is_rejected(tmp_path: Path) -> None:
     write_shard(tmp_path / "fineweb_000000.bin", np.array([EOT, 1, 2], dtype=np.uint16))
     assert [path.name for path in split_files(tmp_path, "train")] == ["fineweb_000000.bin"]
     assert not has_split(tmp_path, "val")
@@ -153,7 +153,7 @@ print(sorted(x[0].tolist()) == sorted([50256] * 100 + list(range(100))))
     assert done.stdout.strip() == "True", done.stderr
 
 
-def test_named_pipe_is_refused(tmp_path: Path) -> None:
+def test_named_pipe_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x_train_000000.bin")
     with pytest.raises(DataError, match="not a regular file"):
         TokenDataLoader(tmp_path, 1, 4)

@@ -37,7 +37,7 @@ def test_hidden_files_of_a_directory_are_skipped(corpus, texts: list[str], tmp_p
 
 
 @pytest.mark.parametrize("form", ["a.txt", "a.txt.gz", "a.jsonl"])
-def test_documents_over_the_size_limit_are_refused(
+def test_documents_over_the_size_limit_are_rejected(
     corpus, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = str(corpus.write(tmp_path / form, ["word " * 800_000, "more " * 800_000]))

@@ -181,8 +181,8 @@ def test_memory_budget_needs_the_compiler() -> None:
     assert functorch.activation_memory_budget == before
 
 
-def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match="recompute = 'half' is not one of none, full, selective or a number"):
+def test_unknown_mode_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="recompute = 'half'"):
         apply_activation_checkpointing(Stack(), "half")
 
 

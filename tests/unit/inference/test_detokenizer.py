@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 
+from whimbrel.base.errors import RequestError
 from whimbrel.inference import TextStream, encode_prompt, stream_text
-from whimbrel.inference.detokenizer import Detokenizer
+from whimbrel.inference.detokenizer import Detokenizer, StopStrings
 from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.tokenization.bpe import BYTE_DECODER
 
@@ -211,3 +212,58 @@ def test_special_tokens_in_a_prompt_are_parsed_by_default(tokenizer):
     assert encode_prompt(tokenizer, text).ids.count(tokenizer.eot_id) == 1
     assert tokenizer.eot_id not in encode_prompt(tokenizer, text, parse_special=False).ids
     assert tokenizer.encode(text) == encode_prompt(tokenizer, text, parse_special=False).ids
+
+
+def push_pieces(pieces: list[str], stops: list[str]) -> tuple[list[str], bool]:
+    matcher = StopStrings(stops)
+    shown = [matcher.push(piece) for piece in pieces]
+    return [*shown, matcher.flush()], matcher.found
+
+
+def first_to_end(text: str, stops: list[str]) -> str | None:
+    """The text before the stop string that completes first, searched character by character."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))]
+    return None
+
+
+@given(
+    st.lists(st.text("abc", max_size=4), max_size=8),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+)
+def test_text_ends_before_the_stop_string_that_ends_first(pieces, stops):
+    shown, found = push_pieces(pieces, stops)
+    text = "".join(pieces)
+    before = first_to_end(text, stops)
+    assert found == (before is not None)
+    assert "".join(shown) == (text if before is None else before)
+
+
+@given(st.text("ab", max_size=12), st.text("ab", min_size=1, max_size=5))
+def test_only_prefixes_of_stop_strings_are_held_back(text, stop):
+    matcher, shown = StopStrings([stop]), ""
+    for end, letter in enumerate(text, 1):
+        shown += matcher.push(letter)
+        if matcher.found:
+            break
+        held_back = text[len(shown) : end]
+        assert stop.startswith(held_back)
+        assert not any(stop.startswith(text[start:end]) for start in range(len(shown)))
+
+
+def test_text_is_emitted_as_soon_as_it_is_safe():
+    assert push_pieces(["one\n", "\nH", "uman: yes"], ["\n\nHuman:"]) == (["one", "", "", ""], True)
+    assert push_pieces(["one\n", "\nHu", "go\n"], ["\n\nHuman:"]) == (["one", "", "\n\nHugo", "\n"], False)
+    assert push_pieces(["a", "b"], []) == (["a", "b", ""], False)
+
+
+def test_no_text_follows_a_stop_string():
+    assert push_pieces(["a.b", "c.", "d"], ["."]) == (["a", "", "", ""], True)
+
+
+@pytest.mark.parametrize("stops", ["end", [""], ["end", ""]])
+def test_empty_stop_strings_are_rejected(stops):
+    with pytest.raises(RequestError, match="non-empty strings"):
+        StopStrings(stops)

@@ -103,7 +103,7 @@ def test_tokens_stream_one_at_a_time(model):
     assert [first, *tokens] == generate(model, [1], max_new_tokens=5, temperature=0)
 
 
-def test_generate_is_offered_by_the_top_level_package(model):
+def test_generate_is_exported_by_the_top_level_package(model):
     assert whimbrel.generate(model, [1], max_new_tokens=2, seed=0) == generate(model, [1], max_new_tokens=2, seed=0)
 
 

@@ -48,7 +48,7 @@ def no_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("no_triton")
 @inductor.patch({"cpp.cxx": "no-such-compiler"})
 def test_a_gpu_needs_triton():
-    with pytest.raises(ConfigError, match=r"compile needs triton \(pip install triton\), which was not found"):
+    with pytest.raises(ConfigError, match=r"compile needs triton .*not found"):
         check_compiler(CUDA, "compile")
 
 

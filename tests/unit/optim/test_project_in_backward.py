@@ -281,7 +281,7 @@ def test_unsupported_optimizers_and_models_are_rejected() -> None:
     drawn = model()
     random = LowRankOptimizer(drawn.parameters(), rank=4, subspace="random")
     for _ in range(2):  # a rejected wrapper changes nothing
-        with pytest.raises(OptimizerError, match="has no nn.Linear whose weight has a stored basis"):
+        with pytest.raises(OptimizerError, match="no nn.Linear .*stored basis"):
             project_in_backward(random, model=drawn)
     project_in_backward(random)
     with pytest.raises(OptimizerError, match="cannot add a parameter group"):

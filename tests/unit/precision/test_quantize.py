@@ -227,7 +227,7 @@ def test_a_parametrized_linear_is_skipped_with_a_warning(kind: str, caplog: pyte
     choice = quantize_(model, "int8")
     assert list(choice.selected) == ["0"]
     assert "computed from other parameters" in choice.skipped["2"]
-    assert "skips 1 of 2 linear layers, first 2: its weight is computed from other parameters" in caplog.text
+    assert "skips 1 of 2 linear layers" in caplog.text
     assert torch.equal(model[2](x), before)
     with pytest.raises(PrecisionError, match="no supported linear layer.*computed from other parameters"):
         quantize_(computed(kind)[2:], "int8")

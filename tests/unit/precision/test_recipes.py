@@ -195,8 +195,8 @@ def test_skipped_layers_are_logged_once_with_the_reason(caplog: pytest.LogCaptur
         assert [line for line in caplog.messages if f"skips {name}" in line] == [
             f"fp8_recipe = rowwise skips {name}: {reason}"
         ]
-    assert choice.skipped["odd"] == "expected dimensions in multiples of fp8_dim_alignment = 32, got (64, 24)"
-    assert choice.skipped["tied"] == "its weight is tied to an embedding"
+    assert "fp8_dim_alignment = 32, got (64, 24)" in choice.skipped["odd"]
+    assert "tied to an embedding" in choice.skipped["tied"]
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warned == [
         "fp8_recipe = rowwise is emulated on a CPU: same results as fp8, without its speed",

@@ -27,7 +27,7 @@ def test_connections_have_tcp_nodelay():
             assert conn.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_a_bound_socket_refuses_connections_until_served():
+def test_a_bound_socket_rejects_connections_until_served():
     with bind_socket(ServeConfig(port=0)) as sock, pytest.raises(ConnectionRefusedError):
         socket.create_connection(sock.getsockname()).close()
 

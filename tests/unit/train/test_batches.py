@@ -264,7 +264,7 @@ def test_every_kind_of_iterable_can_be_trained_on(args: Make, fit: Make, data: M
 
 def test_iterators_raise_an_error() -> None:
     for once in ((row for row in listed(3)), iter(listed(3)), map(dict, listed(3))):
-        with pytest.raises(ConfigError, match="expected a dataset that can be iterated in every epoch, got"):
+        with pytest.raises(ConfigError, match="iterated in every epoch"):
             make(once)
 
 
@@ -394,7 +394,7 @@ def test_collate_stacks_dicts_and_pairs() -> None:
 def test_a_position_in_other_data_raises_an_error() -> None:
     batches = make(listed(12))
     take(batches, 2)
-    with pytest.raises(DataError, match="expected a dataset with examples = 12 as in the checkpoint, got 20"):
+    with pytest.raises(DataError, match="examples = 12 .*got 20"):
         make(listed(20)).load_state_dict(batches.state_dict())
 
 

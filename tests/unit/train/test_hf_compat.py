@@ -41,9 +41,7 @@ def test_every_constructor_argument_of_transformers_is_accepted(args: Make, net:
     assert [name for name in inspect.signature(theirs.__init__).parameters if name not in (*ours, "self")] == []
     with pytest.raises(ConfigError, match="BaseTrainer has no argument 'tokenizer': pass processing_class"):
         BaseTrainer(args(), net(), tokenizer=object())
-    with pytest.raises(
-        ConfigError, match=r"BaseTrainer has no argument 'train_datasets': did you mean 'train_dataset'"
-    ):
+    with pytest.raises(ConfigError, match=r"'train_datasets': did you mean 'train_dataset'"):
         BaseTrainer(args(), net(), train_datasets=[])
 
 
@@ -110,14 +108,12 @@ def test_metrics_of_several_eval_datasets_include_their_names(args: Make, net: M
     assert metrics["eval_far_loss"] == alone.evaluate(sets["far"])["eval_loss"]
     assert set(trainer.evaluate({"other": data(4)}, metric_key_prefix="test")) == {"test_other_loss"}
     assert trainer.state.best_metric is not None
-    with pytest.raises(ConfigError, match=r"expected one of the eval datasets \(near, far\), got 'fra'"):
+    with pytest.raises(ConfigError, match=r"near, far.* got 'fra'"):
         trainer.evaluate("fra")
     plain = BaseTrainer(args(eval_strategy="epoch", output_dir=str(Path(args().output_dir) / "b")), net(),
                         train_dataset=data(), eval_dataset=sets)  # fmt: skip
     plain.train()  # the best model is not needed
-    with pytest.raises(
-        ConfigError, match=r"= 'loss': expected one of the evaluation metrics \(eval_near_loss, eval_far_loss"
-    ):
+    with pytest.raises(ConfigError, match=r"= 'loss': .*eval_near_loss, eval_far_loss"):
         BaseTrainer(args(eval_strategy="epoch", preserve_best_model=True), net(), eval_dataset=sets)
 
 

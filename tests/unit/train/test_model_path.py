@@ -112,7 +112,7 @@ def test_a_missing_directory_is_an_error(make: MakeRun, directory: Path) -> None
         make()
 
 
-def test_settings_that_contradict_the_directory_are_refused(make: MakeRun) -> None:
+def test_settings_that_contradict_the_directory_are_rejected(make: MakeRun) -> None:
     assert make(model__num_layers=2, model__embd_size=32).model.num_layers == 2
     with pytest.raises(ConfigError, match=r"model\.num_layers = 3 contradicts model\.path .* has 2"):
         make(model__num_layers=3)
@@ -122,7 +122,7 @@ def test_settings_that_contradict_the_directory_are_refused(make: MakeRun) -> No
         make(model__layers=2)
 
 
-def test_shards_of_a_larger_vocabulary_are_refused(make_run: MakeRun, tmp_path: Path) -> None:
+def test_shards_of_a_larger_vocabulary_are_rejected(make_run: MakeRun, tmp_path: Path) -> None:
     make_model("llama", vocab_size=299).save_pretrained(tmp_path / "small")
     config = build_run_config(to_table(make_run()) | {"model": {"path": str(tmp_path / "small")}})
     with pytest.raises(ConfigError, match=r"expected shards .*299 tokens.* got 300 .* --tokenizer"):

@@ -71,7 +71,7 @@ def test_overrides_in_mixins_and_instance_attributes_are_found(args: Make, net: 
 
 def test_missing_method_error_names_the_alternative(args: Make, net: Make) -> None:
     trainer = BaseTrainer(args(), net())
-    with pytest.raises(AttributeError, match="no attribute 'push_to_hub': upload the directory that save_model writes"):
+    with pytest.raises(AttributeError, match="'push_to_hub': .*save_model"):
         trainer.push_to_hub()
     assert not hasattr(trainer, "some_attribute")
 
@@ -180,9 +180,7 @@ def test_compute_loss_must_return_a_scalar(args: Make, net: Make, data: Make) ->
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             return model(inputs["x"])
 
-    with pytest.raises(
-        DataError, match=r"expected a scalar loss tensor from compute_loss, got a tensor of shape \[4, 3\]"
-    ):
+    with pytest.raises(DataError, match=r"compute_loss, got .*\[4, 3\]"):
         Child(args(), net(), train_dataset=data()).train()
 
 
@@ -261,7 +259,7 @@ def test_create_optimizer_and_scheduler_in_one(args: Make, net: Make, data: Make
     class Empty(BaseTrainer):
         def create_optimizer(self) -> None: ...
 
-    with pytest.raises(ConfigError, match="create_optimizer must return the optimizer or set self.optimizer, got None"):
+    with pytest.raises(ConfigError, match="create_optimizer .*got None"):
         Empty(args(), net(), train_dataset=data()).train()
 
 

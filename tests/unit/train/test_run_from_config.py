@@ -283,7 +283,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
 
 def test_a_vocabulary_too_small_raises_before_anything_is_written(make_run: MakeRun, shards: Path) -> None:
     config = make_run(model__vocab_size=299)
-    with pytest.raises(ConfigError, match=r"vocabulary of 300 tokens and model\.vocab_size is 299: set --model"):
+    with pytest.raises(ConfigError, match=r"300 tokens .*vocab_size is 299"):
         run(config)
     assert not config.output_dir.exists()
 
@@ -292,7 +292,7 @@ def test_a_tokenizer_that_does_not_match_the_shards_raises(make_run: MakeRun, sh
     copy = tmp_path / "copy"
     shutil.copytree(shards, copy)
     load_tokenizer("gpt2").save(copy)
-    with pytest.raises(DataError, match=r"tokenizer\.json is not the tokenizer that its shards were made with"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is not the tokenizer"):
         run(make_run(data__path=str(copy)))
 
 

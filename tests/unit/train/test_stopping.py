@@ -140,7 +140,7 @@ def test_fp16_overflow_is_a_skip_and_the_scale_is_saved(args: Make, fit: Make) -
 
 
 def test_a_run_that_skips_every_step_fails(args: Make, fit: Make) -> None:
-    with pytest.raises(TrainingError, match="100 skipped steps in a row: lower the learning rate"):
+    with pytest.raises(TrainingError, match="100 skipped steps"):
         fit(args(on_nonfinite="skip", max_steps=200), compute_loss_func=nan_loss_at(*range(5, 300)))
 
 

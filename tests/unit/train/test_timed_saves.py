@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +61,7 @@ def test_save_strategy_no_disables_timed_saves(caplog: pytest.LogCaptureFixture)
     assert to_config(TrainingArguments(save_strategy="no")).checkpoint.every_minutes is None
     assert "no effect" not in caplog.text
     TrainingArguments(save_strategy="no", save_minutes=3)
-    assert "save_minutes = 3.0 has no effect with save_strategy='no'" in caplog.text
+    assert "save_minutes = 3.0 has no effect" in caplog.text
 
 
 @pytest.mark.parametrize("minutes", [0, -1.0])
@@ -161,10 +160,9 @@ def test_temporary_checkpoint_can_be_made_permanent(tmp_path: Path) -> None:
 
 def test_start_from_scratch_is_logged(make_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
     config = make_run()
-    message = re.escape(f"No checkpoint found in {config.output_dir}: starting from scratch")
     with caplog.at_level(logging.INFO, "whimbrel"):
         train(config)
-        assert len(re.findall(message, caplog.text)) == 1
+        assert caplog.text.count("starting from scratch") == 1
         caplog.clear()
         train(make_run(train__steps=7))
     assert "starting from scratch" not in caplog.text
