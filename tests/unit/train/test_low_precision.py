@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.callbacks import InterruptAt
 from torch import nn
 
 from whimbrel.base.errors import ConfigError, MissingExtraError, PrecisionError
@@ -33,17 +34,6 @@ RECIPES = {
 }
 
 
-class Break(TrainerCallback):
-    """Ends a run before the step after `at`, as an unhandled signal would."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_step_begin(self, **event: Any) -> None:
-        if event["state"].global_step == self.at:
-            raise KeyboardInterrupt
-
-
 def losses_of(config: RunConfig, *callbacks: Any) -> tuple[Trainer, list[str]]:
     losses: list[str] = []
 
@@ -62,7 +52,7 @@ def test_a_killed_run_resumes_bit_identically(make_run: Make, tmp_path: Path, na
     uninterrupted, reference = losses_of(make_run(**settings, output_dir=tmp_path / "uninterrupted"))
     interrupted = make_run(**settings, output_dir=tmp_path / "interrupted")
     with pytest.raises(KeyboardInterrupt):
-        losses_of(interrupted, Break(3))
+        losses_of(interrupted, InterruptAt(3))
     again, last = losses_of(interrupted)
     assert again.resumed_from is not None
     assert again.resumed_from.name == "step-00000002"

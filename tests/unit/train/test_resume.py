@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.callbacks import InterruptAt
 from torch import Tensor, nn
 
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.checkpoint import SharingPattern, list_checkpoints
 from whimbrel.tokenization import load_tokenizer
-from whimbrel.train import BaseTrainer, TrainerCallback, TrainingArguments
+from whimbrel.train import BaseTrainer, TrainingArguments
 
 Make = Callable[..., Any]
 
@@ -34,20 +35,12 @@ def test_a_resumed_run_is_bit_identical_with_dropout_and_epochs(
             eval_strategy="steps", eval_steps=3, dataloader_num_workers=workers, seed=5, **changes,
         )  # fmt: skip
 
-    class Break(TrainerCallback):
-        def __init__(self, at: int) -> None:
-            self.at = at
-
-        def on_step_begin(self, **event: Any) -> None:
-            if event["state"].global_step == self.at:
-                raise KeyboardInterrupt
-
     uninterrupted, reference = fit(settings("uninterrupted"), net(0.3), train_dataset=data(22), eval_dataset=data(6))
     drawn = (random.random(), np.random.rand(), torch.rand(1))
     for at in (3, 7):
         with pytest.raises(KeyboardInterrupt):
             fit(
-                settings("interrupted"), net(0.3), train_dataset=data(22), eval_dataset=data(6), callbacks=[Break(at)],
+                settings("interrupted"), net(0.3), train_dataset=data(22), eval_dataset=data(6), callbacks=[InterruptAt(at)],
                 resume=True,
             )  # fmt: skip
     random.seed(99)
