@@ -40,8 +40,8 @@ def test_a_resumed_run_is_bit_identical_with_dropout_and_epochs(
     for at in (3, 7):
         with pytest.raises(KeyboardInterrupt):
             fit(
-                settings("interrupted"), net(0.3), train_dataset=data(22), eval_dataset=data(6), callbacks=[InterruptAt(at)],
-                resume=True,
+                settings("interrupted"), net(0.3), train_dataset=data(22), eval_dataset=data(6),
+                callbacks=[InterruptAt(at)], resume=True,
             )  # fmt: skip
     random.seed(99)
     torch.manual_seed(99)
