@@ -261,13 +261,11 @@ def weighted_mean(mean: Tensor, count: Tensor, num_items: Tensor, model: nn.Modu
     value. So the loss of a batch without targets is a zero that does not depend on the model's outputs, and whose
     backward pass gives every trainable parameter a zero gradient. Training waits for the device here, to know `count`.
     """
-    if not torch.is_grad_enabled():
-        return torch.where(count > 0, mean, 0.0) * (count / num_items)
-    if count == 0:
+    if mean.requires_grad and count == 0:
         parameters = (p for p in model.parameters() if p.requires_grad)
         zero: Tensor = ZeroLoss.apply(*parameters)  # type: ignore[no-untyped-call]
         return zero
-    return mean * (count / num_items)
+    return torch.where(count > 0, mean, 0.0) * (count / num_items)
 
 
 class ZeroLoss(torch.autograd.Function):
