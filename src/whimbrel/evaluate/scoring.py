@@ -25,8 +25,8 @@ __all__ = ["Pair", "Score", "Scorer", "Window", "is_truncated", "score", "window
 
 MAX_BATCH_TOKENS = 2**16
 """Maximum number of tokens of one forward pass."""
-MAX_LOGITS = {"cpu": 2**26, "cuda": 2**29}
-"""Maximum number of logits of one forward pass, by device type: 256 MiB and 2 GiB in fp32."""
+MAX_LOGITS = {"cpu": 2**26, "cuda": 2**28}
+"""Maximum number of logits of one forward pass, by device type: 256 MiB and 1 GiB in fp32."""
 
 
 class Pair(NamedTuple):

@@ -203,12 +203,8 @@ class Engine:
             offsets.append([*(position - start for position in scored), *last])
         chunks = [Chunk(seq.block_table, seq.next_tokens(n)) for seq, n in zip(sequences, counts, strict=True)]
         chunk_logits = self.runner.prefill(chunks, offsets)
+        _score_prompts(sequences, [logits_KV[:n] for logits_KV, n in zip(chunk_logits, num_scored, strict=True)])
         for seq, tokens, scored_count, logits_KV in zip(sequences, counts, num_scored, chunk_logits, strict=True):
-            if scored_count:
-                first = len(seq.logprobs)
-                targets = torch.tensor(seq.request.prompt_ids[first : first + scored_count], device=logits_KV.device)
-                results = log_probabilities(logits_KV[:scored_count], targets, seq.request.prompt_logprobs or 0)
-                seq.logprobs += [Logprob(logprob, tuple(top)) for logprob, top in results]
             last_logits = logits_KV[scored_count:]
             if seq.proposal is not None:
                 events += self._verify(seq, last_logits)
@@ -359,6 +355,22 @@ def _score(sequences: abc.Sequence[Sequence], logits: Tensor, tokens: Tensor) ->
         for (index, num_top), (logprob, top) in zip(requested.items(), results, strict=True):
             scores[index] = Logprob(logprob, tuple(top[:num_top]))
     return scores
+
+
+def _score_prompts(sequences: abc.Sequence[Sequence], logits: abc.Sequence[Tensor]) -> None:
+    """Add log-probabilities of the next prompt tokens to their sequences, with one synchronization for all of them."""
+    scored = [(seq, logits_KV) for seq, logits_KV in zip(sequences, logits, strict=True) if len(logits_KV)]
+    if not scored:
+        return
+    targets: list[int] = []
+    for seq, logits_KV in scored:
+        targets += seq.request.prompt_ids[len(seq.logprobs) : len(seq.logprobs) + len(logits_KV)]
+    joined = scored[0][1] if len(scored) == 1 else torch.cat([logits_KV for _, logits_KV in scored])
+    max_top = max(seq.request.prompt_logprobs or 0 for seq, _ in scored)
+    results = iter(log_probabilities(joined, torch.tensor(targets, device=joined.device), max_top))
+    for seq, logits_KV in scored:
+        num_top = seq.request.prompt_logprobs
+        seq.logprobs += [Logprob(logprob, tuple(top[:num_top])) for logprob, top in islice(results, len(logits_KV))]
 
 
 def _build_pool(model: GPT, config: EngineConfig) -> BlockPool:
