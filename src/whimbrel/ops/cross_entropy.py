@@ -2,7 +2,7 @@
 
 Tokens are processed in chunks. The logits of a chunk are computed, reduced to the loss, overwritten by the gradient of
 the loss, and multiplied into the gradients of `hidden` and `weight` right away. Memory is one chunk of logits, and no
-product is computed twice. Backward only scales the gradients that forward has computed.
+matmul is computed twice. Backward only scales the gradients that forward has computed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["fused_loss_and_gradient_", "linear_cross_entropy", "linear_cross_ent
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**20, "mps": 2**27}
 """Bytes of logits per chunk, by device type; on a CPU they fit in its cache."""
 MIN_CHUNK_TOKENS = 64
-"""Minimum tokens per chunk, for efficient matrix products."""
+"""Minimum tokens per chunk, for efficient matmuls."""
 
 
 def linear_cross_entropy_reference(
@@ -51,7 +51,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of the cross-entropy over the targets that are not `ignore_index`, a 0-d fp32 tensor.
 
-    Rows of `weight` from `vocab_size` on are padding and ignored. Under autocast, products use its dtype. Targets
+    Rows of `weight` from `vocab_size` on are padding and ignored. Under autocast, matmuls use its dtype. Targets
     outside the vocabulary raise `DataError` on a CPU; on a GPU they fail a device-side assertion, as in
     `torch.nn.functional.cross_entropy`, to avoid a synchronization.
     """

@@ -418,7 +418,7 @@ class ParameterRow:
     shape: tuple[int, ...]
     dtype: str
     rule: str
-    """Subspace, update rule and storage in a few words."""
+    """Short label: subspace, update rule and storage."""
     lr: float
     """The peak, if there is a schedule."""
     weight_decay: float

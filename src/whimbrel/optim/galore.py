@@ -26,7 +26,7 @@ from whimbrel.config import not_one_of
 from whimbrel.optim.base import BaseOptimizer, check_integer, check_numbers, run_eagerly
 from whimbrel.optim.rules import adam_update_
 from whimbrel.optim.sharding import Shard, gather_rows, shard_of, sum_rows, to_local
-from whimbrel.optim.subspace import add_product_, singular_vectors, zero_rounding_errors_
+from whimbrel.optim.subspace import add_matmul_, singular_vectors, zero_rounding_errors_
 
 __all__ = ["PROJECTION_TYPES", "GaLore", "GaLoreProjector", "matrix_shape", "side_of"]
 
@@ -188,7 +188,7 @@ class GaLore(BaseOptimizer):
         return type(self).__name__
 
     def describe(self, parameter: Tensor) -> str:
-        """Subspace and rule of a parameter in a few words."""
+        """A short label of a parameter for summaries: subspace and rule."""
         basis = [tensor for name, tensor in self.state[parameter].items() if name.startswith("ortho_matrix")]
         return f"svd rank {min(basis[0].shape[-2:])}, adamw" if basis else "adamw"
 
@@ -241,7 +241,7 @@ class GaLore(BaseOptimizer):
             direction = left @ direction.to(left.dtype)
         factors = (direction, right) if right is not None else (left, direction)
         left_factor, right_factor = (factor.to(weight.dtype) for factor in factors if factor is not None)
-        add_product_(weight, left_factor, right_factor, alpha=step_size * group["scale"], beta=decay)
+        add_matmul_(weight, left_factor, right_factor, alpha=step_size * group["scale"], beta=decay)
 
 
 def _project(

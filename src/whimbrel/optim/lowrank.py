@@ -31,7 +31,7 @@ from whimbrel.optim.param_state import (
 )
 from whimbrel.optim.rules import RULES
 from whimbrel.optim.sharding import Shard
-from whimbrel.optim.subspace import BACK_PROJECTIONS, FullUpdate, add_product_, back_project, zero_rounding_errors_
+from whimbrel.optim.subspace import BACK_PROJECTIONS, FullUpdate, add_matmul_, back_project, zero_rounding_errors_
 
 __all__ = [
     "AdamW8bit",
@@ -186,7 +186,7 @@ class LowRankOptimizer(BaseOptimizer):
         return self._params[parameter].view(tensor)
 
     def describe(self, parameter: Tensor) -> str:
-        """Subspace, rule and storage of a parameter in a few words."""
+        """A short label of a parameter for summaries: subspace, rule and storage."""
         return self._params[parameter].describe()
 
     def state_bytes(self, parameter: Tensor) -> int:
@@ -354,7 +354,7 @@ class LowRankOptimizer(BaseOptimizer):
                 )
             basis = None if update.low_rank is None else param.basis(state, int(state["step"]) - 1)
         if weight.dtype == torch.float32 and update.low_rank is not None and grad is None and not quantized:
-            add_product_(weight, update.low_rank, None if basis is None else basis.mT, alpha=-rate, beta=1 - decay)
+            add_matmul_(weight, update.low_rank, None if basis is None else basis.mT, alpha=-rate, beta=1 - decay)
             return
         generator = param.generator(state, salt=2 + param.first_row(rows))
         stored = weight.mT if transposed else weight  # scales are per stored row, so slice along stored rows
@@ -365,7 +365,7 @@ class LowRankOptimizer(BaseOptimizer):
             row_slice = slice(None) if transposed else part
             if update.low_rank is not None:
                 sliced = basis[part] if basis is not None and (transposed or basis.ndim > 2) else basis
-                add_product_(view, update.low_rank[row_slice], None if sliced is None else sliced.mT, alpha=-rate)
+                add_matmul_(view, update.low_rank[row_slice], None if sliced is None else sliced.mT, alpha=-rate)
             if update.factor is not None and grad is not None:
                 grads = grad[:, part] if transposed else grad[part]
                 view.addcmul_(update.factor[row_slice], grads.float(), value=-rate)

@@ -70,7 +70,7 @@ class QuantizedParameter(Protocol):
 
 
 def state_codec(store: str, kind: Literal["basis", "signed", "positive"]) -> StateCodec:
-    """The codec for a basis, or for a signed or non-negative moment, given the `store` or `basis_store` option."""
+    """The codec for a basis, or for a signed or non-negative moment, for a value of `store` or `basis_store`."""
     if store in ("fp32", "bf16"):
         return FloatCodec(torch.float32 if store == "fp32" else torch.bfloat16)
     if store == "int4" and kind == "basis":
@@ -225,9 +225,9 @@ class ParamLayout:
         return total
 
     def is_exact(self, low_rank_grad: Tensor) -> bool:
-        """Whether `low_rank_grad` is an fp32 product with an orthonormal basis, which a low-bit basis is only roughly.
+        """Whether `low_rank_grad` is an fp32 matmul with an orthonormal basis, which a low-bit basis is only roughly.
 
-        TF32 products have errors far above those of fp32, so a test for fp32 rounding errors would find none there.
+        TF32 matmuls have errors far above those of fp32, so a test for fp32 rounding errors would find none there.
         """
         if self.basis_codec is None or not self.basis_codec.dtype == low_rank_grad.dtype == torch.float32:
             return False
@@ -281,7 +281,7 @@ class ParamLayout:
         return seed % 2**63
 
     def describe(self) -> str:
-        """Subspace, rule and storage in a few words, for summaries."""
+        """A short label for summaries: subspace, rule and storage."""
         words = (
             [self.rule_name] if self.rank is None else [f"{self.group['subspace']} rank {self.rank}", self.rule_name]
         )

@@ -114,7 +114,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     """Nearest semi-orthogonal matrices of (..., m, n): the result has singular values between 0.87 and 1.13.
 
     An odd polynomial of a matrix applies it to the singular values and keeps the singular vectors, so five quintic
-    steps that drive every singular value towards 1 need only matrix products; bf16 is precise enough.
+    steps that drive every singular value towards 1 need only matmuls; bf16 is precise enough.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x: Tensor = matrices.mT if tall else matrices

@@ -194,7 +194,7 @@ def average_(tensors: Sequence[Tensor], present: Sequence[bool], group: dist.Pro
 def check_replicas(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | None = None) -> None:
     """Raise `ParallelError` if weights or optimizer state are not bit-identical on all ranks.
 
-    Sharded tensors are ignored. Hashes everything, so call it only once in a while.
+    Sharded tensors are ignored. Hashes every tensor, so call it rarely.
     """
     local = _digests(optimizer)
     digests_by_rank: list[dict[str, str]] = [local] * dist.get_world_size(process_group)

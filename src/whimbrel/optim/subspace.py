@@ -19,7 +19,7 @@ __all__ = [
     "BACK_PROJECTIONS",
     "Basis",
     "FullUpdate",
-    "add_product_",
+    "add_matmul_",
     "back_project",
     "cholesky_qr",
     "cold_basis",
@@ -99,7 +99,7 @@ def warm_basis(
 ) -> Basis:
     """The next basis by one power iteration from the old one: Q = orth(G^T R), where `low_rank_grad` is R = G Q_old.
 
-    This needs no SVD: two matrix products and a CholeskyQR. Repeated, its columns converge to the singular vectors of
+    This needs no SVD: two matmuls and a CholeskyQR. Repeated, its columns converge to the singular vectors of
     the gradients, largest first, so moments have to be transferred to the new basis. With `align` the columns are
     rotated instead to lie as close to the old ones as the new span allows, Q U with U the polar factor of Q^T Q_old
     (orthogonal Procrustes), and moments can stay as they are.
@@ -120,7 +120,7 @@ def warm_basis(
 def zero_rounding_errors_(low_rank_grad: Tensor, width: int) -> Tensor:
     """Set columns of `low_rank_grad` (m x r) that are only rounding errors to zero, in place.
 
-    `width` is the inner dimension of the product that computed it.
+    `width` is the inner dimension of the matmul that computed it.
 
     If the rank of a gradient is lower than that of the basis, some columns of R should be zero. The computed ones are
     about sqrt(width) / 3 times the machine epsilon, relative to the largest column, and a normalizing rule such as
@@ -138,7 +138,7 @@ def zero_rounding_errors_(low_rank_grad: Tensor, width: int) -> Tensor:
 def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tuple[Tensor, Tensor]:
     """Orthonormal columns with the span of those of `y` (fp32), and whether that succeeded.
 
-    Shifted CholeskyQR, one pass per shift: C = Y^T Y;  L L^T = C + shift |C| I;  Y <- Y L^-T. Mostly matrix products,
+    Shifted CholeskyQR, one pass per shift: C = Y^T Y;  L L^T = C + shift |C| I;  Y <- Y L^-T. Mostly matmuls,
     and so much faster on a GPU than Householder QR; the shift makes the first factorization safe, the further passes
     restore orthogonality. The shift is relative to the norm of C, as its rounding errors are: if one direction
     dominates, that is far above its mean diagonal.
@@ -211,7 +211,7 @@ def back_project(
     )
 
 
-def add_product_(total: Tensor, left: Tensor, right: Tensor | None, *, alpha: float, beta: float = 1.0) -> None:
+def add_matmul_(total: Tensor, left: Tensor, right: Tensor | None, *, alpha: float, beta: float = 1.0) -> None:
     """`total = beta * total + alpha * left @ right`, without a temporary of that size; `right=None` is the identity."""
     if right is None:
         (total if beta == 1.0 else total.mul_(beta)).add_(left, alpha=alpha)
@@ -232,7 +232,7 @@ def _normalized(y: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _matmul_precision(precision: str) -> Iterator[None]:
-    """Set the precision of fp32 products (TF32 or not): a Gram matrix squares every error."""
+    """Set the precision of fp32 matmuls (TF32 or not): a Gram matrix squares every error."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

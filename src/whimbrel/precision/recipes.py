@@ -67,7 +67,7 @@ class Requirements:
     alternative: str = ""
     """The setting to suggest for an older GPU."""
     output_dtypes: tuple[torch.dtype, ...] = ()
-    """Supported output dtypes of products on a GPU; empty: all."""
+    """Supported output dtypes of matmuls on a GPU; empty: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +316,7 @@ def _warn_about_emulation(label: str) -> None:
 
 
 def _check_fp8_on_gpu(model: nn.Module, recipe: Recipe, precision: str, alignment: int) -> None:
-    """Raise for alignments and dtypes that fp8 products on a GPU do not support."""
+    """Raise for alignments and dtypes that fp8 matmuls on a GPU do not support."""
     if alignment % FP8_ALIGNMENT:
         raise PrecisionError(
             f"fp8_dim_alignment: expected a multiple of {FP8_ALIGNMENT} for fp8 on a GPU, got {alignment}"

@@ -26,7 +26,7 @@ NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
 """They log warnings on import: kernels for other machines, types registered twice."""
 _INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 FP8_ALIGNMENT = 16
-"""The inner dimension of an fp8 product on a GPU must be a multiple of this."""
+"""The inner dimension of an fp8 matmul on a GPU must be a multiple of this."""
 
 
 def require_torchao(what: str) -> None:
@@ -93,7 +93,7 @@ def _patched(cls: Any) -> Any:
     """A subclass that supports autocast on CPU and inference mode, and explains unsupported batch sizes.
 
     The number of tokens is the inner dimension of the weight gradient, so on a GPU it must be aligned if that is an fp8
-    product.
+    matmul.
     """
 
     def forward(self: Any, x: Tensor) -> Any:

@@ -1,6 +1,6 @@
 """`QuantizedWeight`: a tensor subclass that stores a weight matrix as codes and scales.
 
-Shape and dtype are those of the dequantized weight. Matrix products, conversions, copies, slices of rows and optimizer
+Shape and dtype are those of the dequantized weight. Matmuls, conversions, copies, slices of rows and optimizer
 steps work as on a dense tensor; any operation that is not in the table `OPERATIONS` raises `PrecisionError`.
 """
 
@@ -202,7 +202,7 @@ def _map_parts(weight: QuantizedWeight, fn: Callable[[Tensor], Tensor]) -> Quant
     return QuantizedWeight(fn(weight.codes), fn(weight.scales), weight.format, weight.transposed)
 
 
-# Matrix products
+# Matmuls
 
 
 def quantized_linear(
@@ -210,11 +210,11 @@ def quantized_linear(
 ) -> Tensor:
     """`x @ weight.T + bias` in the dtype of `x`, with activations quantized as the format specifies.
 
-    Scales per row are applied after the product, which then reads only codes. With groups of columns the weight is
+    Scales per row are applied after the matmul, which then reads only codes. With groups of columns the weight is
     dequantized first: applying their scales to partial products would change the result.
     """
     if weight_format.activations in ("int8", "fp8"):
-        y = _low_bit_product(x, codes, scales, weight_format)
+        y = _low_bit_matmul(x, codes, scales, weight_format)
     elif weight_format.activations is None and _can_scale_outputs(weight_format, x):
         y = F.linear(x, weight_format.unpack(codes, x.dtype)) * scales.to(x.dtype).flatten()
     else:
@@ -238,11 +238,11 @@ def _can_scale_outputs(weight_format: WeightFormat, x: Tensor) -> bool:
     return weight_format.group_size is None and x.dtype != torch.float16
 
 
-def _low_bit_product(x: Tensor, codes: Tensor, scales: Tensor, weight_format: WeightFormat) -> Tensor:
-    """The product of quantized activations with codes, scaled by token and by row."""
+def _low_bit_matmul(x: Tensor, codes: Tensor, scales: Tensor, weight_format: WeightFormat) -> Tensor:
+    """Multiply quantized activations with codes; the result is scaled by token and by row."""
     tokens, token_scales, _ = quantize_tokens(x.reshape(-1, x.shape[-1]), str(weight_format.activations))
     if weight_format.activations == "int8":
-        y = _int8_product(tokens, codes).float() * token_scales * scales.float().flatten()
+        y = _int8_matmul(tokens, codes).float() * token_scales * scales.float().flatten()
     elif x.device.type == "cuda" and x.dtype == torch.bfloat16:
         y = torch._scaled_mm(
             tokens, codes.t(), scale_a=token_scales, scale_b=scales.float().t().contiguous(), out_dtype=torch.bfloat16
@@ -253,8 +253,8 @@ def _low_bit_product(x: Tensor, codes: Tensor, scales: Tensor, weight_format: We
     return y.to(x.dtype).reshape(*x.shape[:-1], len(codes))
 
 
-def _int8_product(tokens: Tensor, codes: Tensor) -> Tensor:
-    """Exact, in int32."""
+def _int8_matmul(tokens: Tensor, codes: Tensor) -> Tensor:
+    """`tokens @ codes.T`, exact in int32."""
     if tokens.device.type == "cuda" and len(tokens) < MIN_INT_MM_ROWS:
         padded = F.pad(tokens, (0, 0, 0, MIN_INT_MM_ROWS - len(tokens)))
         return torch._int_mm(padded, codes.t())[: len(tokens)]

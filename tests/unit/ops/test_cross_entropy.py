@@ -41,7 +41,7 @@ def test_loss_and_gradients_match_the_reference(
     assert grads[1][V:].abs().max() == 0
 
 
-def test_fp64_products_stay_fp64() -> None:
+def test_fp64_matmuls_stay_fp64() -> None:
     hidden, weight, targets = case(dtype=torch.float64)
     hidden, targets = hidden[:5].detach().requires_grad_(), targets[:5]
 

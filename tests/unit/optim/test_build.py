@@ -392,7 +392,7 @@ def test_build_assigns_learning_rates_decay_and_rules() -> None:
 
 
 @pytest.mark.parametrize(("decay", "decayed"), [("all", 4), ("matrices", 3), ("hidden", 1)])
-def test_decay_option_selects_parameters(decay: str, decayed: int) -> None:
+def test_decay_params_selects_parameters(decay: str, decayed: int) -> None:
     optimizer = build_optimizer(OptimConfig(decay_params=decay), parameters())  # type: ignore[arg-type]
     assert type(optimizer) is torch.optim.AdamW
     assert sum(len(g["params"]) for g in optimizer.param_groups if g["weight_decay"] > 0) == decayed

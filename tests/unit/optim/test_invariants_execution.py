@@ -123,7 +123,7 @@ def test_compiled_step_of_projections_updates_every_parameter(accumulation: int,
 
 
 @pytest.mark.parametrize("name", LOW_RANK)
-def test_large_parameters_are_updated_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_parameters_are_updated_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some rows at a time; stochastic rounding uses other random numbers, so it agrees less."""
     whole, cut = (LOW_RANK[name](parameters()) for _ in range(2))
     run_steps(whole, range(8))

@@ -202,15 +202,17 @@ OTHERS = {
 
 @pytest.mark.parametrize("which", OTHERS)
 def test_mismatched_state_is_rejected_without_changes(which: str) -> None:
-    given, own = OTHERS[which]
-    saved, optimizer = (LowRankOptimizer([nn.Parameter(random((64, 64)))], **settings) for settings in (given, own))
+    saved_options, options = OTHERS[which]
+    saved, optimizer = (
+        LowRankOptimizer([nn.Parameter(random((64, 64)))], **settings) for settings in (saved_options, options)
+    )
     run_steps(saved, range(2))
     run_steps(optimizer, range(1))
     before = snapshot(optimizer)
     with pytest.raises(OptimizerError, match="expected a saved state"):
         optimizer.load_state_dict(saved.state_dict())
     assert differences(before, snapshot(optimizer)) == []
-    assert all(optimizer.param_groups[0][key] == value for key, value in own.items())
+    assert all(optimizer.param_groups[0][key] == value for key, value in options.items())
 
 
 @pytest.mark.parametrize(

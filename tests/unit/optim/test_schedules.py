@@ -22,13 +22,13 @@ def test_warm_up_reaches_the_peak_at_its_last_step() -> None:
     assert curve(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_linear_reaches_the_floor_after_the_last_step() -> None:
+def test_linear_reaches_min_lr_ratio_after_the_last_step() -> None:
     assert curve(name="linear") == [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
     assert curve(name="linear", min_lr_ratio=0.5)[5] == 0.75
     assert lr_factor(ScheduleConfig(name="linear", min_lr_ratio=0.1), 10, 10) == pytest.approx(0.1)
 
 
-def test_cosine_falls_to_the_floor() -> None:
+def test_cosine_falls_to_min_lr_ratio() -> None:
     values = curve(name="cosine", warmup_steps=2)
     assert values[2] == 1.0
     assert values[6] == pytest.approx(0.5)

@@ -194,7 +194,7 @@ def test_gradients_match_the_dequantized_weight(name: str) -> None:
     assert torch.allclose(linear.bias.grad, 2 * randn(4, 64, seed=3).sum(0), atol=1e-5)  # of both
 
 
-def test_weight_gradients_for_every_position_in_a_product() -> None:
+def test_weight_gradients_for_every_position_in_a_matmul() -> None:
     """Also transposed or as left operand, over several uses and backward calls."""
     weight, x, y = nn.Parameter(quantized_weight("int8")), randn(3, 64, seed=1), randn(5, 256, seed=2)
     dense = weight.dequantize().clone().requires_grad_()
@@ -208,7 +208,7 @@ def test_weight_gradients_for_every_position_in_a_product() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_fp16_products_do_not_overflow(name: str) -> None:
+def test_fp16_matmuls_do_not_overflow(name: str) -> None:
     """Codes are up to 127 times as large as the weights."""
     linear = layer(name).half()
     x = 40 * linear.weight.dequantize().sign()
