@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -25,7 +25,7 @@ from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data import TokenDataLoader
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.train import TrainerCallback
-from whimbrel.train.batches import DatasetBatches, TokenBatches, collate, make_batches, token_count
+from whimbrel.train.batches import DataLoaderBatches, DatasetBatches, TokenBatches, collate, make_batches, token_count
 from whimbrel.train.config import LoaderConfig
 
 Make = Callable[..., Any]
@@ -419,3 +419,13 @@ def test_arrays_of_objects_are_identified_by_their_values() -> None:
     make(dataset("a")).load_state_dict(state)
     with pytest.raises(DataError, match="examples of this dataset differ"):
         make(dataset("b")).load_state_dict(state)
+
+
+def test_a_dataloader_with_other_generators_raises_an_error() -> None:
+    def loader(generator: torch.Generator | None) -> DataLoader[Any]:
+        return DataLoader(listed(12), batch_size=4, shuffle=True, generator=generator)
+
+    state = DataLoaderBatches(loader(torch.Generator()), CPU, seed=0).state_dict()
+    DataLoaderBatches(loader(torch.Generator()), CPU, seed=0).load_state_dict(state)
+    with pytest.raises(DataError, match="1 generators .* got 0"):
+        DataLoaderBatches(loader(None), CPU, seed=0).load_state_dict(state)
