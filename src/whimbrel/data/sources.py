@@ -99,12 +99,15 @@ def resolve_source(source: str) -> Sequence[Source]:
     if path.is_dir():
         files = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
         visible = [file for file in files if not any(part.startswith(".") for part in file.parts)]
-        found = [_local_file(path / file, file.as_posix()) for file in visible]
-        sources = [file for file in found if file is not None]
+        local_files = [_local_file(path / file, file.as_posix()) for file in visible]
+        sources = [file for file in local_files if file is not None]
         if not sources:
             raise DataError(f"directory {source} has no text files: expected {_known_suffixes()} files")
         return sources
-    matches = [path] if path.is_file() else sorted(file for file in _expand_glob(source) if file.is_file())
+    matches = [path] if path.is_file() else []
+    if not matches and glob.has_magic(source):  # `**` alone is any depth, next to other characters it is `*`
+        names = glob.iglob(source, recursive=True)  # noqa: PTH207 (pathlib rejects `**.txt`)
+        matches = sorted(file for file in map(Path, names) if file.is_file())
     if matches:
         return [_known_file(file) for file in matches]
     if HUB_NAME.fullmatch(source) and _file_type(path)[0] is None:
@@ -387,12 +390,6 @@ def _data_errors(message: str) -> Iterator[None]:
 
 
 # Finding files
-
-
-def _expand_glob(pattern: str) -> Iterator[Path]:
-    """Files that match a glob as in a shell: `**` alone is any depth, next to other characters it is `*`."""
-    found = glob.iglob(pattern, recursive=True)  # noqa: PTH207 (pathlib rejects `**.txt`)
-    return map(Path, found if glob.has_magic(pattern) else ())
 
 
 def _known_file(path: Path) -> LocalFile:

@@ -134,8 +134,10 @@ def finalize_model(
             file = directory / GENERATION_CONFIG
             write_json(file, (read_json(file) if file.is_file() else {}) | dict(generation))
         weight_format, num_parameters = format_of(model), model.num_parameters()
-        unquantized = () if weight_format is None else _unquantized_linears(model)
-        del model
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        dense = tuple(name for name, linear in linears.items() if not isinstance(linear.weight, QuantizedWeight))
+        unquantized = () if weight_format is None else dense
+        del model, linears
         after = _weights_info(directory, load_model(directory, device=device), evaluate)
         name = None if weight_format is None else recipe or weight_format.name
         result = FinalizeResult(name, num_parameters, before, after, unquantized)
@@ -152,11 +154,6 @@ def _weights_info(directory: Path, model: GPT, evaluate: Callable[[GPT], HeldOut
         sum(file.stat().st_size for file in directory.glob("*.safetensors")),
         None if evaluate is None else evaluate(model),
     )
-
-
-def _unquantized_linears(model: GPT) -> tuple[str, ...]:
-    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return tuple(name for name, linear in linears if not isinstance(linear.weight, QuantizedWeight))
 
 
 FRONT_MATTER = """---

@@ -245,17 +245,13 @@ def _read_tensor(entry: TensorEntry, files: TensorFiles) -> np.ndarray[tuple[int
             f"{files.directory}: expected '{entry.stored_name}' of shape {expected} (from config.json), got "
             f"{list(stored.shape)}"
         )
-    if entry.rope_head_size is not None:
-        tensor = _interleave_rope_rows(tensor, entry.rope_head_size)
+    if entry.rope_head_size is not None:  # we pair rows (i, i + size / 2) of a head, llama.cpp's Llama (2i, 2i + 1)
+        halves = tensor.view(-1, 2, entry.rope_head_size // 2, *tensor.shape[1:])
+        tensor = halves.transpose(1, 2).reshape(tensor.shape)
     cast = tensor.to(entry.dtype).contiguous()
     if entry.dtype is torch.float16 and not cast.isfinite().all():
         raise ConfigError(f"'{entry.stored_name}' has values beyond the range of fp16: export it as bf16 or fp32")
     return (cast.view(torch.uint16) if entry.dtype is torch.bfloat16 else cast).numpy()
-
-
-def _interleave_rope_rows(rows: Tensor, head_size: int) -> Tensor:
-    """Reorder the rows of each head: we pair (i, i + size / 2), llama.cpp's Llama pairs (2i, 2i + 1)."""
-    return rows.view(-1, 2, head_size // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 # Tokenizer

@@ -39,11 +39,11 @@ class RopeScaling:
     def __post_init__(self) -> None:
         _check_choice("rope_scaling.kind", self.kind, get_args(RopeScalingKind))
         if not self.factor >= 1:
-            raise ConfigError(f"expected rope_scaling.factor of at least 1, got {self.factor}")
+            raise ConfigError(f"expected rope_scaling.factor >= 1, got {self.factor}")
         _check_positive(self, _POSITIVE_ROPE, "rope_scaling.")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
-                "expected rope_scaling.high_freq_factor greater than rope_scaling.low_freq_factor = "
+                "expected rope_scaling.high_freq_factor > rope_scaling.low_freq_factor = "
                 f"{self.low_freq_factor}, got {self.high_freq_factor}"
             )
 
@@ -117,40 +117,37 @@ class GPTConfig:
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"expected {name} of at least 1, got {value}")
+                raise ConfigError(f"expected {name} >= 1, got {value}")
             limit = MAX_LAYERS if name == "num_layers" else MAX_COUNT
             if value is not None and value > limit:
-                raise ConfigError(f"expected {name} of at most {limit:,}, got {value}")
+                raise ConfigError(f"expected {name} <= {limit:,}, got {value}")
         _check_positive(self, _POSITIVE)
         for name in ("init_std", "embd_init_std"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"expected {name} of at least 0, got {getattr(self, name)}")
+                raise ConfigError(f"expected {name} >= 0, got {getattr(self, name)}")
         if self.head_size is None and self.embd_size % self.num_heads:
             raise ConfigError(
-                f"expected embd_size as a multiple of num_heads = {self.num_heads}, got {self.embd_size}: "
+                f"expected embd_size to be a multiple of num_heads = {self.num_heads}, got {self.embd_size}: "
                 "change one of them or set head_size"
             )
         if self.num_heads % self.kv_heads:
             raise ConfigError(
-                f"expected num_heads as a multiple of num_kv_heads = {self.kv_heads}, got {self.num_heads}"
+                f"expected num_heads to be a multiple of num_kv_heads = {self.kv_heads}, got {self.num_heads}"
             )
-        self._check_positions()
-        self._check_layer_types()
-        if self.zero_init_head and self.tied_head:
-            raise ConfigError("zero_init_head needs an untied head: set tied_head = false")
-
-    def _check_positions(self) -> None:
         if self.position == "rope" and self.head_dim % 2:
             raise ConfigError(f"expected an even head size for position = 'rope', got {self.head_dim}")
         if self.position != "rope" and self.rope_scaling is not None:
-            raise ConfigError(f"expected position = 'rope' with rope_scaling, got position = '{self.position}'")
+            raise ConfigError(f"rope_scaling requires position = 'rope', got position = '{self.position}'")
+        self._check_layer_types()
+        if self.zero_init_head and self.tied_head:
+            raise ConfigError("zero_init_head needs an untied head: set tied_head = false")
 
     def _check_layer_types(self) -> None:
         if self.layer_types is None:
             return
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
         if len(self.layer_types) != self.num_layers:
-            raise ConfigError(f"expected layer_types for num_layers = {self.num_layers}, got {len(self.layer_types)}")
+            raise ConfigError(f"expected {self.num_layers} layer_types (num_layers), got {len(self.layer_types)}")
         for kind in self.layer_types:
             _check_choice("layer_types", kind, get_args(LayerType))
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
@@ -188,9 +185,9 @@ class GPTConfig:
         """Number of parameters in embeddings and linear layers, without padding: nearly all of the model."""
         attention = 2 * (self.num_heads + self.kv_heads) * self.head_dim
         mlp = (3 if self.gated_mlp else 2) * self.intermediate_size
-        looked_up = self.vocab_size * (1 if self.tied_head else 2)
-        looked_up += self.context_length if self.position == "learned" else 0
-        return self.embd_size * (looked_up + self.num_layers * (attention + mlp))
+        embedding_rows = self.vocab_size * (1 if self.tied_head else 2)
+        embedding_rows += self.context_length if self.position == "learned" else 0
+        return self.embd_size * (embedding_rows + self.num_layers * (attention + mlp))
 
     def to_json_string(self) -> str:
         """The config as JSON, without settings that are None."""
@@ -229,7 +226,7 @@ def _check_positive(settings: object, names: tuple[str, ...], section: str = "")
     for name in names:
         value = getattr(settings, name)
         if value is not None and not value > 0:  # `not >` also rejects NaN
-            raise ConfigError(f"expected {section}{name} greater than 0, got {value}")
+            raise ConfigError(f"expected {section}{name} > 0, got {value}")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

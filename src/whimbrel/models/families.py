@@ -170,28 +170,13 @@ def _write_llama(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _read_mistral(table: Table) -> GPTConfig:
-    return _read_llama(table, bias="none", sliding_window=table.get("sliding_window", 4096))
-
-
-def _write_mistral(config: GPTConfig) -> dict[str, Any]:
-    return _write_llama(config) | {"sliding_window": config.sliding_window}
-
-
-def _read_qwen2(table: Table) -> GPTConfig:
-    return _read_llama(table, bias="qkv", **_read_qwen_windows(table))
-
-
-def _read_qwen3(table: Table) -> GPTConfig:
-    return _read_llama({"head_dim": 128, **table}, qk_norm="weighted", **_read_qwen_windows(table))
-
-
 def _read_qwen_windows(table: Table) -> dict[str, Any]:
     if not table.get("use_sliding_window", False):
         return {}
-    layers, first = _count(table, "num_hidden_layers"), _count({"max_window_layers": 28, **table}, "max_window_layers")
+    num_layers = _required_int(table, "num_hidden_layers")
+    num_full_layers = _required_int({"max_window_layers": 28, **table}, "max_window_layers")
     types = table.get("layer_types") or [
-        "full_attention" if layer < first else "sliding_attention" for layer in range(layers)
+        "full_attention" if layer < num_full_layers else "sliding_attention" for layer in range(num_layers)
     ]
     return {"sliding_window": _required(table, "sliding_window"), "layer_types": types}
 
@@ -203,21 +188,31 @@ def _write_qwen(config: GPTConfig) -> dict[str, Any]:
     return _write_llama(config) | windows | {"max_window_layers": types.count("full_attention")}
 
 
-def _read_whimbrel(table: Table) -> GPTConfig:
-    return build(GPTConfig, _object(_required(table, "gpt"), "gpt"), "gpt")
-
-
-def _write_whimbrel(config: GPTConfig) -> dict[str, Any]:
-    return {"gpt": to_table(config), "tie_word_embeddings": config.tied_head, "vocab_size": config.vocab_size}
-
-
 FAMILIES = {
     "gpt2": Family("GPT2LMHeadModel", _read_gpt2, _write_gpt2),
     "llama": Family("LlamaForCausalLM", _read_llama, _write_llama),
-    "mistral": Family("MistralForCausalLM", _read_mistral, _write_mistral),
-    "qwen2": Family("Qwen2ForCausalLM", _read_qwen2, _write_qwen),
-    "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen),
-    "whimbrel": Family("WhimbrelForCausalLM", _read_whimbrel, _write_whimbrel),
+    "mistral": Family(
+        "MistralForCausalLM",
+        lambda table: _read_llama(table, bias="none", sliding_window=table.get("sliding_window", 4096)),
+        lambda config: _write_llama(config) | {"sliding_window": config.sliding_window},
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", lambda table: _read_llama(table, bias="qkv", **_read_qwen_windows(table)), _write_qwen
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        lambda table: _read_llama({"head_dim": 128, **table}, qk_norm="weighted", **_read_qwen_windows(table)),
+        _write_qwen,
+    ),
+    "whimbrel": Family(
+        "WhimbrelForCausalLM",
+        lambda table: build(GPTConfig, _object(_required(table, "gpt"), "gpt"), "gpt"),
+        lambda config: {
+            "gpt": to_table(config),
+            "tie_word_embeddings": config.tied_head,
+            "vocab_size": config.vocab_size,
+        },
+    ),
 }
 
 
@@ -271,7 +266,7 @@ def _required(table: Table, key: str) -> Any:
     return table[key]
 
 
-def _count(table: Table, key: str) -> int:
+def _required_int(table: Table, key: str) -> int:
     value = _required(table, key)
     if type(value) is not int:
         raise ConfigError(f"expected an integer for {key}, got {value!r}")

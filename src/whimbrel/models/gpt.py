@@ -125,7 +125,6 @@ class GPT(nn.Module):
 
     @property
     def token_embedding(self) -> nn.Embedding:
-        """The token embedding."""
         return cast(nn.Embedding, self.transformer["wte"])
 
     def tie_head(self) -> None:
@@ -193,7 +192,7 @@ class GPT(nn.Module):
         logits = self.logits(kept) if return_logits else None
         if targets is None:
             return GPTOutput(None, logits)
-        total = linear_cross_entropy(
+        loss_sum = linear_cross_entropy(
             hidden.flatten(0, 1),
             self.lm_head.weight,
             targets.flatten(),
@@ -203,7 +202,7 @@ class GPT(nn.Module):
         )
         if num_items_in_batch is None:
             num_items_in_batch = (targets != IGNORE_INDEX).sum().clamp(min=1)
-        return GPTOutput(total / num_items_in_batch, logits)
+        return GPTOutput(loss_sum / num_items_in_batch, logits)
 
     def hidden_states(
         self,
@@ -227,7 +226,7 @@ class GPT(nn.Module):
         if cache is None or isinstance(cache, KVCache):
             kv_cache = cache
             if kv_cache is not None and padded is not None:
-                raise ConfigError("attention_mask has padding: pass the padding to the cache when creating it")
+                raise ConfigError("attention_mask has padding: pass the padding to the cache constructor instead")
         else:
             kv_cache = HFCacheAdapter(cache, padded)
         if kv_cache is not None:
@@ -306,11 +305,11 @@ class GPT(nn.Module):
         and 12 * heads * head size * keys per layer for attention. The causal mask is ignored, a sliding window is not.
         """
         config = self.config
-        looked_up = config.context_length if config.position == "learned" else 0
-        looked_up += 0 if config.tied_head else config.vocab_size
+        lookup_rows = config.context_length if config.position == "learned" else 0
+        lookup_rows += 0 if config.tied_head else config.vocab_size
         keys = sum(num_tokens if window is None else min(window, num_tokens) for window in config.windows)
-        multiplied = self.num_parameters() - looked_up * config.embd_size
-        return 6 * multiplied + 12 * config.num_heads * config.head_dim * keys
+        matmul_parameters = self.num_parameters() - lookup_rows * config.embd_size
+        return 6 * matmul_parameters + 12 * config.num_heads * config.head_dim * keys
 
 
 def _retie_head(model: GPT, _incompatible: object) -> None:

@@ -39,7 +39,7 @@ CachedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @runtime_checkable
 class KVCache(Protocol):
-    """The interface of a key-value cache; tensors are (batch, kv heads, tokens, head size)."""
+    """The interface of a KV cache; tensors are (batch, kv heads, tokens, head size)."""
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """Positions of the next tokens: (tokens,), or (batch, tokens) if sequences differ; negative for padding."""
@@ -152,9 +152,9 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     # llama3: pairs that complete few rotations within the original context encode long-range position and are slowed
     # down; fast pairs encode local order and stay; in between the two are interpolated.
     rotations = scaling.original_context_length * frequencies / (2 * math.pi)
-    fast = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    fast = fast.clamp(0, 1)
-    return (1 - fast) * frequencies / scaling.factor + fast * frequencies
+    interpolation = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    interpolation = interpolation.clamp(0, 1)
+    return (1 - interpolation) * frequencies / scaling.factor + interpolation * frequencies
 
 
 def apply_rotary_emb(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -198,7 +198,12 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(
             self.num_heads * self.head_size, config.embd_size, bias=config.bias in ("all", "attention")
         )
-        self.q_norm, self.k_norm = (_head_norm(config) for _ in range(2))
+        self.q_norm, self.k_norm = None, None
+        if config.qk_norm != "none":
+            affine = config.qk_norm == "weighted"
+            self.q_norm, self.k_norm = (
+                Norm(self.head_size, kind="rms", eps=config.norm_eps, affine=affine) for _ in range(2)
+            )
 
     def forward(
         self, x_BTC: Tensor, rope: RopeTable | None, mask: Tensor | None, cached: CachedAttention | None
@@ -219,12 +224,6 @@ class Attention(nn.Module):
             )
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))
         return y_BTC
-
-
-def _head_norm(config: GPTConfig) -> Norm | None:
-    if config.qk_norm == "none":
-        return None
-    return Norm(config.head_dim, kind="rms", eps=config.norm_eps, affine=config.qk_norm == "weighted")
 
 
 class MLP(nn.Module):

@@ -19,8 +19,8 @@ from whimbrel.precision import quantize_
     [
         (b"\0" * 10, "too short for a llama2.c model"),
         (struct.pack("<7i", 0x616B3432, 1, 0, 0, 0, 0, 0), "expected llama2.c version 0, got version 1"),
-        (struct.pack("<7i", 64, 172, 4, 5, 5, 512, 128), "not a llama2.c model: expected embd_size as a multiple"),
-        (struct.pack("<7i", 64, 172, 0, 4, 4, 512, 128), "num_layers of at least 1"),
+        (struct.pack("<7i", 64, 172, 4, 5, 5, 512, 128), "not a llama2.c model: expected embd_size to be a multiple"),
+        (struct.pack("<7i", 64, 172, 0, 4, 4, 512, 128), "num_layers >= 1"),
         (struct.pack("<7i", 64, 172, 4, 4, 4, 512, 128) + b"\0" * 400, "expected 932124 bytes .* got 428"),
     ],
 )
