@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("benchmark", ["fp8", "state", "decode", "load"])
+@pytest.mark.parametrize("benchmark", ["decode", "load"])
 def test_precision_benchmark_records_results(root: Path, tmp_path: Path, benchmark: str) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, root / "bench" / "precision.py", benchmark, "--tiny", "--out", out]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -40,3 +41,10 @@ def test_every_public_name_resolves(name: str) -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         whimbrel.nope  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "data", "train"])
+def test_every_public_name_of_a_lazy_package_resolves(name: str) -> None:
+    package = importlib.import_module(f"whimbrel.{name}")
+    assert all(getattr(package, public) is not None for public in package.__all__)
+    assert dir(package) == sorted(package.__all__)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import whimbrel.train
 from whimbrel.base.errors import DataError
 from whimbrel.train.run_directory import READ_BLOCK_BYTES, last_step, log_line, read_log, truncate_log
 
@@ -56,8 +55,3 @@ def test_an_invalid_log_raises_an_error(tmp_path: Path, text: str, fault: str) -
 def test_logs_and_control_are_importable_without_torch(module: str) -> None:
     program = f"import {module}, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_every_public_name_of_the_package_is_importable() -> None:
-    assert all(getattr(whimbrel.train, name) is not None for name in whimbrel.train.__all__)
-    assert dir(whimbrel.train) == sorted(whimbrel.train.__all__)

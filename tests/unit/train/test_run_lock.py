@@ -132,3 +132,14 @@ def test_a_run_that_changed_the_directory_before_the_lock_is_detected(make_run: 
     train(make_run(train__micro_batch=4))
     with pytest.raises(ConfigError, match="changed while this run was starting"):
         late.train()
+
+
+def test_two_runs_cannot_share_a_directory(args: Make, fit: Make) -> None:
+    class Second(TrainerCallback):
+        def on_step_end(self, **event: Any) -> None:
+            with pytest.raises(ConfigError, match="is in use by process .* choose another output_dir"):
+                fit(args(overwrite_output_dir=True))
+
+    settings = args(max_steps=1, save_strategy="steps", save_steps=1)
+    fit(settings, callbacks=[Second()])
+    assert list(list_checkpoints(Path(settings.output_dir or ""))) == [1]

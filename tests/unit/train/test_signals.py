@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from whimbrel.checkpoint import list_checkpoints, read_component
-from whimbrel.train import RunConfig, Trainer, TrainerCallback, read_log, train
-from whimbrel.train.callbacks import ProgressCallback
+from whimbrel.train import RunConfig, TrainerCallback, read_log, train
 from whimbrel.train.control import SIGNALS, SignalHandler
 
 Make = Callable[..., Any]
@@ -47,27 +46,6 @@ def test_signal_finishes_the_step_and_saves(args: Make, fit: Make, number: signa
     assert trainer.received_signal == number
     assert trainer.stopped_by == (number.name, "on_step_end", "stop")
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
-
-
-@pytest.mark.parametrize("kind", [Trainer, "from_config"])
-def test_callbacks_are_added_to_the_defaults(
-    kind: type[Trainer], args: Make, net: Make, data: Make, make_run: MakeRun
-) -> None:
-    own = TrainerCallback()
-    if kind == "from_config":
-        trainer: Trainer = Trainer.from_config(make_run(), callbacks=[own])
-    else:
-        trainer = Trainer(args(), net(), train_dataset=data(), callbacks=[own])
-    assert [type(callback) for callback in trainer.callbacks][:2] == [type(c) for c in Trainer.default_callbacks()]
-    assert own in trainer.callbacks
-
-
-def test_a_callback_replaces_the_default_of_its_class(args: Make, net: Make, data: Make) -> None:
-    own = ProgressCallback(plain=True)
-    trainer = Trainer(args(), net(), train_dataset=data(), callbacks=[own])
-    assert [callback for callback in trainer.callbacks if isinstance(callback, ProgressCallback)] == [own]
-    trainer.remove_callback(ProgressCallback)
-    assert not any(isinstance(callback, ProgressCallback) for callback in trainer.callbacks)
 
 
 def test_the_log_is_written_without_callbacks(args: Make, fit: Make) -> None:

@@ -156,17 +156,6 @@ def test_torch_settings_are_restored(args: Make, fit: Make) -> None:
     assert (torch.get_float32_matmul_precision(), torch.is_anomaly_enabled()) == ("highest", False)
 
 
-def test_two_runs_cannot_share_a_directory(args: Make, fit: Make) -> None:
-    class Second(TrainerCallback):
-        def on_step_end(self, **event: Any) -> None:
-            with pytest.raises(ConfigError, match="is in use by process .* choose another output_dir"):
-                fit(args(overwrite_output_dir=True))
-
-    settings = args(max_steps=1, save_strategy="steps", save_steps=1)
-    fit(settings, callbacks=[Second()])
-    assert list(list_checkpoints(Path(settings.output_dir or ""))) == [1]
-
-
 @pytest.mark.parametrize("event", ["on_step_end", "on_train_metrics", "on_log_step", "on_log", "on_evaluate"])
 def test_an_abort_from_any_event_saves_nothing(args: Make, fit: Make, data: Make, event: str) -> None:
     class Abort:

@@ -13,10 +13,12 @@ from transformers import TrainingArguments as TheirArguments
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.optim import GaLoreWarm
-from whimbrel.train import BaseTrainer, Trainer, TrainerCallback
+from whimbrel.train import BaseTrainer, RunConfig, Trainer, TrainerCallback
 from whimbrel.train.callback import EVENTS
+from whimbrel.train.callbacks import ProgressCallback
 
 Make = Callable[..., Any]
+MakeRun = Callable[..., RunConfig]
 
 
 def test_trains_any_module_on_a_list_of_dicts(args: Make, fit: Make, data: Make) -> None:
@@ -213,7 +215,7 @@ def test_wrong_constructor_arguments_raise(args: Make, net: Make) -> None:
         args(gradient_accumulation_steps=0)
 
 
-def test_callbacks_are_added_to_the_defaults(args: Make, net: Make) -> None:
+def test_base_trainer_has_no_default_callbacks(args: Make, net: Make) -> None:
     assert BaseTrainer.default_callbacks() == []
     names = [type(callback).__name__ for callback in Trainer(args(), net()).callbacks]
     assert names == [type(callback).__name__ for callback in Trainer.default_callbacks()] != []
@@ -299,3 +301,24 @@ def test_tensors_and_numpy_values_can_be_logged_and_saved(args: Make, fit: Make)
     assert trainer.state.log_history[0]["tensor"] == 1.5
     again, _ = fit(args(max_steps=9), resume=True)
     assert again.state.log_history[:4] == trainer.state.log_history[:4]
+
+
+@pytest.mark.parametrize("kind", [Trainer, "from_config"])
+def test_callbacks_are_added_to_the_defaults(
+    kind: type[Trainer], args: Make, net: Make, data: Make, make_run: MakeRun
+) -> None:
+    own = TrainerCallback()
+    if kind == "from_config":
+        trainer: Trainer = Trainer.from_config(make_run(), callbacks=[own])
+    else:
+        trainer = Trainer(args(), net(), train_dataset=data(), callbacks=[own])
+    assert [type(callback) for callback in trainer.callbacks][:2] == [type(c) for c in Trainer.default_callbacks()]
+    assert own in trainer.callbacks
+
+
+def test_a_callback_replaces_the_default_of_its_class(args: Make, net: Make, data: Make) -> None:
+    own = ProgressCallback(plain=True)
+    trainer = Trainer(args(), net(), train_dataset=data(), callbacks=[own])
+    assert [callback for callback in trainer.callbacks if isinstance(callback, ProgressCallback)] == [own]
+    trainer.remove_callback(ProgressCallback)
+    assert not any(isinstance(callback, ProgressCallback) for callback in trainer.callbacks)
