@@ -1,4 +1,4 @@
-"""Train, fine-tune, quantize and serve language models on the hardware you have.
+"""Train, quantize, evaluate and serve language models on the hardware you have.
 
 `import whimbrel` is cheap: torch and the packages below are imported when a name is first used.
 """

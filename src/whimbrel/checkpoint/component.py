@@ -96,8 +96,8 @@ class StateComponent:
             raise ConfigError(f"expected a component key of letters, digits, '_' and '-', got '{self.key}'")
         if self.validation_level not in VALIDATION_LEVELS:
             raise ConfigError(
-                f"component '{self.key}': validation_level '{self.validation_level}' is not one of "
-                f"{', '.join(VALIDATION_LEVELS)}"
+                f"component '{self.key}': expected a validation_level of {', '.join(VALIDATION_LEVELS)}, got "
+                f"'{self.validation_level}'"
             )
         if self.validate_replication and self.sharing_pattern is not SharingPattern.REPLICATED:
             raise ConfigError(

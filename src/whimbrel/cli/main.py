@@ -127,7 +127,7 @@ def _options(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Train, fine-tune, quantize and serve language models on the hardware you have."""
+    """Train, quantize, evaluate and serve language models on the hardware you have."""
     del version  # handled by its callback
 
 

@@ -17,7 +17,7 @@ from whimbrel.checkpoint.component import Ranks, locate
     [
         ({"key": "a/b"}, "expected a component key .* got 'a/b'"),
         ({"key": "manifest"}, "expected a component key .* got 'manifest'"),
-        ({"validation_level": "some"}, "'some' is not one of none, quick, tensor, full"),
+        ({"validation_level": "some"}, "none, quick, tensor, full, got 'some'"),
         ({"validate_replication": True}, "needs REPLICATED, got GLOBAL"),
         ({"sharing_pattern": SharingPattern.PER_GROUP}, "PER_GROUP and process_group_name"),
         ({"process_group_name": "tensor"}, "PER_GROUP and process_group_name"),
