@@ -102,24 +102,26 @@ def score(
         max_batch = min(batch_size or max_tokens, max_tokens, len(remaining))
         done: set[int] = set()
         try:
-            for place, found in _score_windows(model, [window for _, window in remaining], max_batch, max_tokens):
-                done.add(place)
-                index, window = remaining[place]
-                sums[index] += found.loglikelihood
-                greedy[index] &= found.is_greedy
+            for position, window_score in _score_windows(
+                model, [window for _, window in remaining], max_batch, max_tokens
+            ):
+                done.add(position)
+                index, window = remaining[position]
+                sums[index] += window_score.loglikelihood
+                greedy[index] &= window_score.is_greedy
                 progress.advance(len(window.inputs))
         except torch.OutOfMemoryError:
             if max_tokens == 1:
                 raise
             max_tokens //= 2
-        remaining = [each for place, each in enumerate(remaining) if place not in done]
+        remaining = [each for position, each in enumerate(remaining) if position not in done]
     return [Score(*each) for each in zip(sums, greedy, strict=True)]
 
 
 def _score_windows(
     model: GPT, sequences: Sequence[Window], max_batch: int, max_tokens: int
 ) -> Iterator[tuple[int, Score]]:
-    """Run windows through an engine; yields the index of each and its score as soon as it is known."""
+    """Run windows through an engine; yields each window's index in `sequences` and its score as soon as it is known."""
     longest = max(len(window.inputs) for window in sequences)
     block_size = EngineConfig().block_size
     config = EngineConfig(
@@ -131,17 +133,18 @@ def _score_windows(
         cuda_graphs=False,  # nothing is decoded
     )
     engine = Engine(model, config)
-    places = {engine.add_request(window.request()): place for place, window in enumerate(sequences)}
+    positions = {engine.add_request(window.request()): position for position, window in enumerate(sequences)}
     while engine.busy:
         for event in engine.step():
             if event.prompt is not None:
-                window, place = sequences[places[event.request_id]], places[event.request_id]
+                position = positions[event.request_id]
+                window = sequences[position]
                 scores = event.prompt[-len(window.targets) :]
                 logprobs = [each.logprob for each in scores if each.logprob is not None]
                 if any(map(math.isnan, logprobs)):
                     raise PrecisionError("the model returned NaN logits: try another dtype, or check its weights")
                 is_greedy = all(token == each.top[0][0] for token, each in zip(window.targets, scores, strict=True))
-                yield place, Score(math.fsum(logprobs), is_greedy)
+                yield position, Score(math.fsum(logprobs), is_greedy)
 
 
 @dataclass(frozen=True, slots=True)
