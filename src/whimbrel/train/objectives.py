@@ -113,7 +113,8 @@ class ModelObjective(Objective):
         if undecided and isinstance(batch, Mapping) and "labels" in batch:
             # Evaluation may need logits later, training never does.
             logits = {} if torch.is_grad_enabled() else self._logits_keyword()
-            outputs = model(**self._model_inputs(batch), **logits)
+            inputs = with_targets(batch, _count_targets(batch["labels"], batch, model))
+            outputs = model(**self._model_inputs(inputs), **logits)
             self._returns_loss = _has_loss(outputs)
             self._first_outputs = batch, outputs
         if not isinstance(batch, Mapping):
@@ -134,7 +135,8 @@ class ModelObjective(Objective):
             if self.loss_func is not None:
                 outputs = model(x, **self.forward_kwargs(x))
             else:
-                outputs = model(x, labels) if self._takes_targets else model(x)
+                targets = with_targets((x, labels), self.count(model, batch))[1]
+                outputs = model(x, targets) if self._takes_targets else model(x)
         return LossOutput(self._loss(model, batch, outputs, labels, num_items), outputs)
 
     def _gpt_loss(self, model: nn.Module, batch: Batch, num_items: Tensor, with_logits: bool) -> LossOutput:
@@ -178,9 +180,10 @@ class ModelObjective(Objective):
         if self._first_outputs is not None and self._first_outputs[0] is batch:
             outputs, self._first_outputs = self._first_outputs[1], None
         else:
-            inputs = batch
-            if self.loss_func is not None and labels is not None:
+            if self.loss_func is not None:
                 inputs = {key: value for key, value in batch.items() if key != "labels"}
+            else:
+                inputs = with_targets(batch, _count_targets(self._targets(labels), batch, self._model))
             outputs = self._model(**self._model_inputs(inputs), **(self._logits_keyword() if with_logits else {}))
             if self._returns_loss is None and labels is not None and self.loss_func is None:
                 self._returns_loss = _has_loss(outputs)
@@ -190,7 +193,7 @@ class ModelObjective(Objective):
         if self.loss_func is not None:
             return self.loss_func(outputs, labels, num_items_in_batch=num_items)
         if _has_loss(outputs):
-            return weighted_mean(loss_from_outputs(outputs), self.count(model, batch), num_items, model)
+            return weighted_mean(loss_from_outputs(outputs), self.count(model, batch), num_items)
         if labels is None:
             raise _missing_loss(model)
         return _cross_entropy(logits_from_outputs(outputs), labels) / num_items
@@ -242,45 +245,35 @@ class ComputeLossObjective(Objective):
     def __call__(self, model: nn.Module, batch: Batch, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:
         """The loss from `compute_loss`, weighted by the targets of the batch."""
         count = self.count(model, batch)
-        inputs = shallow_copy(batch)
+        inputs = shallow_copy(with_targets(batch, count))  # a copy, since overrides may pop keys from the batch
         if not with_logits:
             mean = self.compute_loss(model, inputs, num_items_in_batch=count.clamp(min=1))
-            return LossOutput(weighted_mean(scalar_loss(mean, "compute_loss"), count, num_items, model))
+            return LossOutput(weighted_mean(scalar_loss(mean, "compute_loss"), count, num_items))
         result = self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=count.clamp(min=1))
         if not isinstance(result, tuple) or len(result) != 2:
             raise DataError(
                 f"expected (loss, outputs) from compute_loss(..., return_outputs=True), got {type(result).__name__}"
             )
-        return LossOutput(weighted_mean(scalar_loss(result[0], "compute_loss"), count, num_items, model), result[1])
+        return LossOutput(weighted_mean(scalar_loss(result[0], "compute_loss"), count, num_items), result[1])
 
 
-def weighted_mean(mean: Tensor, count: Tensor, num_items: Tensor, model: nn.Module) -> Tensor:
-    """Rescale a mean over `count` targets to its contribution to a mean over `num_items`.
+def weighted_mean(mean: Tensor, count: Tensor, num_items: Tensor) -> Tensor:
+    """Rescale a mean over `count` targets to its contribution to a mean over `num_items`."""
+    return mean * (count / num_items)
 
-    The mean over zero targets is 0/0 = NaN, and its backward pass gives NaN gradients even if `torch.where` masks the
-    value. So the loss of a batch without targets is a zero that does not depend on the model's outputs, and whose
-    backward pass gives every trainable parameter a zero gradient. Training waits for the device here, to know `count`.
+
+def with_targets(batch: Any, count: Tensor) -> Any:
+    """The batch, with label 0 everywhere if `count`, its number of targets, is 0: for losses that average over targets.
+
+    A mean over zero targets is 0/0, and masking its value does not help, since its gradients are NaN too. With these
+    labels the mean is finite, and `weighted_mean` multiplies it by 0. Unlike an `if`, `torch.where` does not make the
+    host wait for the device.
     """
-    if mean.requires_grad and count == 0:
-        parameters = (p for p in model.parameters() if p.requires_grad)
-        zero: Tensor = ZeroLoss.apply(*parameters)  # type: ignore[no-untyped-call]
-        return zero
-    return torch.where(count > 0, mean, 0.0) * (count / num_items)
-
-
-class ZeroLoss(torch.autograd.Function):
-    """A loss of zero, with a zero gradient for each of `parameters`."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        """A scalar zero."""
-        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
-        return torch.zeros((), device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
-        """Zeros, whatever the gradient of the loss."""
-        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+    labels = batch.get("labels") if isinstance(batch, Mapping) else batch[1]
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return batch
+    labels = torch.where(count > 0, labels, 0)
+    return {**batch, "labels": labels} if isinstance(batch, Mapping) else (batch[0], labels)
 
 
 def scalar_loss(loss: Any, method: str) -> Tensor:

@@ -61,8 +61,7 @@ class TrainStep:
 
     Nothing in a step waits for the device. Its loss and gradient norm are copied to the host asynchronously, and
     `flush_metrics` reports them once they have arrived, usually one step later: the GPU never idles while Python reads
-    a number. There are two exceptions: skipping non-finite steps, since the decision comes before the optimizer step,
-    and a loss that the user's model or `compute_loss` averages, since a batch without targets has none.
+    a number. Skipping non-finite steps is the exception, since the decision comes before the optimizer step.
     """
 
     model: nn.Module
