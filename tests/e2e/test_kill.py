@@ -181,7 +181,7 @@ def test_run_stopped_by_signals_resumes_to_the_same_files(folder: Path) -> None:
     for number, options, code in ((signal.SIGTERM, (), 0), (signal.SIGINT, ("--exit-143",), 143)):
         before = steps_logged()
         process = start(*rarely, *options)
-        wait_until(process, lambda before=before: steps_logged() >= before + 10)
+        wait_until(process, lambda before=before: steps_logged() >= before + 10, OUTPUT)
         process.send_signal(number)
         assert process.wait(120) == code
         newest = max(list_checkpoints(Path("run")))
@@ -198,7 +198,7 @@ def test_second_signal_kills_at_once_and_the_run_is_listed_as_dead(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = start("--train.accumulation=1300")  # a step takes seconds
-    wait_until(process, lambda: steps_logged() >= 1)
+    wait_until(process, lambda: steps_logged() >= 1, OUTPUT)
     time.sleep(0.2)  # the next step has started
     process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
@@ -216,23 +216,23 @@ def test_running_job_saves_stops_and_aborts_on_request(folder: Path, capsys: pyt
     endless = ("--train.steps=1000000", "--checkpoint.every=none", "--validation.every=none", "--sample=none")
     run = Path("run")
     process = start(*endless)
-    wait_until(process, lambda: steps_logged() >= 5)
+    wait_until(process, lambda: steps_logged() >= 5, OUTPUT)
     assert whimbrel("control", "run", "status") == 0
     assert "1000000" in capsys.readouterr().out.replace(",", "")
     assert whimbrel("runs", ".") == 0
     assert "running" in capsys.readouterr().out
     assert start(*endless).wait(120) == 2  # the run directory is locked
     assert whimbrel("control", "run", "save") == 0
-    wait_until(process, lambda: bool(list_checkpoints(run)))
+    wait_until(process, lambda: bool(list_checkpoints(run)), OUTPUT)
     [saved] = list_checkpoints(run)
-    wait_until(process, lambda: steps_logged() > saved)
+    wait_until(process, lambda: steps_logged() > saved, OUTPUT)
     assert whimbrel("control", "run", "save-stop") == 0
     assert process.wait(120) == 0
     last = max(list_checkpoints(run))
     assert last == steps_logged() > saved
     assert not any(line["kind"] == "validation" and line["after"] > saved for line in read_log(run / "log.jsonl"))
     process = start(*endless)
-    wait_until(process, lambda: steps_logged() > last + 5)
+    wait_until(process, lambda: steps_logged() > last + 5, OUTPUT)
     assert whimbrel("control", "run", "abort") == 0
     assert process.wait(120) == 0
     assert max(list_checkpoints(run)) == last
@@ -252,11 +252,11 @@ def test_only_one_of_several_jobs_gets_the_run_directory(folder: Path) -> None:
         assert time.monotonic() < deadline, OUTPUT.read_text()
         time.sleep(0.05)
     (winner,) = [process for process in processes if process.poll() is None]
-    wait_until(winner, lambda: bool(list_checkpoints(Path("run"))))
+    wait_until(winner, lambda: bool(list_checkpoints(Path("run"))), OUTPUT)
     winner.send_signal(signal.SIGTERM)
     assert winner.wait(120) == 0
     output = OUTPUT.read_text()
     assert sorted(process.returncode for process in processes) == [0, 2, 2]
     assert output.count(f"run is in use by process {winner.pid} on ") == 2
     losses = [line for line in read_log(Path("run/log.jsonl")) if line["kind"] == "step"]
-    assert [line["after"] for line in losses] == list(range(1, len(losses) + 1), OUTPUT)
+    assert [line["after"] for line in losses] == list(range(1, len(losses) + 1))
