@@ -149,7 +149,7 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
     gradient_checkpointing: bool = False
     """Recompute the activations of each block in backward."""
     resume_from_checkpoint: bool | str | None = None
-    """Checkpoint to resume from; True or "latest": the latest complete one in output_dir; None: start over."""
+    """Checkpoint to resume from; True or "latest": the latest complete one in output_dir; None: start a new run."""
     use_cpu: bool = False
     """Train on the CPU."""
 
@@ -342,7 +342,7 @@ def _converted(cls: type, name: str, value: Any) -> Any:
     elif isinstance(value, os.PathLike):
         value = os.fspath(value)
     if name == "lr_scheduler_kwargs":
-        return _keywords(value)
+        return _parse_scheduler_kwargs(value)
     if name == "qat_recipe" and isinstance(value, str) and ("fp8" in value or "float8" in value):
         raise ConfigError(
             f"qat_recipe = {value!r} is not one of {', '.join(typing.get_args(QatRecipe))}: fake quantization to fp8 "
@@ -351,7 +351,7 @@ def _converted(cls: type, name: str, value: Any) -> Any:
     if name == "report_to":
         return _check_reporters(value)
     if name == "label_names":
-        return _names(value)
+        return _check_label_names(value)
     if name.endswith("_steps") and isinstance(value, float) and value >= 1 and value.is_integer():
         value = int(value)
     if name.endswith("_dir") and isinstance(value, str):
@@ -371,14 +371,13 @@ def _check_reporters(value: Any) -> str | list[str] | None:
     return value if isinstance(value, str | None) else names
 
 
-def _names(value: Any) -> list[str] | None:
+def _check_label_names(value: Any) -> list[str] | None:
     if value is None or (isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value)):
         return None if value is None else list(value)
     raise ConfigError(f"expected a list of names or None for label_names, got {value!r}")
 
 
-def _keywords(value: Any) -> dict[str, Any] | None:
-    """Parse `lr_scheduler_kwargs`, a dict or JSON."""
+def _parse_scheduler_kwargs(value: Any) -> dict[str, Any] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -458,8 +457,8 @@ def from_config(config: TrainerConfig) -> TrainingArguments:
     """
     values: dict[str, Any] = {}
     for translation in TRANSLATIONS:
-        settings = translation.to_arguments(*(attrgetter(name)(config) for name in translation.settings))
-        values |= dict(zip(translation.arguments, settings, strict=True))
+        arguments = translation.to_arguments(*(attrgetter(name)(config) for name in translation.settings))
+        values |= dict(zip(translation.arguments, arguments, strict=True))
     types = typing.get_type_hints(TrainingArguments)
     unset = {name for name, value in values.items() if value is None and type(None) not in typing.get_args(types[name])}
     return TrainingArguments(**{name: value for name, value in values.items() if name not in unset})
@@ -475,11 +474,11 @@ def _convert(
     return Translation((argument,), (setting,), lambda value: (to_setting(value),), lambda value: (to_argument(value),))
 
 
-def _intervals(
+def _strategies_to_intervals(
     log_strategy: str, log_steps: Every, eval_strategy: str, eval_steps: Every,
     save_strategy: str, save_steps: Every, save_minutes: float | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Strategies to intervals. Evaluations and saves at intervals also happen at the end of the run."""
+    """Evaluations and saves at intervals also happen at the end of the run."""
     eval_steps = log_steps if eval_steps is None else eval_steps
     return (
         log_steps if log_strategy == "steps" else None,
@@ -495,11 +494,11 @@ def _intervals(
     )
 
 
-def _strategies(
+def _intervals_to_strategies(
     log_steps: Every, log_epoch: bool, eval_steps: Every, eval_epoch: bool, _eval_end: bool,
     save_steps: Every, save_epoch: bool, _save_end: bool, save_best: bool, save_minutes: float | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Intervals to strategies; arguments have only one at a time: steps before epochs before best."""
+    """Arguments have only one strategy at a time: steps take precedence over epochs, and epochs over best."""
 
     def strategy(every: Every, each_epoch: bool) -> str:
         return "steps" if every is not None else "epoch" if each_epoch else "no"
@@ -537,7 +536,7 @@ TRANSLATIONS = (
     Translation(
         ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
         ("optim.lr", "schedule"),
-        lambda lr, kind, keywords, warmup: (lr, schedule_settings(kind, keywords or {}, warmup, lr)),
+        lambda lr, kind, kwargs, warmup: (lr, schedule_settings(kind, kwargs or {}, warmup, lr)),
         lambda lr, schedule: (lr, *schedule_arguments(schedule)),
     ),
     _same("weight_decay", "optim.weight_decay"),
@@ -555,8 +554,8 @@ TRANSLATIONS = (
             *("checkpoint.every", "checkpoint.each_epoch", "checkpoint.at_end", "checkpoint.when_best"),
             "checkpoint.every_minutes",
         ),
-        _intervals,
-        _strategies,
+        _strategies_to_intervals,
+        _intervals_to_strategies,
     ),
     _same("logging_first_step", "log.first"),
     _convert("logging_dir", "log.dir", lambda path: None if path is None else Path(path), _path_to_str),
@@ -649,9 +648,7 @@ CONFIG_ONLY = {
         "arguments configure AdamW; pass an OptimConfig to the trainer",
     ),
     **dict.fromkeys(
-        ("log.norms", "log.profile", "early_stopping", "ema",
-         "divergence"),
-        "pass callbacks to the trainer",
+        ("log.norms", "log.profile", "early_stopping", "ema", "divergence"), "pass callbacks to the trainer"
     ),
 }  # fmt: skip
 """Settings (or whole sections) without an equivalent argument, with the reason."""

@@ -40,6 +40,8 @@ __all__ = [
     "token_count",
 ]
 
+logger = logging.getLogger(__name__)
+
 Collate = Callable[[list[Any]], Any]
 END = object()
 SAMPLED_EXAMPLES = 8
@@ -565,7 +567,7 @@ def drop_unused_columns(dataset: Any, model: nn.Module, labels: Sequence[str] = 
             f"({', '.join(sorted(accepted))}): tokenize the text first"
         )
     if unused:
-        logging.getLogger(__name__).info("dropping columns that %s does not accept: %s", type(model).__name__, unused)
+        logger.info("dropping columns that %s does not accept: %s", type(model).__name__, unused)
     return dataset.remove_columns(unused) if unused else dataset
 
 

@@ -327,11 +327,15 @@ def _build_eval_loader(config: RunConfig, device: torch.device, micro_batch: int
         verify=config.data.verify,
     )
     _warn_if_shards_overlap(config.data.path, path)
-    tokens = config.validation.tokens or loader.total_tokens
-    if min(tokens, loader.total_tokens - 1) < loader.T:
+    if config.validation.tokens is not None and config.validation.tokens < loader.T:
         raise ConfigError(
-            f"validation has {tokens} tokens in {path}, fewer than one sequence of {loader.T}: hold out more, or lower "
-            "data.sequence_length"
+            f"validation.tokens = {config.validation.tokens} is less than one sequence of {loader.T}: increase it, or "
+            "lower data.sequence_length"
+        )
+    if loader.total_tokens <= loader.T:  # the target of a sequence's last token is the token after it
+        raise ConfigError(
+            f"expected at least {loader.T + 1} validation tokens for sequences of {loader.T}, got "
+            f"{loader.total_tokens} in {path}: hold out more, or lower data.sequence_length"
         )
     return loader
 
@@ -600,14 +604,14 @@ def create_scheduler(optimizer: Optimizer, config: TrainerConfig, total: int, ch
     return Schedule(optimizer, lambda step: lr_factor(schedule, step, total))
 
 
-def flops_per_token(model: nn.Module, num_tokens: int) -> float:
-    """FLOPs per token of a forward and backward pass, for sequences of `num_tokens`.
+def flops_per_token(model: nn.Module, sequence_length: int) -> float:
+    """FLOPs per token of a forward and backward pass.
 
     6 per parameter, and attention if the model's config has `num_hidden_layers` and `hidden_size`.
     """
     if isinstance(model, GPT):
-        return model.flops_per_token(num_tokens)
+        return model.flops_per_token(sequence_length)
     config = getattr(model, "config", None)
     layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-    attention = 12 * layers * width * num_tokens if isinstance(layers, int) and isinstance(width, int) else 0
+    attention = 12 * layers * width * sequence_length if isinstance(layers, int) and isinstance(width, int) else 0
     return 6 * sum(p.numel() for p in model.parameters()) + attention

@@ -121,10 +121,10 @@ class RunningTotals:
 
 
 class TrainerCallback:
-    """Base class of callbacks. Override the events to handle; handlers are called with keywords only.
+    """Base class of callbacks. Override the events to handle; they are called with keyword arguments only.
 
     All events get `args, state, control, model` (unwrapped), `processing_class, optimizer, lr_scheduler,
-    train_dataloader, eval_dataloader, trainer`, and the keywords named below. A handler may change `control` or
+    train_dataloader, eval_dataloader, trainer`, and the arguments named below. A handler may change `control` or
     return another. A callback with `state_dict` and `load_state_dict` is saved in checkpoints under its `name`
     (default: its class name).
     """
@@ -133,10 +133,13 @@ class TrainerCallback:
         """The trainer has been constructed; there is no optimizer yet."""
 
     def on_train_begin(self, **event: Any) -> TrainerControl | None:
-        """Training starts; model and optimizer are ready and a checkpoint, if any, is loaded. Also gets `summary`."""
+        """Training starts; model and optimizer are ready and a checkpoint, if any, is loaded: `summary`."""
 
     def on_train_end(self, **event: Any) -> TrainerControl | None:
-        """The last step is done, and the last save is on disk. Also called when a run fails, to release resources."""
+        """The last step is done, and the last save is on disk: `output`, `checkpoint` (the newest) and `stopped_by`.
+
+        Also called when a run fails, to release resources; `output` is None then.
+        """
 
     def on_epoch_begin(self, **event: Any) -> TrainerControl | None:
         """An epoch starts, or continues after a resume."""
@@ -259,7 +262,7 @@ class Callbacks(Sequence[Any]):
         """Whether a third-party callback handles on_save; such callbacks expect `model` to be the saved one."""
         return any(not isinstance(callback, TrainerCallback) for callback in self.handling("on_save"))
 
-    def dispatch(self, event: str, control: TrainerControl, **keywords: Any) -> TrainerControl:
+    def dispatch(self, event: str, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Call the handlers in order and return the resulting control.
 
         `on_train_end` reaches every callback even if one raises, since they release files and sockets there;
@@ -269,7 +272,7 @@ class Callbacks(Sequence[Any]):
         for callback, handler in self._handlers_of(event):
             stop, abort = control.should_training_stop, control.should_abort_without_save
             try:
-                returned = handler(control=control, **keywords)
+                returned = handler(control=control, **kwargs)
             except Exception as error:
                 if event != "on_train_end":
                     raise

@@ -46,7 +46,7 @@ from whimbrel.precision import MixedPrecision, QuantizedWeight
 from whimbrel.tokenization import Tokenizer
 from whimbrel.train.callback import Callbacks, RunningTotals, TrainerControl, TrainerState
 from whimbrel.train.config import RunConfig, TrainerConfig
-from whimbrel.train.hf_compat import accepted_keywords, overrides
+from whimbrel.train.hf_compat import accepted_kwargs, overrides
 from whimbrel.train.run_directory import clear_directory, events_folder, record_settings
 from whimbrel.train.step import Scheduler
 
@@ -100,7 +100,7 @@ class CheckpointMixin(ABC):
     _states_being_saved: dict[int, TrainerState]
 
     @abstractmethod
-    def dispatch(self, event: str, *, state: TrainerState | None = None, **keywords: Any) -> TrainerControl:
+    def dispatch(self, event: str, *, state: TrainerState | None = None, **kwargs: Any) -> TrainerControl:
         """Dispatch an event to the callbacks; see BaseTrainer."""
 
     @abstractmethod
@@ -177,7 +177,7 @@ class CheckpointMixin(ABC):
         components.append(StateComponent("rng", RNGState(), per_rank, required=False))
         components.append(StateComponent("callbacks", self.callbacks, shared, required=False))
         if overrides(self, "save_model"):
-            save = partial(self.save_model, **accepted_keywords(self.save_model, {"_internal_call": True}))
+            save = partial(self.save_model, **accepted_kwargs(self.save_model, {"_internal_call": True}))
             files = SaveModelFiles(save, self.config.output_dir)
             components.append(StateComponent("save_model", files, shared, required=False))
         return components
@@ -495,7 +495,7 @@ class AdapterState(ModuleState):
             for name in (name for name in settings | saved if settings.get(name) != saved.get(name)):
                 raise CheckpointError(
                     f"{folder} has an adapter with {name} = {saved.get(name)!r}, but this model has "
-                    f"{settings.get(name)!r}: make them equal, or choose another output_dir"
+                    f"{settings.get(name)!r}: use the same adapter settings, or choose another output_dir"
                 )
         if base["fingerprint"] != self._base_fingerprint():
             raise CheckpointError(
@@ -509,7 +509,9 @@ class AdapterState(ModuleState):
         configs: Mapping[str, Any] = self._model.peft_config  # type: ignore[assignment]
         tables = {name: config.to_dict() for name, config in configs.items()}
         return {
-            name: json.loads(json.dumps({k: v for k, v in table.items() if k not in self.IGNORED}, default=_as_json))
+            name: json.loads(
+                json.dumps({k: v for k, v in table.items() if k not in self.IGNORED}, default=_json_default)
+            )
             for name, table in tables.items()
         }
 
@@ -525,7 +527,7 @@ class AdapterState(ModuleState):
         return digest.hexdigest()
 
 
-def _as_json(value: Any) -> Any:
+def _json_default(value: Any) -> Any:
     """JSON encoding for other types in adapter configs: sets of names, enums, dtypes."""
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
@@ -592,7 +594,7 @@ class OptimizerState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore moments and counters; raises if the class or the parameters differ."""
-        skip = "leave its state out with --resume.skip=optimizer (resume_skip=('optimizer',) in Python)"
+        skip = "skip its state with --resume.skip=optimizer (resume_skip=('optimizer',) in Python)"
         remedy = f"choose another output_dir, or {skip}"
         _check_class("optimizer", state["class"], _class_name(self.optimizer), remedy)
         saved = {"state": state["state"], "param_groups": state["param_groups"]}
@@ -604,7 +606,7 @@ class OptimizerState:
         except (ValueError, KeyError) as error:
             raise CheckpointError(
                 f"the optimizer state in the checkpoint does not match the parameters or settings of the run "
-                f"({error}): keep the settings of optim, {remedy}"
+                f"({error}): keep the optim settings, {remedy}"
             ) from error
 
     def _restore_user_optimizer(self, saved: dict[str, Any], initial_settings: list[dict[str, Any]]) -> None:
@@ -648,7 +650,7 @@ class SchedulerState:
 
         A torch scheduler computes each rate from the previous one, so its settings cannot change mid-run.
         """
-        skip = "leave its state out with --resume.skip=scheduler (resume_skip=('scheduler',) in Python)"
+        skip = "skip its state with --resume.skip=scheduler (resume_skip=('scheduler',) in Python)"
         remedy = f"pass the same scheduler, choose another output_dir, or {skip}"
         _check_class("scheduler", state["class"], _class_name(self.scheduler), remedy)
         self.scheduler.load_state_dict(state["state"])

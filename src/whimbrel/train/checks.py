@@ -121,8 +121,8 @@ def resolve_optimizers(
             raise ConfigError(f"{method} is overridden, but optimizers were also passed: use one or the other")
     if class_and_kwargs is None:
         return optimizer, scheduler
-    kind, keywords = class_and_kwargs
-    return lambda parameters: kind(parameters, **keywords), scheduler
+    cls, kwargs = class_and_kwargs
+    return lambda parameters: cls(parameters, **kwargs), scheduler
 
 
 def check_train_dataset(train_dataset: object) -> None:

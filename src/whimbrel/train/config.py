@@ -106,7 +106,7 @@ class TrainConfig:
     device: str | None = None
     """cuda, cuda:N, mps or cpu; default: the best available device."""
     seed: int = 0
-    """Seed for weight initialization, data order and all other random numbers."""
+    """Seed for weight initialization and all other random numbers; data.shuffle_seed orders token shards."""
 
     def __post_init__(self) -> None:
         if (self.steps, self.tokens, self.epochs).count(None) != 2:
@@ -189,7 +189,7 @@ class CheckpointConfig:
     when_best: bool = False
     """Save after each validation with a new best metric."""
     at_end: bool = True
-    """Save after the last step, and when a signal stops the run."""
+    """Save after the last step, also if the run stops early; a run stopped by a signal always saves."""
     keep: int | None = None
     """Number of latest checkpoints to keep, in addition to the best; default: all."""
     best: int | None = None
@@ -396,7 +396,7 @@ class DataConfig:
     shuffle_seed: int | None = None
     """Seed for shuffling the order of blocks in each epoch; default: the order on disk."""
     documents: Literal["join", "mask", "pack"] = "join"
-    """join: attend across document boundaries; mask: do not; pack: mask, and start sequences with a document."""
+    """join: attend across document boundaries; mask: do not; pack: mask, and start every sequence with a document."""
     eot_id: int | None = None
     """Id of the token that starts a document; default: from the manifest, else the GPT-2 or Llama 3 id."""
     verify: bool = False
@@ -474,6 +474,11 @@ class RunConfig(TrainerConfig):
             raise ConfigError("[loader] has no effect on token shards: leave it out")
         if train.accumulation is not None and train.micro_batch is None:
             raise ConfigError("train.accumulation needs train.micro_batch: set it")
+        if train.optimizer_in_backward and self.log.norms is not None:
+            raise ConfigError(
+                "log.norms needs the gradients, which train.optimizer_in_backward frees during backward: disable one "
+                "of them"
+            )
         if train.tokens is not None and train.tokens % self.tokens_per_step:
             below = train.tokens // self.tokens_per_step * self.tokens_per_step
             raise ConfigError(

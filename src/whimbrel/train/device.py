@@ -81,7 +81,7 @@ def peak_memory(device: torch.device) -> int:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Times device work without synchronizing: `mark` records an event, `seconds` waits for it."""
+    """Times device work. On CUDA, `mark` records an event without synchronizing, and `seconds` waits for it."""
 
     device: torch.device
 

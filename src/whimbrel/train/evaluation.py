@@ -85,9 +85,9 @@ def evaluate_batches(
     CPU; sequences of unequal length are padded with -100, as in transformers.
     """
     predictions, labels, total = [], [], LossAccumulator()
-    # A user's loss function may return a mean and ignore the divisor.
-    is_users = isinstance(objective, ComputeLossObjective) or getattr(objective, "loss_func", None) is not None
-    is_mean = step is not None or is_users
+    # A custom loss function may return a mean and ignore the divisor.
+    has_custom_loss = isinstance(objective, ComputeLossObjective) or getattr(objective, "loss_func", None) is not None
+    is_mean = step is not None or has_custom_loss
     with _eval_mode(model):
         for batch in itertools.islice(batches, limit):
             batch_logits = batch_labels = None

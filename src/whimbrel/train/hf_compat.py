@@ -24,7 +24,7 @@ __all__ = [
     "UNSUPPORTED_OVERRIDES",
     "Alternative",
     "CheckedArguments",
-    "accepted_keywords",
+    "accepted_kwargs",
     "check_overrides",
     "missing_attribute",
     "overrides",
@@ -312,9 +312,9 @@ _METHODS = UNSUPPORTED_OVERRIDES.keys() | SUPPORTED_OVERRIDES
 _OURS = ("whimbrel", "builtins")
 
 
-def accepted_keywords(method: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that an override accepts: signatures vary between transformers versions."""
+def accepted_kwargs(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments in `kwargs` that an override accepts: signatures vary between transformers versions."""
     parameters = inspect.signature(method).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return keywords
-    return {name: value for name, value in keywords.items() if name in parameters}
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}

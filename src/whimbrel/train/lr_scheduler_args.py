@@ -16,7 +16,7 @@ __all__ = ["SCHEDULER_TYPES", "schedule_arguments", "schedule_settings"]
 
 @dataclass(frozen=True, slots=True)
 class _SchedulerType:
-    """A transformers scheduler type: our name, implied settings, keyword names, and which keywords are required."""
+    """A transformers scheduler type: our name, implied settings, kwarg names, and which kwargs are required."""
 
     name: str
     implied: Mapping[str, Any] = field(default_factory=dict)
@@ -56,20 +56,20 @@ SCHEDULER_TYPES = {
 """The schedules of `transformers` that depend only on the step, and our wsd. Any setting of ScheduleConfig is a
 keyword too; `warmup_start=None` starts the warm-up at 1/warmup_steps instead of 0."""
 
-ABSOLUTE_LR_KEYWORDS = ("lr_end", "min_lr")
+ABSOLUTE_LR_KWARGS = ("lr_end", "min_lr")
 """Keywords that are learning rates; the settings are factors of the peak."""
 DEFAULT_LR_END = 1e-7
-SCHEDULE_KEYWORDS = {f.name for f in dataclasses.fields(ScheduleConfig)} - {"name", "warmup_steps"}
+SCHEDULE_KWARGS = {f.name for f in dataclasses.fields(ScheduleConfig)} - {"name", "warmup_steps"}
 
 
-def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | float, lr: float) -> ScheduleConfig:
+def schedule_settings(kind: str, kwargs: Mapping[str, Any], warmup: int | float, lr: float) -> ScheduleConfig:
     """Translate `lr_scheduler_type`, `lr_scheduler_kwargs`, `warmup_steps` and `learning_rate` to our settings."""
     if kind not in SCHEDULER_TYPES:
         raise ConfigError(not_one_of("lr_scheduler_type", kind, SCHEDULER_TYPES))
     chosen = SCHEDULER_TYPES[kind]
-    check_known("lr_scheduler_kwargs", keywords, {*chosen.keyword_map, *SCHEDULE_KEYWORDS})
+    check_known("lr_scheduler_kwargs", kwargs, {*chosen.keyword_map, *SCHEDULE_KWARGS})
     required = {setting for name in chosen.requires_one_of for setting in (name, chosen.keyword_map[name])}
-    if required.isdisjoint(keywords) and required:
+    if required.isdisjoint(kwargs) and required:
         raise ConfigError(
             f"lr_scheduler_type = {kind!r} needs {' or '.join(chosen.requires_one_of)} in lr_scheduler_kwargs"
         )
@@ -81,9 +81,9 @@ def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | floa
     if not warmup:
         settings.pop("warmup_start", None)
     if kind == "polynomial":
-        keywords = {"lr_end": DEFAULT_LR_END} | dict(keywords) if "min_lr_ratio" not in keywords else keywords
+        kwargs = {"lr_end": DEFAULT_LR_END} | dict(kwargs) if "min_lr_ratio" not in kwargs else kwargs
     set_by: dict[str, str] = {}
-    for keyword, value in keywords.items():
+    for keyword, value in kwargs.items():
         setting = chosen.keyword_map.get(keyword, keyword)
         if setting in set_by:
             raise ConfigError(
@@ -91,16 +91,14 @@ def schedule_settings(kind: str, keywords: Mapping[str, Any], warmup: int | floa
             )
         set_by[setting] = keyword
         settings[setting] = (
-            value / lr if keyword in ABSOLUTE_LR_KEYWORDS and isinstance(value, int | float) and lr else value
+            value / lr if keyword in ABSOLUTE_LR_KWARGS and isinstance(value, int | float) and lr else value
         )
-    if kind == "warmup_stable_decay" and warmup and "warmup_start" not in keywords:
+    if kind == "warmup_stable_decay" and warmup and "warmup_start" not in kwargs:
         settings["warmup_start"] = settings.get("min_lr_ratio", 0.0)
     try:
         return build(ScheduleConfig, settings, "schedule")
     except ConfigError as error:
-        raise ConfigError(
-            f"lr_scheduler_type = {kind!r} with lr_scheduler_kwargs = {dict(keywords)}: {error}"
-        ) from error
+        raise ConfigError(f"lr_scheduler_type = {kind!r} with lr_scheduler_kwargs = {dict(kwargs)}: {error}") from error
 
 
 def schedule_arguments(config: ScheduleConfig) -> tuple[str, dict[str, Any], int | float]:
@@ -109,9 +107,9 @@ def schedule_arguments(config: ScheduleConfig) -> tuple[str, dict[str, Any], int
     defaults = {f.name: f.default for f in dataclasses.fields(ScheduleConfig)} | dict(SCHEDULER_TYPES[kind].implied)
     if not config.warmup_steps:
         defaults["warmup_start"] = None
-    keywords = {
-        name: getattr(config, name) for name in sorted(SCHEDULE_KEYWORDS) if getattr(config, name) != defaults[name]
+    kwargs = {
+        name: getattr(config, name) for name in sorted(SCHEDULE_KWARGS) if getattr(config, name) != defaults[name]
     }
     if kind == "polynomial":
-        keywords["min_lr_ratio"] = config.min_lr_ratio
-    return kind, keywords, config.warmup_steps
+        kwargs["min_lr_ratio"] = config.min_lr_ratio
+    return kind, kwargs, config.warmup_steps

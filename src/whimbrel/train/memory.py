@@ -80,10 +80,9 @@ def with_optimizer(config: RunConfig, name: str) -> RunConfig:
     """The same run with another optimizer, keeping the settings that it supports."""
     if name == config.optim.name:
         return config
-    special = {setting for settings in OPTIONS_BY_OPTIMIZER.values() for setting in settings} - set(
-        OPTIONS_BY_OPTIMIZER[name]
-    )
-    dropped = {field.name: field.default for field in fields(OptimConfig) if field.name in special}
+    options = {option for options in OPTIONS_BY_OPTIMIZER.values() for option in options}
+    unsupported = options - set(OPTIONS_BY_OPTIMIZER[name])
+    defaults = {field.name: field.default for field in fields(OptimConfig) if field.name in unsupported}
     groups = config.optim.groups
     if "rank" not in OPTIONS_BY_OPTIMIZER[name]:
         groups = tuple(
@@ -91,7 +90,7 @@ def with_optimizer(config: RunConfig, name: str) -> RunConfig:
             for group in groups
             if group.lr is not None or group.weight_decay is not None
         )
-    return replace(config, optim=replace(config.optim, name=name, groups=groups, **dropped))  # type: ignore[arg-type]
+    return replace(config, optim=replace(config.optim, name=name, groups=groups, **defaults))  # type: ignore[arg-type]
 
 
 def predict_memory(
@@ -118,9 +117,8 @@ def predict_memory(
                 variant = replace(
                     variant, train=replace(variant.train, optimizer_in_backward=False, projected_linears=False)
                 )
-        passes = passes or _measure_passes(
-            variant, device_type
-        )  # the same for every optimizer that runs after backward
+        # Forward and backward are the same for every optimizer that runs after them.
+        passes = passes or _measure_passes(variant, device_type)
         predictions.append(_predict_after_backward(variant, device_type, passes))
     return predictions
 

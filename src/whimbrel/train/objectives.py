@@ -74,8 +74,8 @@ class Objective(ABC):
 class ModelObjective(Objective):
     """The default objective: the model's own loss, or the token cross-entropy of its logits.
 
-    A pair is `(idx, targets)`, targets already shifted. A mapping is passed as keywords. `loss_func` replaces the
-    model's own loss. A model that returns no loss gets token cross-entropy, shifted by one if `labels` are
+    A pair is `(idx, targets)`, targets already shifted. A mapping is passed as keyword arguments. `loss_func`
+    replaces the model's own loss. A model that returns no loss gets token cross-entropy, shifted by one if `labels` are
     sequences.
 
     A step is weighted by targets, so the objective has to know which labels the model's own loss averages over: those
@@ -86,7 +86,7 @@ class ModelObjective(Objective):
 
     loss_func: LossFunction | None = None
     forward_kwargs: Callable[[Tensor], dict[str, Any]] = lambda _: {}
-    """More keywords for the model, computed from the inputs of a pair."""
+    """Further keyword arguments of the model, computed from the inputs of a pair."""
     counts_without_forward: bool = False
     """Never run the model to count targets, because an overridden method computes the loss."""
     _model: nn.Module | None = field(init=False, default=None)
@@ -95,7 +95,7 @@ class ModelObjective(Objective):
     _returns_loss: bool | None = field(init=False, default=None)
     """Whether the model returns a loss for labels; None until its first forward pass with labels."""
     _parameters: frozenset[str] = field(init=False, default=frozenset())
-    _has_var_keywords: bool = field(init=False, default=False)
+    _has_var_kwargs: bool = field(init=False, default=False)
     _is_gpt: bool = field(init=False, default=False)
     """Whether the forward has the loss arguments of `GPT`: `targets` and `num_items_in_batch`."""
     _takes_targets: bool = field(init=False, default=False)
@@ -112,8 +112,8 @@ class ModelObjective(Objective):
         undecided = self._returns_loss is None and self.loss_func is None and not self.counts_without_forward
         if undecided and isinstance(batch, Mapping) and "labels" in batch:
             # Evaluation may need logits later, training never does.
-            logits = {} if torch.is_grad_enabled() else self._logits_keyword()
-            inputs = with_targets(batch, _count_targets(batch["labels"], batch, model))
+            logits = {} if torch.is_grad_enabled() else self._logits_kwargs()
+            inputs = avoid_empty_targets(batch, _count_targets(batch["labels"], batch, model))
             outputs = model(**self._model_inputs(inputs), **logits)
             self._returns_loss = _has_loss(outputs)
             self._first_outputs = batch, outputs
@@ -135,13 +135,13 @@ class ModelObjective(Objective):
             if self.loss_func is not None:
                 outputs = model(x, **self.forward_kwargs(x))
             else:
-                targets = with_targets((x, labels), self.count(model, batch))[1]
+                targets = avoid_empty_targets((x, labels), self.count(model, batch))[1]
                 outputs = model(x, targets) if self._takes_targets else model(x)
         return LossOutput(self._loss(model, batch, outputs, labels, num_items), outputs)
 
     def _gpt_loss(self, model: nn.Module, batch: Batch, num_items: Tensor, with_logits: bool) -> LossOutput:
         """GPT divides its loss by `num_items` itself, and computes it without logits unless they are needed."""
-        logits = self._logits_keyword() if with_logits else {}
+        logits = self._logits_kwargs() if with_logits else {}
         if isinstance(batch, Mapping):
             inputs = {"return_logits": False, **self._model_inputs(batch), **logits}
             outputs = model(**inputs, num_items_in_batch=num_items)
@@ -168,9 +168,9 @@ class ModelObjective(Objective):
         self._shifts = _shifts_labels(model)
         self._parameters = frozenset(parameters)
         self._is_gpt = {"targets", "num_items_in_batch", "return_logits"} <= self._parameters
-        self._has_var_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._has_var_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._takes_targets = next(itertools.islice(parameters, 1, None), "") in ("targets", "target", "labels", "y")
-        takes_labels = self._has_var_keywords or "labels" in parameters
+        takes_labels = self._has_var_kwargs or "labels" in parameters
         self._returns_loss = None if takes_labels and self._shifts is None else takes_labels
 
     def _forward_mapping(self, batch: Mapping[str, Any], with_logits: bool) -> tuple[Any, Tensor | None]:
@@ -183,8 +183,8 @@ class ModelObjective(Objective):
             if self.loss_func is not None:
                 inputs = {key: value for key, value in batch.items() if key != "labels"}
             else:
-                inputs = with_targets(batch, _count_targets(self._targets(labels), batch, self._model))
-            outputs = self._model(**self._model_inputs(inputs), **(self._logits_keyword() if with_logits else {}))
+                inputs = avoid_empty_targets(batch, _count_targets(self._targets(labels), batch, self._model))
+            outputs = self._model(**self._model_inputs(inputs), **(self._logits_kwargs() if with_logits else {}))
             if self._returns_loss is None and labels is not None and self.loss_func is None:
                 self._returns_loss = _has_loss(outputs)
         return outputs, labels if self.loss_func is not None else self._targets(labels)
@@ -199,8 +199,8 @@ class ModelObjective(Objective):
         return _cross_entropy(logits_from_outputs(outputs), labels) / num_items
 
     def _model_inputs(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The batch as keywords of the model: labels that its forward does not accept are left out."""
-        if self._has_var_keywords:
+        """The batch as keyword arguments of the model, without labels that its forward does not accept."""
+        if self._has_var_kwargs:
             return batch
         if unknown := [key for key in batch if key not in self._parameters and key != "labels"]:
             raise DataError(
@@ -209,7 +209,7 @@ class ModelObjective(Objective):
             )
         return {key: value for key, value in batch.items() if key in self._parameters}
 
-    def _logits_keyword(self) -> dict[str, bool]:
+    def _logits_kwargs(self) -> dict[str, bool]:
         return {"return_logits": True} if "return_logits" in self._parameters else {}
 
     def _targets(self, labels: Tensor | None) -> Tensor | None:
@@ -245,7 +245,7 @@ class ComputeLossObjective(Objective):
     def __call__(self, model: nn.Module, batch: Batch, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:
         """The loss from `compute_loss`, weighted by the targets of the batch."""
         count = self.count(model, batch)
-        inputs = shallow_copy(with_targets(batch, count))  # a copy, since overrides may pop keys from the batch
+        inputs = shallow_copy(avoid_empty_targets(batch, count))  # a copy, since overrides may pop keys from the batch
         if not with_logits:
             mean = self.compute_loss(model, inputs, num_items_in_batch=count.clamp(min=1))
             return LossOutput(weighted_mean(scalar_loss(mean, "compute_loss"), count, num_items))
@@ -262,8 +262,8 @@ def weighted_mean(mean: Tensor, count: Tensor, num_items: Tensor) -> Tensor:
     return mean * (count / num_items)
 
 
-def with_targets(batch: Any, count: Tensor) -> Any:
-    """The batch, with label 0 everywhere if `count`, its number of targets, is 0: for losses that average over targets.
+def avoid_empty_targets(batch: Any, count: Tensor) -> Any:
+    """The batch, with label 0 everywhere if `count`, its number of targets, is 0; for losses that are means.
 
     A mean over zero targets is 0/0, and masking its value does not help, since its gradients are NaN too. With these
     labels the mean is finite, and `weighted_mean` multiplies it by 0. Unlike an `if`, `torch.where` does not make the

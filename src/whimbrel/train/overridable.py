@@ -42,7 +42,7 @@ from whimbrel.train.evaluation import (
     infer_label_names,
     select_predictions,
 )
-from whimbrel.train.hf_compat import accepted_keywords, overrides
+from whimbrel.train.hf_compat import accepted_kwargs, overrides
 from whimbrel.train.objectives import (
     ComputeLossObjective,
     LossFunction,
@@ -110,7 +110,7 @@ class OverridableMethodsMixin(ABC):
         """The model without wrappers; see BaseTrainer."""
 
     @abstractmethod
-    def dispatch(self, event: str, **keywords: Any) -> TrainerControl:
+    def dispatch(self, event: str, **kwargs: Any) -> TrainerControl:
         """Dispatch an event to the callbacks; see BaseTrainer."""
 
     @abstractmethod
@@ -210,8 +210,8 @@ class OverridableMethodsMixin(ABC):
         if not overrides(self, "compute_loss"):
             return self._model_objective()
 
-        def compute_loss(model: nn.Module, inputs: Any, **keywords: Any) -> Any:
-            return self.compute_loss(model, inputs, **accepted_keywords(self.compute_loss, keywords))
+        def compute_loss(model: nn.Module, inputs: Any, **kwargs: Any) -> Any:
+            return self.compute_loss(model, inputs, **accepted_kwargs(self.compute_loss, kwargs))
 
         return ComputeLossObjective(compute_loss)
 
@@ -228,8 +228,8 @@ class OverridableMethodsMixin(ABC):
 
         def step(batch: Any, num_items: Tensor) -> Tensor:
             self._num_items, self.accelerator.called = num_items, False
-            keywords = accepted_keywords(self.training_step, {"num_items_in_batch": num_items})
-            loss = self.training_step(model, shallow_copy(batch), **keywords)
+            kwargs = accepted_kwargs(self.training_step, {"num_items_in_batch": num_items})
+            loss = self.training_step(model, shallow_copy(batch), **kwargs)
             self._num_items = None
             if self.precision.scaler is not None and not self.accelerator.called:
                 raise TrainingError(
@@ -366,8 +366,8 @@ class OverridableMethodsMixin(ABC):
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Create `self.optimizer` and `self.lr_scheduler`."""
         self._assign("optimizer", self.create_optimizer())
-        keywords = accepted_keywords(self.create_scheduler, {"optimizer": self.optimizer})
-        self._assign("lr_scheduler", self.create_scheduler(num_training_steps, **keywords))
+        kwargs = accepted_kwargs(self.create_scheduler, {"optimizer": self.optimizer})
+        self._assign("lr_scheduler", self.create_scheduler(num_training_steps, **kwargs))
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Create `self.optimizer` from the arguments; an override sets or returns it."""

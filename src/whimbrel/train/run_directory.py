@@ -201,7 +201,7 @@ def truncate_log(path: Path, step: int) -> None:
             if after is None and line.endswith(b"\n"):
                 backup = path.with_name(f"{path.name}.damaged")
                 logger.warning(
-                    "%s:%d is damaged: rebackup the rest of the log; the complete file is in %s", path, count, backup
+                    "%s:%d is damaged: removing this line and all after it (full copy: %s)", path, count, backup
                 )
                 shutil.copyfile(path, backup)
             if after is None or after > step:

@@ -208,7 +208,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         """Remove a callback, including a default one, by exact class or by identity."""
         self.callbacks.pop(callback)
 
-    def dispatch(self, event: str, *, state: TrainerState | None = None, **keywords: Any) -> TrainerControl:
+    def dispatch(self, event: str, *, state: TrainerState | None = None, **kwargs: Any) -> TrainerControl:
         """Dispatch an event to the callbacks, with the current state or the one passed in, and return the control."""
         for callbacks in (self._log_file, self.callbacks):
             if callbacks.handles(event):
@@ -217,7 +217,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
                     model=None if self.model is None else self.unwrapped_model(),
                     processing_class=self.processing_class, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
                     train_dataloader=self.train_dataloader, eval_dataloader=self.eval_dataloader, trainer=self,
-                    **keywords,
+                    **kwargs,
                 )  # fmt: skip
         if event == "on_prediction_step":
             self._check_interrupted()
@@ -255,8 +255,10 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         trial: None = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train until the last step or until a stop is requested. Resume: None, True or "latest", or a path.
+        """Train until the last step or until a stop is requested.
 
+        `resume_from_checkpoint`: a checkpoint, True or "latest" for the latest in the output directory, False for a new
+        run; None: as in the arguments.
         `ignore_keys_for_eval`: model outputs to exclude from the predictions in evaluations during training.
         """
         checks.check_no_trial(trial)

@@ -117,6 +117,7 @@ def test_invalid_settings_raise_an_error_that_names_them(
         ),
         ({"early_stopping__threshold": 5.0}, "early_stopping.threshold = 5.0 needs early_stopping.patience"),
         ({"sample__prompt": "O"}, "sample.prompt = 'O' needs sample.every"),
+        ({"log__norms": 2, "train__optimizer_in_backward": True}, "log.norms .* train.optimizer_in_backward"),
     ],
 )
 def test_settings_without_effect_raise_an_error(make_run: MakeRun, changes: dict[str, object], message: str) -> None:

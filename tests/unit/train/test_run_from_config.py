@@ -154,8 +154,19 @@ def test_validation_does_not_depend_on_the_batch_size(make_run: MakeRun, tmp_pat
     assert losses[1:] == pytest.approx(losses[:1] * 3, abs=1e-6)
     short = run(make_run(output_dir=tmp_path / "short", train__steps=1, validation__tokens=64))
     assert short.validation[-1][1] != pytest.approx(losses[0], abs=1e-6)
-    with pytest.raises(ConfigError, match="validation has 31 tokens in .*, fewer than one sequence of 32"):
+    with pytest.raises(ConfigError, match="validation.tokens = 31 is less than one sequence of 32"):
         run(make_run(output_dir=tmp_path / "none", validation__tokens=31))
+
+
+def test_validation_shards_must_have_one_sequence(make_run: MakeRun, tmp_path: Path) -> None:
+    """The message counts the tokens in the shards, not validation.tokens."""
+    write_shard(tmp_path / "held-out" / "held-out_val_000000.bin", np.arange(32, dtype=np.uint16))
+    config = make_run(
+        output_dir=tmp_path / "run", validation__path=str(tmp_path / "held-out"), validation__tokens=64,
+        validation__micro_batch=1,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="at least 33 validation tokens .* got 32"):
+        run(config)
 
 
 def test_the_log_has_every_metric_of_every_step(make_run: MakeRun) -> None:

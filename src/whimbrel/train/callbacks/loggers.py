@@ -53,7 +53,7 @@ class WriteWarnings:
 
 
 class LogWriter(TrainerCallback, ABC):
-    """Writes logged metrics somewhere. Evaluations are logged too, but written by `on_evaluate`."""
+    """Base class of callbacks that write metrics. Evaluations are logged too, but written by `on_evaluate`."""
 
     @abstractmethod
     def write_log(self, logs: dict[str, Any], step: int) -> None:

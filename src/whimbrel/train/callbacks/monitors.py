@@ -33,8 +33,8 @@ __all__ = [
     "SampleCallback",
 ]
 
-Sample = Callable[[nn.Module, int], str]
-"""Generates text with the model after the given number of steps."""
+GenerateSample = Callable[[nn.Module, int], str]
+"""`(model, step) -> text`: generates a sample after `step` steps."""
 
 
 class DivergenceCallback(TrainerCallback):
@@ -44,12 +44,12 @@ class DivergenceCallback(TrainerCallback):
     that the first steps of a run do not trigger it. Detector `window`: the mean of the last steps is far above that of
     the best window so far.
 
-    Accepts the settings of the [divergence] section as keywords (`action` defaults to "stop"), or as a `config`.
+    Accepts the settings of the [divergence] section as keyword arguments (`action` defaults to "stop"), or a `config`.
     """
 
     def __init__(self, config: DivergenceConfig | None = None, **settings: Any) -> None:
         if config is not None and settings:
-            raise ConfigError("expected either config or keyword settings for DivergenceCallback, got both")
+            raise ConfigError("expected config or keyword arguments for DivergenceCallback, got both: pass only one")
         config = config or build(DivergenceConfig, {"action": "stop", **settings}, "divergence")
         self._config = config
         self._num_steps = 0
@@ -226,7 +226,7 @@ class SampleCallback(TrainerCallback):
     The model is in eval mode while sampling, and the RNG state is restored, so that sampling does not affect training.
     """
 
-    def __init__(self, sample: Sample, every: int) -> None:
+    def __init__(self, sample: GenerateSample, every: int) -> None:
         self._sample = sample
         self._every = every
 
@@ -236,11 +236,11 @@ class SampleCallback(TrainerCallback):
         if step % self._every or not event["state"].is_world_process_zero:
             return None
         event["trainer"].flush_metrics()
-        text = self._text(event["model"], step)
+        text = self._generate(event["model"], step)
         control: TrainerControl = event["trainer"].dispatch("on_sample", text=text, step=step)
         return control
 
-    def _text(self, model: nn.Module, step: int) -> str:
+    def _generate(self, model: nn.Module, step: int) -> str:
         training = model.training
         devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
         model.eval()
@@ -266,7 +266,7 @@ class EmaCallback(TrainerCallback):
 
     def on_train_begin(self, **event: Any) -> None:
         """Initialize the average with the weights, unless it was restored from a checkpoint."""
-        weights = _weights(event["model"])
+        weights = _trainable_parameters(event["model"])
         self._average = self._average or {
             name: _dequantized(weight).to(torch.float32, copy=True) for name, weight in weights.items()
         }
@@ -284,7 +284,7 @@ class EmaCallback(TrainerCallback):
     @torch.no_grad()
     def on_step_end(self, **event: Any) -> None:
         if event["state"].global_step % self._every == 0:
-            weights = _weights(event["model"])
+            weights = _trainable_parameters(event["model"])
             current = [_dequantized(weights[name]).float() for name in self._average]  # fp32 weights are not copied
             torch._foreach_lerp_(list(self._average.values()), current, 1 - self._decay)
 
@@ -300,13 +300,13 @@ class EmaCallback(TrainerCallback):
     @contextmanager
     def average_parameters(self, model: nn.Module) -> Iterator[None]:
         """Use the average as the model's weights inside the block; afterwards the weights are restored exactly."""
-        weights = _weights(model)
+        weights = _trainable_parameters(model)
         original = {name: weight.detach().clone() for name, weight in weights.items()}
         try:
-            _fill(weights, self._average)
+            _copy_into(weights, self._average)
             yield
         finally:
-            _fill(weights, original)
+            _copy_into(weights, original)
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self._average}
@@ -315,13 +315,12 @@ class EmaCallback(TrainerCallback):
         self._average = {name: tensor.to(torch.float32, copy=True) for name, tensor in state["mean"].items()}
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """The trained parameters by name."""
+def _trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @torch.no_grad()
-def _fill(weights: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+def _copy_into(weights: dict[str, Tensor], values: dict[str, Tensor]) -> None:
     for name, weight in weights.items():
         weight.copy_(values[name])
 

@@ -303,7 +303,8 @@ def _stop_lines(
     if stop.callback in {number.name for number in SIGNALS}:
         yield f"Interrupted by {stop.callback}"
     else:
-        yield f"{stop.callback} requested {stop.kind}" + (f": {reason}" if reason else f" ({stop.event})")
+        request = "an abort" if stop.kind == "abort" else "a stop"
+        yield f"{stop.callback} requested {request}" + (f": {reason}" if reason else f" ({stop.event})")
     if stop.kind == "abort":
         latest = f"the latest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
         yield f"Aborted at step {step} without saving; {latest}"

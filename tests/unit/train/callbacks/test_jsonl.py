@@ -235,6 +235,6 @@ def test_damaged_lines_are_moved_to_another_file(make_run: Any, tmp_path: Path, 
     first = whole.index(b"\n") + 1
     log.write_bytes(whole[:first] + b"\0" * 80 + b"\n" + whole[first:])
     run_session(make_run, 4, 6)
-    assert f"{log}:2 is damaged" in caplog.text
+    assert f"{log}:2 is damaged: removing this line and all after it" in caplog.text
     assert log.with_name("log.jsonl.damaged").read_bytes().endswith(whole[first:])
     assert [line["after"] for line in read_log(log) if line["kind"] == "step"] == [1, 5, 6]

@@ -115,7 +115,7 @@ def test_the_reason_for_a_stop_is_printed(make_run: Any, tmp_path: Path) -> None
     run.save()
     run.end()
     assert out.getvalue().splitlines()[-2:] == [
-        "EarlyStoppingCallback requested stop: loss has not improved on 1.0 for 1 evaluations",
+        "EarlyStoppingCallback requested a stop: loss has not improved on 1.0 for 1 evaluations",
         f"Stopped at step 1, saved to {tmp_path}/run/checkpoints/step-00000001: rerun the same command to resume",
     ]
 
@@ -143,7 +143,7 @@ def test_an_abort_reports_the_latest_checkpoint(make_run: Any) -> None:
     run.step(loss=1.0)
     run.end()
     assert out.getvalue().splitlines()[-2:] == [
-        "me requested abort (on_step_end)",
+        "me requested an abort (on_step_end)",
         "Aborted at step 1 without saving; there is no checkpoint",
     ]
 
