@@ -32,6 +32,7 @@ from whimbrel.optim import (
     project_in_backward,
     step_in_backward,
 )  # fmt: skip
+from whimbrel.precision import quantize_
 
 BATCH, STEPS = 32, 14
 Make = Callable[[Iterable[Tensor]], LowRankOptimizer | GaLore]
@@ -41,7 +42,7 @@ GALORE = {"lr": 1e-3, "rank": 4, "update_proj_gap": 4, "scale": 1.0, "weight_dec
 STABLE_EPS = {"eps": 1e-4}
 """Adam normalizes elements near zero, so with a small eps it amplifies rounding errors and two runs diverge."""
 ON_SHARDS: dict[str, Make] = {
-    "warm, turned": lambda ps: GaLoreWarm(ps, **LOW | STABLE_EPS, weight_decay=0.1),
+    "warm": lambda ps: GaLoreWarm(ps, **LOW | STABLE_EPS, weight_decay=0.1),
     "warm, aligned, lazy": lambda ps: GaLoreWarm(
         ps, **LOW | STABLE_EPS, moment_transfer="align", lazy=True, start="random"
     ),
@@ -176,6 +177,15 @@ def replicas(rank: int) -> dict[str, Any]:
         train(DistributedDataParallel(net), optimizer, range(STEPS), micro_batches(1, RANKS, rank)[0], dtype=dtype)
         check_replicas(optimizer)
         results[name] = full_state(net, optimizer)
+    layer = nn.Linear(64, 64, bias=False)
+    nn.init.ones_(layer.weight)
+    net = nn.ModuleDict({"layer": layer})
+    quantize_(net, "int8", trainable=True)
+    optimizer = AdamW8bit(layer.named_parameters())
+    results["quantized"] = error_of(lambda: check_replicas(optimizer))
+    if rank == 1:
+        layer.weight.codes[3, 7] -= 1
+    results["quantized, changed"] = error_of(lambda: check_replicas(optimizer))
     net = model()
     optimizer = warm(net.named_parameters())
     if rank == 1:
@@ -229,7 +239,16 @@ def projections(rank: int) -> dict[str, Any]:
         sum(layer(x).square().mean() for layer in [*routes][: 2 - rank]).backward()
         optimizer.grad_norm()
         optimizer.step()
+        optimizer.zero_grad()
     results["routes"] = full_state(routes, optimizer)
+    stacks = nn.ParameterList([torch.randn(2, 8, 8) for _ in range(2)])  # used on both ranks, on one
+    stack_optimizer = project_in_backward(warm(stacks.parameters()), process_group=dist.group.WORLD)
+    for _ in range(3):
+        sum((x @ stack).square().mean() for stack in [*stacks][: 2 - rank]).backward()
+        norm = stack_optimizer.grad_norm()
+        stack_optimizer.step()
+        stack_optimizer.zero_grad()
+    results["stacks"] = full_state(stacks, stack_optimizer) | {"norm": norm}
     routes[0](x).sum().backward()
     optimizer.grad_norm()
     results["late"] = error_of(lambda: routes[0](x).sum().backward())

@@ -67,6 +67,12 @@ def test_replicas_stay_bit_identical(results: Results, name: str) -> None:
     assert not any(torch.equal(one[n], p) for n, p in start.items() if p.numel() > 1)
 
 
+def test_quantized_weight_that_differs_between_ranks_is_reported(results: Results) -> None:
+    for result in results:
+        assert result["replicas"]["quantized"] == "no error"
+        assert "the weight of weight on rank 1" in result["replicas"]["quantized, changed"]
+
+
 def test_basis_that_differs_between_ranks_is_reported(results: Results) -> None:
     for result in results:
         assert "the basis of 2.weight on rank 1" in result["replicas"]["nudged"]
@@ -103,6 +109,12 @@ def test_parameter_without_gradient_on_one_rank_is_updated(results: Results) -> 
     one, other = (result["projections"]["routes"] for result in results)
     assert differing_names(one, other) == []
     assert [int(one[f"{i}.weight step"]) for i in range(3)] == [3, 3, 0]
+
+
+def test_stack_without_gradient_on_one_rank_is_updated(results: Results) -> None:
+    one, other = (result["projections"]["stacks"] for result in results)
+    assert differing_names(one, other) == []
+    assert [int(one[f"{i} step"]) for i in range(2)] == [3, 3]
 
 
 def test_settings_that_would_diverge_between_ranks_are_rejected(results: Results) -> None:

@@ -196,6 +196,8 @@ def _load_template(directory: Path, name: str | None) -> ChatTemplate:
     try:
         chat_template = load_chat_template(directory, "default" if name is None else name)
     except ConfigError as error:
+        if name is None:
+            raise ConfigError(f"{error}: choose one with --template") from error
         raise ConfigError(f"no such file: '{name}'; {error}") from error
     if chat_template is None:
         _print_notice('the model has no chat template: using a plain "User:/Assistant:" format')

@@ -550,8 +550,8 @@ class ProjectInBackward(OptimizerInBackward):
         self._averaged_sketches = True
         params = [p for p in self._all_params() if p in self.optimizer.projected]
         for p in params:
-            empty = torch.zeros(self.optimizer.layout_of(p).shape[-2], SKETCH_SIZE, device=p.device)
-            self._sketches[p] = self._sketches.get(p, empty).float()
+            shape = (*self.optimizer.layout_of(p).shape[:-1], SKETCH_SIZE)
+            self._sketches[p] = self._sketches.get(p, torch.zeros(shape, device=p.device)).float()
         if params:
             average_([self._sketches[p] for p in params], [True] * len(params), self.process_group)
 

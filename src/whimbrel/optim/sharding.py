@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from whimbrel.base.errors import OptimizerError, ParallelError
 
@@ -148,13 +149,15 @@ def all_ranks_true(local: Tensor, shards: Iterable[Shard | None]) -> bool:
 
 
 def sum_over_ranks(values: Iterable[tuple[Tensor, Shard | None]]) -> Tensor:
-    """Sum values that were computed from local shards, over all shards and all parameters."""
+    """Sum values that were computed from local shards, over all shards and all parameters; 0 without values."""
     by_group: dict[Any, list[Tensor]] = {}
     shards = {}
     for value, shard in values:
         group = None if shard is None else shard.group
         shards[group] = shard
         by_group.setdefault(group, []).append(value)
+    if not by_group:
+        return torch.zeros(())
     device = next(iter(by_group.values()))[0].device
     sums = {
         group: torch.stack([value.to(device) for value in group_values]).sum()
@@ -220,6 +223,15 @@ def _digests(optimizer: torch.optim.Optimizer) -> dict[str, str]:
             owner = f"of {name}" if isinstance(name, str) else f"of parameter {name} of group {group_index}"
             for kind, tensor in {"weight": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
                 if isinstance(tensor, Tensor) and not is_dtensor(tensor):
-                    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-                    digests[f"{kind} {owner}"] = hashlib.sha256(data).hexdigest()
+                    digests[f"{kind} {owner}"] = _digest(tensor)
     return digests
+
+
+def _digest(tensor: Tensor) -> str:
+    whole: Any = tensor
+    quantized = is_traceable_wrapper_subclass(whole)  # codes and scales
+    parts = [getattr(whole, name) for name in whole.__tensor_flatten__()[0]] if quantized else [whole]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

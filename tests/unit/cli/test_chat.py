@@ -169,6 +169,15 @@ def test_template_option_accepts_a_name_or_a_file(model, directory, run_chat, tm
         run_chat("Hello", template=str(tmp_path / "binary"))
 
 
+def test_model_without_a_default_template_asks_for_a_name(model, run_chat, tmp_path):
+    save_model(model, tmp_path / "named", TOKENIZER)
+    (tmp_path / "named" / "additional_chat_templates").mkdir()
+    (tmp_path / "named" / "additional_chat_templates" / "short.jinja").write_text("{{ messages[-1].content }}")
+    with pytest.raises(ConfigError, match="has no chat template 'default'.*short.*--template") as caught:
+        run_chat("Hello", source=tmp_path / "named")
+    assert "None" not in str(caught.value)
+
+
 def test_model_without_a_template_uses_a_plain_user_assistant_format(model, run_chat, tmp_path):
     save_model(model, tmp_path / "plain", TOKENIZER)
     answers, notices = run_chat("Hello", source=tmp_path / "plain")

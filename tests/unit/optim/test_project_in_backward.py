@@ -378,3 +378,7 @@ def test_simulate_peak_step_keeps_the_most_full_gradients() -> None:
     optimizer.simulate_peak_step()
     assert num_full_gradients(optimizer) == max(kept)
     assert max(kept) < 12
+
+
+def test_norm_without_gradients_is_zero() -> None:
+    assert project_in_backward(warm(model())).grad_norm() == 0
