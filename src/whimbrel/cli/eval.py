@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.cli.model_options import Device, Model, ParseSpecial, TokenizerPath, Weights
+from whimbrel.cli.model_options import Device, Model, ParseSpecial, Quantize, TokenizerPath
 from whimbrel.cli.terminal import ProgressBar, print_table
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def evaluate(
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of the weights. (default: as stored)")
     ] = None,
-    weights: Weights = None,
+    quantize: Quantize = None,
     parse_special: ParseSpecial = True,
     device: Device = None,
     tokenizer: TokenizerPath = None,
@@ -71,7 +71,7 @@ def evaluate(
         tokenizer=tokenizer,
         dtype={None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype],
         device=choose_device(device),
-        quantize=weights,
+        quantize=quantize,
         parse_special=parse_special,
     )
     progress = ProgressBar()
@@ -81,7 +81,7 @@ def evaluate(
     text_results = {source: _score_text(scorer, source, text_key, limit, batch_size, progress) for source in text or ()}
     _print_results(task_results, text_results)  # before writing, which may fail
     if out is not None:
-        settings = {"limit": limit, "batch_size": batch_size, "weights": weights, "parse_special": parse_special}
+        settings = {"limit": limit, "batch_size": batch_size, "quantize": quantize, "parse_special": parse_special}
         write_results(
             out, results_to_dict(scorer, str(model), tasks=task_results, texts=text_results, settings=settings)
         )

@@ -22,13 +22,13 @@ __all__ = [
     "KVCacheDtype",
     "Model",
     "ParseSpecial",
+    "Quantize",
     "TokenizerPath",
-    "Weights",
     "with_generation_options",
 ]
 
 Model = Annotated[Path, typer.Argument(help="A run (its newest checkpoint), a model directory, or a llama2.c .bin.")]
-Weights = Annotated[
+Quantize = Annotated[
     str | None, typer.Option(help="Quantize an unquantized model while loading: int8, int8-dynamic, int4 or fp8.")
 ]
 KVCacheDtype = Annotated[str, typer.Option(help="KV cache dtype: none (that of the model), fp8, int8 or int4.")]
@@ -83,7 +83,7 @@ class GenerationOptions:
             help="Speculative decoding: a smaller model with the same tokenizer, or 'ngram' for prompt lookup."
         ),
     ] = None
-    weights: Weights = None
+    quantize: Quantize = None
     kv_cache_dtype: KVCacheDtype = "none"
     compile: Compile = False
     seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None
@@ -116,7 +116,7 @@ class GenerationOptions:
         return LLM(
             opened,
             device=device,
-            quantize=self.weights,
+            quantize=self.quantize,
             kv_cache_dtype=self.kv_cache_dtype,
             compile=self.compile,
             max_batch=max_batch,

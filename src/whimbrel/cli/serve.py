@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whimbrel.base.errors import MissingExtraError
-from whimbrel.cli.model_options import Compile, Device, KVCacheDtype, Model, TokenizerPath, Weights
+from whimbrel.cli.model_options import Compile, Device, KVCacheDtype, Model, Quantize, TokenizerPath
 from whimbrel.cli.terminal import print_text
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def serve(
         typer.Option(help="Allow requests for this host name; '*' allows any; can be repeated."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Model id for clients. (default: the name of its directory)")] = None,
-    weights: Weights = None,
+    quantize: Quantize = None,
     kv_cache_dtype: KVCacheDtype = "none",
     compile: Compile = False,  # noqa: A002
     max_batch: Annotated[int, typer.Option(help="Maximum number of sequences that run at once.")] = 64,
@@ -83,7 +83,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         drain_seconds=drain_seconds,
     )
-    load = partial(_load, model, name=name, tokenizer=tokenizer, device=device, quantize=weights)
+    load = partial(_load, model, name=name, tokenizer=tokenizer, device=device, quantize=quantize)
     _run(
         config,
         load,

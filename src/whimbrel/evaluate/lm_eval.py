@@ -44,7 +44,7 @@ class WhimbrelLM(LM):  # type: ignore[misc]
         *,
         tokenizer: str | None = None,
         dtype: str = "auto",
-        weights: str | None = None,
+        quantize: str | None = None,
         device: str | None = None,
         batch_size: int | str = "auto",
     ) -> None:
@@ -57,7 +57,7 @@ class WhimbrelLM(LM):  # type: ignore[misc]
             device = None
         self._device = choose_device(device)
         self._batch_size = None if batch_size == "auto" else int(batch_size)
-        loaded = load(pretrained, tokenizer=tokenizer, device=self._device, dtype=DTYPES[dtype], quantize=weights)
+        loaded = load(pretrained, tokenizer=tokenizer, device=self._device, dtype=DTYPES[dtype], quantize=quantize)
         self.scorer = Scorer(loaded.model, loaded.tokenizer, loaded.generation_config.bos_token_id)
         self._source = loaded.path
         self._eos_ids = frozenset(loaded.generation_config.eos_token_ids)

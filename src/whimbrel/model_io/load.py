@@ -182,9 +182,7 @@ def load_model(
         return model
     model_type, config, stored = read_config(source)
     if recipe is not None and stored not in (None, recipe.load):
-        raise CheckpointError(
-            f"{source} is already quantized as {stored.name}, not {recipe.name}: omit quantize (--weights)"
-        )
+        raise CheckpointError(f"{source} is already quantized as {stored.name}, not {recipe.name}: omit quantize")
     files = TensorFiles(source)
     _check_size(source, config, files)
     matches = match_tensors(files, tensor_mappings(model_type, config), stored)

@@ -111,11 +111,10 @@ FORMATS = {
 
 
 def find_format(name: str | WeightFormat) -> WeightFormat:
-    """The format of this name."""
     if isinstance(name, WeightFormat):
         return name
     if name not in FORMATS:
-        raise PrecisionError(not_one_of("weights", name, FORMATS))
+        raise PrecisionError(not_one_of("weight_format", name, FORMATS))
     return FORMATS[name]
 
 

@@ -1,4 +1,4 @@
-"""How torch computes: autocast with gradient scaling, and global flags as context managers.
+"""Mixed precision (autocast with gradient scaling), and global torch flags as context managers.
 
 The flags are matmul precision, determinism, anomaly detection, the default dtype and SDPA backends.
 """

@@ -64,17 +64,17 @@ def select_linears(
     *,
     skip: Iterable[str] = DEFAULT_SKIP,
     only: Collection[str] | None = None,
-    tied: bool = False,
+    embeddings: bool = False,
 ) -> LayerSelection:
     """Select linear layers; logs each skipped layer, and warns about unsupported ones.
 
     `label` names the recipe in logs. `skip` matches the end of layer names; "lm_head" also matches the output
-    embeddings of a Hugging Face model. `only` lists full names. A layer whose weight is tied to an embedding is always
-    skipped; with `tied`, where the caller quantizes the embedding, this is not reported. Raises if no layer is left.
+    embeddings of a Hugging Face model. `only` lists full names. A layer whose weight is tied to an embedding is never
+    selected, and not listed as skipped either if the caller quantizes the `embeddings`. Raises if no layer is left.
     """
     output_embeddings = getattr(model, "get_output_embeddings", None)
     head = None if output_embeddings is None else output_embeddings()
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embedding_ids = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     suffixes = tuple(skip)
     selected, skipped, unsupported = {}, {}, []
     for name, module in model.named_modules():
@@ -83,9 +83,9 @@ def select_linears(
         if "weight" not in module._parameters:
             skipped[name] = COMPUTED_WEIGHT
             unsupported.append(name)
-        elif tied and id(module.weight) in embeddings:
+        elif embeddings and id(module.weight) in embedding_ids:
             continue  # quantized with the embedding
-        elif id(module.weight) in embeddings:
+        elif id(module.weight) in embedding_ids:
             skipped[name] = "its weight is tied to an embedding"
         elif any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes) or (
             module is head and DEFAULT_SKIP[0] in suffixes
@@ -142,18 +142,18 @@ def quantize_(
     """
     weight_format = find_format(weight_format)
     if trainable and weight_format.codes != "int8":
-        raise PrecisionError(f"weights = {weight_format.name} cannot be trained: use int8, or a QAT recipe")
+        raise PrecisionError(f"{weight_format.name} weights cannot be trained: use int8, or a QAT recipe")
     if any(isinstance(parameter, QuantizedWeight) for parameter in model.parameters()):
         raise PrecisionError(
             f"{type(model).__name__} is already quantized: load it unquantized, or dequantize_ it first"
         )
     selection = select_linears(
         model,
-        f"weights = {weight_format.name}",
+        f"{'weight_dtype' if trainable else 'quantize'} = {weight_format.name}",
         lambda linear: weight_format.unsupported_reason(linear.weight.shape),
         skip=skip,
         only=only,
-        tied=embeddings,
+        embeddings=embeddings,
     )
     layers: dict[str, nn.Linear | nn.Embedding] = dict(selection.selected)
     if embeddings:

@@ -49,7 +49,7 @@ SETTING_BY_KIND: dict[Kind, str] = {
     "amp": "mixed_precision",
     "fp8": "fp8_recipe",
     "qat": "qat_recipe",
-    "ptq": "weights",
+    "ptq": "quantize",
 }
 """The setting that selects a recipe of each kind."""
 Reader = Callable[[nn.Module], object]
@@ -115,7 +115,7 @@ def _qat(name: str, weight_format: WeightFormat) -> Recipe:
 
 def _ptq(weight_format: WeightFormat, train: Literal["trainable"] | None = None) -> Recipe:
     fp8 = weight_format.codes == "fp8"
-    requirements = Requirements(capability=(8, 9), alternative="weights = int8") if fp8 else Requirements()
+    requirements = Requirements(capability=(8, 9), alternative="quantize = int8") if fp8 else Requirements()
     return Recipe(
         name=weight_format.name,
         kind="ptq",
@@ -154,14 +154,13 @@ def with_embeddings(recipe: str | Recipe) -> Recipe:
     recipe = find_recipe(recipe)
     if recipe.kind != "ptq":
         raise PrecisionError(
-            f"{recipe.label} does not quantize embedding and output layer, which were trained unquantized: omit "
-            "quantize_embeddings"
+            f"{recipe.label} does not quantize the embedding and the output layer, which were trained unquantized: "
+            "omit quantize_embeddings"
         )
     return replace(recipe, embeddings=True, skip=())
 
 
 def find_recipe(name: str | Recipe) -> Recipe:
-    """The recipe of this name."""
     if isinstance(name, Recipe):
         return name
     if name not in RECIPES:
@@ -180,8 +179,8 @@ def prepare(
 ) -> LayerSelection:
     """Convert linear layers for training; returns the selected layers, and why others were skipped.
 
-    `device` is the training device (None: the current one), `precision` the autocast dtype. fp8 recipes skip
-    layers with a dimension that is not a multiple of `fp8_dim_alignment` (16). `skip` overrides the recipe's.
+    `device` is the training device (None: that of the model), `precision` the autocast dtype. fp8 recipes skip layers
+    with a dimension that is not a multiple of `fp8_dim_alignment` (16). `skip` overrides the recipe's.
     """
     recipe = find_recipe(recipe)
     if fp8_dim_alignment is not None and recipe.kind != "fp8":
@@ -223,8 +222,8 @@ def prepare(
 def finalize(model: nn.Module, recipe: str | Recipe, *, skip: Iterable[str] | None = None) -> nn.Module:
     """Convert a trained model to its final form: standard linear layers, with quantized weights if the recipe has them.
 
-    After QAT, the layers that were fake-quantized are quantized; otherwise all layers except the recipe's
-    `skip`. The argument `skip` overrides both.
+    After QAT, the layers that were fake-quantized are quantized; otherwise all layers except the recipe's `skip`. The
+    argument `skip` overrides both.
     """
     recipe = find_recipe(recipe)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}

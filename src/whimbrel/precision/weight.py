@@ -219,9 +219,9 @@ def quantized_linear(
         y = F.linear(x, weight_format.unpack(codes, x.dtype)) * scales.to(x.dtype).flatten()
     else:
         if weight_format.activations is not None:
-            tokens, token_scales, zeros = quantize_tokens(x, weight_format.activations)
-            assert zeros is not None
-            x = ((tokens.float() - zeros) * token_scales).to(x.dtype)
+            tokens, token_scales, zero_points = quantize_tokens(x, weight_format.activations)
+            assert zero_points is not None
+            x = ((tokens.float() - zero_points) * token_scales).to(x.dtype)
         return F.linear(x, weight_format.decode(codes, scales).to(x.dtype), bias)
     return y if bias is None else y + bias
 

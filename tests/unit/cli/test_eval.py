@@ -49,7 +49,7 @@ def test_tasks_are_printed_and_written(model, fixtures, tmp_path, capsys):
     assert written["tasks"]["winogrande"]["file"] == "winogrande_val.jsonl"
     assert written["model"]["name"] == str(model)
     assert written["model"]["parameters"] == Scorer.load(model).model.num_parameters()
-    settings = {"limit": 10, "batch_size": None, "weights": None, "parse_special": True, "device": "cpu"}
+    settings = {"limit": 10, "batch_size": None, "quantize": None, "parse_special": True, "device": "cpu"}
     assert written["settings"] == settings
     assert written["versions"]["whimbrel"] == package.__version__
     assert written["versions"]["torch"] == torch.__version__
@@ -97,9 +97,9 @@ def test_token_shards(model, tmp_path, capsys):
     assert numbers[0] == numbers[1]
 
 
-def test_weights_and_dtype_options(model, fixtures, tmp_path, capsys):
+def test_quantize_and_dtype_options(model, fixtures, tmp_path, capsys):
     values = set()
-    for number, options in enumerate(((), ("--weights", "int8"), ("--dtype", "bf16"))):
+    for number, options in enumerate(((), ("--quantize", "int8"), ("--dtype", "bf16"))):
         out = tmp_path / f"{number}.json"
         given = ("--tasks", "lambada", "--data", fixtures / "eval", "--limit", 3, "--device", "cpu", "--out", out)
         assert whimbrel("eval", model, *given, *options) == 0

@@ -144,12 +144,13 @@ def test_generate_quantizes_on_load(work, capsys):
     assert run("finalize", work / "run", "out", "--quantize", "int4") == 0
     capsys.readouterr()
     assert (
-        run("generate", work / "run", "ROMEO", "--temperature", "0", "--max-new-tokens", "20", "--weights", "int4") == 0
+        run("generate", work / "run", "ROMEO", "--temperature", "0", "--max-new-tokens", "20", "--quantize", "int4")
+        == 0
     )
     assert run("generate", "out", "ROMEO", "--temperature", "0", "--max-new-tokens", "20") == 0
     loaded, stored = capsys.readouterr().out.split("ROMEO")[1:]
     assert loaded == stored
-    assert run("generate", "out", "ROMEO", "--weights", "int8") == 2
+    assert run("generate", "out", "ROMEO", "--quantize", "int8") == 2
     assert "already quantized as int4, not int8: omit quantize" in capsys.readouterr().err
 
 
@@ -183,7 +184,7 @@ def test_qat_run_uses_its_recipe(qat, work, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--quantize", "int3"), "--quantize = 'int3' is not one of"),
+        (("--quantize", "int3"), "--quantize: expected one of .* got 'int3'"),
         (("--checkpoint", "5"), r"expected latest, best or a saved step of .* \(2, 4, 6\), got 5"),
         (("--checkpoint", "first"), "expected latest, best or a saved step .* got first"),
         (("--temperature", "-1"), "temperature.* -1.0"),

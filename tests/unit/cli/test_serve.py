@@ -78,7 +78,7 @@ def test_tokenizer_larger_than_the_vocabulary_is_rejected(tmp_path: Path):
         serve(tmp_path / "model", port=0, tokenizer=Path("gpt2"), device="cpu")
 
 
-MODEL_OPTIONS = ["--name", "n", "--weights", "int4", "--device", "cpu", "--tokenizer", "gpt2"]
+MODEL_OPTIONS = ["--name", "n", "--quantize", "int4", "--device", "cpu", "--tokenizer", "gpt2"]
 
 
 def test_every_option_reaches_the_engine_and_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

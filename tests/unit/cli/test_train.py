@@ -121,7 +121,7 @@ def test_timed_saves_can_be_turned_off(folder: Path) -> None:
     [
         (["train", "none.toml"], "whimbrel: no such configuration file: none.toml"),
         (["train", "recipe.toml", "--optim.lrr=1"], "whimbrel: unknown setting 'optim.lrr': did you mean 'lr'?"),
-        (["train", "recipe.toml", "--train.steps=x"], "whimbrel: train.steps = 'x' must be an integer"),
+        (["train", "recipe.toml", "--train.steps=x"], "whimbrel: train.steps: expected an integer, got 'x'"),
         (
             ["train", "recipe.toml", "extra"],
             "whimbrel train: Got unexpected extra argument(s) (extra)",

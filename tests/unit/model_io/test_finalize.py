@@ -117,8 +117,8 @@ def test_quantized_model_keeps_its_format(source, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"recipe": "int3"}, PrecisionError, "quantize = 'int3' is not one of .*int8"),
-        ({"recipe": "bf16"}, PrecisionError, "quantize = 'bf16' is not one of"),
+        ({"recipe": "int3"}, PrecisionError, "quantize: expected one of .*int8.* got 'int3'"),
+        ({"recipe": "bf16"}, PrecisionError, "quantize: expected one of .* got 'bf16'"),
         ({"out": "source"}, WriteError, "source exists and is not empty"),
         ({"source": "nowhere"}, CheckpointError, "no run or model at nowhere"),
         ({"source": "model.bin"}, ConfigError, "got the file model.bin"),

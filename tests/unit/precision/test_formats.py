@@ -130,7 +130,7 @@ def test_int8_supports_every_matrix() -> None:
 
 
 def test_an_unknown_format_is_rejected() -> None:
-    with pytest.raises(PrecisionError, match=r"weights = 'int9' is not one of .*did you mean 'int8'\?"):
+    with pytest.raises(PrecisionError, match=r"weight_format: expected one of .* got 'int9': did you mean 'int8'\?"):
         find_format("int9")
 
 

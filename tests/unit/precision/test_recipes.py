@@ -217,9 +217,9 @@ def test_invalid_requests_are_rejected() -> None:
     quantize_(gpt, "int8")
     with pytest.raises(PrecisionError, match="c_attn is a Linear with quantized weights"):
         prepare(gpt, "tensorwise")
-    with pytest.raises(PrecisionError, match="weights = int4 quantizes a trained model"):
+    with pytest.raises(PrecisionError, match="quantize = int4 quantizes a trained model"):
         prepare(model(), "int4")
-    with pytest.raises(PrecisionError, match=r"recipe = 'rowise' is not one of bf16, .*: did you mean 'rowwise'\?"):
+    with pytest.raises(PrecisionError, match=r"recipe: expected one of bf16.* got 'rowise': did you mean 'rowwise'\?"):
         prepare(model(), "rowise")
     with pytest.raises(PrecisionError, match=r"int4-weight-only: no supported linear layer .*got 60"):
         prepare(nn.Sequential(nn.Linear(60, 64)), "int4-weight-only")
@@ -378,7 +378,7 @@ def test_fp8_weights_need_a_supported_gpu_and_are_emulated_on_a_cpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with torch.device("meta"):
         empty = model()
-    with pytest.raises(PrecisionError, match=r"weights = fp8: .* 8.9 .* got 8.0: use weights = int8"):
+    with pytest.raises(PrecisionError, match=r"quantize = fp8: .* 8.9 .* got 8.0: use quantize = int8"):
         load_into(empty, lambda _: None, "fp8", device="cuda")
     assert not any(isinstance(parameter, QuantizedWeight) for parameter in empty.parameters())
     _warn_about_emulation.cache_clear()
@@ -386,5 +386,5 @@ def test_fp8_weights_need_a_supported_gpu_and_are_emulated_on_a_cpu(
         finalize(model(), "fp8")
         finalize(model(), "fp8")
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "weights = fp8 is emulated on a CPU"
+        "quantize = fp8 is emulated on a CPU"
     ]

@@ -72,7 +72,7 @@ def test_an_existing_cublas_workspace_setting_is_kept(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
 def test_an_unsupported_default_dtype_is_rejected(name: str) -> None:
     before = state()
-    with pytest.raises(ConfigError, match=f"default_dtype = '{name}' is not one of float32"):
+    with pytest.raises(ConfigError, match=f"default_dtype: expected one of float32.* got '{name}'"):
         with torch_flags(matmul_precision="high", default_dtype=name):
             pass
     assert state() == before
@@ -188,10 +188,10 @@ def test_other_errors_within_sdpa_backends_pass_through() -> None:
 @pytest.mark.parametrize(
     ("backends", "message"),
     [
-        ("flas", r"sdpa_backend = 'flas' is not one of math, flash, efficient, cudnn: did you mean 'flash'\?"),
-        (["math", "x"], "sdpa_backend = 'x' is not one of"),
+        ("flas", r"sdpa_backend: expected one of math, flash, efficient, cudnn.* got 'flas': did you mean 'flash'\?"),
+        (["math", "x"], "sdpa_backend: expected one of .* got 'x'"),
         ([], "expected at least one of"),
-        (SDPBackend.OVERRIDEABLE, "is not one of math"),
+        (SDPBackend.OVERRIDEABLE, "expected one of math"),
     ],
 )
 def test_unknown_backends_are_rejected(backends: Any, message: str) -> None:
