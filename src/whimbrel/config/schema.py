@@ -140,7 +140,8 @@ def not_one_of(setting: str, value: object, choices: Collection[str]) -> str:
     """The error message for a value that is not among the choices of a setting."""
     close = suggest(value, choices) if isinstance(value, str) else None
     hint = "" if close is None else f": did you mean '{close}'?"
-    return f"{setting} = {value!r} is not one of {', '.join(choices)}{hint}"
+    expected = f"one of {', '.join(choices)}" if len(choices) > 1 else next(iter(choices))
+    return f"{setting}: expected {expected}, got {value!r}{hint}"
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -237,7 +238,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _type_error(where: str, value: Any, expected: str) -> ConfigError:
-    return ConfigError(f"{where} = {value!r} must be {expected}")
+    return ConfigError(f"{where}: expected {expected}, got {value!r}")
 
 
 def _join(section: str, name: str) -> str:

@@ -75,10 +75,10 @@ def apply_activation_checkpointing(model: nn.Module, mode: str | float, *, compi
     """
     if isinstance(mode, float):
         if not compiled:
-            raise ConfigError(f"recompute = {mode} needs torch.compile: set compile=true, or use full or selective")
+            raise ConfigError(f"recompute = {mode} needs torch.compile: set compile = true, or use full or selective")
         return
     if mode not in ("none", "full", "selective"):
-        raise ConfigError(f"recompute = {mode!r} is not one of none, full, selective or a number between 0 and 1")
+        raise ConfigError(f"recompute: expected none, full, selective or a number between 0 and 1, got {mode!r}")
     enable_checkpointing = getattr(model, "gradient_checkpointing_enable", None)
     if mode == "full" and enable_checkpointing is not None:
         enable_checkpointing(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,4 +1,4 @@
-"""The decoder: one `GPT` class for GPT-2, Llama, Mistral, Qwen, SmolLM and our own recipes, selected by `GPTConfig`."""
+"""The decoder: one `GPT` class for GPT-2, Llama, Mistral, Qwen, SmolLM and our own models, selected by `GPTConfig`."""
 
 from __future__ import annotations
 

@@ -293,13 +293,13 @@ class AffineCodec(GroupCodec):
 
 
 def quantize_tokens_affine(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """int8 codes of each token (row of `x`), with its scale and zero point: x = (codes - zero) scale."""
+    """int8 codes of each token (row of `x`), with its scale and zero point: x = (codes - zero_point) scale."""
     values = x.float()
     low, high = values.amin(dim=-1, keepdim=True).clamp(max=0), values.amax(dim=-1, keepdim=True).clamp(min=0)
     scales = ((high - low) / 255.0).clamp(min=torch.finfo(x.dtype).smallest_normal)
-    zeros = (-128 - (low / scales).round()).clamp(-128, 127)
-    codes = ((values * (1.0 / scales)).round() + zeros).clamp(-128, 127)
-    return codes.to(torch.int8), scales, zeros
+    zero_points = (-128 - (low / scales).round()).clamp(-128, 127)
+    codes = ((values * (1.0 / scales)).round() + zero_points).clamp(-128, 127)
+    return codes.to(torch.int8), scales, zero_points
 
 
 def _at_least_normal(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -141,7 +141,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         if expected != got:
             raise OptimizerError(
                 f"expected a saved state with groups of {expected} parameters, got {got}: build the optimizer with "
-                "parameter groups it was saved with"
+                "the parameter groups it was saved with"
             )
         for group, saved in zip(self.param_groups, groups, strict=True):
             self._check_saved_options(group, saved)

@@ -15,7 +15,7 @@ from whimbrel.config import build, check_choices, check_unused, to_table
 __all__ = ["Schedule", "ScheduleConfig", "lr_factor", "resolve_steps"]
 
 DEFAULT_TIMESCALE = 10_000
-"""Default timescale of inverse_sqrt without a warm-up."""
+"""Default timescale of inverse_sqrt without a warmup."""
 
 Shape = Literal["linear", "cosine", "1-sqrt"]
 DEFAULT_COOLDOWN = 0.2
@@ -28,13 +28,13 @@ class ScheduleConfig:
     name: Literal["constant", "linear", "cosine", "wsd", "cosine_with_restarts", "polynomial", "inverse_sqrt"] = (
         "constant"
     )
-    """Schedule after the warm-up; wsd is constant until its cooldown, all others except constant decay immediately."""
+    """Schedule after the warmup; wsd is constant until its cooldown, all others except constant decay immediately."""
     warmup_steps: int | float = 0
-    """Warm-up steps; a float below 1 is a fraction of the run, rounded up."""
+    """Warmup steps; a float below 1 is a fraction of the run, rounded up."""
     warmup_start: float | None = None
-    """Factor at the first warm-up step, reaching 1 after the last; default: 1/warmup_steps, reaching 1 at the last."""
+    """Factor at the first warmup step, reaching 1 after the last; default: 1/warmup_steps, reaching 1 at the last."""
     warmup_shape: Shape | None = None
-    """Shape of the warm-up from warmup_start; default: linear."""
+    """Shape of the warmup from warmup_start; default: linear."""
     cooldown: float = DEFAULT_COOLDOWN
     """With wsd: fraction of the run over which the learning rate decays."""
     cooldown_steps: int | None = None
@@ -42,7 +42,7 @@ class ScheduleConfig:
     cooldown_shape: Shape | None = None
     """With wsd: shape of the decay; default: linear."""
     stable_steps: int | None = None
-    """With wsd: steps between warm-up and cooldown; min_lr_ratio applies after both; default: the rest of the run."""
+    """With wsd: steps between warmup and cooldown; min_lr_ratio applies after both; default: the rest of the run."""
     min_lr_ratio: float = 0.0
     """Learning rate at the end of the decay, as a fraction of the peak."""
     cycles: float | None = None
@@ -50,7 +50,7 @@ class ScheduleConfig:
     power: float | None = None
     """With polynomial: exponent of the remaining fraction of steps; default: 1."""
     timescale: int | None = None
-    """With inverse_sqrt: the factor is 1/sqrt(2) this many steps after the warm-up; default: warmup_steps."""
+    """With inverse_sqrt: the factor is 1/sqrt(2) this many steps after the warmup; default: warmup_steps."""
 
     def __post_init__(self) -> None:
         check_choices("schedule", self)

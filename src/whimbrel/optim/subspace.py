@@ -158,9 +158,9 @@ def cholesky_qr(y: Tensor, shifts: tuple[float, ...] = (1e-6, 0.0, 0.0)) -> tupl
     return y, valid
 
 
-def polar_factor(square: Tensor) -> Tensor:
-    """The nearest orthogonal matrix by Newton-Schulz, for singular values up to 1; accurate for those above 0.05."""
-    x, (a, b, c) = square, QUINTIC
+def polar_factor(matrix: Tensor) -> Tensor:
+    """The orthogonal matrix nearest to a square one, by Newton-Schulz; needs singular values between 0.05 and 1."""
+    x, (a, b, c) = matrix, QUINTIC
     for precision in ("high",) * ROUGH_STEPS + ("highest",) * EXACT_STEPS:
         with _matmul_precision(precision):
             gram = x.mT @ x

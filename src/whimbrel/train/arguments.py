@@ -345,8 +345,8 @@ def _converted(cls: type, name: str, value: Any) -> Any:
         return _parse_scheduler_kwargs(value)
     if name == "qat_recipe" and isinstance(value, str) and ("fp8" in value or "float8" in value):
         raise ConfigError(
-            f"qat_recipe = {value!r} is not one of {', '.join(typing.get_args(QatRecipe))}: fake quantization to fp8 "
-            "zeroes nearly all of a weight's gradient (docs/precision.md); train with fp8_recipe instead"
+            f"qat_recipe: expected one of {', '.join(typing.get_args(QatRecipe))}, got {value!r}: fake quantization "
+            "to fp8 zeroes nearly all of a weight's gradient (docs/precision.md); train with fp8_recipe instead"
         )
     if name == "report_to":
         return _check_reporters(value)

@@ -54,7 +54,7 @@ SCHEDULER_TYPES = {
     "wsd": _SchedulerType("wsd"),
 }
 """The schedules of `transformers` that depend only on the step, and our wsd. Any setting of ScheduleConfig is a
-keyword too; `warmup_start=None` starts the warm-up at 1/warmup_steps instead of 0."""
+keyword too; `warmup_start=None` starts the warmup at 1/warmup_steps instead of 0."""
 
 ABSOLUTE_LR_KWARGS = ("lr_end", "min_lr")
 """Keywords that are learning rates; the settings are factors of the peak."""

@@ -32,7 +32,7 @@ from whimbrel.models import GPT, GPTConfig, RopeScaling, preset, preset_names
         ({"norm": "lyer"}, "did you mean 'layer'"),
         ({"num_layers": 10**5}, "num_layers <= 10,000, got 100000"),
         ({"embd_size": 10**12}, "expected embd_size <="),
-        ({"activation": "swish"}, "is not one of gelu, gelu_tanh, silu, relu2"),
+        ({"activation": "swish"}, "expected one of gelu, gelu_tanh, silu, relu2"),
     ],
 )
 def test_invalid_configs_are_rejected(settings, message):
@@ -46,7 +46,7 @@ def test_invalid_configs_are_rejected(settings, message):
         ({"kind": "linear", "factor": 0.5}, "factor >= 1, got 0.5"),
         ({"kind": "llama3", "factor": 8.0, "low_freq_factor": 0.0}, "low_freq_factor > 0, got 0.0"),
         ({"kind": "llama3", "factor": 8.0, "original_context_length": 0}, "context_length > 0, got 0"),
-        ({"kind": "yarn", "factor": 2.0}, "is not one of linear, llama3"),
+        ({"kind": "yarn", "factor": 2.0}, "expected one of linear, llama3"),
         ({"kind": "llama3", "factor": 8.0, "high_freq_factor": 1.0}, "high_freq_factor > .* = 1.0, got 1.0"),
     ],
 )

@@ -120,9 +120,11 @@ def test_pattern_that_matches_nothing_is_rejected() -> None:
 def test_with_name_changes_only_the_name() -> None:
     assert OptimConfig(lr=0.1).with_name("muon") == OptimConfig(name="muon", lr=0.1)
     assert ScheduleConfig(warmup_steps=3).with_name("cosine") == ScheduleConfig(name="cosine", warmup_steps=3)
-    with pytest.raises(ConfigError, match=r"optim.name = 'adam' is not one of adamw, .*, muon: did you mean 'adamw'\?"):
+    with pytest.raises(
+        ConfigError, match=r"optim.name: expected one of adamw, .*, muon.* got 'adam': did you mean 'adamw'\?"
+    ):
         OptimConfig().with_name("adam")
-    with pytest.raises(ConfigError, match="schedule.name = 'steps' is not one of constant"):
+    with pytest.raises(ConfigError, match="schedule.name: expected one of constant.* got 'steps'"):
         ScheduleConfig().with_name("steps")
 
 
@@ -200,7 +202,7 @@ def test_groups_set_ranks_and_disable_subspaces() -> None:
         ({"name": "galore_warm", "rank": 0}, "optim.rank: expected .* got 0"),
         ({"name": "galore_warm", "gap": 0}, "optim.gap: expected .* got 0"),
         ({"name": "galore_warm", "scale": -1.0}, "optim.scale: expected .* got -1.0"),
-        ({"name": "galore_warm", "store": "int4"}, "optim.store = 'int4' is not one of fp32, bf16, int8"),
+        ({"name": "galore_warm", "store": "int4"}, "optim.store: expected one of fp32, bf16, int8.* got 'int4'"),
         ({"name": "galore_warm", "rnk": 4}, "unknown setting 'optim.rnk': did you mean 'rank'"),
         ({"groups": [{"pattern": "x", "rank": 4}]}, "optim.groups.rank = 4 needs optim.name = galore or"),
         ({"name": "muon", "groups": [{"pattern": "x", "subspace": False}]}, "optim.groups.subspace = False needs"),
@@ -345,11 +347,20 @@ def test_full_rank_of_an_expert_stack_is_the_rank_of_its_matrices(caplog: pytest
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: OptimConfig(name="galoor"), r"optim.name = 'galoor' is not one of .*: did you mean 'galore'\?"),
-        (lambda: OptimConfig(name="galore", projection_type="x"), "optim.projection_type = 'x' is not one of std, .*"),
-        (lambda: OptimConfig(name="galore_warm", store="int9"), r"optim.store = 'int9' .*: did you mean 'int8'\?"),
-        (lambda: OptimConfig(decay_params="none"), "optim.decay_params = 'none' is not one of all, matrices, hidden"),
-        (lambda: ScheduleConfig(name="cosin"), r"schedule.name = 'cosin' .*: did you mean 'cosine'\?"),
+        (lambda: OptimConfig(name="galoor"), r"optim.name: expected one of .* got 'galoor': did you mean 'galore'\?"),
+        (
+            lambda: OptimConfig(name="galore", projection_type="x"),
+            "optim.projection_type: expected one of std.* got 'x'",
+        ),
+        (
+            lambda: OptimConfig(name="galore_warm", store="int9"),
+            r"optim.store: expected .* got 'int9': did you mean 'int8'\?",
+        ),
+        (
+            lambda: OptimConfig(decay_params="none"),
+            "optim.decay_params: expected one of all, matrices, hidden.* got 'none'",
+        ),
+        (lambda: ScheduleConfig(name="cosin"), r"schedule.name: expected .* got 'cosin': did you mean 'cosine'\?"),
     ],
 )
 def test_unknown_choices_are_rejected_by_the_constructor(make: Callable[[], object], message: str) -> None:

@@ -338,7 +338,7 @@ def stepped(optimizer: GaLore) -> GaLore:
         ({"rank": 0}, "rank: expected an integer >= 1, got 0"),
         ({"rank": 0.5}, "rank: expected an integer >= 1, got 0.5"),
         ({"update_proj_gap": 0}, "update_proj_gap: expected an integer >= 1, got 0"),
-        ({"projection_type": "rigth"}, "projection_type = 'rigth' is not one of std"),
+        ({"projection_type": "rigth"}, "projection_type: expected one of std.* got 'rigth'"),
     ],
 )
 def test_invalid_options_are_rejected_by_name(settings: dict[str, Any], message: str) -> None:

@@ -176,7 +176,10 @@ def test_attributes_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"projection_type": "both"}, "projection_type = 'both' is not one of std, reverse_std, right, left, full"),
+        (
+            {"projection_type": "both"},
+            "projection_type: expected one of std, reverse_std, right, left, full.* got 'both'",
+        ),
         ({"rank": 0}, "rank: expected an integer >= 1, got 0"),
         ({"rank": 1.5}, "rank: expected an integer >= 1, got 1.5"),
         ({"update_proj_gap": 0}, "update_proj_gap: expected an integer >= 1, got 0"),
@@ -193,5 +196,5 @@ def test_vectors_and_missing_bases_are_rejected() -> None:
     with pytest.raises(OptimizerError, match="call project\\(\\) first"):
         GaLoreProjector().project_back(torch.ones(3, 3))
     for projection_type in ("std", "reverse_std", "both"):
-        with pytest.raises(ValueError, match="is not one of right, left, full"):
+        with pytest.raises(ValueError, match="expected one of right, left, full"):
             GaLoreProjector.get_orthogonal_matrix(torch.ones(3, 3), 2, projection_type)

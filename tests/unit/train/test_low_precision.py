@@ -198,10 +198,10 @@ def test_recipes_work_with_other_features(make_run: Make, tmp_path: Path, name: 
             {"train__fp8_recipe": "rowwise", "train__projected_linears": True, "train__optimizer_in_backward": True},
             "train.fp8_recipe = rowwise and train.projected_linears = True are mutually",
         ),
-        ({"train__weight_dtype": "int4"}, "train.weight_dtype = 'int4' is not one of int8"),
+        ({"train__weight_dtype": "int4"}, "train.weight_dtype: expected int8, got 'int4'"),
         (
             {"train__qat_recipe": "fp8"},
-            "train.qat_recipe = 'fp8' is not one of int8-dynamic-act-int4-weight, int4-weight",
+            "train.qat_recipe: expected one of int8-dynamic-act-int4-weight, int4-weight.* got 'fp8'",
         ),
         ({"train__fp8_dim_alignment": 32}, "train.fp8_dim_alignment = 32 needs train.fp8_recipe"),
         (
