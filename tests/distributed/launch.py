@@ -36,9 +36,10 @@ def process_group(rank: int, port: int) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def error_of(act: Callable[[], Any]) -> str:
+def error_of(call: Callable[[], Any]) -> str:
+    """The error that the call raises, as `Type: message`, or "no error"."""
     try:
-        act()
+        call()
     except WhimbrelError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -309,7 +309,7 @@ def shards(rank: int) -> dict[str, Any]:
         "model": lambda: project_in_backward(warm(params), model=net),
         "group": lambda: project_in_backward(warm(params), process_group=dist.group.WORLD),
     }
-    return results | {"unsupported": {name: error_of(act) for name, act in unsupported.items()}}
+    return results | {"unsupported": {name: error_of(call) for name, call in unsupported.items()}}
 
 
 def save(folder: Path, net: nn.Module, optimizer: Any) -> None:
@@ -342,8 +342,8 @@ def checkpoints(rank: int, run: Path) -> dict[str, Any]:
             results[f"{name} loaded from {source}"] = full_state(net, optimizer)
             train(net, optimizer, range(half, STEPS), rows)
             results[f"{name} resumed from {source}"] = full_state(net, optimizer)
-        alone = model()
-        single, resharded = make(alone.parameters()), make((net := sharded()).parameters())
+        unsharded = model()
+        single, resharded = make(unsharded.parameters()), make((net := sharded()).parameters())
         single.load_state_dict(optimizer.state_dict())
         resharded.load_state_dict(single.state_dict())
         results[f"{name} round trip"] = full_state(net, resharded)

@@ -45,7 +45,7 @@ class DirectoryValues(Values):
         self.state = {"w": torch.full((10,), float((folder / "value").read_text()))}
 
 
-def parts(rank: int, value: float) -> list[StateComponent]:
+def make_components(rank: int, value: float) -> list[StateComponent]:
     own = value + rank
     return [
         StateComponent("model", DirectoryValues(value), SharingPattern.REPLICATED),
@@ -59,20 +59,20 @@ def parts(rank: int, value: float) -> list[StateComponent]:
     ]
 
 
-def run_rank(rank: int, port: int, run: Path, answers: Any) -> None:
+def run_rank(rank: int, port: int, run: Path, queue: Any) -> None:
     """Runs on each rank; for PER_NODE, every rank is its own node."""
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     with process_group(rank, port):
         manager_module.RETRY_DELAYS = (0.0,)
-        alone = [dist.new_group([other]) for other in range(RANKS)]
-        groups = {"all": dist.group.WORLD, "one": alone[rank]}
+        single_rank_groups = [dist.new_group([other]) for other in range(RANKS)]
+        groups = {"all": dist.group.WORLD, "one": single_rank_groups[rank]}
         manager = CheckpointManager(run, keep=2, process_groups=groups, asynchronous=True)
         for step in (1, 2, 3):
-            manager.save(step, parts(rank, 10.0 * step), metric=1.0)
-        answer: dict[str, Any] = {"finished": [step for step, _ in manager.finished()]}
-        fresh = parts(rank, 0.0)
-        answer["step"] = manager.load(fresh).step
-        answer["values"] = {part.key: float(part.stateful.state["w"][0]) for part in fresh}
+            manager.save(step, make_components(rank, 10.0 * step), metric=1.0)
+        result: dict[str, Any] = {"finished": [step for step, _ in manager.finished()]}
+        fresh = make_components(rank, 0.0)
+        result["step"] = manager.load(fresh).step
+        result["values"] = {part.key: float(part.stateful.state["w"][0]) for part in fresh}
 
         def save_error(kind: str, level: str, value: float, note: str = "") -> str:
             part = StateComponent(
@@ -80,32 +80,32 @@ def run_rank(rank: int, port: int, run: Path, answers: Any) -> None:
             )
             return error_of(lambda: manager.save(4, [part], path=run / f"{level}-{kind}"))
 
-        answer["same"] = save_error("same", "full", 1.0)
-        answer["drifted"] = {
+        result["same"] = save_error("same", "full", 1.0)
+        result["drifted"] = {
             level: save_error("drifted", level, 1.0 + rank) for level in ("none", "quick", "tensor", "full")
         }
-        answer["note"] = {
+        result["note"] = {
             level: save_error("note", level, 1.0, f"of {rank}" if rank else "x") for level in ("tensor", "full")
         }
 
-        existing = [run / "full-same", run / "nowhere"][rank]
-        answer["existing"] = error_of(lambda: manager.save(4, parts(rank, 1.0), path=existing))
-        odd = parts(rank, 1.0)
-        odd[4].stateful.state = {"w": object() if rank == 1 else 1}
-        answer["odd"] = error_of(lambda: manager.save(4, odd))
-        broken = parts(rank, 50.0)
+        existing = [run / "full-same", run / "new"][rank]
+        result["existing"] = error_of(lambda: manager.save(4, make_components(rank, 1.0), path=existing))
+        unsupported = make_components(rank, 1.0)
+        unsupported[4].stateful.state = {"w": object() if rank == 1 else 1}
+        result["unsupported type"] = error_of(lambda: manager.save(4, unsupported))
+        broken = make_components(rank, 50.0)
         if rank == 1:
             broken[3].stateful.save_directory = _full
-        answer["full disk"] = error_of(lambda: manager.save(5, broken))
+        result["full disk"] = error_of(lambda: manager.save(5, broken))
         dist.barrier()
-        answer["left"] = sorted(os.listdir(run / "checkpoints"))
+        result["left"] = sorted(os.listdir(run / "checkpoints"))
         dist.barrier()
         if rank == 0:
             (checkpoint_path(run, 3) / "rng.rank-00001.json").write_text("{}")
         dist.barrier()
-        answer["fallback"] = manager.load(parts(rank, 0.0)).step
-        answer["named"] = error_of(lambda: manager.load(parts(rank, 0.0), checkpoint_path(run, 3)))
-        answers.put((rank, answer))
+        result["fallback"] = manager.load(make_components(rank, 0.0)).step
+        result["named"] = error_of(lambda: manager.load(make_components(rank, 0.0), checkpoint_path(run, 3)))
+        queue.put((rank, result))
 
 
 def _full(state: Any, folder: Path) -> None:
@@ -115,17 +115,17 @@ def _full(state: Any, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     run = tmp_path_factory.mktemp("run")
-    answers = mp.get_context("spawn").Queue()
-    launch(run_rank, run, answers)
-    return run, [answer for _, answer in sorted((answers.get(timeout=600) for _ in range(RANKS)), key=lambda x: x[0])]
+    queue = mp.get_context("spawn").Queue()
+    launch(run_rank, run, queue)
+    return run, [result for _, result in sorted((queue.get(timeout=600) for _ in range(RANKS)), key=lambda x: x[0])]
 
 
 def test_each_rank_loads_its_own_state(results) -> None:
-    for rank, answer in enumerate(results[1]):
+    for rank, result in enumerate(results[1]):
         own = 30.0 + rank
-        assert answer["finished"] == [1, 2, 3]
-        assert answer["step"] == 3
-        assert answer["values"] == {
+        assert result["finished"] == [1, 2, 3]
+        assert result["step"] == 3
+        assert result["values"] == {
             "model": 30.0, "optimizer": 30.0, "trainer": 30.0, "stage": own, "rng": own, "all": 30.0, "one": own,
             "cache": own,
         }  # fmt: skip
@@ -148,40 +148,40 @@ def test_manifest_lists_the_ranks_and_files(results) -> None:
 
 
 def test_replicas_that_differ_are_not_saved(results) -> None:
-    for answer in results[1]:
-        assert answer["same"] == "no error"
-        assert answer["drifted"]["none"] == answer["drifted"]["quick"] == "no error"
+    for result in results[1]:
+        assert result["same"] == "no error"
+        assert result["drifted"]["none"] == result["drifted"]["quick"] == "no error"
         for level in ("tensor", "full"):
-            assert answer["drifted"][level].startswith("ParallelError: component 'x' must be equal on all ranks")
-            assert "'w' differs between rank 0 and rank 1" in answer["drifted"][level]
-        assert answer["note"]["tensor"] == "no error"
-        assert "'values' differs" in answer["note"]["full"]
+            assert result["drifted"][level].startswith("ParallelError: component 'x' must be equal on all ranks")
+            assert "'w' differs between rank 0 and rank 1" in result["drifted"][level]
+        assert result["note"]["tensor"] == "no error"
+        assert "'values' differs" in result["note"]["full"]
 
 
 def test_error_on_one_rank_is_raised_on_all_and_leaves_no_files(results) -> None:
-    run, answers = results
-    for answer in answers:
-        assert answer["existing"].startswith("WriteError: rank 0: ")
-        assert answer["odd"] == f"CheckpointError: rank 1: {answer['odd'].partition('rank 1: ')[2]}"
-        assert "got object at 'w'" in answer["odd"]
-        assert answer["full disk"].startswith("WriteError: rank 1: ")
-        assert "No space left on device" in answer["full disk"]
-        assert answer["left"] == ["step-00000002", "step-00000003"]
+    run, ranks = results
+    for result in ranks:
+        assert result["existing"].startswith("WriteError: rank 0: ")
+        assert result["unsupported type"].startswith("CheckpointError: rank 1: ")
+        assert "got object at 'w'" in result["unsupported type"]
+        assert result["full disk"].startswith("WriteError: rank 1: ")
+        assert "No space left on device" in result["full disk"]
+        assert result["left"] == ["step-00000002", "step-00000003"]
     assert list(list_checkpoints(run)) == [2, 3]
 
 
 def test_damage_to_one_rank_makes_all_load_the_previous_checkpoint(results) -> None:
-    for answer in results[1]:
-        assert answer["fallback"] == 2
-        assert answer["named"].startswith("CheckpointError: ")
-        assert "rng.rank-00001.json has changed" in answer["named"]
+    for result in results[1]:
+        assert result["fallback"] == 2
+        assert result["named"].startswith("CheckpointError: ")
+        assert "rng.rank-00001.json has changed" in result["named"]
 
 
 def test_single_process_loads_global_components_but_not_those_of_other_nodes(results, tmp_path) -> None:
     run, _ = results
     path = checkpoint_path(run, 2)
     assert read_component(path, "rng.rank-00001")["w"][0] == 21.0
-    fresh = [part for part in parts(0, 0.0) if part.process_group_name is None]
+    fresh = [part for part in make_components(0, 0.0) if part.process_group_name is None]
     assert CheckpointManager(run).load(fresh, path).step == 2
     assert [float(part.stateful.state["w"][0]) for part in fresh] == [20.0] * 6
     ranks = manager_module.Ranks()

@@ -172,7 +172,7 @@ def test_nonfinite_gradient_on_one_rank_skips_the_step_on_all(results: Results) 
 
 
 def test_unsupported_sharding_is_rejected(results: Results) -> None:
-    words = {
+    patterns = {
         "side": "OptimizerError: side = 'std' .* use side = 'right'",
         "rule": "OptimizerError: rule = 'muon' .* use rule = 'adamw'",
         "columns": r"sharded by its first dimension.* got placements \(Shard\(dim=1\),\)",
@@ -183,9 +183,9 @@ def test_unsupported_sharding_is_rejected(results: Results) -> None:
     }
     for result in results:
         errors = result["shards"]["unsupported"]
-        assert errors.keys() == words.keys()
+        assert errors.keys() == patterns.keys()
         for name, error in errors.items():
-            assert re.search(words[name], error)
+            assert re.search(patterns[name], error)
 
 
 @pytest.mark.parametrize("name", MAKES)

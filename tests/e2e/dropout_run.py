@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor, nn
 
@@ -40,4 +38,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.exit(0)

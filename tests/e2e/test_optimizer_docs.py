@@ -16,9 +16,9 @@ PAGE = "docs/optimizers.md"
 
 
 def test_loop_with_low_rank_groups_learns(tmp_path: Path) -> None:
-    loss, words = run_python(code_blocks(PAGE, "python")[0], tmp_path).split(" ", 1)
+    loss, description = run_python(code_blocks(PAGE, "python")[0], tmp_path).split(" ", 1)
     assert float(loss) < 2.0  # log(64) = 4.2 before the first step
-    assert words == "warm rank 8, adamw 9252\n"
+    assert description == "warm rank 8, adamw 9252\n"
 
 
 def test_routing_assigns_rules_by_role_and_pattern(tmp_path: Path) -> None:

@@ -48,11 +48,11 @@ def test_settings_are_valid() -> None:
 def test_commands_run_in_order(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(directory)
     for command in [line for block in code_blocks(PAGE, "bash") for line in block.splitlines()]:
-        name, *words = shlex.split(command)
-        assert name == "whimbrel"
-        assert whimbrel(*words) == 0, command
-    for made in ("demo-int8", "demo-unquantized"):
-        assert (directory / "models" / made / "model.safetensors").is_file()
+        program, *arguments = shlex.split(command)
+        assert program == "whimbrel"
+        assert whimbrel(*arguments) == 0, command
+    for name in ("demo-int8", "demo-unquantized"):
+        assert (directory / "models" / name / "model.safetensors").is_file()
 
 
 def test_tables_list_every_recipe_and_format() -> None:

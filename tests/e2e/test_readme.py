@@ -32,10 +32,10 @@ def commands() -> list[str]:
 
 
 def run(command: str | list[str], folder: Path) -> None:
-    words = ["bash", "-euo", "pipefail", "-c", command] if isinstance(command, str) else command
+    arguments = ["bash", "-euo", "pipefail", "-c", command] if isinstance(command, str) else command
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        words, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
+        arguments, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
@@ -74,7 +74,7 @@ def test_make_targets_exist(command: str):
 
 
 def test_extras_exist():
-    named = set(re.findall(r"'\.\[(\w+)\]'", (ROOT / "README.md").read_text(encoding="utf-8")))
+    named = set(re.findall(r"'\.\[([\w-]+)\]'", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert named <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     assert named
 

@@ -73,12 +73,12 @@ def test_disconnecting_clients_do_not_affect_others(server: ServerProcess):
                     break
         return response.status_code, None
 
-    async def together() -> list[tuple[int, str | None]]:
+    async def run_all() -> list[tuple[int, str | None]]:
         limits = httpx.Limits(max_connections=64)
         async with httpx.AsyncClient(base_url=server.url, headers=server.headers, limits=limits, timeout=120) as client:
             return await asyncio.gather(*(one(client, number) for number in range(64)))
 
-    responses = asyncio.run(together())
+    responses = asyncio.run(run_all())
     server.wait_until_idle()
     assert [status for status, _ in responses] == [200] * 64
     with server.client() as client:

@@ -164,12 +164,12 @@ def test_a_body_that_is_too_large_gets_413(server: ServerProcess):
 def test_a_large_content_length_gets_413_before_the_body_arrives(server: ServerProcess):
     host, _, port = server.url.removeprefix("http://").partition(":")
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {server.key}\r\n"
-    with socket.create_connection((host, int(port)), timeout=10) as line:
-        line.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 99999999\r\n\r\n{{".encode())
-        assert line.recv(4096).startswith(b"HTTP/1.1 413")
-    with socket.create_connection((host, int(port)), timeout=10) as line:
-        line.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 99999999\r\n\r\n{{".encode())
-        assert line.recv(4096).startswith(b"HTTP/1.1 401")
+    with socket.create_connection((host, int(port)), timeout=10) as conn:
+        conn.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 99999999\r\n\r\n{{".encode())
+        assert conn.recv(4096).startswith(b"HTTP/1.1 413")
+    with socket.create_connection((host, int(port)), timeout=10) as conn:
+        conn.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 99999999\r\n\r\n{{".encode())
+        assert conn.recv(4096).startswith(b"HTTP/1.1 401")
 
 
 def test_the_server_is_healthy_after_all_errors(server: ServerProcess):

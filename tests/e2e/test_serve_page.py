@@ -102,11 +102,11 @@ def test_a_conversation_streams_and_survives_a_reload(page: Page, server: Server
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 12}
     with server.client() as client:
-        plain = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-        assert first == plain
-        messages += [{"role": "assistant", "content": plain}, {"role": "user", "content": "And then?"}]
-        longer = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-    assert page.turns()[3][1] == longer
+        first_reply = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        assert first == first_reply
+        messages += [{"role": "assistant", "content": first_reply}, {"role": "user", "content": "And then?"}]
+        second_reply = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    assert page.turns()[3][1] == second_reply
     page.browser.refresh()
     page.until(lambda: page.find("model").text == "tiny")
     assert len(page.turns()) == 4
@@ -133,7 +133,7 @@ def test_the_stop_button_stops_generation(page: Page, server: ServerProcess):
 def test_markup_is_shown_as_text(page: Page, server: ServerProcess):
     page.enter(server.key)
     page.set("tokens", "2")
-    text = "<img src=x onerror=\"document.title='caught'\"><b>bold</b> &amp; done"
+    text = "<img src=x onerror=\"document.title='injected'\"><b>bold</b> &amp; done"
     page.send(text)
     page.until(lambda: page.is_idle() and len(page.turns()) == 2)
     assert page.turns()[0] == ("user", text)

@@ -16,7 +16,7 @@ import pytest
 SOAK = os.environ.get("WHIMBREL_SOAK") == "1"
 HERE = Path(__file__).parent
 
-Lane = Callable[[str], list[str | None]]
+RunScenario = Callable[[str], list[str | None]]
 
 
 @pytest.fixture(scope="session")
@@ -45,18 +45,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture
-def run_lane(shim: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> Lane:
-    """Run a lane in a process with the shim preloaded. Returns an error message or None for each point."""
+def run_scenario(shim: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> RunScenario:
+    """Run a scenario in a process with the shim preloaded. Returns an error message or None for each point."""
 
-    def run(lane: str) -> list[str | None]:
+    def run(scenario: str) -> list[str | None]:
         environment = os.environ | {"LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, HERE / "lane.py", lane, tmp_path],
+            [sys.executable, HERE / "scenarios.py", scenario, tmp_path],
             env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
         found = json.loads(done.stdout)
-        record_property("faults", f"{lane}: {len(found)} points")
+        record_property("faults", f"{scenario}: {len(found)} points")
         return found
 
     return run

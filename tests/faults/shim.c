@@ -1,6 +1,6 @@
 /* LD_PRELOAD library that counts the system calls that modify files in one directory, and at a given call kills
  * the process, returns an error, or records the call.
- * Built and loaded (LD_PRELOAD) by the fault lanes; nothing happens until fault_arm is called. */
+ * Built and loaded (LD_PRELOAD) by the fault tests; nothing happens until fault_arm is called. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -15,17 +15,17 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum action { COUNT, KILL, FAIL_ONCE, FAIL_ON };
+enum action { COUNT, KILL, FAIL_ONCE, FAIL_FROM };
 enum kind { DATA = 1, SYNC = 2, NAME = 4, REMOVE = 8 };
 
-static char folder[PATH_MAX], notes[1 << 20];
-static size_t noted;
+static char folder[PATH_MAX], trace[1 << 20];
+static size_t trace_size;
 static long calls, target_call;
 static int action, error, kinds;
 
 void fault_arm(const char *below, long at, int what, int code, int which) {
-    noted = 0;
-    notes[0] = calls = 0;
+    trace_size = 0;
+    trace[0] = calls = 0;
     target_call = at;
     action = what;
     error = code;
@@ -35,7 +35,7 @@ void fault_arm(const char *below, long at, int what, int code, int which) {
 
 void fault_disarm(void) { folder[0] = 0; }
 long fault_calls(void) { return calls; }
-const char *fault_notes(void) { return notes; }
+const char *fault_trace(void) { return trace; }
 
 static void path_of(int handle, char *out) {
     char link[64];
@@ -55,13 +55,13 @@ static void path_at(int handle, const char *name, char *out) {
 }
 
 /* Whether this call is the target call and has to fail. `torn` is data of which half is written before a kill. */
-static int hit(enum kind kind, const char *word, const char *path, const char *to, int handle, const void *torn,
+static int hit(enum kind kind, const char *call, const char *path, const char *to, int handle, const void *torn,
                size_t size) {
     if (!folder[0] || strncmp(path, folder, strlen(folder)) != 0 || !(kind & kinds))
         return 0;
     calls++;
-    if (noted < sizeof notes - 2 * PATH_MAX)
-        noted += snprintf(notes + noted, sizeof notes - noted, "%s\t%s\t%s\n", word, path, to ? to : "");
+    if (trace_size < sizeof trace - 2 * PATH_MAX)
+        trace_size += snprintf(trace + trace_size, sizeof trace - trace_size, "%s\t%s\t%s\n", call, path, to ? to : "");
     if (action == KILL && calls == target_call) {
         static ssize_t (*real)(int, const void *, size_t);
         real = dlsym(RTLD_NEXT, "write");
@@ -70,7 +70,7 @@ static int hit(enum kind kind, const char *word, const char *path, const char *t
         kill(getpid(), SIGKILL);
         pause();
     }
-    return (action == FAIL_ONCE && calls == target_call) || (action == FAIL_ON && calls >= target_call);
+    return (action == FAIL_ONCE && calls == target_call) || (action == FAIL_FROM && calls >= target_call);
 }
 
 #define REAL(name) static __typeof__(&name) real; if (!real) real = dlsym(RTLD_NEXT, #name)

@@ -45,7 +45,7 @@ class DirectoryValues(Spy):
         )
 
 
-def parts(value: float) -> list[StateComponent]:
+def make_components(value: float) -> list[StateComponent]:
     return [
         StateComponent("model", DirectoryValues(value), SharingPattern.GLOBAL),
         StateComponent(OPTIONAL, Spy(value), SharingPattern.GLOBAL, required=False),
@@ -58,12 +58,12 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
-def change(edit: Callable[[bytearray, random.Random], bytearray | bytes]) -> Callable[[Path, random.Random], None]:
-    def act(run: Path, rng: random.Random) -> None:
+def edit_file(edit: Callable[[bytearray, random.Random], bytearray | bytes]) -> Callable[[Path, random.Random], None]:
+    def damage(run: Path, rng: random.Random) -> None:
         file = _any_file(_any_step(run, rng), rng)
         file.write_bytes(edit(bytearray(file.read_bytes()), rng))
 
-    return act
+    return damage
 
 
 def _any_step(run: Path, rng: random.Random) -> Path:
@@ -116,10 +116,10 @@ def copy_as_newer(run: Path, rng: random.Random) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path, random.Random], Any]] = {
-    "truncate": change(lambda content, rng: content[: rng.randrange(len(content))]),
-    "flip": change(flip),
-    "append": change(lambda content, rng: content + rng.randbytes(rng.randint(1, 9))),
-    "clear": change(clear),
+    "truncate": edit_file(lambda content, rng: content[: rng.randrange(len(content))]),
+    "flip": edit_file(flip),
+    "append": edit_file(lambda content, rng: content + rng.randbytes(rng.randint(1, 9))),
+    "clear": edit_file(clear),
     "remove": lambda run, rng: _any_file(_any_step(run, rng), rng).unlink(),
     "swap": swap,
     "swap manifests": swap_manifests,
@@ -150,7 +150,7 @@ def test_damaged_checkpoint_is_never_loaded(
 ) -> None:
     base, run = tmp_path / "base", tmp_path / "run"
     for step in STEPS:
-        CheckpointManager(base).save(step, parts(float(step)))
+        CheckpointManager(base).save(step, make_components(float(step)))
     pristine = {path.name: contents(path) for path in (base / "checkpoints").iterdir()}
     seen = dict.fromkeys(DAMAGE, 0)
     for number in range(corruptions):
@@ -168,7 +168,7 @@ def test_damaged_checkpoint_is_never_loaded(
 
 def _check(run: Path, step: int, with_optional: bool, caplog: pytest.LogCaptureFixture, what: str) -> None:
     caplog.clear()
-    components = parts(0.0)
+    components = make_components(0.0)
     with caplog.at_level(logging.WARNING):
         loaded = CheckpointManager(run).load(components)
     loaded_states = [component.stateful.loaded_states for component in components]
@@ -178,7 +178,7 @@ def _check(run: Path, step: int, with_optional: bool, caplog: pytest.LogCaptureF
     assert len(caplog.records) == len(newer) + (not with_optional), what
     for path in newer:
         assert str(path) in caplog.text, what
-        untouched = parts(0.0)
+        untouched = make_components(0.0)
         with pytest.raises(CheckpointError) as caught:
             CheckpointManager(run).load(untouched, path)
         assert "\n" not in str(caught.value), what

@@ -81,11 +81,11 @@ def chunks() -> list[tuple[np.ndarray, np.ndarray]]:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_values_match_torch_tensors(framework: Framework, layer: str):
-    cache, plain = (cache_of(layer) for _ in range(2))
+    cache, reference = (cache_of(layer) for _ in range(2))
     for keys, values in chunks():
         for index in (0, 1):
             got = cache.update(framework.make(keys), framework.make(values), index)
-            expected = plain.update(torch.from_numpy(keys), torch.from_numpy(values), index)
+            expected = reference.update(torch.from_numpy(keys), torch.from_numpy(values), index)
             for ours, theirs in zip(got, expected, strict=True):
                 assert np.allclose(framework.to_numpy(ours), theirs.numpy(), atol=0.05 if layer == "int8" else 0)
                 assert ours.dtype == framework.make(keys).dtype
@@ -148,7 +148,7 @@ def test_only_new_tokens_are_converted_and_views_are_returned():
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_inputs_are_neither_modified_nor_referenced(layer: str):
-    cache, plain = (cache_of(layer) for _ in range(2))
+    cache, reference = (cache_of(layer) for _ in range(2))
     for keys, values in chunks():
         inputs = keys.copy(), values.copy()
         for array in inputs:
@@ -159,9 +159,9 @@ def test_inputs_are_neither_modified_nor_referenced(layer: str):
         for array in inputs:  # the caller reuses the memory
             array.flags.writeable = True
             array.fill(99)
-        plain.update(torch.from_numpy(keys), torch.from_numpy(values), 0)
-        assert torch.equal(cache.layers[0].keys, plain.layers[0].keys)
-        assert torch.equal(cache.layers[0].values, plain.layers[0].values)
+        reference.update(torch.from_numpy(keys), torch.from_numpy(values), 0)
+        assert torch.equal(cache.layers[0].keys, reference.layers[0].keys)
+        assert torch.equal(cache.layers[0].values, reference.layers[0].values)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -237,18 +237,18 @@ def test_a_rejected_tensor_leaves_the_cache_unchanged(framework: Framework):
 
 
 def test_crop_and_reorder_preserve_the_array_type(framework: Framework):
-    cache, plain = DynamicCache(), DynamicCache()
+    cache, reference = DynamicCache(), DynamicCache()
     for step, (keys, values) in enumerate(chunks()):
         got = cache.update(framework.make(keys), framework.make(values), 0)
-        expected = plain.update(torch.from_numpy(keys), torch.from_numpy(values), 0)
+        expected = reference.update(torch.from_numpy(keys), torch.from_numpy(values), 0)
         for ours, theirs in zip(got, expected, strict=True):
             assert np.array_equal(framework.to_numpy(ours), theirs.numpy())
-        for target in (cache, plain):
+        for target in (cache, reference):
             target.crop(-2 if step % 2 else 0)
             target.reorder([1, 0])
     other = cache.fork()
     other.update(*map(framework.make, states(1)), 0)
-    assert cache.get_seq_length() == plain.get_seq_length() == other.get_seq_length() - 1
+    assert cache.get_seq_length() == reference.get_seq_length() == other.get_seq_length() - 1
 
 
 def test_registered_types_work_with_a_complete_cache(monkeypatch: pytest.MonkeyPatch):
@@ -264,10 +264,10 @@ def test_registered_types_work_with_a_complete_cache(monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 def test_cupy_works_with_a_complete_cache():
     cupy = pytest.importorskip("cupy", reason="needs the package 'cupy'")
-    cache, plain = DynamicCache(), DynamicCache()
+    cache, reference = DynamicCache(), DynamicCache()
     for keys, values in chunks():
         got = cache.update(cupy.asarray(keys), cupy.asarray(values), 0)
-        expected = plain.update(torch.from_numpy(keys), torch.from_numpy(values), 0)
+        expected = reference.update(torch.from_numpy(keys), torch.from_numpy(values), 0)
         for ours, theirs, stored in zip(got, expected, (cache.layers[0].keys, cache.layers[0].values), strict=True):
             assert isinstance(ours, cupy.ndarray)
             assert ours.data.ptr == stored.data_ptr()

@@ -26,7 +26,7 @@ def pairs(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], list[
 
 
 def set_gradients(ours: list[nn.Parameter], theirs: list[nn.Parameter], step: int) -> None:
-    """The same gradients to both."""
+    """Give both the same gradients."""
     for index, (p, q) in enumerate(zip(ours, theirs, strict=True)):
         p.grad, q.grad = (random(tuple(p.shape), 1000 + 10 * step + index, p.dtype) for _ in range(2))
 
@@ -63,9 +63,9 @@ def test_steps_equal_galore_torch(galore_torch: ModuleType, rank: int, projectio
             torch.testing.assert_close(p, q, atol=1e-8, rtol=0)
 
 
-@pytest.mark.parametrize(("eps", "bar"), [(1e-6, 1e-3), (1e-12, 1e-6)])
+@pytest.mark.parametrize(("eps", "tolerance"), [(1e-6, 1e-3), (1e-12, 1e-6)])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_galore_without_a_rank_equals_adamw(eps: float, bar: float, maximize: bool) -> None:
+def test_galore_without_a_rank_equals_adamw(eps: float, tolerance: float, maximize: bool) -> None:
     ours, theirs = pairs()
     optimizer = GaLore(ours, lr=1e-2, betas=(0.9, 0.99), eps=eps, weight_decay=0.1, maximize=maximize)
     reference = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.99), eps=eps, weight_decay=0.1, maximize=maximize)
@@ -74,7 +74,7 @@ def test_galore_without_a_rank_equals_adamw(eps: float, bar: float, maximize: bo
         optimizer.step()
         reference.step()
         for p, q in zip(ours, theirs, strict=True):
-            assert (p - q).norm() <= bar * q.norm()
+            assert (p - q).norm() <= tolerance * q.norm()
 
 
 def test_full_rank_is_not_adamw() -> None:
@@ -113,18 +113,18 @@ def trainer(folder: Path, trained: GPT2LMHeadModel, steps: int) -> Trainer:
 
 
 def test_transformers_trainer_saves_and_resumes_galore(tmp_path: Path) -> None:
-    through, resumed = model(), model()
-    straight = trainer(tmp_path / "through", through, 8)
-    straight.train()
-    losses = [entry["loss"] for entry in straight.state.log_history if "loss" in entry]
+    model_one, model_two = model(), model()
+    uninterrupted = trainer(tmp_path / "uninterrupted", model_one, 8)
+    uninterrupted.train()
+    losses = [entry["loss"] for entry in uninterrupted.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.1
 
-    again = trainer(tmp_path / "resumed", resumed, 8)
-    again.train(resume_from_checkpoint=str(tmp_path / "through" / "checkpoint-4"))
-    assert again.state.global_step == 8
-    for (name, p), q in zip(through.named_parameters(), resumed.parameters(), strict=True):
+    resumed = trainer(tmp_path / "resumed", model_two, 8)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "uninterrupted" / "checkpoint-4"))
+    assert resumed.state.global_step == 8
+    for (name, p), q in zip(model_one.named_parameters(), model_two.parameters(), strict=True):
         assert torch.equal(p, q), name
-    states = (optimizer.state_dict()["state"] for optimizer in (straight.optimizer, again.optimizer))
+    states = (optimizer.state_dict()["state"] for optimizer in (uninterrupted.optimizer, resumed.optimizer))
     for one, other in zip(*(state.values() for state in states), strict=True):
         assert all(torch.equal(one[key], other[key]) for key in one | other)
         assert int(one["step"]) == 8

@@ -35,9 +35,9 @@ def test_greedy_tokens_equal_transformers(hf_model, ours, ids):
     for penalty in (1.0, 1.3):
         [expected] = hf_generate(hf_model, [prompt], max_new_tokens=24, repetition_penalty=penalty)
         assert generate(ours, prompt, max_new_tokens=24, temperature=0, repetition_penalty=penalty) == expected
-    [plain] = hf_generate(hf_model, [prompt], max_new_tokens=24)
+    [expected] = hf_generate(hf_model, [prompt], max_new_tokens=24)
     greedy = SamplingParams(temperature=0)
-    assert list(LLM(ours).stream_tokens(prompt, greedy, max_new_tokens=24, draft=NgramDraft())) == plain
+    assert list(LLM(ours).stream_tokens(prompt, greedy, max_new_tokens=24, draft=NgramDraft())) == expected
 
 
 @SOME_FAMILIES

@@ -161,10 +161,10 @@ def test_transformers_loads_a_dequantized_export(trained, tmp_path):
     directory, prompt, continuation = trained["llama"]
     tokenizer = load_tokenizer(directory)
     whimbrel.save_model(whimbrel.load_model(directory, quantize="int8"), tmp_path / "int8", tokenizer)
-    export_hf(tmp_path / "int8", tmp_path / "plain", dtype=torch.bfloat16)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    export_hf(tmp_path / "int8", tmp_path / "unquantized", dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "unquantized")
     assert model.dtype == torch.bfloat16
-    inputs = transformers.AutoTokenizer.from_pretrained(tmp_path / "plain")(prompt, return_tensors="pt")
+    inputs = transformers.AutoTokenizer.from_pretrained(tmp_path / "unquantized")(prompt, return_tensors="pt")
     generated = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0]
     assert generated.tolist() == tokenizer.encode(prompt) + continuation
 

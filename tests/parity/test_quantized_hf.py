@@ -30,9 +30,9 @@ SHAPES = {
 @pytest.fixture(params=SHAPES)
 def dense_directory(request, tmp_path):
     torch.manual_seed(0)
-    save_model(GPT(SHAPES[request.param]), tmp_path / "plain")
-    assert json.loads((tmp_path / "plain/config.json").read_text())["model_type"] == request.param.split("-")[0]
-    return tmp_path / "plain"
+    save_model(GPT(SHAPES[request.param]), tmp_path / "dense")
+    assert json.loads((tmp_path / "dense/config.json").read_text())["model_type"] == request.param.split("-")[0]
+    return tmp_path / "dense"
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)

@@ -13,7 +13,7 @@ from whimbrel.tokenization import Tokenizer
 def byte_tokenizer(special: Sequence[str] = ("<|endoftext|>",)) -> Tokenizer:
     """256 bytes and special tokens, of which the first is the end-of-text token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pipeline = Pipeline(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+    pipeline = Pipeline(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pipeline.decoder = decoders.ByteLevel()
     pipeline.add_special_tokens([AddedToken(token, special=True) for token in special])

@@ -1,4 +1,4 @@
-"""One fault-injection scenario, run as `python lane.py SCENARIO FOLDER` with the shim preloaded; prints JSON.
+"""One fault-injection scenario, run as `python scenarios.py SCENARIO FOLDER` with the shim preloaded; prints JSON.
 
 For each n, a forked child saves a checkpoint while the shim kills or fails its n-th system call. The parent then checks
 what is left on disk.
@@ -34,12 +34,12 @@ from whimbrel.checkpoint import manager as manager_module
 from whimbrel.model_io import load_weights
 from whimbrel.models import GPT, GPTConfig
 
-COUNT, KILL, FAIL_ONCE, FAIL_ON = range(4)
+COUNT, KILL, FAIL_ONCE, FAIL_FROM = range(4)
 DATA, SYNC, NAME, REMOVE = 1, 2, 4, 8
 EVERY = DATA | SYNC | NAME | REMOVE
 
 shim = ctypes.CDLL(None)
-shim.fault_notes.restype = ctypes.c_char_p
+shim.fault_trace.restype = ctypes.c_char_p
 shim.fault_calls.restype = ctypes.c_long
 
 
@@ -82,7 +82,7 @@ class Values:
         self.state = state
 
 
-def parts(value: float) -> list[StateComponent]:
+def make_components(value: float) -> list[StateComponent]:
     return [
         StateComponent("model", Model(value), SharingPattern.GLOBAL),
         StateComponent("optimizer", Values(value), SharingPattern.GLOBAL),
@@ -110,7 +110,7 @@ def prepare(run: Path, *, damaged: bool) -> None:
     """Write checkpoints 1 and 2, and optionally a damaged 3."""
     manager = CheckpointManager(run)
     for step in (1, 2, 3) if damaged else (1, 2):
-        manager.save(step, parts(float(step)))
+        manager.save(step, make_components(float(step)))
     if damaged:
         (run / "checkpoints" / "step-00000003" / "trainer.json").write_text("{}")
 
@@ -118,21 +118,19 @@ def prepare(run: Path, *, damaged: bool) -> None:
 def save(run: Path, *, asynchronous: bool) -> None:
     """Resume from the newest valid checkpoint and save step 3."""
     manager = CheckpointManager(run, keep=2, asynchronous=asynchronous)
-    components = parts(0.0)
-    manager.load(components)
-    new = parts(30.0)
-    manager.save(3, new)
+    manager.load(make_components(0.0))
+    manager.save(3, make_components(30.0))
     manager.wait()
     manager.close()
 
 
 def check(run: Path, allowed: set[float]) -> str | None:
     """Check what is left and that the next save succeeds. Returns an error message, or None."""
-    manager, components = CheckpointManager(run, keep=2), parts(0.0)
+    manager, components = CheckpointManager(run, keep=2), make_components(0.0)
     manager.load(components)
     if value_of(components) not in allowed:
         return f"loaded the state {value_of(components)}"
-    manager.save(4, parts(40.0))
+    manager.save(4, make_components(40.0))
     left = sorted(os.listdir(run / "checkpoints"))
     if left not in (["step-00000002", "step-00000004"], ["step-00000003", "step-00000004"]):
         return f"the next save left {left}"
@@ -141,12 +139,12 @@ def check(run: Path, allowed: set[float]) -> str | None:
     return None
 
 
-def points(base: Path, act: Callable[[Path], None], kinds: int = EVERY) -> Iterator[tuple[int, Path]]:
-    """Yield the index of every system call of `act`, each with a fresh copy of the run."""
+def points(base: Path, operation: Callable[[Path], None], kinds: int = EVERY) -> Iterator[tuple[int, Path]]:
+    """Yield the index of every system call of `operation`, each with a fresh copy of the run."""
     run = base.with_name("work")
     shutil.copytree(base, run)
     arm(run, 0, COUNT, kinds=kinds)
-    act(run)
+    operation(run)
     total = shim.fault_calls()
     shim.fault_disarm()
     for at in range(1, total + 1):
@@ -159,33 +157,33 @@ def points(base: Path, act: Callable[[Path], None], kinds: int = EVERY) -> Itera
 def killed(base: Path, *, asynchronous: bool) -> Iterator[str | None]:
     """SIGKILL at the n-th call."""
 
-    def act(run: Path) -> None:
+    def save_checkpoint(run: Path) -> None:
         save(run, asynchronous=asynchronous)
 
-    for at, run in points(base, act):
+    for at, run in points(base, save_checkpoint):
         child = os.fork()
         if child == 0:
             arm(run, at, KILL)
-            act(run)
+            save_checkpoint(run)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
             yield f"call {at}: not killed but {status}"
             continue
-        yield _finding(f"killed at call {at}", run, {2.0, 30.0})
+        yield _error(f"killed at call {at}", run, {2.0, 30.0})
 
 
 def failing(base: Path, action: int, code: int, kinds: int) -> Iterator[str | None]:
     """Fail the n-th call once, so that a retry succeeds, or every call from the n-th on, so that the save fails."""
 
-    def act(run: Path) -> None:
+    def save_checkpoint(run: Path) -> None:
         save(run, asynchronous=False)
 
-    for at, run in points(base, act, kinds):
+    for at, run in points(base, save_checkpoint, kinds):
         what = f"{errno.errorcode[code]} {'at' if action == FAIL_ONCE else 'from'} call {at}"
         arm(run, at, action, code, kinds)
         try:
-            act(run)
+            save_checkpoint(run)
         except WriteError as error:
             shim.fault_disarm()
             if action == FAIL_ONCE:
@@ -195,10 +193,10 @@ def failing(base: Path, action: int, code: int, kinds: int) -> Iterator[str | No
                 yield f"{what}: reported as {error}"
                 continue
         shim.fault_disarm()
-        yield _finding(what, run, {30.0} if action == FAIL_ONCE else {2.0, 30.0})
+        yield _error(what, run, {30.0} if action == FAIL_ONCE else {2.0, 30.0})
 
 
-def _finding(what: str, run: Path, allowed: set[float]) -> str | None:
+def _error(what: str, run: Path, allowed: set[float]) -> str | None:
     try:
         fault = check(run, allowed)
     except Exception as error:
@@ -206,35 +204,35 @@ def _finding(what: str, run: Path, allowed: set[float]) -> str | None:
     return None if fault is None else f"{what}: {fault}"
 
 
-def notes(base: Path) -> Iterator[str | None]:
+def trace(base: Path) -> Iterator[str | None]:
     """The system calls of one save, in order."""
     arm(base, 0, COUNT)
     save(base, asynchronous=False)
     shim.fault_disarm()
-    yield from shim.fault_notes().decode().splitlines()
+    yield from shim.fault_trace().decode().splitlines()
 
 
-LANES: dict[str, Callable[[Path, int], Iterator[str | None]]] = {
+SCENARIOS: dict[str, Callable[[Path], Iterator[str | None]]] = {
     "killed": lambda base: killed(base, asynchronous=False),
     "killed during async save": lambda base: killed(base, asynchronous=True),
     "killed with a damaged checkpoint": lambda base: killed(base, asynchronous=False),
     "full disk once": lambda base: failing(base, FAIL_ONCE, errno.ENOSPC, DATA | SYNC | NAME),
-    "full disk": lambda base: failing(base, FAIL_ON, errno.ENOSPC, DATA | SYNC | NAME),
+    "full disk": lambda base: failing(base, FAIL_FROM, errno.ENOSPC, DATA | SYNC | NAME),
     "io error once": lambda base: failing(base, FAIL_ONCE, errno.EIO, EVERY),
-    "io error": lambda base: failing(base, FAIL_ON, errno.EIO, EVERY),
-    "notes": notes,
+    "io error": lambda base: failing(base, FAIL_FROM, errno.EIO, EVERY),
+    "trace": trace,
 }
 
 
 def main() -> None:
-    """Run one lane."""
-    lane, folder = sys.argv[1], Path(sys.argv[2])
+    """Run one scenario and print the error message of each point, or null, as JSON."""
+    scenario, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     manager_module.RETRY_DELAYS = (0.0, 0.0)
     base = folder / "base"
-    prepare(base, damaged="damaged" in lane)
-    json.dump(list(LANES[lane](base)), sys.stdout)
+    prepare(base, damaged="damaged" in scenario)
+    json.dump(list(SCENARIOS[scenario](base)), sys.stdout)
 
 
 if __name__ == "__main__":
