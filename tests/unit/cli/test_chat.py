@@ -189,4 +189,4 @@ def test_draft_quantized_weights_and_quantized_cache_work_in_chat(directory, run
     baseline, _ = run_chat("Hello", "again again again")
     assert run_chat("Hello", "again again again", draft="ngram")[0] == baseline
     assert run_chat("Hello", "again again again", draft=str(directory))[0] == baseline
-    assert len(run_chat("Hello", weights="int8", kv_cache_dtype="int8", stop=["zzz"], seed=1, temperature=1.0)[0]) == 1
+    assert len(run_chat("Hello", quantize="int8", kv_cache_dtype="int8", stop=["zzz"], seed=1, temperature=1.0)[0]) == 1
