@@ -77,14 +77,14 @@ class WhimbrelConfig(PretrainedConfig):
 
     model_type = "whimbrel"
 
-    def __init__(self, gpt: dict[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(self, gpt: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.gpt = to_table(GPTConfig()) if gpt is None else gpt
         gpt_config = self.gpt_config
         self.vocab_size, self.hidden_size = gpt_config.vocab_size, gpt_config.embd_size
         self.num_hidden_layers, self.num_attention_heads = gpt_config.num_layers, gpt_config.num_heads
         self.num_key_value_heads, self.head_dim = gpt_config.kv_heads, gpt_config.head_dim
         self.max_position_embeddings = gpt_config.context_length
-        super().__init__(**settings | {"tie_word_embeddings": gpt_config.tied_head})
+        super().__init__(**kwargs | {"tie_word_embeddings": gpt_config.tied_head})
 
     @property
     def gpt_config(self) -> GPTConfig:
@@ -149,7 +149,7 @@ class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):
         ):
             if actual is not None and not _equal_positions(actual, positions):
                 raise RequestError(
-                    f"expected {name} = {stored}, {stored + 1}, ... for the {tokens} non-padding tokens: packed "
+                    f"expected {name} = {stored}, {stored + 1}, ... without gaps between non-padding tokens: packed "
                     "sequences are not supported, omit it"
                 )
         loss, logits = self._decoder[0](
@@ -174,11 +174,11 @@ def _equal_positions(actual: Tensor, expected: Tensor) -> bool:
 class WhimbrelQuantizationConfig(QuantizationConfigMixin):
     """The `quantization_config` in our directories."""
 
-    def __init__(self, **table: Any) -> None:
-        if stored_format({QUANTIZATION: table}) is None:
-            raise ConfigError(f"expected quant_method = {METHOD!r}, got {table.get('quant_method')!r}")
+    def __init__(self, **kwargs: Any) -> None:
+        if stored_format({QUANTIZATION: kwargs}) is None:
+            raise ConfigError(f"expected quant_method = {METHOD!r}, got {kwargs.get('quant_method')!r}")
         self.quant_method: Any = METHOD
-        self.version, self.recipe, self.format = table["version"], table["recipe"], table["format"]
+        self.version, self.recipe, self.format = kwargs["version"], kwargs["recipe"], kwargs["format"]
 
     @property
     def weight_format(self) -> WeightFormat:

@@ -88,7 +88,7 @@ def test_return_dict_false_returns_a_tuple(model, ids):
     [
         (
             {"position_ids": torch.arange(40).remainder(20)[None]},
-            "position_ids = 0, 1, ... for the 40 non-padding tokens",
+            "position_ids = 0, 1, ... without gaps between non-padding tokens",
         ),
         ({"position_ids": torch.arange(1, 41)[None]}, "expected position_ids = 0"),
         ({"position_ids": torch.arange(39)[None]}, "expected position_ids = 0"),

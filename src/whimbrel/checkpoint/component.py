@@ -93,7 +93,7 @@ class StateComponent:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z][\w-]*", self.key) or self.key == "manifest":
-            raise ConfigError(f"expected a component key of letters, digits, '_' and '-', got '{self.key}'")
+            raise ConfigError(f"expected a component key with only letters, digits, '_' and '-', got '{self.key}'")
         if self.validation_level not in VALIDATION_LEVELS:
             raise ConfigError(
                 f"component '{self.key}': expected a validation_level of {', '.join(VALIDATION_LEVELS)}, got "
@@ -152,7 +152,7 @@ def locate(component: StateComponent, ranks: Ranks, groups: Mapping[str, Any]) -
 
 
 class Ranks:
-    """This process and its peers in torch.distributed; one rank if that is not initialized."""
+    """This process and its peers in torch.distributed; a single rank if it is not initialized."""
 
     def __init__(self) -> None:
         distributed = dist.is_available() and dist.is_initialized()
@@ -195,8 +195,8 @@ class Ranks:
         outcomes = self.gather((value, failure))
         for rank, (_, failed) in enumerate(outcomes):
             if failed is not None:
-                kind = WriteError if failed[0] else CheckpointError
-                raise kind(f"rank {rank}: {failed[1]}")
+                error_class = WriteError if failed[0] else CheckpointError
+                raise error_class(f"rank {rank}: {failed[1]}")
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def lowest_rank(self, group: Any) -> int:

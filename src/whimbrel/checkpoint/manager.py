@@ -62,9 +62,9 @@ class SavedCheckpoint(NamedTuple):
 class CheckpointManager:
     """The checkpoints of one run, `RUN/checkpoints/step-00000500`.
 
-    Retains the `keep` newest (None: all) and the `best` best by metric. With `asynchronous`, a save blocks the caller
-    only for the copy to host memory; with several ranks, saves are always synchronous. All changes to the checkpoints
-    of a run hold `lock`; a trainer holds it for the entire run.
+    Retains the newest `keep` checkpoints (None: all) and the top `best` by metric. With `asynchronous`, a save blocks
+    the caller only for the copy to host memory; with several ranks, saves are always synchronous. All changes to the
+    checkpoints of a run hold `lock`; a trainer holds it for the entire run.
 
     An asynchronous save has two jobs on one writer thread: write the checkpoint, then prune old ones. The next save
     waits for the first job only, because it reuses the host buffers; pruning may overlap with training and with the
@@ -84,7 +84,7 @@ class CheckpointManager:
     ) -> None:
         for name, value in {"keep": keep, "best": best}.items():
             if value is not None and value < 1:
-                raise ConfigError(f"expected {name} of at least 1, or None, got {value}")
+                raise ConfigError(f"expected {name} >= 1 or None, got {value}")
         self.run = Path(run)
         self.lock = DirectoryLock(self.run)
         self._keep, self._best, self._greater_is_better = keep, best or 0, greater_is_better
@@ -160,15 +160,15 @@ class CheckpointManager:
     ) -> bool:
         """Copy the state and write it. Returns whether the writer thread will release the lock."""
         in_run = target == checkpoint_path(self.run, step)
-        parts: list[ComponentSnapshot] = []
+        snapshots: list[ComponentSnapshot] = []
         self._ranks.run(lambda: None if in_run else check_empty(target))
-        self._ranks.run(lambda: parts.extend(self._snapshot(component) for component in components))
+        self._ranks.run(lambda: snapshots.extend(self._snapshot(component) for component in components))
         if self._ranks.world_size > 1:
             self._buffers.synchronize()
-            for part in parts:
-                if part.component.validate_replication and part.snapshot is not None:
-                    check_replication(part.component, part.snapshot, self._ranks)
-        write = partial(self._write, target, step, parts, None if metric is None else float(metric), metadata)
+            for item in snapshots:
+                if item.component.validate_replication and item.snapshot is not None:
+                    check_replication(item.component, item.snapshot, self._ranks)
+        write = partial(self._write, target, step, snapshots, None if metric is None else float(metric), metadata)
         self._error = None
         if not self._background:
             self._run_write(write)
@@ -190,7 +190,12 @@ class CheckpointManager:
         return ComponentSnapshot(component, location, self._buffers.copy(component.key, state) if needed else None)
 
     def _write(
-        self, target: Path, step: int, parts: list[ComponentSnapshot], metric: float | None, metadata: dict[str, Any]
+        self,
+        target: Path,
+        step: int,
+        snapshots: list[ComponentSnapshot],
+        metric: float | None,
+        metadata: dict[str, Any],
     ) -> None:
         """Write the checkpoint, retrying after I/O errors."""
         self._buffers.synchronize()
@@ -199,8 +204,8 @@ class CheckpointManager:
             self._remove_stale(self.run / "checkpoints")
 
         def attempt() -> None:
-            self._ranks.run(partial(_check_free_space, target, parts))
-            write_checkpoint(target, step, parts, metric, metadata, self._ranks)
+            self._ranks.run(partial(_check_free_space, target, snapshots))
+            write_checkpoint(target, step, snapshots, metric, metadata, self._ranks)
 
         for delay in RETRY_DELAYS:
             try:
@@ -250,8 +255,6 @@ class CheckpointManager:
 
     def finished(self) -> list[SavedCheckpoint]:
         """The saves that completed since the last call."""
-        if not self._finished:
-            return []
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def wait(self) -> None:
@@ -293,7 +296,7 @@ class CheckpointManager:
     ) -> Manifest:
         """Restore all components from the checkpoint at `path`, after verifying every file.
 
-        Default: the valid checkpoint of the highest step. Newer ones that are damaged, or removed while they are read,
+        Default: the valid checkpoint of the highest step. Newer ones that are damaged, or removed while being read,
         are skipped with a warning. `check` may raise to reject the checkpoint before anything is changed.
         """
         check_components(components, self._groups)
@@ -314,13 +317,13 @@ class CheckpointManager:
                 if path is not None or not self._ranks.broadcast(vanished):
                     raise
                 self._damaged.add(chosen)
-                logger.warning("skipped %s, which was removed while it was loaded (%s)", chosen, error)
+                logger.warning("skipped %s, which was removed while it was being loaded (%s)", chosen, error)
         if chosen.parent == checkpoint_path(self.run, 0).parent:
             self._known_steps = {step for step in self._known_steps if step < manifest.step} | {manifest.step}
         return manifest
 
     def load_component(self, component: StateComponent, path: Path) -> None:
-        """Restore one component from a checkpoint; later saves still continue the current run, not that checkpoint."""
+        """Restore one component from a checkpoint. Unlike `load`, does not make it the run's current checkpoint."""
         self.drain()
         _verify(path, [component], ())
         _restore(component, path, locate(component, self._ranks, self._groups).stem)
@@ -464,9 +467,9 @@ def rank_by_metric(run: Path, *, greater_is_better: bool) -> list[tuple[float, P
     return [(metric, path) for _, _, metric, path in sorted(ranked)]
 
 
-def _check_free_space(target: Path, parts: Sequence[ComponentSnapshot]) -> None:
+def _check_free_space(target: Path, snapshots: Sequence[ComponentSnapshot]) -> None:
     """Raise before writing a checkpoint that cannot fit: its size is nearly that of its tensors."""
-    written = (part.snapshot for part in parts if part.location.is_writer and part.snapshot is not None)
+    written = (item.snapshot for item in snapshots if item.location.is_writer and item.snapshot is not None)
     needed = sum(tensor.nbytes for snapshot in written for tensor in snapshot.tensors.values())
     directory = next(path for path in (target, *target.parents) if path.exists())
     try:
@@ -495,7 +498,7 @@ def _restore(component: StateComponent, path: Path, stem: str) -> None:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: the state of '{component.key}' does not fit: {reason}") from error
+        raise CheckpointError(f"{path}: cannot load the state of '{component.key}': {reason}") from error
 
 
 def _as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:

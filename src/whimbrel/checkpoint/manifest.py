@@ -122,11 +122,11 @@ class Manifest:
         config_hash = self.metadata.get("config_hash")
         return config_hash if isinstance(config_hash, str) else None
 
-    def render(self) -> bytes:
+    def to_json(self) -> bytes:
         """The bytes of `manifest.json`."""
-        table = asdict(self)
-        table["about"] = table.pop("metadata")
-        return _render({"format": FORMAT_VERSION, **table})
+        fields = asdict(self)
+        fields["about"] = fields.pop("metadata")
+        return _to_json({"format": FORMAT_VERSION, **fields})
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -138,59 +138,59 @@ def read_manifest(path: Path) -> Manifest:
             f"{path} is not a complete checkpoint: its {MANIFEST_FILE} cannot be read ({error.strerror})"
         ) from error
     try:
-        table = parse_json(content)
-        version = table.get("format")
-        digest = table.pop("digest", None)
+        fields = parse_json(content)
+        version = fields.get("format")
+        digest = fields.pop("digest", None)
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: its {MANIFEST_FILE} is not valid ({error})") from error
-    if version != FORMAT_VERSION and (digest is None or _render(table) == content):
+    if version != FORMAT_VERSION and (digest is None or _to_json(fields) == content):
         raise CheckpointError(
             f"{path} has checkpoint format {version}, expected {FORMAT_VERSION}: use the version that wrote it"
         )
-    if _render(table) != content:
+    if _to_json(fields) != content:
         raise CheckpointError(f"{path} is damaged: its {MANIFEST_FILE} has changed since it was written")
     try:
-        return _from_table(table)
+        return _from_fields(fields)
     except (TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: a field of its {MANIFEST_FILE} is wrong ({error})") from error
+        raise CheckpointError(f"{path} is damaged: a field of its {MANIFEST_FILE} is invalid ({error})") from error
 
 
-def _render(table: Mapping[str, Any]) -> bytes:
-    """`table` as JSON, followed by a digest of itself."""
-    digest = hashlib.sha256(json.dumps(table).encode()).hexdigest()
-    return json.dumps({**table, "digest": digest}, indent=1).encode() + b"\n"
+def _to_json(fields: Mapping[str, Any]) -> bytes:
+    """`fields` as JSON, with their digest as the last field."""
+    digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+    return json.dumps({**fields, "digest": digest}, indent=1).encode() + b"\n"
 
 
-def _from_table(table: dict[str, Any]) -> Manifest:
-    """The manifest in a parsed table. Raises TypeError, KeyError or AttributeError for a wrong field."""
-    components = {key: ComponentEntry(**entry) for key, entry in table["components"].items()}
-    files = {name: FileEntry(**entry) for name, entry in table["files"].items()}
-    rest = {name: value for name, value in table.items() if name not in ("format", "components", "files", "about")}
-    manifest = Manifest(components=components, files=files, metadata=table["about"], **rest)
-    _expect(manifest.step, int, "step")
-    _expect(manifest.metric, (float, int, NoneType), "metric")
-    _expect(manifest.metadata, dict, "about")
-    _expect(manifest.versions, dict, "versions")
+def _from_fields(fields: dict[str, Any]) -> Manifest:
+    """The manifest with these JSON fields. Raises TypeError, KeyError or AttributeError for a wrong field."""
+    components = {key: ComponentEntry(**entry) for key, entry in fields["components"].items()}
+    files = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
+    rest = {name: value for name, value in fields.items() if name not in ("format", "components", "files", "about")}
+    manifest = Manifest(components=components, files=files, metadata=fields["about"], **rest)
+    _check_type(manifest.step, int, "step")
+    _check_type(manifest.metric, (float, int, NoneType), "metric")
+    _check_type(manifest.metadata, dict, "about")
+    _check_type(manifest.versions, dict, "versions")
     for name, file in files.items():
-        _expect(file.size, int, f"size of {name}")
-        _expect(file.sha256, str, f"sha256 of {name}")
+        _check_type(file.size, int, f"size of {name}")
+        _check_type(file.sha256, str, f"sha256 of {name}")
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise TypeError(f"file name {name!r} is outside the checkpoint")
     for key, component in components.items():
-        _expect(component.pattern, str, f"pattern of {key}")
-        _expect(component.required, bool, f"required of {key}")
-        _expect(component.metadata, dict, f"metadata of {key}")
-        for rank in _expect(component.ranks, list, f"ranks of {key}"):
-            _expect(rank, int, f"ranks of {key}")
-        for name in _expect(component.files, list, f"files of {key}"):
+        _check_type(component.pattern, str, f"pattern of {key}")
+        _check_type(component.required, bool, f"required of {key}")
+        _check_type(component.metadata, dict, f"metadata of {key}")
+        for rank in _check_type(component.ranks, list, f"ranks of {key}"):
+            _check_type(rank, int, f"ranks of {key}")
+        for name in _check_type(component.files, list, f"files of {key}"):
             if name not in files:
                 raise KeyError(f"file {name!r} of {key} has no entry")
     return manifest
 
 
-def _expect(value: Any, kind: type | tuple[type, ...], name: str) -> Any:
+def _check_type(value: Any, kind: type | tuple[type, ...], name: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{name} is {value!r}")
+        raise TypeError(f"unexpected {name}: {value!r}")
     return value
 
 
@@ -223,8 +223,10 @@ def verify_checkpoint(path: Path, optional: Collection[str] | None = None) -> Ma
 
 
 def verify_component(path: Path, key: str) -> None:
-    """Check that the files of one component are unchanged. Raises CheckpointError for the first that is not."""
+    """Check that the files of one component are unchanged. Raises CheckpointError if not, or if it is missing."""
     manifest = read_manifest(path)
+    if key not in manifest.components:
+        raise CheckpointError(f"{path} was written without the component '{key}'")
     for name in manifest.components[key].files:
         _check_file(path, name, manifest.files[name])
 

@@ -137,7 +137,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_component(path: Path, stem: str) -> Any:
-    """The state of one component of a verified checkpoint; as `KEY.rank-00001`, the state of one rank."""
+    """The state of one component of a verified checkpoint; `stem` is its key, or `KEY.rank-00001` for one rank."""
     try:
         tree = parse_json((path / f"{stem}.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -182,10 +182,10 @@ def write_tensor_file(
             _write_all(file.fileno(), content)
 
 
-def _write_all(handle: int, content: bytes | memoryview) -> None:
+def _write_all(fd: int, content: bytes | memoryview) -> None:
     remaining = memoryview(content)
     while remaining:
-        remaining = remaining[os.write(handle, remaining[:WRITE_CHUNK]) :]
+        remaining = remaining[os.write(fd, remaining[:WRITE_CHUNK]) :]
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -1,8 +1,8 @@
 """Writing a checkpoint: copy the state to host memory, write all files to a temporary directory, then rename it.
 
-How a save survives a crash at any point: files go to a directory with a temporary name, are fsynced, the manifest with
-their checksums is written last, and one atomic rename makes the checkpoint visible. With several ranks, each writes its
-own files into the same directory; rank 0 creates it, collects the checksums of all ranks, and renames it.
+A save survives a crash at any point: files are written to a directory with a temporary name and fsynced, the manifest
+with their checksums is written last, and one atomic rename makes the checkpoint visible. With several ranks, each
+writes its own files into the same directory; rank 0 creates it, collects the checksums of all ranks, and renames it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ FilesByComponent = dict[str, dict[str, FileEntry]]
 def write_checkpoint(
     target: Path,
     step: int,
-    parts: Sequence[ComponentSnapshot],
+    snapshots: Sequence[ComponentSnapshot],
     metric: float | None,
     metadata: dict[str, Any],
     ranks: Ranks,
@@ -122,18 +122,18 @@ def write_checkpoint(
 
         def write_components() -> FilesByComponent:
             return {
-                part.component.key: _write_component(directory, part.location.stem, part.component, part.snapshot)
-                for part in parts
-                if part.location.is_writer and part.snapshot is not None
+                item.component.key: _write_component(directory, item.location.stem, item.component, item.snapshot)
+                for item in snapshots
+                if item.location.is_writer and item.snapshot is not None
             }
 
         def write_manifest() -> None:
             if ranks.is_main:
-                (directory / MANIFEST_FILE).write_bytes(manifest.render())
+                (directory / MANIFEST_FILE).write_bytes(manifest.to_json())
 
         directory = ranks.run(create)[0] or target
         written = ranks.run(write_components)
-        manifest = _manifest(step, [part.component for part in parts], written, metric, metadata)
+        manifest = _manifest(step, [item.component for item in snapshots], written, metric, metadata)
         ranks.run(write_manifest)
         rename = stack.pop_all()
     ranks.run(rename.close)
@@ -181,16 +181,18 @@ def check_replication(component: StateComponent, snapshot: Snapshot, ranks: Rank
     """Raise ParallelError if a component differs between ranks, compared at its `validation_level`."""
     if component.validation_level == "none":
         return
-    own = {}
+    own, tree_digest = {}, None
     for name, tensor in snapshot.tensors.items():
         own[name] = f"{tensor.dtype} {list(tensor.shape)}"
         if component.validation_level in ("tensor", "full"):
             own[name] += f" {hashlib.sha256(tensor_bytes(tensor)).hexdigest()}"
     if component.validation_level == "full":
-        own["values"] = hashlib.sha256(json.dumps(snapshot.tree).encode()).hexdigest()
-    first, *others = ranks.gather(own)
-    for rank, other in enumerate(others, 1):
+        tree_digest = hashlib.sha256(json.dumps(snapshot.tree).encode()).hexdigest()
+    (first, first_tree), *others = ranks.gather((own, tree_digest))
+    for rank, (other, other_tree) in enumerate(others, 1):
         different = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        if first_tree != other_tree:
+            different.append("values")
         if different:
             raise ParallelError(
                 f"component '{component.key}' must be equal on all ranks, but '{different[0]}' differs between rank 0 "

@@ -1,8 +1,8 @@
 """`TokenDataLoader`: batches of token sequences from shards, with a position that can be saved and restored.
 
-The order of sequences depends only on the data, the seed and the sequence length. A position is a count of tokens read
-over all epochs; where it lies in the shards is computed directly. Resuming therefore takes no time, and works with
-a different batch size, number of ranks or gradient accumulation.
+The order of sequences depends only on the data, the seed and the sequence length. A position is the number of tokens
+read over all epochs, and its location in the shards is computed from it. Resuming is therefore immediate, and works
+with a different batch size, number of ranks or gradient accumulation.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TokenDataLoader:
         if not 0 <= rank < world_size:
             raise ConfigError(f"expected rank from 0 to {world_size - 1} for world_size={world_size}, got {rank}")
         if documents not in ("join", "mask", "pack"):
-            raise ConfigError(f"expected documents of join, mask or pack, got '{documents}'")
+            raise ConfigError(f"expected documents to be 'join', 'mask' or 'pack', got '{documents}'")
         if documents == "pack" and block is not None:
             raise ConfigError(f"block={block} has no effect with documents='pack', which shuffles sequences: omit it")
         self.B, self.T, self.rank, self.world_size, self.documents = B, T, rank, world_size, documents
@@ -145,9 +145,9 @@ class TokenDataLoader:
 
 
 def document_ids(x_BT: Tensor, eot_id: int) -> Tensor:
-    """Number the documents within each sequence: 0 up to the first end-of-text token, then one more at each.
+    """Number the documents within each sequence: 0 before the first end-of-text token, incremented at each one.
 
-    Two tokens of a sequence may attend to each other exactly if their ids are equal.
+    Tokens of a sequence may attend to each other only if their ids are equal.
     """
     return (x_BT == eot_id).cumsum(dim=-1)
 
@@ -166,7 +166,7 @@ def _warn_if_no_boundary(stream: TokenStream, eot_id: int) -> None:
 
 
 class Sequences(Protocol):
-    """A way to cut the stream into sequences."""
+    """How the stream is split into sequences of T tokens."""
 
     def advance(self, position: int, count: int) -> int:
         """The position `count` sequences after `position`."""
@@ -183,7 +183,6 @@ class JoinedSequences:
         self._order = BlockOrder(len(stream), block, seed)
 
     def advance(self, position: int, count: int) -> int:
-        """The position `count` sequences after `position`."""
         return position + count * self._T
 
     def read(self, position: int, x_BT: NDArray[Any], y_BT: NDArray[Any]) -> None:
@@ -210,7 +209,6 @@ class PackedSequences:
         self._bounds = _sequence_bounds(starts, len(stream), T)
 
     def advance(self, position: int, count: int) -> int:
-        """The position `count` sequences after `position`."""
         epoch, index = self._locate(position)
         epochs, index = divmod(index + count, len(self._bounds) - 1)
         return (epoch + epochs) * len(self._stream) + int(self._bounds[index])
@@ -264,19 +262,19 @@ def _sequence_bounds(starts: NDArray[np.int64], end: int, T: int) -> NDArray[np.
 
 @dataclass(frozen=True, slots=True)
 class BlockOrder:
-    """Endless order over `tokens` tokens: sequential, or in blocks with a new permutation each epoch.
+    """Endless order over `num_tokens` tokens: sequential, or in blocks with a new permutation each epoch.
 
     The tokens after the last complete block come at the end of every epoch.
     """
 
-    tokens: int
+    num_tokens: int
     block: int
     seed: int | None
 
     def segments(self, position: int, count: int) -> Iterator[tuple[int, int]]:
         """The `count` tokens from `position` on, as (start in the stream, length)."""
         while count:
-            epoch, offset = divmod(position, self.tokens)
+            epoch, offset = divmod(position, self.num_tokens)
             start, available = self._locate(epoch, offset)
             length = min(count, available)
             yield start, length
@@ -284,12 +282,12 @@ class BlockOrder:
 
     def _locate(self, epoch: int, offset: int) -> tuple[int, int]:
         """Where the token at `offset` of an epoch lies in the stream, and how many consecutive tokens follow it."""
-        blocks = self.tokens // self.block
-        number, inside = divmod(offset, self.block)
-        if self.seed is None or number >= blocks:
-            return offset, self.tokens - offset
-        start = permute(number, blocks, derive_seed(self.seed, "blocks", epoch)) * self.block
-        return start + inside, self.block - inside
+        num_blocks = self.num_tokens // self.block
+        index, offset_in_block = divmod(offset, self.block)
+        if self.seed is None or index >= num_blocks:
+            return offset, self.num_tokens - offset
+        start = permute(index, num_blocks, derive_seed(self.seed, "blocks", epoch)) * self.block
+        return start + offset_in_block, self.block - offset_in_block
 
 
 def permute(index: int, size: int, seed: int) -> int:
@@ -297,7 +295,7 @@ def permute(index: int, size: int, seed: int) -> int:
 
     A Feistel network is a bijection on pairs of half-width integers whatever its round function, so it permutes the
     next power of four above `size`. An image outside range(size) is mapped again until it falls inside ("cycle
-    walking"), which restricts the bijection to range(size). No table is needed, so epochs of any size cost nothing.
+    walking"), which restricts the bijection to range(size). No table is stored, so memory does not grow with the epoch.
     """
     half = max((size - 1).bit_length() + 1, 2) // 2
     low = (1 << half) - 1

@@ -227,9 +227,9 @@ class _ShardCollector:
                 "--separator, or use --val"
             )
         if not self._train.tokens:
-            raise DataError("the training source has no text: all files were read and no document was found")
+            raise DataError("the training sources have no text: expected at least one non-empty document")
         if self._num_val_sources and not self._val.tokens:
-            raise DataError("the validation source has no text: all files were read and no document was found")
+            raise DataError("the validation sources have no text: expected at least one non-empty document")
         total, val_tokens = self._settings.total_tokens, self._settings.val_tokens
         if total is not None and self._train.tokens < total:
             logger.warning("the source has only %d of the %d training tokens requested", self._train.tokens, total)
@@ -409,12 +409,14 @@ def _encode_source(
         yield encoder(batch)
 
 
-# Checks of arguments and of an existing output directory.
+# Validation of arguments and of an existing output directory.
 
 
 def _check_arguments(name: str, shard_size: int, total_tokens: int | None, val: Sequence[str], val_tokens: int) -> None:
     if not re.fullmatch(r"[\w.-]+", name) or any(f"_{split}_" in f"{name}_" for split in SPLITS):
-        raise ConfigError(f"expected --name of letters, digits, '_', '.' and '-', without _train or _val, got '{name}'")
+        raise ConfigError(
+            f"expected --name with only letters, digits, '_', '.', '-', without _train or _val, got '{name}'"
+        )
     if not 1 <= shard_size <= MAX_TOKENS:
         raise ConfigError(f"expected --shard-size of 1 to {MAX_TOKENS:,} tokens, got {shard_size}")
     if total_tokens is not None and total_tokens < 1:
@@ -471,7 +473,7 @@ def _resumed_manifest(directory: Path, planned: Manifest) -> Manifest:
 
 
 def _val_share(sources: Sequence[Source], total_tokens: int | None, val_tokens: int) -> float:
-    """The share of documents considered for validation. Depends on the arguments only, so that a resume repeats it."""
+    """The share of documents considered for validation. Depends on the arguments only: a resume uses the same."""
     if not val_tokens:
         return 0.0
     sizes = [source.text_bytes() for source in sources]

@@ -1,7 +1,7 @@
 """Token shards: the file format, writing a split as shards of equal size, reading a split as one stream, verification.
 
-A shard is 256 int32 of header `[magic, version, num_tokens, 0...]` followed by the tokens, the format that llm.c and
-modded-nanogpt read.
+A shard is a header of 256 int32 values, `[magic, version, num_tokens, 0...]`, followed by the tokens: the format of
+llm.c and modded-nanogpt.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ WRITE_SLACK = 1 << 20
 """Tokens of buffer beyond a full shard, for the rest of a batch; the buffer grows if a document needs more."""
 DEFAULT_EOT = {2: 50256, 4: 128000}
 """The token that starts a document in shards without a manifest, by bytes per token: GPT-2's, Llama 3's."""
-MAX_MAPPED = 512
-"""Maximum number of mapped shards, lower under a low open-file limit: each map keeps a file descriptor open."""
+MAX_MAPPED_SHARDS = 512
+"""Maximum number of memory-mapped shards, reduced for a low open-file limit: each keeps a file descriptor open."""
 SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation)(?:[_.-]\d+)*\.bin", re.IGNORECASE)
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def write_shard(path: str | os.PathLike[str], tokens: NDArray[Any]) -> None:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """The dtype and number of a shard's tokens. Raises DataError if the file is not a complete shard."""
+    """The dtype and number of tokens of a shard. Raises DataError if the file is not a complete shard."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):  # opening a pipe would block
             raise DataError(f"expected a shard file, got {path}, which is not a regular file: remove or move it")
@@ -108,11 +108,11 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     if version != FORMATS[dtype][1]:
         raise DataError(f"{path} has shard version {version}, expected {FORMATS[dtype][1]} for magic number {magic}")
     if count < 1:
-        raise DataError(f"{path} is an empty shard: its header counts {count} tokens; remove it or prepare it again")
+        raise DataError(f"{path} is an empty shard: its header says {count} tokens; remove it or prepare it again")
     if size != HEADER_BYTES + count * dtype.itemsize:
         num_tokens = (size - HEADER_BYTES) / dtype.itemsize
         fault = "truncated" if num_tokens < count else "longer than its header says"
-        raise DataError(f"{path} is {fault}: the header counts {count:,} tokens, the file has {num_tokens:,g}")
+        raise DataError(f"{path} is {fault}: the header says {count:,} tokens, the file has {num_tokens:,g}")
     return Header(dtype.newbyteorder("<"), count)
 
 
@@ -164,7 +164,7 @@ class ShardWriter:
         for record in records[len(self._full_shards) :]:
             tokens = read_shard(directory / record.file)
             if len(tokens) < record.tokens:
-                raise DataError(f"{directory / record.file} is shorter than its manifest says: remove the directory")
+                raise DataError(f"{directory / record.file} is shorter than the manifest says: remove the directory")
             self.add(tokens[: record.tokens])
 
     @property
@@ -230,11 +230,11 @@ class TokenStream:
         self.lengths = [header.tokens for header in headers]
         self._ends = list(itertools.accumulate(self.lengths))
         self._unverified = dict(enumerate(digests or ()))
-        max_mapped = MAX_MAPPED
+        max_mapped = MAX_MAPPED_SHARDS
         if resource is not None:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             if soft != resource.RLIM_INFINITY:
-                max_mapped = max(1, min(MAX_MAPPED, soft // 4))
+                max_mapped = max(1, min(MAX_MAPPED_SHARDS, soft // 4))
         self.shard = functools.lru_cache(max_mapped)(self._open_shard)
         """`shard(i)`: the memory-mapped tokens of shard i; least recently used maps are closed."""
 
@@ -258,7 +258,9 @@ class TokenStream:
         path = self.paths[index]
         tokens = read_shard(path).view(np.ndarray)
         if len(tokens) != self.lengths[index]:
-            raise DataError(f"{path} changed while it was read: {len(tokens):,} tokens, before {self.lengths[index]:,}")
+            raise DataError(
+                f"{path} changed while it was being read: expected {self.lengths[index]:,} tokens, got {len(tokens):,}"
+            )
         if index in self._unverified:
             _check_sha256(path, self._unverified[index])
             del self._unverified[index]
@@ -282,7 +284,7 @@ def open_stream(
     if manifest is None:
         if verify:
             raise DataError(f"cannot verify {root}: it has no {MANIFEST_FILE} with hashes; set data.verify=false")
-        _warn_unchecked(root)
+        _warn_no_manifest(root)
         stream = TokenStream(paths, vocab_size)
         return stream, DEFAULT_EOT[stream.dtype.itemsize] if eot_id is None else eot_id
     _check_files(manifest, root, split, paths)
@@ -298,9 +300,9 @@ def open_stream(
 
 
 @functools.cache
-def _warn_unchecked(root: Path) -> None:
+def _warn_no_manifest(root: Path) -> None:
     """Warn once per directory that it has no manifest."""
-    logger.warning("%s has no %s: its shards are used unchecked", root, MANIFEST_FILE)
+    logger.warning("%s has no %s: its shards are used without verification", root, MANIFEST_FILE)
 
 
 def has_split(root: Path, split: str) -> bool:
@@ -315,7 +317,7 @@ def split_files(root: Path, split: str) -> list[Path]:
     contains a split, all files are training data.
     """
     if split not in SPLITS:
-        raise DataError(f"expected a split of {', '.join(SPLITS)}, got '{split}'")
+        raise DataError(f"expected split {' or '.join(SPLITS)}, got '{split}'")
     if not root.is_dir():
         raise DataError(f"no such directory: {root}; create token shards with `whimbrel prepare`")
     splits = {path: _parse_split(path) for path in sorted(root.glob("[!.]*.bin"))}
@@ -339,7 +341,7 @@ def _parse_split(path: Path) -> str | None:
 def _check_files(manifest: Manifest, root: Path, split: str, paths: list[Path]) -> None:
     """Raise unless the files of a split are exactly those in the manifest."""
     if manifest.resume is not None:
-        raise DataError(f"{root} is not fully prepared: rerun the same `whimbrel prepare` command to finish it")
+        raise DataError(_incomplete(root))
     listed, found = [shard.file for shard in manifest.shards_of(split)], [path.name for path in paths]
     for name in listed:
         if name not in found:
@@ -347,6 +349,10 @@ def _check_files(manifest: Manifest, root: Path, split: str, paths: list[Path]) 
     for name in found:
         if name not in listed:
             raise DataError(f"{root / name} is not listed in {MANIFEST_FILE}: move it to another directory")
+
+
+def _incomplete(root: Path) -> str:
+    return f"{root} is not fully prepared: rerun the same `whimbrel prepare` command to finish it"
 
 
 # Verification: header, token ids, sha256 from the manifest, and the tokenizer next to the shards.
@@ -365,7 +371,7 @@ class FileCheck:
 
 
 def verify_shards(directory: str | os.PathLike[str]) -> Iterator[FileCheck]:
-    """Read all shards of a directory completely. Yields one result per shard, and one per problem of other files."""
+    """Read all shards of a directory completely. Yields one result per shard, and one per problem with other files."""
     root = Path(directory)
     manifest = read_manifest(root)
     files = sorted(path.name for path in root.glob("[!.]*.bin"))
@@ -373,8 +379,7 @@ def verify_shards(directory: str | os.PathLike[str]) -> Iterator[FileCheck]:
     if not files and not listed:
         raise DataError(f"{root} has no token shards (*.bin): create them with `whimbrel prepare`")
     if manifest is not None and manifest.resume is not None:
-        unfinished = f"{root} is not fully prepared: rerun the same `whimbrel prepare` command to finish it"
-        yield FileCheck(file=MANIFEST_FILE, error=unfinished)
+        yield FileCheck(file=MANIFEST_FILE, error=_incomplete(root))
     if manifest is not None and (message := _check_tokenizer(root, manifest)) is not None:
         yield FileCheck(file=TOKENIZER_FILE, error=message)
     for name in sorted({*files, *listed}):
@@ -413,7 +418,7 @@ def _verify_shard(path: Path, manifest: Manifest | None) -> int:
     return len(tokens)
 
 
-# Checks of a shard against its manifest
+# Checks of a shard against the manifest
 
 
 def _check_count(path: Path, tokens: int, record: ShardRecord) -> None:
@@ -431,5 +436,5 @@ def _check_first_token(path: Path, tokens: NDArray[Any], eot_id: int) -> None:
 def _check_sha256(path: Path, expected: str) -> None:
     if sha256_file(path) != expected:
         raise DataError(
-            f"{path} was changed since it was written (sha256 differs from {MANIFEST_FILE}): prepare it again"
+            f"{path} has changed since it was written (sha256 differs from {MANIFEST_FILE}): prepare it again"
         )

@@ -42,7 +42,7 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 COMPRESSION_RATIO = 3
 """Estimated bytes of text per byte of a compressed file; only used to size the validation split."""
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
-RECORD_BYTES = 1 << 16
+FINGERPRINT_BYTES = 1 << 16
 """Bytes hashed at each end of a file to identify it."""
 
 BATCH_BYTES = 1 << 20
@@ -51,7 +51,7 @@ BATCH_DOCUMENTS = 64
 """Documents in a batch of parquet or Hub rows."""
 MAX_DOCUMENT_BYTES = 1 << 28
 """256 MiB: a document is encoded in memory by one thread."""
-MAX_SEPARATOR = 1 << 12
+MAX_SEPARATOR_BYTES = 1 << 12
 """Maximum separator length in bytes, counting each newline twice."""
 LINE_END = re.compile(rb"\n")
 
@@ -94,7 +94,7 @@ def resolve_source(source: str) -> Sequence[Source]:
     Directories are searched recursively, except for names that start with a dot.
     """
     if not source:
-        raise ConfigError(f"got an empty source: {_expected_source()}")
+        raise ConfigError(f"{_expected_source()}, got an empty string")
     path = Path(source)
     if path.is_dir():
         files = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
@@ -102,14 +102,14 @@ def resolve_source(source: str) -> Sequence[Source]:
         local_files = [_local_file(path / file, file.as_posix()) for file in visible]
         sources = [file for file in local_files if file is not None]
         if not sources:
-            raise DataError(f"directory {source} has no text files: expected {_known_suffixes()} files")
+            raise DataError(f"directory {source} has no text files: expected {_supported_suffixes()} files")
         return sources
     matches = [path] if path.is_file() else []
     if not matches and glob.has_magic(source):  # `**` alone is any depth, next to other characters it is `*`
         names = glob.iglob(source, recursive=True)  # noqa: PTH207 (pathlib rejects `**.txt`)
         matches = sorted(file for file in map(Path, names) if file.is_file())
     if matches:
-        return [_known_file(file) for file in matches]
+        return [_supported_file(file) for file in matches]
     if HUB_NAME.fullmatch(source) and _file_type(path)[0] is None:
         dataset, _, config = source.partition(":")
         return [HubDataset(dataset, config or None)]
@@ -135,8 +135,8 @@ def check_separator(separator: str | None, sources: Sequence[Source]) -> None:
                 _check_length(file.path, file.text_bytes())
     elif not separator:
         raise ConfigError("--separator is empty: pass the text between documents, or omit it")
-    elif len(separator.encode()) + separator.count("\n") > MAX_SEPARATOR:
-        raise ConfigError(f"expected a separator of at most {MAX_SEPARATOR} bytes, got {len(separator.encode())}")
+    elif len(separator.encode()) + separator.count("\n") > MAX_SEPARATOR_BYTES:
+        raise ConfigError(f"expected a separator of at most {MAX_SEPARATOR_BYTES} bytes, got {len(separator.encode())}")
     elif not text_files:
         raise ConfigError(f"--separator {separator!r} applies to text files, but no source is one: omit it")
 
@@ -165,9 +165,9 @@ class LocalFile:
             with open(self.path, "rb") as file:
                 size = file.seek(0, 2)
                 file.seek(0)
-                digest = hashlib.sha256(file.read(RECORD_BYTES))
-                file.seek(max(0, size - RECORD_BYTES))
-                digest.update(file.read(RECORD_BYTES))
+                digest = hashlib.sha256(file.read(FINGERPRINT_BYTES))
+                file.seek(max(0, size - FINGERPRINT_BYTES))
+                digest.update(file.read(FINGERPRINT_BYTES))
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}") from error
         return SourceRecord(role=role, name=self.name, size=size, sha256=digest.hexdigest())
@@ -221,7 +221,8 @@ class HubDataset:
             raise MissingExtraError(
                 f"no such file: {self.name}; reading it as a Hub dataset", "datasets", "hub"
             ) from error
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last failure is raised below
+        # Hide the warnings about retries; the last failure is raised below.
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         local_files = "pass local files, as in `whimbrel prepare 'fineweb/*.parquet'`"
         try:
             rows = iter(datasets.load_dataset(self.dataset, self.config, split="train", streaming=True).skip(skip))
@@ -300,7 +301,7 @@ def _read_blocks(path: Path, codec: str | None, pattern: re.Pattern[bytes] | Non
     with _data_errors(f"{path} is not a readable {codec or 'text'} file"), pa.OSFile(str(path)) as raw:
         file, size = pa.CompressedInputStream(raw, codec) if codec else raw, raw.size()
         while block := file.read(BATCH_BYTES):
-            searched = max(0, len(pending) - MAX_SEPARATOR)  # a separator may span two reads
+            searched = max(0, len(pending) - MAX_SEPARATOR_BYTES)  # a separator may span two reads
             pending += block
             end = max((match.end() for match in pattern.finditer(pending, searched)), default=0) if pattern else 0
             if end:
@@ -380,7 +381,7 @@ def _parse_rows(rows: list[dict[str, Any]], location: str, first: int, text_key:
 
 @contextlib.contextmanager
 def _data_errors(message: str) -> Iterator[None]:
-    """Turn errors of the file system and of parsers into a one-line DataError that starts with `message`."""
+    """Convert file-system and parser errors to a one-line DataError that starts with `message`."""
     try:
         yield
     except DataError:
@@ -392,10 +393,10 @@ def _data_errors(message: str) -> Iterator[None]:
 # Finding files
 
 
-def _known_file(path: Path) -> LocalFile:
+def _supported_file(path: Path) -> LocalFile:
     file = _local_file(path, path.name)
     if file is None:
-        raise ConfigError(f"expected a {_known_suffixes()} file, got {path}")
+        raise ConfigError(f"expected a {_supported_suffixes()} file, got {path}")
     return file
 
 
@@ -406,15 +407,20 @@ def _local_file(path: Path, name: str) -> LocalFile | None:
 
 
 def _file_type(path: Path) -> tuple[str | None, str | None]:
+    """The kind and codec from the suffixes: `a.jsonl.gz` is (jsonl, gzip); (None, None) if not supported."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     codec = CODECS.get(suffixes[-1]) if suffixes else None
-    kind = FILE_TYPES.get((suffixes[:-1] if codec else suffixes)[-1:][0]) if suffixes[bool(codec) :] else None
-    return (None, None) if codec and kind == "parquet" else (kind, codec)
+    if codec is not None:
+        suffixes.pop()
+    kind = FILE_TYPES.get(suffixes[-1]) if suffixes else None
+    if kind is None or (codec is not None and kind == "parquet"):
+        return None, None
+    return kind, codec
 
 
-def _known_suffixes() -> str:
+def _supported_suffixes() -> str:
     return f"{', '.join(FILE_TYPES)} (all but .parquet also {' or '.join(CODECS)})"
 
 
 def _expected_source() -> str:
-    return f"expected a file, directory or glob of {_known_suffixes()}, or owner/dataset[:config] on the Hub"
+    return f"expected a file, directory or glob of {_supported_suffixes()}, or owner/dataset[:config] on the Hub"

@@ -46,7 +46,7 @@ class Conversation:
             raise RequestError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
         self._llm, self._tokenizer, self._template = llm, llm.tokenizer, template or llm.template
         self._sampling, self._max_new_tokens, self._seed = sampling, max_new_tokens, seed
-        self._stop = (*self._template.stops, *stop)
+        self._stop = (*self._template.stop_strings, *stop)
         self._stop_ids = as_token_set(stop_ids) | {llm.tokenizer.eot_id}
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         # Raise on invalid arguments before the first turn.

@@ -225,7 +225,7 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("expected a tokenizer to chat, got none: pass tokenizer to LLM")
         ids = self.template.encode(self.tokenizer, messages)
-        stop = (*self.template.stops, *options.pop("stop", ()))
+        stop = (*self.template.stop_strings, *options.pop("stop", ()))
         [output] = self.generate([ids], sampling, stop=stop, **options)
         return output
 

@@ -21,10 +21,11 @@ from whimbrel.model_io.weights import CONFIG, GENERATION_CONFIG, format_of, read
 from whimbrel.models import GPT
 from whimbrel.models.held_out_loss import perplexity
 from whimbrel.precision import QuantizedWeight, finalize
+from whimbrel.tokenization.chat_template import TEMPLATE_FILE
 
 __all__ = ["FinalizeResult", "HeldOutResult", "WeightsInfo", "finalize_model"]
 
-MODEL_CARD, SUMMARY, CHAT_TEMPLATE = "README.md", "finalize.json", "chat_template.jinja"
+MODEL_CARD, SUMMARY = "README.md", "finalize.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def finalize_model(
     """
     quantization = None if recipe is None else weight_recipe("quantize", recipe, embeddings=embeddings)
     if embeddings and quantization is None:
-        raise ConfigError("embeddings needs a recipe (--quantize-embeddings needs --quantize), such as int8")
+        raise ConfigError("embeddings needs a recipe such as int8 (--quantize-embeddings needs --quantize)")
     source_directory = resolve_model(source)
     if source_directory.is_file():
         raise ConfigError(f"expected a run, a checkpoint or a model directory, got the file {source_directory}")
@@ -129,7 +130,7 @@ def finalize_model(
             finalize(model, quantization)
         copy_model(source_directory, model, directory)
         if chat_template is not None:
-            (directory / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
+            (directory / TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
         if generation:
             file = directory / GENERATION_CONFIG
             write_json(file, (read_json(file) if file.is_file() else {}) | dict(generation))

@@ -25,6 +25,8 @@ from whimbrel.models.families import tensor_mappings
 from whimbrel.models.layers import rope_frequencies
 from whimbrel.precision import QuantizedWeight, WeightFormat
 from whimbrel.tokenization import Tokenizer
+from whimbrel.tokenization.chat_template import TEMPLATE_FILE
+from whimbrel.tokenization.tokenizer import TOKENIZER_CONFIG_FILE
 
 try:
     from gguf import (
@@ -46,7 +48,7 @@ ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": 
 """The GGUF architecture of each model type; llama.cpp runs Mistral as Llama."""
 
 
-class DtypeCode(NamedTuple):
+class GGUFDtype(NamedTuple):
     """A dtype in GGUF: the tensor type, the file type, and the numpy dtype of the same width."""
 
     tensor: GGMLQuantizationType
@@ -55,9 +57,9 @@ class DtypeCode(NamedTuple):
 
 
 DTYPES = {
-    torch.float32: DtypeCode(GGMLQuantizationType.F32, LlamaFileType.ALL_F32, np.dtype(np.float32)),
-    torch.float16: DtypeCode(GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16, np.dtype(np.float16)),
-    torch.bfloat16: DtypeCode(GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16, np.dtype(np.uint16)),
+    torch.float32: GGUFDtype(GGMLQuantizationType.F32, LlamaFileType.ALL_F32, np.dtype(np.float32)),
+    torch.float16: GGUFDtype(GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16, np.dtype(np.float16)),
+    torch.bfloat16: GGUFDtype(GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16, np.dtype(np.uint16)),
 }
 
 
@@ -217,8 +219,8 @@ def _write_file(
     if rope_factors is not None:
         writer.add_tensor_info("rope_freqs.weight", rope_factors.shape, np.dtype(np.float32), rope_factors.nbytes)
     for entry in entries:
-        code, size = DTYPES[entry.dtype], entry.shape.numel() * entry.dtype.itemsize
-        writer.add_tensor_info(entry.name, entry.shape, code.numpy, size, raw_dtype=code.tensor)
+        dtype, size = DTYPES[entry.dtype], entry.shape.numel() * entry.dtype.itemsize
+        writer.add_tensor_info(entry.name, entry.shape, dtype.numpy, size, raw_dtype=dtype.tensor)
     with atomic_file(target) as file, contextlib.closing(writer):
         writer.write_header_to_file(Path(file.name))
         writer.write_kv_data_to_file()
@@ -288,7 +290,7 @@ def _add_tokenizer(writer: GGUFWriter, directory: Path, tokenizer: Tokenizer, vo
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in content["model"]["merges"])
     writer.add_token_merges([" ".join(pair) for pair in pairs])
     _add_special_tokens(writer, directory, tokenizer, vocab_size)
-    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    file, config = directory / TEMPLATE_FILE, directory / TOKENIZER_CONFIG_FILE
     if file.is_file():
         writer.add_chat_template(file.read_text(encoding="utf-8"))
     elif config.is_file() and (template := read_json(config).get("chat_template")) is not None:

@@ -1,4 +1,4 @@
-"""Files of llama2.c: models of version 0 (a header of seven int32, then all weights in fp32), and tokenizers."""
+"""llama2.c files: models of version 0 (a header of seven int32, then all weights in fp32), and tokenizers."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def load_model(
     source = resolve_model(path)
     recipe = None if quantize is None else weight_recipe("quantize", quantize, embeddings=quantize_embeddings)
     if quantize_embeddings and recipe is None:
-        raise ConfigError("quantize_embeddings = True needs a format: set quantize, such as quantize='int8'")
+        raise ConfigError("quantize_embeddings=True needs quantize, such as quantize='int8'")
     if source.is_file():
         _reject_gguf(source)
         model = load_llama2c(source).to(device=device, dtype=dtype)
@@ -190,7 +190,7 @@ def load_model(
         model = GPT(config)
     model.to(dtype or stored_dtype(files, matches))
     if stored is not None:
-        has_quantized_embedding = any(each.quantized and each.mapping.name == EMBEDDING for each in matches)
+        has_quantized_embedding = any(match.quantized and match.mapping.name == EMBEDDING for match in matches)
         if quantize_embeddings and not has_quantized_embedding:
             raise CheckpointError(f"the embedding in {source} is not quantized: omit quantize_embeddings")
         recipe = replace(
@@ -327,12 +327,12 @@ class ModelConfig(NamedTuple):
 
 def read_config(directory: Path) -> ModelConfig:
     """Read `config.json`; raises `CheckpointError` for unsupported architectures."""
-    table = read_json(directory / CONFIG)
+    hf_config = read_json(directory / CONFIG)
     try:
-        weight_format = stored_format(table)
+        weight_format = stored_format(hf_config)
         if weight_format is not None:
-            del table[QUANTIZATION]  # any other quantization_config is rejected by config_from_hf
-        return ModelConfig(str(table.get("model_type")), config_from_hf(table), weight_format)
+            del hf_config[QUANTIZATION]  # any other quantization_config is rejected by config_from_hf
+        return ModelConfig(str(hf_config.get("model_type")), config_from_hf(hf_config), weight_format)
     except ConfigError as error:
         raise CheckpointError(f"{directory / CONFIG}: {error}") from error
 
@@ -377,16 +377,16 @@ def read_generation_config(source: Path, tokenizer: Tokenizer, vocab_size: int) 
     )
 
 
-def _sampling_defaults(file: Path, table: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling_defaults(file: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     names = ["repetition_penalty", "max_new_tokens"]
-    if table.get("do_sample"):
+    if fields.get("do_sample"):
         names += ["temperature", "top_k", "top_p", "min_p"]
-    defaults = {name: table[name] for name in names if table.get(name) is not None}
+    defaults = {name: fields[name] for name in names if fields.get(name) is not None}
     for name, value in defaults.items():
         expected, is_valid = GENERATION_FIELDS[name]
         if not is_valid(value):
             raise _invalid_field(file, name, expected, value)
-    return defaults | ({"temperature": 0.0} if table.get("do_sample") is False else {})
+    return defaults | ({"temperature": 0.0} if fields.get("do_sample") is False else {})
 
 
 def _read_generation_fields(directory: Path) -> dict[str, Any]:
@@ -394,22 +394,22 @@ def _read_generation_fields(directory: Path) -> dict[str, Any]:
     file = directory / GENERATION_CONFIG
     if not file.is_file():
         return {}
-    table = read_json(file)
-    do_sample = table.get("do_sample")
+    fields = read_json(file)
+    do_sample = fields.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise _invalid_field(file, "do_sample", "true or false", do_sample)
     for name in GENERATION_FIELDS:
-        value, integer = table.get(name), name in ("top_k", "max_new_tokens")
+        value, integer = fields.get(name), name in ("top_k", "max_new_tokens")
         if value is None or _is_integer(value):
             continue
         if integer or not isinstance(value, float) or not math.isfinite(value):
             raise _invalid_field(file, name, "an integer" if integer else "a number", value)
-    _check_special_tokens(file, table)
-    return table
+    _check_special_tokens(file, fields)
+    return fields
 
 
-def _check_special_tokens(file: Path, table: Mapping[str, Any]) -> None:
-    bos, eos = table.get("bos_token_id"), table.get("eos_token_id")
+def _check_special_tokens(file: Path, fields: Mapping[str, Any]) -> None:
+    bos, eos = fields.get("bos_token_id"), fields.get("eos_token_id")
     if bos is not None and not _is_integer(bos):
         raise _invalid_field(file, "bos_token_id", "a token id", bos)
     if eos is not None and not all(_is_integer(token) for token in (eos if isinstance(eos, list) else [eos])):

@@ -31,6 +31,7 @@ from whimbrel.models import GPT
 from whimbrel.models.families import config_to_hf, tensor_mappings
 from whimbrel.precision import dequantize_
 from whimbrel.tokenization import Tokenizer
+from whimbrel.tokenization.chat_template import TEMPLATE_DIRECTORY, TEMPLATE_FILE
 
 __all__ = ["copy_model", "export_hf", "exportable_directory", "save_model"]
 
@@ -38,7 +39,7 @@ MAX_SHARD_SIZE = 5 * 10**9
 COPIED_FILES = (
     GENERATION_CONFIG,
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     "merges.txt",
     "special_tokens_map.json",
     "tokenizer.json",
@@ -70,11 +71,11 @@ def save_model(
     token_ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     parameters = weight_state_dict(model) if state is None else state
     dtype = parameters[EMBEDDING if EMBEDDING in parameters else EMBEDDING + SCALES].dtype
-    table = config_to_hf(config) | token_ids | {"dtype": str(dtype).removeprefix("torch.")}
-    table |= quantization_entries(format_of(model))
-    tensors = stored_tensors(tensor_mappings(table["model_type"], config), parameters)
+    hf_config = config_to_hf(config) | token_ids | {"dtype": str(dtype).removeprefix("torch.")}
+    hf_config |= quantization_entries(format_of(model))
+    tensors = stored_tensors(tensor_mappings(hf_config["model_type"], config), parameters)
     with atomic_directory(path) as directory:
-        write_json(directory / CONFIG, table)
+        write_json(directory / CONFIG, hf_config)
         write_json(directory / GENERATION_CONFIG, token_ids)
         write_tensor_files(directory, tensors, max_shard_size=max_shard_size)
         if tokenizer is not None:
@@ -84,15 +85,17 @@ def save_model(
 def copy_model(source: Path, model: GPT, directory: Path) -> None:
     """Write the current weights of `model` into `directory`, and copy all other files from `source`."""
     dtype = model.token_embedding.weight.dtype
-    table = read_json(source / CONFIG) | {"dtype": str(dtype).removeprefix("torch.")}
+    hf_config = read_json(source / CONFIG) | {"dtype": str(dtype).removeprefix("torch.")}
     for key in (QUANTIZATION, TRANSFORMERS_WEIGHTS, "torch_dtype"):
-        table.pop(key, None)
-    table |= quantization_entries(format_of(model))
-    write_json(directory / CONFIG, table)
+        hf_config.pop(key, None)
+    hf_config |= quantization_entries(format_of(model))
+    write_json(directory / CONFIG, hf_config)
     for name in COPIED_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
-    tensors = stored_tensors(tensor_mappings(table["model_type"], model.config), weight_state_dict(model))
+    if (source / TEMPLATE_DIRECTORY).is_dir():
+        shutil.copytree(source / TEMPLATE_DIRECTORY, directory / TEMPLATE_DIRECTORY)
+    tensors = stored_tensors(tensor_mappings(hf_config["model_type"], model.config), weight_state_dict(model))
     write_tensor_files(directory, tensors, max_shard_size=MAX_SHARD_SIZE)
 
 

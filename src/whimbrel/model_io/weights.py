@@ -196,9 +196,9 @@ def quantization_config(weight_format: WeightFormat) -> dict[str, Any]:
     return {"quant_method": METHOD, "version": VERSION, "recipe": weight_format.name, "format": details}
 
 
-def stored_format(table: Mapping[str, Any]) -> WeightFormat | None:
+def stored_format(hf_config: Mapping[str, Any]) -> WeightFormat | None:
     """The weight format in a `config.json`; None if it is unquantized or was quantized by another tool."""
-    entry = table.get(QUANTIZATION)
+    entry = hf_config.get(QUANTIZATION)
     if not isinstance(entry, Mapping) or entry.get("quant_method") != METHOD:
         return None
     if entry.get("version") != VERSION:

@@ -187,7 +187,7 @@ class Service:
             self._chat_threads, self.model.encode_chat, messages, self._max_prompt_tokens(max_new_tokens)
         )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        stops = [*(body.stop or ()), *self.model.chat_template.stops]
+        stops = [*(body.stop or ()), *self.model.chat_template.stop_strings]
         contexts = [PromptContext(prompt, stops, echo=False)]
         engine_requests = [self._engine_request(body, prompt, max_new_tokens, logprobs)]
         response_format = ChatFormat(self.model.token_texts, with_logprobs=bool(body.logprobs))

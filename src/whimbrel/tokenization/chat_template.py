@@ -55,18 +55,18 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str] | None = None,
         *,
-        stops: Sequence[str] = (),
+        stop_strings: Sequence[str] = (),
         writes_bos: bool = True,
         trusted: bool = False,
     ) -> None:
         """Compile `source`; DataError if it is not valid Jinja or exceeds a limit.
 
-        `stops` are strings that end a response in addition to the end-of-text token. If the template does not write
+        `stop_strings` end a response in addition to the end-of-text token. If the template does not write
         the BOS token itself (`writes_bos=False`), the tokenizer adds it. A `trusted` template runs in this process
         without limits: only for those that come with this package.
         """
         self._trusted = trusted
-        self.source, self.stops, self.writes_bos = source, tuple(stops), writes_bos
+        self.source, self.stop_strings, self.writes_bos = source, tuple(stop_strings), writes_bos
         self.special_tokens = dict(special_tokens or {})
         try:
             (compile_in_process if trusted else sandbox.compile)(source)
@@ -104,8 +104,8 @@ class ChatTemplate:
         turn or impersonate another role.
 
         Implementation: in messages, the characters of special tokens are replaced by markers before the template runs
-        (see `_Special`). Afterwards the markers are replaced back, and a special token in the text is genuine only if
-        there was no marker at its position.
+        (see `_SpecialTokens`). Afterwards the original characters are restored, and a special token in the text is
+        genuine only if there was no marker at its position.
         """
         _check_messages(messages)
         special = _special_tokens(tokenizer)
@@ -205,7 +205,7 @@ def _request_error(message: str) -> RequestError:
     return RequestError(message, field="messages")
 
 
-class _Special(NamedTuple):
+class _SpecialTokens(NamedTuple):
     """The special tokens of a tokenizer, and the markers for the characters they consist of.
 
     Each such character has its own marker, and per token only its punctuation (or first letter) is marked, so that a
@@ -217,7 +217,7 @@ class _Special(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def _special_tokens(tokenizer: Tokenizer) -> _Special:
+def _special_tokens(tokenizer: Tokenizer) -> _SpecialTokens:
     added = tokenizer.pipeline.get_added_tokens_decoder()
     special = [token.content for token in added.values() if token.special]
     pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
@@ -226,8 +226,12 @@ def _special_tokens(tokenizer: Tokenizer) -> _Special:
     characters: set[str] = set()
     for token in special:
         characters.update(re.findall(r"[^\w\s]", token) or token[:1] + token[:1].swapcase())
-    to_marker = {ord(each): chr(surrogate) for surrogate, each in zip(SURROGATES, sorted(characters), strict=False)}
-    return _Special(pattern, Markers(to_marker, {ord(marker): chr(each) for each, marker in to_marker.items()}))
+    to_marker = {
+        ord(character): chr(surrogate) for surrogate, character in zip(SURROGATES, sorted(characters), strict=False)
+    }
+    return _SpecialTokens(
+        pattern, Markers(to_marker, {ord(marker): chr(character) for character, marker in to_marker.items()})
+    )
 
 
 def _check_unicode(text: str) -> str:
@@ -249,7 +253,7 @@ DEFAULT_CHAT_TEMPLATE = ChatTemplate(
     "{% else %}{{ message.role | capitalize }}: {{ message.content | trim }}\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}",
-    stops=("\nUser:",),
+    stop_strings=("\nUser:",),
     writes_bos=False,
     trusted=True,
 )

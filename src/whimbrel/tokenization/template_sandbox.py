@@ -161,7 +161,7 @@ class TemplateSandbox:
         try:
             message = _pack(request)
         except (TypeError, ValueError) as error:
-            raise RenderError(f"expected messages of JSON values: {error}") from error
+            raise RenderError(f"expected messages with only JSON values: {error}") from error
         with self._lock:
             if self._process is None or self._owner != os.getpid():  # after a fork, the child belongs to the parent
                 self._process, self._owner = _start(), os.getpid()
@@ -346,7 +346,7 @@ def _cached_template(source: str) -> Template:
 def _environment() -> ImmutableSandboxedEnvironment:
     """The Jinja environment that templates expect, with the settings, filters and globals of transformers."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
     environment.concat = _concat  # type: ignore[method-assign]
     environment.filters["tojson"] = _to_json
@@ -354,7 +354,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-class _Generation(Extension):
+class _GenerationBlock(Extension):
     """`{% generation %}`, which marks the assistant's tokens for training; rendering keeps only its content."""
 
     tags = {"generation"}  # noqa: RUF012

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
-TOKENS_FILE = "special_tokens_map.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 END_OF_TEXT_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "<s>")
 """Candidates for the end-of-text token if tokenizer_config.json does not set one, in order of preference."""
@@ -218,7 +218,7 @@ def load_tokenizer(path_or_name: str | os.PathLike[str] = "gpt2") -> Tokenizer:
         pipeline = _parse_pipeline(file.read_text(encoding="utf-8"))
     except (DataError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is not a Hugging Face {TOKENIZER_FILE}: {error}") from error
-    tokens = _read_tokens(file.with_name(TOKENIZER_CONFIG_FILE), ("bos_token", "eos_token"))
+    tokens = _read_token_strings(file.with_name(TOKENIZER_CONFIG_FILE), ("bos_token", "eos_token"))
     try:
         return Tokenizer(pipeline, tokens.get("eos_token"), tokens.get("bos_token"))
     except DataError as error:
@@ -247,7 +247,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, min_frequency: int
 
 @contextmanager
 def _library_errors(message: str) -> Iterator[None]:
-    """Convert whatever the tokenizers library raises to a DataError of one line.
+    """Convert whatever the tokenizers library raises to a one-line DataError.
 
     It raises bare `Exception`, and where its Rust code panics a `PanicException`, which is not an `Exception`.
     """
@@ -331,11 +331,11 @@ def _check_ids(vocabulary: dict[str, int]) -> None:
 
 def read_special_tokens(directory: str | os.PathLike[str]) -> dict[str, str]:
     """The text of `bos_token`, `eos_token` etc. in a model directory."""
-    files = (Path(directory) / TOKENS_FILE, Path(directory) / TOKENIZER_CONFIG_FILE)
-    return {name: text for file in files for name, text in _read_tokens(file, SPECIAL_TOKENS).items()}
+    files = (Path(directory) / SPECIAL_TOKENS_FILE, Path(directory) / TOKENIZER_CONFIG_FILE)
+    return {name: text for file in files for name, text in _read_token_strings(file, SPECIAL_TOKENS).items()}
 
 
-def _read_tokens(file: Path, names: Sequence[str]) -> dict[str, str]:
+def _read_token_strings(file: Path, names: Sequence[str]) -> dict[str, str]:
     settings, tokens = read_json_object(file), {}
     for name in names:
         value = settings.get(name)

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import ConfigError, ParallelError
 from whimbrel.checkpoint import CheckpointManager, DirectoryStateful, RNGState, SharingPattern, StateComponent
 from whimbrel.checkpoint.component import Ranks, locate
+from whimbrel.checkpoint.serialization import pack
+from whimbrel.checkpoint.writer import Snapshot, check_replication
 
 
 @pytest.mark.parametrize(
@@ -81,3 +83,24 @@ def test_directory_stateful_is_recognized_by_its_methods() -> None:
 
     assert not isinstance(Plain(), DirectoryStateful)
     assert isinstance(DirectoryValues(), DirectoryStateful)
+
+
+@pytest.mark.parametrize("other", [{"values": torch.ones(2), "note": "x"}, {"values": torch.zeros(2), "note": "y"}])
+def test_replication_check_compares_tensors_of_any_name_and_other_values(other: dict) -> None:
+    component = StateComponent(
+        "x", RNGState(), SharingPattern.REPLICATED, validate_replication=True, validation_level="full"
+    )
+
+    class TwoRanks(Ranks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gathered: list = []
+
+        def gather(self, value):
+            self.gathered.append(value)
+            return self.gathered
+
+    ranks = TwoRanks()
+    check_replication(component, Snapshot(*pack({"values": torch.zeros(2), "note": "x"})), ranks)
+    with pytest.raises(ParallelError, match="differs between rank 0 and rank 1"):
+        check_replication(component, Snapshot(*pack(other)), ranks)

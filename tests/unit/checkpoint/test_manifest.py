@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from whimbrel.base.errors import CheckpointError
-from whimbrel.checkpoint import CheckpointManager, read_component, read_manifest, verify_checkpoint
+from whimbrel.checkpoint import CheckpointManager, read_component, read_manifest, verify_checkpoint, verify_component
 
 
 @pytest.fixture
@@ -124,3 +124,9 @@ def test_malformed_component_is_rejected(path: Path, tree: str) -> None:
     (path / "trainer.json").write_text(tree)
     with pytest.raises(CheckpointError, match="component 'trainer' is malformed"):
         read_component(path, "trainer")
+
+
+def test_verifying_a_missing_component_is_an_error(path: Path) -> None:
+    verify_component(path, "model")
+    with pytest.raises(CheckpointError, match="without the component 'ema'"):
+        verify_component(path, "ema")

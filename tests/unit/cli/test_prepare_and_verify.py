@@ -84,8 +84,8 @@ def parquet(table: pa.Table) -> bytes:
 LATIN1 = pa.array(["x", "y", b"\xe9t\xe9"], pa.binary()).view(pa.string())
 ROWS = pa.table({"text": [f"{i} birds fly to the marsh" * 20 for i in range(500)]})
 BAD = {
-    "empty jsonl": ("a.jsonl", b"", "has no text"),
-    "blank jsonl": ("a.jsonl", b"\n\n", "has no text"),
+    "empty jsonl": ("a.jsonl", b"", "have no text"),
+    "blank jsonl": ("a.jsonl", b"\n\n", "have no text"),
     "broken json": ("a.jsonl", GOOD * 3 + b'{"text": "cut\n', "a.jsonl, line 4: not JSON"),
     "no key": ("a.jsonl", GOOD + b'{"body": "x"}\n', "a.jsonl, line 2: no key 'text'"),
     "not an object": ("a.jsonl", GOOD + b"[1]\n", "a.jsonl, line 2: no key 'text'"),
@@ -98,7 +98,7 @@ BAD = {
     "damaged gz": ("a.txt.gz", gzip.compress(bytes(99_999))[:40] + b"xx" * 40, "a.txt.gz is not a readable gzip"),
     "not zst": ("a.jsonl.zst", b"plain text", "a.jsonl.zst is not a readable zstd file"),
     "bad utf-8 in text": ("a.txt", b"bird \xe9", "a.txt, document 1: not UTF-8 at byte 5"),
-    "empty text": ("a.txt", b"", "has no text"),
+    "empty text": ("a.txt", b"", "have no text"),
     "not parquet": ("a.parquet", b"PAR1 something else", "a.parquet is not a readable parquet file"),
     "empty parquet": ("a.parquet", b"", "a.parquet is not a readable parquet file"),
     "truncated parquet": ("a.parquet", parquet(ROWS)[:-20], "a.parquet is not a readable parquet file"),
@@ -130,7 +130,7 @@ def test_bad_source_is_a_one_line_error_and_leaves_no_files(case: str, whimbrel,
 def test_missing_source_is_a_one_line_error(whimbrel, workdir: Path) -> None:
     Path("empty").mkdir()
     Path("birds.txt").write_text("a bird")
-    assert "got an empty source: expected a file" in whimbrel("prepare", "").err
+    assert "got an empty string" in whimbrel("prepare", "").err
     assert "no such file: empty/**.txt" in whimbrel("prepare", "empty/**.txt").err
     assert "no such file: absent.txt" in whimbrel("prepare", "absent.txt").err
     assert "no such file: ../absent" in whimbrel("prepare", "../absent").err
@@ -257,10 +257,10 @@ def test_verify_reports_every_error(whimbrel, workdir: Path) -> None:
     done = whimbrel("verify", "out")
     assert done.code == 2
     for name, fault in (
-        ("birds_train_000001.bin", "is truncated: the header counts 60 tokens, the file has 59"),
+        ("birds_train_000001.bin", "is truncated: the header says 60 tokens, the file has 59"),
         ("birds_train_000002.bin", "has token id 60000 at token 2"),
         ("birds_train_000003.bin", "has 10 tokens, expected 60"),
-        ("birds_train_000004.bin", "was changed since it was written"),
+        ("birds_train_000004.bin", "has changed since it was written"),
         ("birds_train_000005.bin", "No such file"),
         ("foreign.bin", "is not listed in manifest.json"),
     ):

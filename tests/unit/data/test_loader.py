@@ -308,5 +308,5 @@ def test_verify_detects_a_changed_token_on_first_read(corpus, texts: list[str], 
     TokenDataLoader(tmp_path / "out", 1, 8000).next_batch()
     loader = TokenDataLoader(tmp_path / "out", 1, 4000, verify=True)
     loader.next_batch()
-    with pytest.raises(DataError, match=rf"{second.name} was changed"):
+    with pytest.raises(DataError, match=rf"{second.name} has changed"):
         loader.next_batch()

@@ -233,10 +233,10 @@ def test_directory_with_other_shards_is_rejected(corpus, texts: list[str], tmp_p
         ({"val_tokens": -1}, "val-tokens .*got -1"),
         ({"val_tokens": 5, "val": ["a.jsonl"]}, "only one of them"),
         ({"name": "x_val"}, "expected --name"),
-        ({"name": "a/b"}, "expected --name of letters, digits, '_'"),
+        ({"name": "a/b"}, "expected --name with only letters, digits, '_'"),
         ({"separator": "|"}, "no source is one"),
         ({"separator": ""}, "--separator is empty"),
-        ({"val": [""]}, "empty source"),
+        ({"val": [""]}, "got an empty string"),
     ],
 )
 def test_invalid_arguments_are_rejected(corpus, options: dict, match: str, workdir: Path) -> None:

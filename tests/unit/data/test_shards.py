@@ -79,7 +79,7 @@ def damaged(path: Path, change: str) -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ("truncated", "is truncated: the header counts 4 tokens, the file has 3.5"),
+        ("truncated", "is truncated: the header says 4 tokens, the file has 3.5"),
         ("longer", "longer than its header says"),
         ("magic", "magic number 67324752, expected 20240520 or 20240801"),
         ("version", "shard version 9, expected 1"),
@@ -187,7 +187,7 @@ def test_invalid_shards_are_found_on_opening(tmp_path: Path) -> None:
     refused(r"x_train_000001\.bin is not a token shard: magic number")
     write_shard(tmp_path / "x_train_000001.bin", np.array([EOT, 2, 3], dtype=np.uint32))
     refused(r"x_train_000001\.bin has uint32 tokens")
-    refused("expected a split of train, val, got 'test'", split="test")
+    refused("expected split train or val, got 'test'", split="test")
     with pytest.raises(DataError, match="no such directory"):
         TokenDataLoader(tmp_path / "absent", 1, 4)
 

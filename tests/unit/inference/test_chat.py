@@ -115,7 +115,7 @@ def test_answers_end_at_stop_strings_and_eos(model, tokenizer, letters_only):
     stop = text[4:6]
     chat = conversation(model, tokenizer, letters_only, stop=[stop])
     assert "".join(chat.ask("Hello").pieces) == text[: text.index(stop)] == chat.messages[1]["content"]
-    template = ChatTemplate(TEMPLATE.source, stops=[stop])
+    template = ChatTemplate(TEMPLATE.source, stop_strings=[stop])
     taught = Conversation(LLM(model, tokenizer), template, letters_only, max_new_tokens=12, stop=["never"])
     assert "".join(taught.ask("Hello").pieces) == text[: text.index(stop)]
     done = SamplingParams(temperature=0, logit_bias={tokenizer.eot_id: 1e4})

@@ -105,7 +105,7 @@ def test_quantize_embeddings(shape, weight_format, tmp_path):
 
 
 def test_quantize_embeddings_is_rejected_if_it_has_no_effect(saved, tmp_path):
-    with pytest.raises(ConfigError, match="quantize_embeddings = True needs a format"):
+    with pytest.raises(ConfigError, match="quantize_embeddings=True needs quantize"):
         load_model(saved, quantize_embeddings=True)
     with pytest.raises(CheckpointError, match="is not quantized"):
         load_model(saved, quantize="int8", quantize_embeddings=True)

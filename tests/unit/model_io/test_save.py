@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from whimbrel.base.errors import ConfigError, WriteError
-from whimbrel.model_io import GenerationConfig, load_model, load_tokenizer, open_model, save_model
+from whimbrel.model_io import GenerationConfig, export_hf, load_model, load_tokenizer, open_model, save_model
 from whimbrel.models import GPT, GPTConfig
 
 
@@ -59,3 +59,12 @@ def test_state_is_saved_instead_of_the_current_weights(model, tmp_path):
 def test_tokenizer_larger_than_the_model_is_rejected(model, tmp_path):
     with pytest.raises(ConfigError, match="at most 50 tokens .* got 50257"):
         save_model(model, tmp_path / "model", load_tokenizer("gpt2"))
+
+
+def test_export_keeps_all_chat_templates(saved, tmp_path):
+    (saved / "chat_template.jinja").write_text("default")
+    (saved / "additional_chat_templates").mkdir()
+    (saved / "additional_chat_templates" / "tools.jinja").write_text("tools")
+    export_hf(saved, tmp_path / "exported")
+    assert (tmp_path / "exported" / "chat_template.jinja").read_text() == "default"
+    assert (tmp_path / "exported" / "additional_chat_templates" / "tools.jinja").read_text() == "tools"

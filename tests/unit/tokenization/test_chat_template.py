@@ -312,7 +312,7 @@ def test_keys_and_error_messages_contain_no_markers(tokenizer):
 def test_the_default_template_is_a_plain_transcript(tokenizer):
     text = DEFAULT_CHAT_TEMPLATE.render([{"role": "system", "content": "A chat."}, *CONVERSATIONS[2]])
     assert text == "A chat.\n\nUser: one\n\n  two\nAssistant: Yes.\nUser: {{ messages }} {% raw %}\nAssistant:"
-    assert DEFAULT_CHAT_TEMPLATE.stops == ("\nUser:",)
+    assert DEFAULT_CHAT_TEMPLATE.stop_strings == ("\nUser:",)
     assert DEFAULT_CHAT_TEMPLATE.encode(tokenizer, CONVERSATIONS[0]) == tokenizer.encode(
         "User: Who are you?\nAssistant:"
     )

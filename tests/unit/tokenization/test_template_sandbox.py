@@ -128,7 +128,7 @@ def test_the_child_does_not_inherit_secrets(sandbox: TemplateSandbox, monkeypatc
 
 
 def test_messages_must_be_json(sandbox: TemplateSandbox):
-    with pytest.raises(template_sandbox.RenderError, match="expected messages of JSON values"):
+    with pytest.raises(template_sandbox.RenderError, match="expected messages with only JSON values"):
         sandbox.render(PLAIN, {"messages": [object()]})
     text = json.dumps(["é\u2028", "\ud800"])
     assert sandbox.render("{{ text }}", {"text": text}) == text

@@ -424,7 +424,7 @@ def test_a_checkpoint_that_disappears_while_loading_is_skipped(
     trainer, losses = fit(args(**settings, max_steps=9), resume=True)
     assert len(losses.values) == 5
     assert trainer.resumed_from.name == "step-00000004"
-    assert "was removed while it was loaded" in caplog.text
+    assert "was removed while it was being loaded" in caplog.text
     shutil.rmtree(newest.with_name("step-00000009"), ignore_errors=True)
 
 
